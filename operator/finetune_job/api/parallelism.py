@@ -1,0 +1,76 @@
+"""`spec.parallelism`: ranks and FSDP, in accelerate's vocabulary."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from finetune_job.api.base import ApiModel, Dtype, ModuleName
+
+
+class AutoWrapPolicy(StrEnum):
+    """Which modules become FSDP units."""
+
+    TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"
+    SIZE_BASED_WRAP = "SIZE_BASED_WRAP"
+    NO_WRAP = "NO_WRAP"
+
+
+class StateDictType(StrEnum):
+    """Form of the state dict under FSDP."""
+
+    FULL_STATE_DICT = "FULL_STATE_DICT"
+    SHARDED_STATE_DICT = "SHARDED_STATE_DICT"
+    LOCAL_STATE_DICT = "LOCAL_STATE_DICT"
+
+
+class MixedPrecisionSpec(ApiModel):
+    """Element types inside an FSDP unit."""
+
+    param_dtype: Dtype | None = None
+    """Of gathered parameters in forward and backward. Unset: bfloat16 with bf16 precision, else none."""
+    reduce_dtype: Dtype | None = None
+    """Of gradients while they are reduced. Unset: float32."""
+
+
+class FsdpSpec(ApiModel):
+    """Fully sharded data parallelism."""
+
+    version: Annotated[int, Field(ge=1, le=2)] = 2
+    """2: torch's fully_shard. 1: FullyShardedDataParallel."""
+    auto_wrap_policy: AutoWrapPolicy | None = None
+    """Unset: TRANSFORMER_BASED_WRAP."""
+    transformer_layer_cls_to_wrap: Annotated[list[ModuleName], Field(max_length=16)] | None = None
+    """Layer classes that become units. Unset: the model's own layer classes, found in preflight and recorded."""
+    min_num_params: Annotated[int, Field(ge=1)] | None = None
+    """Smallest unit of SIZE_BASED_WRAP, in parameters."""
+    peft_wrap_policy: bool | None = None
+    """Wrap trainable leaf modules in units of their own (PEFT's fsdp_auto_wrap_policy); version 1 only.
+    Unset: true where an adapter needs it."""
+    use_orig_params: bool | None = None
+    """Version 1 only. Unset: false with peftWrapPolicy, else true."""
+    sync_module_states: bool | None = None
+    """Version 1 only: broadcast rank 0's weights at the start. Unset: true."""
+    cpu_ram_efficient_loading: bool | None = None
+    """Only rank 0 reads the weights. No effect: every rank reads them from the claim."""
+    reshard_after_forward: bool | None = None
+    """Version 2: free gathered parameters after the forward pass. Unset: true."""
+    state_dict_type: StateDictType | None = None
+    """Form of saved state. FULL and SHARDED have no effect: checkpoints have a sharded format of their own."""
+    offload_params: bool = False
+    """Keep parameters on the CPU between uses."""
+    activation_checkpointing: bool | None = None
+    """FSDP's own recomputation; set training.activationCheckpointing instead."""
+    mixed_precision: MixedPrecisionSpec | None = None
+    """Element types inside a unit."""
+
+
+class ParallelismSpec(ApiModel):
+    """Nodes, ranks and sharding."""
+
+    nodes: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Pods of the gang."""
+    processes_per_node: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks per pod: one per GPU, or the number of CPU ranks."""
+    fsdp: FsdpSpec = FsdpSpec()
+    """Sharding."""

@@ -1,0 +1,91 @@
+"""FineTuneProfile: what the platform team decides. Cluster-scoped; the chart installs one named `default`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from finetune_job.api.base import ApiModel
+from finetune_job.api.job import ObjectMeta
+
+Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=24)]
+"""A Kubernetes resource quantity."""
+
+
+class RoleResources(ApiModel):
+    """Resources of one container; requests equal limits."""
+
+    cpu: Quantity = "2"
+    """CPU cores."""
+    memory: Quantity = "4Gi"
+    """Memory."""
+    shared_memory: Quantity = "1Gi"
+    """Size limit of /dev/shm, counted against memory."""
+
+
+class GpuResource(ApiModel):
+    """The accelerator of a training pod."""
+
+    resource_name: Annotated[str, StringConstraints(max_length=253)] = "nvidia.com/gpu"
+    """Extended resource; each pod asks for processesPerNode of it."""
+    memory: Quantity = "80Gi"
+    """Memory of one device."""
+
+
+class Resources(ApiModel):
+    """Resources by role."""
+
+    preflight: RoleResources = RoleResources(memory="8Gi")
+    """CPU pod that checks model, data and settings."""
+    train: RoleResources = RoleResources(cpu="8", memory="64Gi", shared_memory="8Gi")
+    """Training pod; GPUs come on top."""
+    merge: RoleResources = RoleResources(memory="8Gi")
+    """CPU pod that merges and verifies."""
+
+
+class LibraryVersions(ApiModel):
+    """What the trainer image holds: the content of its versions.json."""
+
+    model_config = ApiModel.model_config | {"alias_generator": None}
+    torch: Annotated[str, StringConstraints(max_length=64)] = ""
+    transformers: Annotated[str, StringConstraints(max_length=64)] = ""
+    peft: Annotated[str, StringConstraints(max_length=64)] = ""
+    accelerate: Annotated[str, StringConstraints(max_length=64)] = ""
+    bitsandbytes: Annotated[str, StringConstraints(max_length=64)] = ""
+
+
+class FineTuneProfileSpec(ApiModel):
+    """Images, resources and limits of every job that names this profile."""
+
+    trainer_image: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    """Trainer image, by digest in production."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """When the image is pulled."""
+    versions: LibraryVersions = LibraryVersions()
+    """Libraries in the trainer image, from its versions.json; rules that hold for some versions only read them."""
+    resources: Resources = Resources()
+    """Resources by role."""
+    gpu: GpuResource | None = None
+    """Accelerator of training pods. Unset: training runs on the CPU."""
+    storage_class_name: Annotated[str, StringConstraints(max_length=253)] | None = None
+    """Storage class of workspace claims made from a template. Unset: the cluster's default."""
+    service_account_name: Annotated[str, StringConstraints(max_length=253)] = "default"
+    """ServiceAccount of the pods; its token is never mounted."""
+    run_as_user: Annotated[int, Field(ge=1, le=2_147_483_647)] | None = None
+    """User ID of the pods. Unset: the image's, or the one that the platform assigns."""
+    fs_group: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
+    """Group that owns mounted volumes. Unset: the platform's."""
+    node_selector: Annotated[dict[str, str], Field(max_length=32)] | None = None
+    """Node labels that training pods need."""
+    allow_remote_code: bool = False
+    """Whether jobs may set model.allowRemoteCode."""
+
+
+class FineTuneProfile(ApiModel):
+    """A FineTuneProfile as written in a manifest."""
+
+    api_version: Literal["finetune.dev/v1alpha1"]
+    kind: Literal["FineTuneProfile"]
+    metadata: ObjectMeta
+    spec: FineTuneProfileSpec

@@ -1,0 +1,26 @@
+"""`spec.run`: how the run is driven; the only part that may change after the start."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from finetune_job.api.base import ApiModel
+
+
+class RunSpec(ApiModel):
+    """Suspension, cancellation, restarts and deadlines."""
+
+    suspend: bool = False
+    """Release all pods and keep the checkpoint. Setting it back continues from there."""
+    cancel: bool = False
+    """End the job for good. Cannot be taken back."""
+    retry: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Raise it to try again after `Stalled`."""
+    max_restarts: Annotated[int, Field(ge=0, le=100)] = 3
+    """Restarts of the gang after failures that are not the infrastructure's."""
+    startup_deadline_seconds: Annotated[int, Field(ge=10, le=604_800)] = 1800
+    """How long the pods of one role may take until all of them run."""
+    active_deadline_seconds: Annotated[int, Field(ge=10, le=31_536_000)] | None = None
+    """How long the whole job may take from its start. Unset: no limit."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
+    """When the job's pods and Jobs are deleted after the end; the FineTuneJob itself stays. Unset: never."""

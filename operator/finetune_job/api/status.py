@@ -1,0 +1,145 @@
+"""`status`: what the operator reports. Written by the operator alone, in one write per pass."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from finetune_job.api.base import ApiModel
+from finetune_job.failures import FailureClass
+from finetune_job.reasons import ConditionType
+
+Text = Annotated[str, StringConstraints(max_length=4096)]
+Timestamp = Annotated[str, StringConstraints(max_length=32)]
+"""RFC 3339, UTC, whole seconds."""
+Number = Annotated[str, StringConstraints(max_length=32)]
+"""A number with a fraction, as text."""
+
+
+class StatusModel(ApiModel):
+    """Unknown fields are ignored: a newer operator may have written them."""
+
+    model_config = ApiModel.model_config | {"extra": "ignore"}
+
+
+class Condition(StatusModel):
+    """As in Kubernetes' API conventions."""
+
+    type: ConditionType
+    status: Literal["True", "False", "Unknown"]
+    reason: Annotated[str, StringConstraints(max_length=128)]
+    message: Text = ""
+    observed_generation: int = 0
+    last_transition_time: Timestamp
+
+
+class StatusFinding(StatusModel):
+    """What a rule or preflight found."""
+
+    rule: Annotated[str, StringConstraints(max_length=128)]
+    severity: Literal["error", "warning"]
+    field: Text = ""
+    value: Text = ""
+    message: Text
+    fix: Text = ""
+
+
+class PlanStatus(StatusModel):
+    """The frozen plan."""
+
+    hash: Annotated[str, StringConstraints(max_length=64)]
+    """SHA-256 of the plan's canonical JSON."""
+    trainer_image: Text = ""
+    model_digest: Text = ""
+    """Digest of the base model's files, by preflight."""
+    data_hash: Text = ""
+    """Digest of the prepared data, by preflight."""
+
+
+class RankFailure(StatusModel):
+    """Outcome of one pod that ended without success; kept as evidence before anything is deleted."""
+
+    pod: Annotated[str, StringConstraints(max_length=253)]
+    node_rank: int | None = None
+    exit_code: int | None = None
+    failure: FailureClass
+    rank: int | None = None
+    step: int | None = None
+    message: Text = ""
+    hint: Text = ""
+    time: Timestamp = ""
+
+
+class Attempt(StatusModel):
+    """One run of the gang."""
+
+    number: int
+    start_time: Timestamp = ""
+    end_time: Timestamp = ""
+    outcome: Literal["Running", "Succeeded", "Failed", "Suspended"] = "Running"
+    failure: FailureClass | None = None
+    counted: bool = False
+    """Whether its failure consumed one of `run.maxRestarts`."""
+    message: Text = ""
+    hint: Text = ""
+    evidence: list[RankFailure] = Field(default_factory=list, max_length=16)
+
+
+class Restarts(StatusModel):
+    """Restarts of the gang so far."""
+
+    counted: int = 0
+    """Caused by the job itself; limited by `run.maxRestarts`."""
+    uncounted: int = 0
+    """Caused by the infrastructure; limited by an absolute cap."""
+
+
+class ProgressStatus(StatusModel):
+    """Latest progress of the training run."""
+
+    step: int = 0
+    total_steps: int = 0
+    loss: Number = ""
+    eval_loss: Number = ""
+    initial_eval_loss: Number = ""
+    tokens_per_second: Number = ""
+    checkpoint_step: int | None = None
+    summary: Annotated[str, StringConstraints(max_length=64)] = ""
+    """`step/total`, for the printer column."""
+
+
+class Artifact(StatusModel):
+    """A result on the output claim."""
+
+    name: Annotated[str, StringConstraints(max_length=64)]
+    path: Text
+    sha256: Annotated[str, StringConstraints(max_length=64)] = ""
+    """Of the artifact's manifest."""
+
+
+class FineTuneJobStatus(StatusModel):
+    """Everything that is known of a job."""
+
+    observed_generation: int = 0
+    phase: Annotated[str, StringConstraints(max_length=32)] = ""
+    """Derived from the conditions for display; nothing depends on it."""
+    conditions: list[Condition] = Field(default_factory=list, max_length=16)
+    findings: list[StatusFinding] = Field(default_factory=list, max_length=64)
+    plan: PlanStatus | None = None
+    start_time: Timestamp = ""
+    """When the plan was frozen; from here on only `spec.run` may change."""
+    completion_time: Timestamp = ""
+    attempt: int = 0
+    """Number of the current attempt, from 0."""
+    attempts: list[Attempt] = Field(default_factory=list, max_length=64)
+    """The latest attempts, oldest first."""
+    restarts: Restarts = Restarts()
+    progress: ProgressStatus | None = None
+    artifacts: list[Artifact] = Field(default_factory=list, max_length=16)
+    retry_handled: int = 0
+    """Value of `run.retry` that was acted upon last."""
+    preflight_attempt: int = 0
+    """Number of the preflight Job, from 0; a retry after a refusal makes a new one."""
+    merge_attempt: int = 0
+    """Number of the merge Job, from 0."""

@@ -1,0 +1,150 @@
+"""Failure classes, the exit codes that carry them, and the report a container leaves as its termination message.
+
+The trainer raises and exits with these; the operator reads them back. The table of what is retried stands in the operator's
+restart policy, never here and never at the place that raises.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TERMINATION_LIMIT_BYTES = 4096
+"""The kubelet keeps only the last 4,096 bytes of a termination message, so a longer JSON document would lose its head."""
+
+
+class FailureClass(StrEnum):
+    """Why a container ended without success."""
+
+    USER_CONFIG = "UserConfig"
+    """A setting cannot work; the message says which and what to write instead."""
+    USER_DATA = "UserData"
+    """The data set is missing, empty or malformed."""
+    USER_MODEL = "UserModel"
+    """The base model is missing, damaged or of a kind that is not accepted."""
+    NON_FINITE = "NonFinite"
+    """The loss or the gradient norm became NaN or infinite."""
+    DEVICE_OUT_OF_MEMORY = "DeviceOutOfMemory"
+    HOST_OUT_OF_MEMORY = "HostOutOfMemory"
+    DISK_FULL = "DiskFull"
+    COLLECTIVE = "Collective"
+    """A collective failed or timed out: most often the echo of another rank's failure."""
+    CHECKPOINT_INVALID = "CheckpointInvalid"
+    PLAN_MISMATCH = "PlanMismatch"
+    """The plan file does not have the digest that the operator announced."""
+    VERIFICATION_FAILED = "VerificationFailed"
+    """The merged model does not behave as base and adapter do."""
+    PREEMPTED = "Preempted"
+    """SIGTERM arrived; the state was saved at a step boundary where time allowed."""
+    INFRASTRUCTURE = "Infrastructure"
+    """The pod was evicted, deleted or lost with its node; never an exit code."""
+    INTERNAL = "Internal"
+    """Anything that has no class of its own."""
+    UNKNOWN = "Unknown"
+    """No evidence was left; never an exit code."""
+
+
+EXIT_CODES: dict[FailureClass, int] = {
+    FailureClass.USER_CONFIG: 40,
+    FailureClass.USER_DATA: 41,
+    FailureClass.USER_MODEL: 42,
+    FailureClass.NON_FINITE: 43,
+    FailureClass.DEVICE_OUT_OF_MEMORY: 44,
+    FailureClass.HOST_OUT_OF_MEMORY: 45,
+    FailureClass.DISK_FULL: 46,
+    FailureClass.COLLECTIVE: 47,
+    FailureClass.CHECKPOINT_INVALID: 48,
+    FailureClass.PLAN_MISMATCH: 49,
+    FailureClass.PREEMPTED: 50,
+    FailureClass.VERIFICATION_FAILED: 51,
+    FailureClass.INTERNAL: 52,
+}
+CLASS_OF_EXIT_CODE = {code: failure for failure, code in EXIT_CODES.items()}
+
+
+class Outcome(StrEnum):
+    """How a container ended, by its own account."""
+
+    SUCCEEDED = "Succeeded"
+    REFUSED = "Refused"
+    """Preflight found settings or data that cannot work."""
+    FAILED = "Failed"
+
+
+class ReportedFinding(BaseModel):
+    """One finding of preflight, short enough for a termination message."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    rule: str
+    severity: str
+    field: str = ""
+    value: str = ""
+    message: str
+    fix: str = ""
+
+
+class TerminationReport(BaseModel):
+    """What a container says when it ends: written to its termination message and, whole, to the workspace."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    role: str
+    attempt: int = 0
+    outcome: Outcome
+    failure: FailureClass | None = None
+    message: str = ""
+    hint: str = ""
+    rank: int | None = None
+    """Global rank that failed first, None where the supervisor itself speaks."""
+    node_rank: int | None = None
+    step: int | None = None
+    exception: str = ""
+    time: float = 0.0
+    """Seconds since the epoch at which the failure was seen; the earliest report of a gang names the cause."""
+    findings: list[ReportedFinding] = Field(default_factory=list)
+    findings_total: int = 0
+    """How many findings there are; `findings` may hold fewer."""
+    facts: dict[str, str] = Field(default_factory=dict)
+    """Small results that the operator copies into status: digests, paths, losses."""
+    report_path: str = ""
+    """Path of the full report, relative to the claim that holds the workspace."""
+
+    def envelope(self) -> str:
+        """This report as JSON of at most `TERMINATION_LIMIT_BYTES` bytes; the last findings give way first, then long texts."""
+        report = self
+        text_limit = 1024
+        while True:
+            encoded = report.model_dump_json(exclude_defaults=True, exclude_none=True)
+            if len(encoded.encode()) <= TERMINATION_LIMIT_BYTES:
+                return encoded
+            total = max(report.findings_total, len(report.findings))
+            if len(report.findings) > 1:
+                report = report.model_copy(update={"findings": report.findings[:-1], "findings_total": total})
+            else:
+                text_limit //= 2
+                report = report.model_copy(
+                    update={
+                        "message": report.message[:text_limit],
+                        "hint": report.hint[:text_limit],
+                        "exception": report.exception[-text_limit:],
+                        "report_path": report.report_path[:text_limit],
+                        "role": report.role[:text_limit],
+                        "findings": [_cut(finding, text_limit) for finding in report.findings],
+                        "findings_total": total,
+                        "facts": {
+                            key[:64]: value[:text_limit] for key, value in list(report.facts.items())[: max(text_limit // 16, 1)]
+                        },
+                    }
+                )
+
+
+def _cut(finding: ReportedFinding, limit: int) -> ReportedFinding:
+    return ReportedFinding(**{name: str(value)[:limit] for name, value in finding.model_dump().items()})
+
+
+def parse_envelope(text: str) -> TerminationReport | None:
+    """The report in a termination message, or None where the message is not one of ours."""
+    try:
+        return TerminationReport.model_validate_json(text)
+    except ValueError:
+        return None

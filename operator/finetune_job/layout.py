@@ -1,0 +1,72 @@
+"""Where things lie on the workspace and on the output claim: one table for trainer, operator and command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class WorkspaceLayout:
+    """Directories of one job under its own folder on the workspace claim."""
+
+    root: Path
+
+    @property
+    def prepared(self) -> Path:
+        """Tokenised and packed data, a manifest last."""
+        return self.root / "prepared"
+
+    @property
+    def model_report(self) -> Path:
+        """What preflight learnt from the model: wrap classes, trainable tensors, digests."""
+        return self.root / "preflight.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def adapter(self) -> Path:
+        """The trained adapter (or the trained model, for full fine-tuning), complete once it exists."""
+        return self.root / "trained"
+
+    @property
+    def history(self) -> Path:
+        """One JSON object per line and optimizer step."""
+        return self.root / "history.jsonl"
+
+    def reports(self, role: str, attempt: int) -> Path:
+        """Full termination reports of one role and attempt, a file per node rank."""
+        return self.root / "reports" / f"{role}-{attempt}"
+
+    def logs(self, role: str, attempt: int) -> Path:
+        """Output of each rank, size-capped."""
+        return self.root / "logs" / f"{role}-{attempt}"
+
+
+@dataclass(frozen=True)
+class OutputLayout:
+    """What the user finds at `output.destination`."""
+
+    root: Path
+
+    @property
+    def adapter(self) -> Path:
+        return self.root / "adapter"
+
+    @property
+    def merged(self) -> Path:
+        return self.root / "merged"
+
+    @property
+    def unverified(self) -> Path:
+        """A merged model until its verification has passed; only then it takes the name `merged`."""
+        return self.root / "merged.unverified"
+
+    @property
+    def quarantined(self) -> Path:
+        """A merged model that failed its verification: kept, under a name that nobody takes for a result."""
+        return self.root / "merged.quarantined"
+
+    @property
+    def verification(self) -> Path:
+        return self.root / "verification.json"

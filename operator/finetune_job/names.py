@@ -1,0 +1,84 @@
+"""Names that more than one program must agree on: group, kinds, labels, annotations, child names, mount points."""
+
+import hashlib
+from enum import StrEnum
+
+GROUP = "finetune.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+JOB_KIND = "FineTuneJob"
+JOB_PLURAL = "finetunejobs"
+PROFILE_KIND = "FineTuneProfile"
+PROFILE_PLURAL = "finetuneprofiles"
+DEFAULT_PROFILE = "default"
+"""The profile of a job that names none; the chart installs it."""
+
+LABEL_JOB = f"{GROUP}/job"
+LABEL_JOB_UID = f"{GROUP}/job-uid"
+LABEL_ROLE = f"{GROUP}/role"
+LABEL_ATTEMPT = f"{GROUP}/attempt"
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+MANAGED_BY = "finetune-operator"
+ANNOTATION_PLAN_SHA256 = f"{GROUP}/plan-sha256"
+ANNOTATION_SPEC_SHA256 = f"{GROUP}/spec-sha256"
+
+PLAN_KEY = "plan.json"
+PLAN_MOUNT = "/plan"
+CLAIMS_MOUNT = "/claims"
+"""Each claim that a pod may see is mounted at `/claims/<claim name>`."""
+RENDEZVOUS_PORT = 29400
+OBSERVE_PORT = 9400
+"""Rank 0 serves /metrics, /progress and /healthz here."""
+
+SHUTDOWN_SECONDS = 120
+"""After SIGTERM the ranks agree on a step, finish it and save; torchrun kills what is not done by then."""
+TRAIN_GRACE_PERIOD_SECONDS = SHUTDOWN_SECONDS + 30
+"""Of training pods: the supervisor writes its report after torchrun has ended."""
+
+MAX_JOB_NAME = 63
+"""Longest name of a FineTuneJob that can stand in a label; longer child names are shortened with a digest."""
+
+
+class Role(StrEnum):
+    """What a pod does; one batch Job per role (and, for training, per attempt)."""
+
+    PREFLIGHT = "preflight"
+    TRAIN = "train"
+    MERGE = "merge"
+
+
+def _shortened(base: str, suffix: str, limit: int) -> str:
+    """`base + suffix` within `limit` characters; a digest of the base stands for what is cut off, and dots become dashes."""
+    plain = base.replace(".", "-")
+    if plain == base and len(base) + len(suffix) <= limit:
+        return base + suffix
+    digest = hashlib.sha256(base.encode()).hexdigest()[:8]
+    return f"{plain[: limit - len(suffix) - 9].rstrip('-')}-{digest}{suffix}"
+
+
+def plan_configmap_name(job: str) -> str:
+    """Name of the ConfigMap that holds the RunPlan."""
+    return _shortened(job, "-plan", 63)
+
+
+def service_name(job: str) -> str:
+    """Name of the headless Service of the gang; part of every rank's DNS name, hence at most 63 characters."""
+    return _shortened(job, "-gang", 63)
+
+
+def workspace_claim_name(job: str) -> str:
+    """Name of a workspace claim made from the job's template."""
+    return _shortened(job, "-workspace", 63)
+
+
+def batch_job_name(job: str, role: Role, attempt: int, nodes: int = 1) -> str:
+    """Name of the Job of a role and attempt.
+
+    An Indexed Job of N pods may have at most `62 - digits(N - 1)` characters, because each pod's hostname adds its index.
+    """
+    return _shortened(job, f"-{role}-{attempt}", 62 - len(str(max(nodes - 1, 0))))
+
+
+def master_address(job: str, namespace: str, attempt: int, nodes: int) -> str:
+    """Fully qualified DNS name of the pod with node rank 0."""
+    return f"{batch_job_name(job, Role.TRAIN, attempt, nodes)}-0.{service_name(job)}.{namespace}.svc"

@@ -1,0 +1,1 @@
+"""The RunPlan: spec, profile and defaults resolved once; the only thing that a container reads."""

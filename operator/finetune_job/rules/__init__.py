@@ -1,0 +1,1 @@
+"""The rule book: what is refused before anything starts, with field, value, reason and fix."""

@@ -1,0 +1,1 @@
+"""Pure functions over status: conditions and the derived phase."""

@@ -1,0 +1,60 @@
+"""Setting conditions: `lastTransitionTime` moves only when the status flips."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from finetune_job.api.status import Condition
+from finetune_job.reasons import ConditionType, Reason
+
+ConditionStatus = bool | None
+"""True, False, or None for Unknown."""
+_WORDS = {True: "True", False: "False", None: "Unknown"}
+
+
+def find(conditions: Sequence[Condition], kind: ConditionType) -> Condition | None:
+    """The condition of a type, if it is there."""
+    return next((condition for condition in conditions if condition.type is kind), None)
+
+
+def is_true(conditions: Sequence[Condition], kind: ConditionType) -> bool:
+    """Whether the condition is there and True."""
+    condition = find(conditions, kind)
+    return condition is not None and condition.status == "True"
+
+
+def with_condition(
+    conditions: Sequence[Condition],
+    kind: ConditionType,
+    status: ConditionStatus,
+    reason: Reason,
+    message: str,
+    *,
+    generation: int,
+    now: str,
+) -> list[Condition]:
+    """The conditions with one of them set, in the order of `ConditionType`. `now`: RFC 3339."""
+    before = find(conditions, kind)
+    word = _WORDS[status]
+    unchanged = before is not None and before.status == word
+    after = Condition.model_validate(
+        {
+            "type": kind,
+            "status": word,
+            "reason": str(reason),
+            "message": message[:4096],
+            "observedGeneration": generation,
+            "lastTransitionTime": before.last_transition_time if before is not None and unchanged else now,
+        }
+    )
+    others = [condition for condition in conditions if condition.type is not kind]
+    order = list(ConditionType)
+    return sorted([*others, after], key=lambda condition: order.index(condition.type))
+
+
+def initial_conditions(*, generation: int, now: str) -> list[Condition]:
+    """Every condition, Unknown: what a job shows at first sight."""
+    conditions: list[Condition] = []
+    for kind in ConditionType:
+        conditions = with_condition(conditions, kind, None, Reason.NOT_OBSERVED, "", generation=generation, now=now)
+    return conditions

@@ -1,0 +1,13 @@
+"""What all suites share: the profiles of the property tests.
+
+By default the examples are the same on every run, so that a change is judged by its own merits and not by luck. `make explore`
+draws new ones; what it finds becomes a case of its own.
+"""
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))

@@ -1,0 +1,68 @@
+"""The CRDs: what is committed is what the models say, and what cannot be translated is refused."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+from finetune_job.api import crd
+from finetune_job.api.job import FineTuneJobSpec
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("directory", ["crds", "charts/finetune-operator/files/crds"])
+def test_the_committed_files_are_current(directory: str) -> None:
+    committed = {path.name: path.read_text() for path in (ROOT / directory).glob("*.yaml")}
+    assert committed == crd.files(), "run `make generate`"
+
+
+def _nodes(node: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
+    found = [(path, node)]
+    for name, child in node.get("properties", {}).items():
+        found += _nodes(child, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if key in node:
+            found += _nodes(node[key], f"{path}[]")
+    return found
+
+
+def test_every_field_of_the_spec_is_documented_and_bounded() -> None:
+    for path, node in _nodes(crd.structural_schema(FineTuneJobSpec)):
+        assert "type" in node, path
+        if not path.endswith("[]"):
+            assert node.get("description"), path
+        if node["type"] == "string":
+            assert "enum" in node or "maxLength" in node, path
+        if path.rpartition(".")[2] in ("source", "destination", "learningRate", "loraDropout"):
+            assert "pattern" in node, path
+        if node["type"] == "array":
+            assert "maxItems" in node, path
+        if node["type"] == "integer":
+            assert "minimum" in node, path
+        assert node["type"] != "number", f"{path}: floats do not belong in a spec"
+
+
+def test_every_part_of_the_spec_but_run_is_frozen() -> None:
+    rules = crd.job_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["x-kubernetes-validations"]
+    frozen = {rule["fieldPath"] for rule in rules if "startTime" in rule["rule"]}
+    assert frozen == {f".spec.{info.alias or name}" for name, info in FineTuneJobSpec.model_fields.items() if name != "run"}
+
+
+def test_status_has_no_defaults() -> None:
+    status = crd.job_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+    assert [path for path, node in _nodes(status) if "default" in node] == []
+
+
+def test_what_has_no_translation_is_refused() -> None:
+    class Union(BaseModel):
+        value: int | str
+
+    class Multiple(BaseModel):
+        value: Annotated[int, Field(multiple_of=8)]
+
+    with pytest.raises(crd.UnknownKeywordError, match="union"):
+        crd.structural_schema(Union)
+    with pytest.raises(crd.UnknownKeywordError, match="multipleOf"):
+        crd.structural_schema(Multiple)

@@ -1,0 +1,109 @@
+"""Spec -> RunPlan: every value resolved, every choice recorded, equal plans equal bytes."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune_job.api.base import Dtype
+from finetune_job.api.job import parse_job
+from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.plan.digest import canonical_json, plan_sha256, text_sha256
+from finetune_job.plan.resolve import chosen_micro_batch, resolve
+from finetune_job.plan.run_plan import JobIdentity, RunPlan
+from tests.unit.contract.test_api import MINIMAL, changed
+
+IDENTITY = JobIdentity(namespace="team", name="run", uid="0123456789ab")
+
+
+def plan(path: str = "spec.training.epochs", value: object = 1) -> RunPlan:
+    return resolve(IDENTITY, parse_job(changed(path, value)).spec, None)
+
+
+def test_what_is_left_open_is_chosen_and_recorded() -> None:
+    resolved = plan()
+    chosen = {choice.field: choice.value for choice in resolved.choices}
+    assert chosen["spec.method.lora.loraAlpha"] == 32
+    assert resolved.method.lora is not None
+    assert resolved.method.lora.lora_alpha == 32
+    assert chosen["spec.training.learningRate"] == "2e-4"
+    assert resolved.training.learning_rate == 2e-4
+    assert all(choice.reason for choice in resolved.choices)
+
+
+def test_what_is_set_is_kept_and_not_called_a_choice() -> None:
+    resolved = plan("spec.training.learningRate", "0.003")
+    assert resolved.training.learning_rate == 0.003
+    assert "spec.training.learningRate" not in {choice.field for choice in resolved.choices}
+
+
+def test_an_unset_wrap_class_stays_open_for_preflight() -> None:
+    assert plan().parallelism.fsdp.transformer_layer_cls_to_wrap is None
+    assert plan(
+        "spec.parallelism.fsdp.transformerLayerClsToWrap", ["LlamaDecoderLayer"]
+    ).parallelism.fsdp.transformer_layer_cls_to_wrap == ("LlamaDecoderLayer",)
+
+
+def first_version(method: str = "LoRA", **fsdp: bool) -> tuple[bool | None, bool | None, bool | None]:
+    """The wrap policy, original parameters and float32 adapters that FSDP 1 gets."""
+    document = changed("spec.parallelism.fsdp", {"version": 1, **fsdp})
+    document["spec"]["method"] = {"type": method}
+    resolved = resolve(IDENTITY, parse_job(document).spec, None)
+    chosen, lora = resolved.parallelism.fsdp, resolved.method.lora
+    return chosen.peft_wrap_policy, chosen.use_orig_params, lora.autocast_adapter_dtype if lora else None
+
+
+def test_what_fsdp_1_gets_can_be_flattened() -> None:
+    assert first_version() == (True, False, True)
+    assert first_version(useOrigParams=True) == (True, True, True)
+    assert first_version(peftWrapPolicy=False, useOrigParams=True) == (False, True, False)
+    assert first_version("DoRA") == (True, False, True)
+    assert first_version("DoRA", useOrigParams=True) == (False, True, True)
+    assert first_version("Full") == (False, True, None)
+    second = plan().parallelism.fsdp
+    assert (second.peft_wrap_policy, second.use_orig_params, second.sync_module_states) == (None, None, None)
+
+
+def test_full_fine_tuning_has_no_adapter_and_nothing_to_merge() -> None:
+    resolved = plan("spec.method.type", "Full")
+    assert resolved.method.lora is None
+    assert not resolved.merge.enabled
+
+
+def test_the_profile_is_frozen_into_the_plan() -> None:
+    profile = FineTuneProfileSpec(trainer_image="registry.test/trainer@sha256:0", run_as_user=1000)
+    placement = resolve(IDENTITY, parse_job(MINIMAL).spec, profile).placement
+    assert placement is not None
+    assert (placement.trainer_image, placement.run_as_user, placement.profile) == (
+        "registry.test/trainer@sha256:0",
+        1000,
+        "default",
+    )
+
+
+def test_the_workspace_is_a_directory_of_its_own() -> None:
+    assert plan().workspace.claim == "work"
+    assert plan().workspace.path == "run-01234567"
+    template = {"volumeClaimTemplate": {"storage": "1Gi"}}
+    assert plan("spec.workspace", template).workspace.claim == "run-workspace"
+
+
+def test_equal_plans_give_equal_bytes_and_read_back() -> None:
+    text = canonical_json(plan())
+    assert RunPlan.model_validate_json(text) == plan()
+    assert plan_sha256(plan()) == text_sha256(text)
+    assert plan_sha256(plan("spec.model.dtype", Dtype.FLOAT32)) != plan_sha256(plan())
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
+def test_batches_multiply_out(accumulated: int, nodes: int, processes: int) -> None:
+    spec = changed("spec.training", {"epochs": 1, "globalBatchSize": accumulated * nodes * processes})
+    spec["spec"]["parallelism"] = {"nodes": nodes, "processesPerNode": processes}
+    training = resolve(IDENTITY, parse_job(spec).spec, None).training
+    assert training.micro_batch_size * training.gradient_accumulation_steps * nodes * processes == training.global_batch_size
+
+
+@given(st.integers(1, 10_000))
+def test_the_chosen_micro_batch_divides(share: int) -> None:
+    assert share % chosen_micro_batch(share) == 0
+    assert chosen_micro_batch(share) >= math.gcd(share, 8)
