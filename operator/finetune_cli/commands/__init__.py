@@ -1,0 +1,1 @@
+"""One module a verb: plain data in, plain data out; printing is `render`."""

@@ -1,0 +1,102 @@
+"""`finetune run`: a manifest as local processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from finetune_cli.commands.validate import Outcome, Verdict, validate
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.local.claims import OUTPUT_CLAIM, claims_of, directories, link_claims
+from finetune_cli.local.errors import LocalError
+from finetune_cli.local.launch import Interruption
+from finetune_cli.local.place import freeze, held, place_of, start_fresh
+from finetune_cli.local.stages import LocalRun
+from finetune_cli.local.summary import summarise
+from finetune_cli.render.live import LiveView
+from finetune_cli.render.summary import summary_text
+from finetune_cli.render.text import finding_text, report_text
+from finetune_job.api.base import ClaimPath
+from finetune_job.api.job import FineTuneJob
+from finetune_job.names import JOB_KIND
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import JobIdentity, RunPlan
+
+LOCAL_UID = "local"
+"""Stands for the UID that the API server gives; the same job finds its workspace again."""
+TRAINER = ("finetune_trainer", "torch")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of the command."""
+
+    claims: Path
+    claim_paths: Mapping[str, Path]
+    output_directory: Path | None
+    fresh: bool
+
+
+def run_job(manifest: str, options: Options) -> ExitCode:
+    """Run the one job of a manifest. Raises LocalError."""
+    console = Console(highlight=False)
+    report = validate(manifest)
+    verdicts = [verdict for verdict in report.verdicts if verdict.kind == JOB_KIND]
+    if report.exit_code is not ExitCode.DONE:
+        console.print(report_text(report), markup=False, end="", soft_wrap=True)
+        return report.exit_code
+    job = _only_job(verdicts)
+    for finding in verdicts[0].findings:
+        console.print(finding_text(finding), markup=False, soft_wrap=True)
+    _check_trainer()
+    plan = local_plan(job, options.output_directory is not None)
+    claims = claims_of(plan)
+    given = dict(options.claim_paths)
+    if options.output_directory is not None:
+        given[OUTPUT_CLAIM] = options.output_directory
+    unknown = sorted(set(given) - {use.name for use in claims})
+    if unknown:
+        raise LocalError(f"--claim {unknown[0]}: the job names no such claim; it names {', '.join(use.name for use in claims)}")
+    place = place_of(options.claims, plan.job)
+    with held(place) as lock:
+        if options.fresh:
+            start_fresh(place)
+        record = freeze(place, plan)
+        link_claims(claims, directories(claims, options.claims, given), place.claims)
+        with LiveView(console, plan.job.name) as view, Interruption() as interruption:
+            local_run = LocalRun(place, plan, record, lock, view)
+            code = local_run.execute(job.spec.run.max_restarts, interruption)
+        console.print(summary_text(code, summarise(plan, local_run.record, place.claims)), markup=False, end="", soft_wrap=True)
+    return code
+
+
+def local_plan(job: FineTuneJob, own_output: bool) -> RunPlan:
+    """The plan of a job on this machine. `own_output`: results go to a directory of their own. Raises LocalError."""
+    if job.spec.parallelism.nodes > 1:
+        raise LocalError(
+            f"spec.parallelism.nodes: {job.spec.parallelism.nodes} cannot run on one machine; "
+            "set it to 1 and raise processesPerNode, or apply the job to a cluster",
+            ExitCode.REFUSED,
+        )
+    identity = JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=LOCAL_UID)
+    plan = resolve(identity, job.spec, profile=None)
+    return plan.model_copy(update={"output": ClaimPath(claim=OUTPUT_CLAIM)}) if own_output else plan
+
+
+def _only_job(verdicts: list[Verdict]) -> FineTuneJob:
+    jobs = [verdict.job for verdict in verdicts if verdict.outcome is Outcome.ACCEPTED and verdict.job is not None]
+    if len(jobs) != 1:
+        raise LocalError(f"the manifest holds {len(jobs)} FineTuneJobs; give one at a time")
+    return jobs[0]
+
+
+def _check_trainer() -> None:
+    missing = [name for name in TRAINER if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LocalError(
+            f"{missing[0]} is not installed, and local mode trains on this machine; install finetune-operator[trainer,cli]"
+        )

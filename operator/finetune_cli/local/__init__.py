@@ -1,0 +1,1 @@
+"""Local mode: the plan of a job as processes of this machine."""

@@ -1,0 +1,79 @@
+"""Claims of a job as directories of this machine: a directory of links stands where pods have their mounts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune_cli.local.errors import LocalError
+from finetune_job.api.base import ClaimPath
+from finetune_job.plan.run_plan import RunPlan
+
+OUTPUT_CLAIM = "output-directory"
+"""Name under which `--output-dir` appears in a plan."""
+_NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+
+
+@dataclass(frozen=True)
+class ClaimUse:
+    """One claim of a plan."""
+
+    name: str
+    field: str
+    """The first field of the manifest that names it."""
+    is_input: bool
+    """It must exist; other claims are made."""
+
+
+def parse_claims(written: Sequence[str]) -> dict[str, Path]:
+    """`NAME=PATH` arguments. Raises LocalError."""
+    paths: dict[str, Path] = {}
+    for text in written:
+        name, separator, path = text.partition("=")
+        if not separator or not path or not _NAME.match(name):
+            raise LocalError(
+                f'--claim {text}: is not NAME=PATH; write the name of a claim and a directory, as in "models=/srv/models"'
+            )
+        if name in paths:
+            raise LocalError(f"--claim {text}: {name} is already {paths[name]}; give each claim once")
+        paths[name] = Path(path)
+    return paths
+
+
+def claims_of(plan: RunPlan) -> list[ClaimUse]:
+    """Every claim that the plan names, once; inputs first."""
+    named: list[tuple[str, ClaimPath | None, bool]] = [
+        ("spec.model.source", plan.model.location, True),
+        ("spec.data.source", plan.data.train, True),
+        ("spec.data.validation.source", plan.data.validation, True),
+        ("spec.workspace", plan.workspace, False),
+        ("spec.output.destination", plan.output, False),
+    ]
+    uses: dict[str, ClaimUse] = {}
+    for field, location, is_input in named:
+        if location is not None:
+            uses.setdefault(location.claim, ClaimUse(location.claim, field, is_input))
+    return list(uses.values())
+
+
+def directories(uses: Sequence[ClaimUse], root: Path, given: Mapping[str, Path]) -> dict[str, Path]:
+    """Directory of each claim: the given one, else `root`/name."""
+    return {use.name: (given.get(use.name) or root / use.name).absolute() for use in uses}
+
+
+def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path) -> None:
+    """Make `view` hold a link for each claim, and nothing else. Raises LocalError where an input does not exist."""
+    view.mkdir(parents=True, exist_ok=True)
+    for old in view.iterdir():
+        old.unlink()
+    for use in uses:
+        place = places[use.name]
+        if use.is_input and not place.is_dir():
+            raise LocalError(
+                f"{use.field}: claim {use.name} is the directory {place}, which does not exist; "
+                f"make it, or say where the claim is with --claim {use.name}=PATH"
+            )
+        place.mkdir(parents=True, exist_ok=True)
+        (view / use.name).symlink_to(place, target_is_directory=True)

@@ -1,0 +1,123 @@
+"""The roles of a plan one after the other, each tried again within the limits that the operator has, too."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.local.launch import Interruption, Launch, launch
+from finetune_cli.local.place import RunPlace
+from finetune_cli.local.progress import read_progress
+from finetune_cli.local.record import RunRecord, write_record
+from finetune_job.failures import FailureClass, Outcome, TerminationReport
+from finetune_job.layout import WorkspaceLayout
+from finetune_job.names import Role
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.progress import Progress
+from finetune_operator.decide.restart_policy import Verdict, after, backoff_seconds, verdict
+
+ROLES = (Role.PREFLIGHT, Role.TRAIN, Role.MERGE)
+
+
+class Audience(Protocol):
+    """Whoever is told how the run goes."""
+
+    def started(self, role: Role, attempt: int, output: Path) -> None: ...
+
+    def progressed(self, progress: Progress) -> None: ...
+
+    def ended(self, report: TerminationReport, seconds: float) -> None: ...
+
+    def restarting(self, report: TerminationReport, pause_seconds: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What follows the end of a role."""
+
+    record: RunRecord
+    again_after_seconds: float | None = None
+    """Pause before the same role is tried again."""
+    exit_code: ExitCode | None = None
+    """Where the run ends here."""
+
+
+def next_step(record: RunRecord, report: TerminationReport, role: Role, max_restarts: int, *, interrupted: bool) -> Step:
+    """PURE. What follows this end of a role."""
+    if report.outcome is Outcome.SUCCEEDED:
+        return Step(record.model_copy(update={"finished": [*record.finished, role], "facts": {**record.facts, role: report.facts}}))
+    if report.outcome is Outcome.REFUSED:
+        return Step(record, exit_code=ExitCode.REFUSED)
+    if interrupted:
+        return Step(record, exit_code=ExitCode.INTERRUPTED)
+    decision = verdict(report.failure or FailureClass.UNKNOWN, record.restarts, max_restarts)
+    if decision in (Verdict.STOP, Verdict.EXHAUSTED):
+        return Step(record, exit_code=ExitCode.FAILED)
+    restarts = after(decision, record.restarts)
+    return Step(record.model_copy(update={"restarts": restarts}), again_after_seconds=backoff_seconds(restarts))
+
+
+class LocalRun:
+    """One command's work on a job."""
+
+    def __init__(self, place: RunPlace, plan: RunPlan, record: RunRecord, lock: int, audience: Audience) -> None:
+        """`lock`: descriptor that keeps the job taken."""
+        self.place, self.plan, self.record, self.lock, self.audience = place, plan, record, lock, audience
+        workspace = plan.workspace
+        self.workspace = WorkspaceLayout(place.claims / workspace.claim / workspace.path)
+
+    def execute(self, max_restarts: int, interruption: Interruption) -> ExitCode:
+        """Run the roles that have not ended with success yet."""
+        for role in ROLES:
+            while role not in self.record.finished:
+                report = self._attempt(role, interruption)
+                step = next_step(self.record, report, role, max_restarts, interrupted=interruption.requested)
+                self._keep(step.record)
+                if step.exit_code is not None:
+                    return step.exit_code
+                if step.again_after_seconds is not None:
+                    self.audience.restarting(report, step.again_after_seconds)
+                    interruption.pause(step.again_after_seconds)
+                if interruption.requested:
+                    return ExitCode.INTERRUPTED
+        return ExitCode.DONE
+
+    def _attempt(self, role: Role, interruption: Interruption) -> TerminationReport:
+        attempt = self.record.next_attempt.get(role, 0)
+        # The number is used up before anything runs under it: two processes never share an attempt.
+        self._keep(self.record.model_copy(update={"next_attempt": {**self.record.next_attempt, role: attempt + 1}}))
+        output = self.place.output(role, attempt)
+        self.audience.started(role, attempt, output)
+        started = time.monotonic()
+        report = launch(
+            Launch(
+                role=role,
+                attempt=attempt,
+                plan=self.place.plan,
+                plan_sha256=self.record.plan_sha256,
+                claims_root=self.place.claims,
+                termination_log=self.place.termination_log(role, attempt),
+                lock=self.lock,
+            ),
+            output,
+            interruption,
+            lambda: self._look(role, attempt),
+        )
+        seconds = time.monotonic() - started
+        self._keep(
+            self.record.model_copy(update={"seconds": {**self.record.seconds, role: self.record.seconds.get(role, 0.0) + seconds}})
+        )
+        self.audience.ended(report, seconds)
+        return report
+
+    def _look(self, role: Role, attempt: int) -> None:
+        progress = read_progress(self.workspace.root, attempt) if role is Role.TRAIN else None
+        if progress is not None:
+            self.audience.progressed(progress)
+
+    def _keep(self, record: RunRecord) -> None:
+        self.record = record
+        write_record(self.place.record, record)

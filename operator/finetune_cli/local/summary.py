@@ -1,0 +1,103 @@
+"""What a run came to: collected from its record, its history and its reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune_cli.local.record import RunRecord
+from finetune_job.api.base import ClaimPath
+from finetune_job.layout import OutputLayout, WorkspaceLayout
+from finetune_job.names import Role
+from finetune_job.plan.run_plan import RunPlan
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Mean loss per supervised token at both ends of the training."""
+
+    first: float
+    last: float
+    held_out: bool
+    """Of the held-out records; otherwise of the training batches."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that is told in the end."""
+
+    losses: Losses | None
+    step: int
+    adapter: Path | None
+    merged: Path | None
+    verification: Path | None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """Content of verification.json."""
+    workspace: Path = Path()
+    restarts: int = 0
+    seconds: float = 0.0
+
+
+def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
+    """What is there now."""
+    workspace = WorkspaceLayout(_place(claims, plan.workspace))
+    output = OutputLayout(_place(claims, plan.output))
+    history = _history(workspace.history)
+    return Summary(
+        losses=losses(record.facts.get(Role.TRAIN, {}), history),
+        step=max((int(line["step"]) for line in history if isinstance(line.get("step"), int)), default=0),
+        adapter=_existing(output.adapter),
+        merged=_existing(output.merged),
+        verification=_existing(output.verification),
+        figures=_figures(output.verification),
+        workspace=workspace.root,
+        restarts=record.restarts.counted + record.restarts.uncounted,
+        seconds=sum(record.seconds.values()),
+    )
+
+
+def losses(facts: Mapping[str, str], history: list[dict[str, Any]]) -> Losses | None:
+    """The held-out losses that the trainer reported or wrote down, else the first and the last loss of a step."""
+    if "initial_eval_loss" in facts and "eval_loss" in facts:
+        return Losses(float(facts["initial_eval_loss"]), float(facts["eval_loss"]), held_out=True)
+    evaluations = [float(line["eval_loss"]) for line in history if isinstance(line.get("eval_loss"), int | float)]
+    if len(evaluations) > 1:
+        return Losses(evaluations[0], evaluations[-1], held_out=True)
+    found = [float(line["loss"]) for line in history if isinstance(line.get("loss"), int | float)]
+    return Losses(found[0], found[-1], held_out=False) if found else None
+
+
+def _place(claims: Path, location: ClaimPath) -> Path:
+    return (claims / location.claim).resolve() / location.path
+
+
+def _existing(path: Path) -> Path | None:
+    return path if path.exists() else None
+
+
+def _history(path: Path) -> list[dict[str, Any]]:
+    """The lines of the history; the last one may have been cut off."""
+    lines: list[dict[str, Any]] = []
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return lines
+    for line in text.splitlines():
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            lines.append(content)
+    return lines
+
+
+def _figures(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

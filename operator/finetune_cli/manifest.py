@@ -1,0 +1,139 @@
+"""Manifests as people write them -> jobs and profiles; what does not fit the schema becomes findings, one for each field.
+
+Stricter than reading an object of the API server, which has already refused wrong types: "2" is no number here, and 1 is not true.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from finetune_cli.documents import UNREADABLE
+from finetune_job.api.job import FineTuneJob
+from finetune_job.api.profile import FineTuneProfile
+from finetune_job.rules.define import shown
+from finetune_job.rules.rule import Finding
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def parse_job(content: Any) -> FineTuneJob | list[Finding]:
+    """The job, or every way in which the document is none."""
+    return _parse(FineTuneJob, content)
+
+
+def parse_profile(content: Any) -> FineTuneProfile | list[Finding]:
+    """The profile, or every way in which the document is none."""
+    return _parse(FineTuneProfile, content)
+
+
+def _parse(model: type[M], content: Any) -> M | list[Finding]:
+    try:
+        # JSON is where strictness and the words of enumerations go together.
+        return model.model_validate_json(json.dumps(content), strict=True, by_alias=True, by_name=False)
+    except ValidationError as error:
+        return _findings(model, error)
+
+
+def _findings(model: type[BaseModel], error: ValidationError) -> list[Finding]:
+    found: dict[str, Finding] = {}
+    for details in error.errors(include_url=False):
+        location = [part for part in details["loc"] if part != "[key]"]
+        field = _path(location)
+        # Several complaints about one field come from the same mistake; the first names it.
+        found.setdefault(field, _finding(model, field, location, dict(details)))
+    return list(found.values())
+
+
+def _path(location: Sequence[int | str]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text or "document"
+
+
+def _finding(model: type[BaseModel], field: str, location: Sequence[int | str], details: dict[str, Any]) -> Finding:
+    kind, context = details["type"], details.get("ctx") or {}
+    value = _value(details.get("input"))
+    allowed = _fields_beside(model, location)
+    match kind:
+        case "extra_forbidden":
+            near = difflib.get_close_matches(str(location[-1]), allowed, n=1, cutoff=0.6)
+            fix = f"write {near[0]}" if near else f"remove it; allowed here: {', '.join(sorted(allowed))}"
+            return _made(field, value, "there is no such field", fix)
+        case "missing":
+            return _made(field, "unset", "is required", _meaning(model, location))
+        case "enum" | "literal_error":
+            return _made(field, value, f"is not one of {context.get('expected')}", f"write {context.get('expected')}")
+        case "value_error":
+            reason, _, fix = str(context.get("error")).partition("; ")
+            return _made(field, value, reason, fix or _meaning(model, location))
+        case "string_pattern_mismatch":
+            return _made(field, value, f"does not match {context.get('pattern')}", _meaning(model, location))
+        case _:
+            reason = str(details["msg"]).removeprefix("Input ")
+            return _made(field, value, reason, _TYPE_FIXES.get(kind) or _meaning(model, location))
+
+
+_TYPE_FIXES = {
+    "int_type": "write a whole number, without quotes",
+    "int_from_float": "write a whole number",
+    "bool_type": "write true or false, without quotes",
+    "string_type": "put the value in quotes",
+    "list_type": "write a list, as in [a, b]",
+    "dict_type": "write a mapping of keys to values",
+    "model_type": "write a mapping of fields to values",
+}
+
+
+def _made(field: str, value: str, message: str, fix: str) -> Finding:
+    return Finding(rule=UNREADABLE, severity="error", field=field, value=value, message=message, fix=fix)
+
+
+def _value(written: Any) -> str:
+    if isinstance(written, str):
+        return json.dumps(written)
+    if isinstance(written, dict):
+        return "a mapping"
+    text = shown(written)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
+    """The model that holds the last part of a location."""
+    current: type[BaseModel] | None = model
+    for part in location[:-1]:
+        if isinstance(part, int) or current is None:
+            return None
+        current = _inner(current, part)
+    return current
+
+
+def _inner(model: type[BaseModel], alias: str) -> type[BaseModel] | None:
+    for info in model.model_fields.values():
+        if info.alias == alias:
+            candidates = [info.annotation, *getattr(info.annotation, "__args__", ())]
+            return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
+    return None
+
+
+def _fields_beside(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    holder = _model_at(model, location)
+    return [] if holder is None else [info.alias or name for name, info in holder.model_fields.items()]
+
+
+def _meaning(model: type[BaseModel], location: Sequence[int | str]) -> str:
+    """What the field is for, as its documentation says."""
+    names = list(location)
+    while names and isinstance(names[-1], int):
+        names.pop()
+    holder = _model_at(model, names) if names else None
+    if holder is not None:
+        for name, info in holder.model_fields.items():
+            if (info.alias or name) == names[-1] and info.description:
+                return " ".join(info.description.split())
+    return "see kubectl explain finetunejob"

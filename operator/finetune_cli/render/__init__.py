@@ -1,0 +1,1 @@
+"""How results look: text for people, JSON and YAML for programs."""

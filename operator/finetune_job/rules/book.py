@@ -1,0 +1,51 @@
+"""The rule book: every rule, and the one function that asks them all."""
+
+from __future__ import annotations
+
+from finetune_job.rules import (
+    adapters,
+    checkpoints,
+    dora,
+    dtypes,
+    fsdp_versions,
+    merging,
+    parallelism,
+    quantization,
+    remote_code,
+    trainable,
+    training,
+    workspace,
+    wrapping,
+)
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.rule import Finding, Rule
+
+RULES: tuple[Rule, ...] = (
+    *wrapping.RULES,
+    *trainable.RULES,
+    *dora.RULES,
+    *quantization.RULES,
+    *dtypes.RULES,
+    *checkpoints.RULES,
+    *fsdp_versions.RULES,
+    *parallelism.RULES,
+    *adapters.RULES,
+    *training.RULES,
+    *merging.RULES,
+    *workspace.RULES,
+    *remote_code.RULES,
+)
+_BY_ID = {rule.id: rule for rule in RULES}
+if len(_BY_ID) != len(RULES):
+    raise ValueError("two rules have the same id")
+
+
+def evaluate(context: RuleContext) -> tuple[Finding, ...]:
+    """Every finding, errors first, otherwise in the order of the book."""
+    found = [finding for rule in RULES if (finding := rule.check(context)) is not None]
+    return tuple(sorted(found, key=lambda finding: finding.severity != "error"))
+
+
+def rule_by_id(identifier: str) -> Rule | None:
+    """The rule of that id, if there is one."""
+    return _BY_ID.get(identifier)

@@ -1,0 +1,89 @@
+"""How a topic module writes a rule down: the check returns a `Problem`, and rule id and severity are written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.rule import Evidence, FieldChange, Finding, Rule, Severity
+
+OURS = "this trainer, every version"
+"""`holds_for` of rules that follow from how this product works and not from a library."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a check found; with the rule's id and severity it becomes a `Finding`."""
+
+    field: str
+    """Path under `spec`, such as `training.epochs`."""
+    value: Any
+    message: str
+    fix: str
+    changes: Mapping[str, Any]
+    """New value by path under `spec`; None removes the field."""
+
+
+Check = Callable[[RuleContext], Problem | None]
+
+
+def shown(value: Any) -> str:
+    """A value as the manifest writes it."""
+    match value:
+        case None:
+            return "unset"
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return "[" + ", ".join(f'"{item}"' for item in value) + "]"
+        case _:
+            return str(value)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON and YAML know: the word itself for a member of an enumeration."""
+    return str(value) if isinstance(value, StrEnum) else value
+
+
+def rule(
+    identifier: str,
+    title: str,
+    *,
+    severity: Severity = "error",
+    reads: tuple[str, ...],
+    sources: tuple[str, ...],
+    evidence: Evidence,
+    holds_for: str,
+) -> Callable[[Check], Rule]:
+    """Turn a check function into a `Rule`. `reads`: paths under `spec`."""
+
+    def made(check: Check) -> Rule:
+        def find(context: RuleContext) -> Finding | None:
+            problem = check(context)
+            if problem is None:
+                return None
+            return Finding(
+                rule=identifier,
+                severity=severity,
+                field=f"spec.{problem.field}",
+                value=shown(problem.value),
+                message=problem.message,
+                fix=problem.fix,
+                changes=tuple(FieldChange(field=f"spec.{path}", value=_plain(value)) for path, value in problem.changes.items()),
+            )
+
+        return Rule(
+            id=identifier,
+            title=title,
+            severity=severity,
+            reads=tuple(f"spec.{path}" for path in reads),
+            sources=sources,
+            evidence=evidence,
+            holds_for=holds_for,
+            check=find,
+        )
+
+    return made

@@ -1,0 +1,86 @@
+"""Which FSDP settings mean something under which version: the one table that rules and documentation share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune_job.api.parallelism import StateDictType
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.rule import Rule
+
+
+@dataclass(frozen=True)
+class FsdpField:
+    """One field of `spec.parallelism.fsdp` that not every version uses."""
+
+    name: str
+    """As the manifest writes it."""
+    attribute: str
+    used_by: tuple[int, ...]
+    """FSDP versions under which this trainer acts on it."""
+    why: str
+    """Why it means nothing under the others."""
+    quiet: tuple[Any, ...] = ()
+    """Values that need no warning: they ask for what happens anyway, or another rule speaks of them."""
+    instead: Mapping[str, Any] = field(default_factory=dict)
+    """What to set in its place."""
+
+
+FSDP_FIELDS = (
+    FsdpField("peftWrapPolicy", "peft_wrap_policy", (1,), "version 2 flattens nothing: trainable and frozen may share a unit"),
+    FsdpField("useOrigParams", "use_orig_params", (1,), "version 2 has no flat parameters and always shows the original ones"),
+    FsdpField("syncModuleStates", "sync_module_states", (1,), "under version 2 each rank reads its own shard of the weights"),
+    FsdpField("reshardAfterForward", "reshard_after_forward", (2,), "version 1 always shards fully"),
+    FsdpField("cpuRamEfficientLoading", "cpu_ram_efficient_loading", (), "every rank reads the weights from the claim"),
+    FsdpField(
+        "stateDictType",
+        "state_dict_type",
+        (),
+        "the trainer saves in its own sharded format, which any number of ranks can read",
+        quiet=(StateDictType.LOCAL_STATE_DICT,),
+    ),
+    FsdpField(
+        "activationCheckpointing",
+        "activation_checkpointing",
+        (),
+        "recomputation is asked for in training.activationCheckpointing",
+        quiet=(False,),
+        instead={"training.activationCheckpointing": "Full"},
+    ),
+)
+
+
+def _no_effect(row: FsdpField) -> Rule:
+    path = f"parallelism.fsdp.{row.name}"
+
+    @rule(
+        f"no-effect-{row.attribute.replace('_', '-')}",
+        f"{row.name} has no effect"
+        + (f" under version {' and '.join(str(v) for v in (1, 2) if v not in row.used_by)}" if row.used_by else ""),
+        severity="warning",
+        reads=("parallelism.fsdp.version", path),
+        sources=("torch: torch/distributed/fsdp; accelerate: FullyShardedDataParallelPlugin",),
+        evidence="source",
+        holds_for=OURS,
+    )
+    def check(context: RuleContext) -> Problem | None:
+        fsdp = context.spec.parallelism.fsdp
+        value = getattr(fsdp, row.attribute)
+        if value is None or fsdp.version in row.used_by or value in row.quiet:
+            return None
+        written = ", ".join(f"set {other} to {setting}" for other, setting in row.instead.items())
+        return Problem(
+            field=path,
+            value=value,
+            message=f"NoEffect: {row.why}",
+            fix=f"remove {path}" + (f" and {written}" if written else ""),
+            changes={path: None, **row.instead},
+        )
+
+    return check
+
+
+RULES = tuple(_no_effect(row) for row in FSDP_FIELDS)

@@ -1,0 +1,178 @@
+"""The merged model: its element type, its verification, and where it is written."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from finetune_job.api.base import ClaimPath, Dtype, claim_path
+from finetune_job.api.method import MethodType
+from finetune_job.api.output import MergeBase
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import OURS, Problem, rule
+
+_BASE = "merge.base"
+_DTYPE = "merge.dtype"
+_AGREEMENT = "merge.verify.minTop1Agreement"
+_DESTINATION = "output.destination"
+
+
+@rule(
+    "merge-dtype-overflow",
+    "float16 holds less than the base does",
+    severity="warning",
+    reads=(_DTYPE, "model.dtype"),
+    sources=("IEEE 754: float16 ends at 65504, bfloat16 and float32 at 3.4e38",),
+    evidence="source",
+    holds_for="every version",
+)
+def merge_dtype_overflow(context: RuleContext) -> Problem | None:
+    spec = context.spec
+    if spec.method.type is MethodType.FULL or not spec.merge.enabled or spec.merge.dtype is not Dtype.FLOAT16:
+        return None
+    if spec.model.dtype in (None, Dtype.FLOAT16):
+        return None
+    return Problem(
+        field=_DTYPE,
+        value=spec.merge.dtype,
+        message=f"weights and, later, activations of a {spec.model.dtype} model can exceed 65504, the largest float16 number",
+        fix=f"remove {_DTYPE}: the merged model then has the base's own type",
+        changes={_DTYPE: None},
+    )
+
+
+@rule(
+    "verification-agreement-range",
+    "Agreement is a share",
+    reads=(_AGREEMENT,),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def verification_agreement_range(context: RuleContext) -> Problem | None:
+    written = context.spec.merge.verify.min_top1_agreement
+    if written is None or Decimal(written) <= 1:
+        return None
+    return Problem(
+        field=_AGREEMENT,
+        value=written,
+        message="the agreement is a share of positions and never exceeds 1, so every merged model would be refused",
+        fix=f'write a share such as "0.95", or remove {_AGREEMENT}',
+        changes={_AGREEMENT: None},
+    )
+
+
+@rule(
+    "output-inside-input",
+    "Results must not be written over what they are made from",
+    reads=(_DESTINATION, "model.source", "data.source", "data.validation.source"),
+    sources=("this product: results are moved into place as whole directories",),
+    evidence="source",
+    holds_for=OURS,
+)
+def output_inside_input(context: RuleContext) -> Problem | None:
+    spec = context.spec
+    inputs = {"model.source": spec.model.source, "data.source": spec.data.source}
+    if spec.data.validation is not None:
+        inputs["data.validation.source"] = spec.data.validation.source
+    target = claim_path(spec.output.destination)
+    for path, source in inputs.items():
+        if _within(target, claim_path(source)):
+            return Problem(
+                field=_DESTINATION,
+                value=spec.output.destination,
+                message=f"it lies in {path} ({source}): the results would change the input that they are made from",
+                fix=f"write to a directory beside the input, such as pvc://{target.claim}/finetune-output",
+                changes={_DESTINATION: _free_place(target.claim, [claim_path(each) for each in inputs.values()])},
+            )
+    return None
+
+
+def _within(inner: ClaimPath, outer: ClaimPath) -> bool:
+    """Whether `inner` is `outer` or lies in it; the root of a claim holds everything and counts only for itself."""
+    if inner.claim != outer.claim:
+        return False
+    return inner.path == outer.path or (outer.path != "" and inner.path.startswith(outer.path + "/"))
+
+
+def _free_place(claim: str, taken: list[ClaimPath]) -> str:
+    name = "finetune-output"
+    while any(_within(ClaimPath(claim=claim, path=name), each) for each in taken):
+        name += "-1"
+    return f"pvc://{claim}/{name}"
+
+
+@rule(
+    "merge-into-quantized",
+    "Merging into packed weights rounds the update away",
+    reads=(_BASE, "method.type"),
+    sources=("peft: peft/tuners/lora/bnb.py, Linear4bit.merge", "peft: issues 2105 and 2321"),
+    evidence="reproduced",
+    holds_for="every version of peft; its warning speaks of rounding errors only",
+)
+def merge_into_quantized(context: RuleContext) -> Problem | None:
+    merge = context.spec.merge
+    if not merge.enabled or merge.base is not MergeBase.QUANTIZED:
+        return None
+    return Problem(
+        field=_BASE,
+        value=merge.base,
+        message="the sum of packed weight and update is packed again into 4 or 8 bits, which rounds most of the update away, and "
+        "the merged model stays quantised",
+        fix=f"set {_BASE} to Original: the adapter is added to the 16-bit weights",
+        changes={_BASE: MergeBase.ORIGINAL},
+    )
+
+
+@rule(
+    "merge-while-sharded",
+    "A sharded model cannot be merged in place",
+    reads=(_BASE, "parallelism.fsdp.version"),
+    sources=("peft: docs/source/accelerate/fsdp.md", "peft: issues 2129 and 1674"),
+    evidence="reproduced",
+    holds_for="torch >= 2.0, FSDP 1; under FSDP 2 it works on a CPU and was not seen on a GPU",
+)
+def merge_while_sharded(context: RuleContext) -> Problem | None:
+    merge = context.spec.merge
+    if not merge.enabled or merge.base is not MergeBase.TRAINED:
+        return None
+    return Problem(
+        field=_BASE,
+        value=merge.base,
+        message='between two steps a rank holds only flat shards, and merge_and_unload fails on them: "The tensor has a non-zero '
+        'number of elements, but its data is not allocated yet"; a GPU would be held for it besides',
+        fix=f"set {_BASE} to Original: a CPU pod merges the saved adapter into the stored weights",
+        changes={_BASE: MergeBase.ORIGINAL},
+    )
+
+
+@rule(
+    "merge-device-mismatch",
+    "Merging after offloading or quantised training mixes devices",
+    reads=(_BASE, "parallelism.fsdp.offloadParams", "method.type"),
+    sources=("peft: issue 2129 (two devices, cuda:0 and cpu)", "peft: issue 1674 (Expected a cuda device, but got: cpu)"),
+    evidence="source",
+    holds_for="reported with GPUs; a CPU has one device only",
+)
+def merge_device_mismatch(context: RuleContext) -> Problem | None:
+    spec = context.spec
+    mixes = spec.parallelism.fsdp.offload_params or spec.method.type is MethodType.QLORA
+    if not spec.merge.enabled or spec.merge.base is not MergeBase.TRAINED or not mixes:
+        return None
+    return Problem(
+        field=_BASE,
+        value=spec.merge.base,
+        message='offloaded or packed weights lie on another device than the adapter: "Expected all tensors to be on the same '
+        'device, but found at least two devices, cuda:0 and cpu!"',
+        fix=f"set {_BASE} to Original: a CPU pod merges the saved adapter into the stored weights",
+        changes={_BASE: MergeBase.ORIGINAL},
+    )
+
+
+RULES = (
+    merge_dtype_overflow,
+    verification_agreement_range,
+    output_inside_input,
+    merge_into_quantized,
+    merge_while_sharded,
+    merge_device_mismatch,
+)

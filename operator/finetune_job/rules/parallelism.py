@@ -1,0 +1,91 @@
+"""Ranks, batches and the storage that several nodes share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from finetune_job.api.output import AccessMode
+from finetune_job.plan.resolve import world_size
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import OURS, Problem, rule
+
+_GLOBAL = "training.globalBatchSize"
+_MICRO = "training.microBatchSize"
+_ACCESS = "workspace.volumeClaimTemplate.accessMode"
+_OFFLOAD = "parallelism.fsdp.offloadParams"
+LARGEST_GLOBAL_BATCH = 1_000_000
+"""The limit of the field itself."""
+
+
+@rule(
+    "global-batch-not-divisible",
+    "The global batch must split evenly over ranks and micro-batches",
+    reads=(_GLOBAL, _MICRO, "parallelism.nodes", "parallelism.processesPerNode"),
+    sources=("globalBatchSize = microBatchSize x ranks x accumulation steps",),
+    evidence="source",
+    holds_for=OURS,
+)
+def global_batch_not_divisible(context: RuleContext) -> Problem | None:
+    training, ranks = context.spec.training, world_size(context.spec)
+    unit = ranks * (training.micro_batch_size or 1)
+    if training.global_batch_size % unit == 0:
+        return None
+    changes: dict[str, Any] = {}
+    if unit > LARGEST_GLOBAL_BATCH:
+        changes[_MICRO] = None
+        unit = ranks
+    above = math.ceil(training.global_batch_size / unit) * unit
+    changes[_GLOBAL] = above if above <= LARGEST_GLOBAL_BATCH else above - unit
+    micro = f" with a microBatchSize of {training.micro_batch_size}" if training.micro_batch_size else ""
+    return Problem(
+        field=_GLOBAL,
+        value=training.global_batch_size,
+        message=f"{training.global_batch_size} sequences do not split evenly over {ranks} rank{'s' if ranks > 1 else ''}{micro}",
+        fix=f"set {_GLOBAL} to {changes[_GLOBAL]}, a multiple of {unit}" + (f", and remove {_MICRO}" if _MICRO in changes else ""),
+        changes=changes,
+    )
+
+
+@rule(
+    "nodes-need-read-write-many",
+    "Several nodes need a workspace that all of them can mount",
+    reads=("parallelism.nodes", _ACCESS),
+    sources=("Kubernetes: a ReadWriteOnce volume is mounted by one node at a time",),
+    evidence="source",
+    holds_for="every version",
+)
+def nodes_need_read_write_many(context: RuleContext) -> Problem | None:
+    template, nodes = context.spec.workspace.volume_claim_template, context.spec.parallelism.nodes
+    if template is None or nodes == 1 or template.access_mode is AccessMode.READ_WRITE_MANY:
+        return None
+    return Problem(
+        field=_ACCESS,
+        value=template.access_mode,
+        message=f"{nodes} nodes share one workspace, and a {template.access_mode} claim is mounted by one node at a time",
+        fix=f"set {_ACCESS} to ReadWriteMany (its storage class must offer that), or parallelism.nodes to 1",
+        changes={_ACCESS: AccessMode.READ_WRITE_MANY},
+    )
+
+
+@rule(
+    "offload-without-gpu",
+    "Offloading parameters needs a GPU to offload them from",
+    reads=(_OFFLOAD,),
+    sources=("torch: offloaded parameters lie in pinned memory, which only a GPU driver can give",),
+    evidence="reproduced",
+    holds_for="torch >= 2.0, both FSDP versions",
+)
+def offload_without_gpu(context: RuleContext) -> Problem | None:
+    if not context.spec.parallelism.fsdp.offload_params or context.profile is None or context.profile.gpu is not None:
+        return None
+    return Problem(
+        field=_OFFLOAD,
+        value=True,
+        message="the profile has no GPU: parameters are in the CPU's memory anyway, and pinning them fails without a driver",
+        fix=f"remove {_OFFLOAD}, or use a profile with GPUs",
+        changes={_OFFLOAD: None},
+    )
+
+
+RULES = (global_batch_not_divisible, nodes_need_read_write_many, offload_without_gpu)

@@ -1,0 +1,166 @@
+"""QLoRA: how the packed 4-bit weights lie in memory."""
+
+from __future__ import annotations
+
+from finetune_job.api.base import Dtype
+from finetune_job.api.method import MethodType, QuantStorage
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.effective import effective_plan, held_dtype
+
+_QUANTIZATION = "method.quantization"
+_BITS = f"{_QUANTIZATION}.bits"
+_STORAGE = f"{_QUANTIZATION}.quantStorage"
+_PARAM_DTYPE = "parallelism.fsdp.mixedPrecision.paramDtype"
+_FSDP_QLORA = "bitsandbytes: docs/source/fsdp_qlora.md"
+
+
+@rule(
+    "quantization-without-qlora",
+    "Only QLoRA has a quantised base",
+    reads=("method.type", _QUANTIZATION),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def quantization_without_qlora(context: RuleContext) -> Problem | None:
+    method = context.spec.method
+    if method.quantization is None or method.type is MethodType.QLORA:
+        return None
+    return Problem(
+        field=_QUANTIZATION,
+        value="set",
+        message=f"{method.type} trains on the base as it is stored; the settings would be ignored and memory would not be saved",
+        fix=f"remove {_QUANTIZATION}, or set method.type to QLoRA",
+        changes={_QUANTIZATION: None},
+    )
+
+
+@rule(
+    "quantization-bits",
+    "Only a 4-bit base can be sharded",
+    reads=("method.type", _BITS),
+    sources=(
+        "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata (FSDP 1: integers cannot be flattened)",
+        "bitsandbytes: bitsandbytes/nn/modules.py, Linear8bitLt (FSDP 2: the sharded parameter has lost its CB attribute)",
+    ),
+    evidence="reproduced",
+    holds_for="bitsandbytes <= 0.50, both FSDP versions",
+)
+def quantization_bits(context: RuleContext) -> Problem | None:
+    quantization = context.spec.method.quantization
+    if quantization is None or context.spec.method.type is not MethodType.QLORA or quantization.bits == 4:
+        return None
+    reason = (
+        'the 8-bit form is an integer that FSDP 1 cannot flatten ("Cannot flatten integer dtype tensors") and FSDP 2 takes apart'
+        if quantization.bits == 8
+        else "bitsandbytes has no such form"
+    )
+    return Problem(field=_BITS, value=quantization.bits, message=reason, fix=f"set {_BITS} to 4", changes={_BITS: 4})
+
+
+@rule(
+    "fsdp1-qlora-integer-storage",
+    "FSDP 1 cannot flatten integers",
+    reads=("parallelism.fsdp.version", "method.type", _STORAGE),
+    sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", _FSDP_QLORA),
+    evidence="reproduced",
+    holds_for="torch >= 2.0, FSDP 1 only",
+)
+def fsdp1_qlora_integer_storage(context: RuleContext) -> Problem | None:
+    plan = effective_plan(context)
+    quantization = plan.method.quantization
+    if quantization is None or quantization.quant_storage is not QuantStorage.UINT8 or plan.parallelism.fsdp.version != 1:
+        return None
+    return Problem(
+        field=_STORAGE,
+        value=quantization.quant_storage,
+        message='packed weights stored as uint8 cannot be flattened: "Cannot flatten integer dtype tensors"',
+        fix=f"set {_STORAGE} to the model's element type, or leave it out",
+        changes={_STORAGE: held_dtype(plan)},
+    )
+
+
+@rule(
+    "fsdp2-qlora-integer-storage",
+    "Other trainers do not shard integer storage",
+    severity="warning",
+    reads=("parallelism.fsdp.version", "method.type", _STORAGE),
+    sources=("accelerate: issue 3983, pull request 3987 (integer parameters are excluded from fully_shard)",),
+    evidence="source",
+    holds_for="accelerate >= 1.15, FSDP 2; this trainer shards integers, too",
+)
+def fsdp2_qlora_integer_storage(context: RuleContext) -> Problem | None:
+    plan = effective_plan(context)
+    quantization = plan.method.quantization
+    if quantization is None or quantization.quant_storage is not QuantStorage.UINT8 or plan.parallelism.fsdp.version != 2:
+        return None
+    return Problem(
+        field=_STORAGE,
+        value=quantization.quant_storage,
+        message="works here; under FSDP 1 the same settings fail, and accelerate leaves integers out of the sharding, so that each "
+        "rank keeps the whole packed base",
+        fix=f"leave {_STORAGE} out: the model's element type works everywhere",
+        changes={_STORAGE: None},
+    )
+
+
+@rule(
+    "fsdp1-qlora-storage-not-model-dtype",
+    "FSDP 1 cannot flatten two element types together",
+    reads=("parallelism.fsdp.version", "method.type", _STORAGE, "model.dtype", "training.precision"),
+    sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", _FSDP_QLORA),
+    evidence="reproduced",
+    holds_for="torch >= 2.0, FSDP 1 only",
+)
+def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
+    plan = effective_plan(context)
+    storage = plan.method.quantization.quant_storage if plan.method.quantization else None
+    if plan.parallelism.fsdp.version != 1 or storage in (None, QuantStorage.UINT8) or held_dtype(plan) is None:
+        return None
+    if str(storage) == str(held_dtype(plan)):
+        return None
+    return Problem(
+        field=_STORAGE,
+        value=storage,
+        message=f"norms and embeddings are {held_dtype(plan)} and lie in one unit with packed weights stored as {storage}: "
+        '"Must flatten tensors with uniform dtype"',
+        fix=f"set {_STORAGE} to {held_dtype(plan)}, or leave it out",
+        changes={_STORAGE: held_dtype(plan)},
+    )
+
+
+@rule(
+    "qlora-storage-not-param-dtype",
+    "Mixed precision would convert packed weights like numbers",
+    reads=(_STORAGE, "model.dtype", "training.precision", _PARAM_DTYPE),
+    sources=("torch: mixed precision casts every floating parameter of a unit, and packed 4-bit weights look like one",),
+    evidence="reproduced",
+    holds_for="torch >= 2.0, both FSDP versions",
+)
+def qlora_storage_not_param_dtype(context: RuleContext) -> Problem | None:
+    plan = effective_plan(context)
+    param_dtype = plan.parallelism.fsdp.param_dtype
+    if plan.method.quantization is None or param_dtype is None:
+        return None
+    storage = plan.method.quantization.quant_storage or held_dtype(plan)
+    if storage in (None, QuantStorage.UINT8) or str(storage) == str(param_dtype):
+        return None
+    return Problem(
+        field=_PARAM_DTYPE,
+        value=param_dtype,
+        message=f"packed weights stored as {storage} would be converted to {param_dtype} as if they were numbers, which destroys "
+        'them: "shape ... is invalid for input of size ..."',
+        fix=f"make {_PARAM_DTYPE} and {_STORAGE} the same",
+        changes={_PARAM_DTYPE: Dtype(str(storage))},
+    )
+
+
+RULES = (
+    quantization_without_qlora,
+    quantization_bits,
+    fsdp1_qlora_integer_storage,
+    fsdp2_qlora_integer_storage,
+    fsdp1_qlora_storage_not_model_dtype,
+    qlora_storage_not_param_dtype,
+)

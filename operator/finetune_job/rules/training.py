@@ -1,0 +1,166 @@
+"""Length of the run, learning rate, recomputation, evaluation."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from finetune_job.api.data import DataFormat, LossOn
+from finetune_job.api.training import ActivationCheckpointing
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import OURS, Problem, rule
+
+_EPOCHS = "training.epochs"
+_STEPS = "training.maxSteps"
+_WARMUP = "training.warmupRatio"
+_RATE = "training.learningRate"
+_RECOMPUTE = "training.activationCheckpointing"
+_FSDP_RECOMPUTE = "parallelism.fsdp.activationCheckpointing"
+_EVALUATION = "evaluation.everySteps"
+_LOSS_ON = "data.lossOn"
+
+
+@rule(
+    "epochs-or-max-steps",
+    "A run has exactly one length",
+    reads=(_EPOCHS, _STEPS),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def epochs_or_max_steps(context: RuleContext) -> Problem | None:
+    training = context.spec.training
+    if (training.epochs is None) != (training.max_steps is None):
+        return None
+    if training.epochs is None:
+        return Problem(
+            field=_EPOCHS,
+            value=None,
+            message="neither epochs nor maxSteps says how long to train, and no length fits all data",
+            fix=f"set {_EPOCHS} (passes over the data) or {_STEPS} (optimizer steps)",
+            changes={_EPOCHS: 1},
+        )
+    return Problem(
+        field=_EPOCHS,
+        value=training.epochs,
+        message=f"epochs ({training.epochs}) and maxSteps ({training.max_steps}) both say how long to train",
+        fix=f"remove {_EPOCHS} or {_STEPS}",
+        changes={_EPOCHS: None},
+    )
+
+
+@rule(
+    "warmup-ratio-range",
+    "The warm-up is a share of the steps",
+    reads=(_WARMUP,),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def warmup_ratio_range(context: RuleContext) -> Problem | None:
+    written = context.spec.training.warmup_ratio
+    if written is None or Decimal(written) < 1:
+        return None
+    return Problem(
+        field=_WARMUP,
+        value=written,
+        message="the warm-up is a share of all steps and must be below 1, or the learning rate never reaches its peak",
+        fix=f'write a share such as "0.03", or remove {_WARMUP}',
+        changes={_WARMUP: None},
+    )
+
+
+@rule(
+    "learning-rate-zero",
+    "A learning rate of 0 trains nothing",
+    reads=(_RATE,),
+    sources=("AdamW: every update is a multiple of the learning rate",),
+    evidence="source",
+    holds_for="every version",
+)
+def learning_rate_zero(context: RuleContext) -> Problem | None:
+    written = context.spec.training.learning_rate
+    if written is None or float(written) > 0:
+        return None
+    return Problem(
+        field=_RATE,
+        value=written,
+        message="no weight would change",
+        fix=f'write a rate such as "2e-4", or remove {_RATE}',
+        changes={_RATE: None},
+    )
+
+
+@rule(
+    "both-activation-checkpointings",
+    "Activations cannot be recomputed twice",
+    reads=(_RECOMPUTE, _FSDP_RECOMPUTE),
+    sources=("transformers: trainer.py refuses fsdp_config.activation_checkpointing beside the training argument",),
+    evidence="source",
+    holds_for="transformers >= 4.30",
+)
+def both_activation_checkpointings(context: RuleContext) -> Problem | None:
+    spec = context.spec
+    if not spec.parallelism.fsdp.activation_checkpointing:
+        return None
+    if spec.training.activation_checkpointing is not ActivationCheckpointing.FULL:
+        return None
+    return Problem(
+        field=_FSDP_RECOMPUTE,
+        value=True,
+        message=f"{_RECOMPUTE} already asks for recomputation; done twice, it costs another forward pass and an extra all-gather",
+        fix=f"remove {_FSDP_RECOMPUTE}",
+        changes={_FSDP_RECOMPUTE: None},
+    )
+
+
+@rule(
+    "evaluation-without-validation",
+    "Evaluation needs held-out records",
+    severity="warning",
+    reads=(_EVALUATION, "data.validation"),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def evaluation_without_validation(context: RuleContext) -> Problem | None:
+    every = context.spec.evaluation.every_steps
+    if every is None or context.spec.data.validation is not None:
+        return None
+    return Problem(
+        field=_EVALUATION,
+        value=every,
+        message="NoEffect: there are no held-out records to evaluate on",
+        fix=f"set data.validation.source, or remove {_EVALUATION}",
+        changes={_EVALUATION: None},
+    )
+
+
+@rule(
+    "completion-loss-on-text",
+    "Plain text has no completion",
+    reads=(_LOSS_ON, "data.format"),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def completion_loss_on_text(context: RuleContext) -> Problem | None:
+    data = context.spec.data
+    if data.format is not DataFormat.TEXT or data.loss_on is not LossOn.COMPLETION:
+        return None
+    return Problem(
+        field=_LOSS_ON,
+        value=data.loss_on,
+        message="records of format Text have no prompt and no completion, so no token would be supervised",
+        fix=f"set {_LOSS_ON} to All, or data.format to PromptCompletion",
+        changes={_LOSS_ON: LossOn.ALL},
+    )
+
+
+RULES = (
+    epochs_or_max_steps,
+    warmup_ratio_range,
+    learning_rate_zero,
+    both_activation_checkpointings,
+    evaluation_without_validation,
+    completion_loss_on_text,
+)

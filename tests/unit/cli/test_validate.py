@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from finetune_cli.commands.validate import Outcome, validate
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.main import app
+from tests.unit.cli.manifests import ACCEPTED, CLAIM, PROFILE, REFUSED, WARNED
+
+
+def run(*arguments: str, stdin: str = ""):
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+def findings(text: str, profile: str | None = None) -> dict[str, tuple[str, str, str]]:
+    """field -> value, reason, fix"""
+    return {
+        finding.field: (finding.value, finding.message, finding.fix)
+        for verdict in validate(text, profile).verdicts
+        for finding in verdict.findings
+    }
+
+
+def edited(path: str, value: object) -> str:
+    document = yaml.safe_load(ACCEPTED)
+    *parents, last = path.split(".")
+    place = document
+    for part in parents:
+        place = place.setdefault(part, {})
+    place[last] = value
+    return yaml.safe_dump(document)
+
+
+REFUSED_TEXT = """\
+FineTuneJob tuned: refused
+
+  error: wrap-class-name-blank
+    field:  spec.parallelism.fsdp.transformerLayerClsToWrap
+    value:  [""]
+    reason: a blank name matches no class: it is skipped in silence, and a list of blank names wraps
+            no layer at all
+    fix:    leave the field out, or name the classes, as in [LlamaDecoderLayer]
+"""
+
+ACCEPTED_TEXT = """\
+FineTuneJob tuned: accepted
+
+  Left open by the manifest, and chosen:
+    model.attention  """
+
+
+def test_text_of_a_refused_job():
+    result = run("validate", "-f", "-", stdin=REFUSED)
+    assert result.output == REFUSED_TEXT
+    assert result.exit_code == ExitCode.REFUSED == 1
+
+
+def test_text_of_an_accepted_job_shows_what_was_chosen():
+    result = run("validate", "-f", "-", stdin=ACCEPTED)
+    assert result.exit_code == ExitCode.DONE == 0
+    assert result.output.startswith(ACCEPTED_TEXT)
+    lines = [line.split() for line in result.output.splitlines()]
+    assert ["training.microBatchSize", "8"] in [line[:2] for line in lines]
+    assert ["method.lora.targetModules", '["all-linear"]'] in [line[:2] for line in lines]
+
+
+def test_warnings_are_shown_and_accepted():
+    result = run("validate", "-f", "-", stdin=WARNED)
+    assert result.exit_code == 0
+    assert "warning: no-effect-use-orig-params" in result.output
+
+
+@pytest.mark.parametrize(("form", "read"), [("json", json.loads), ("yaml", yaml.safe_load)])
+def test_programs_can_read_the_answer(form, read):
+    result = run("validate", "-f", "-", "-o", form, stdin=REFUSED)
+    answer = read(result.output)
+    assert result.exit_code == 1
+    assert answer["accepted"] is False
+    (document,) = answer["documents"]
+    assert document["outcome"] == "refused"
+    assert document["findings"][0]["changes"] == [{"field": "spec.parallelism.fsdp.transformerLayerClsToWrap", "value": None}]
+    accepted = read(run("validate", "-f", "-", "-o", form, stdin=ACCEPTED).output)["documents"][0]
+    assert accepted["plan"]["training"]["micro_batch_size"] == 8
+    assert {"field": "spec.data.lossOn", "value": "Completion", "reason": "the prompt is given, not learnt"} in accepted["choices"]
+
+
+def test_a_file_is_read(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(ACCEPTED)
+    assert run("validate", "-f", str(path)).exit_code == 0
+    missing = run("validate", "-f", str(tmp_path / "none.yaml"))
+    assert missing.exit_code == ExitCode.UNUSABLE == 2
+    assert "none.yaml: cannot be read" in missing.output
+    path.write_bytes(b"\xff\xfe\x00")
+    assert run("validate", "-f", str(path)).exit_code == 2
+
+
+def test_several_documents_have_several_verdicts():
+    report = validate(f"{CLAIM}---\n{ACCEPTED}---\n{REFUSED}---\n{PROFILE}")
+    assert [verdict.outcome for verdict in report.verdicts] == [
+        Outcome.SKIPPED,
+        Outcome.ACCEPTED,
+        Outcome.REFUSED,
+        Outcome.ACCEPTED,
+    ]
+    assert report.exit_code is ExitCode.REFUSED
+    assert validate(f"{ACCEPTED}---\n---\n{ACCEPTED}").exit_code is ExitCode.DONE
+    assert validate(f"{REFUSED}---\nkind: FineTuneJob\n").exit_code is ExitCode.UNUSABLE
+
+
+def test_the_profile_is_judged_with(tmp_path):
+    remote = edited("spec.model.allowRemoteCode", True)
+    assert validate(remote).exit_code is ExitCode.DONE
+    assert "spec.model.allowRemoteCode" in findings(remote, PROFILE)
+    assert "spec.model.allowRemoteCode" in findings(f"{PROFILE}---\n{remote}")
+    path = tmp_path / "profile.yaml"
+    path.write_text(PROFILE)
+    assert run("validate", "-f", "-", "--profile", str(path), stdin=remote).exit_code == 1
+    path.write_text(PROFILE.replace("trainerImage", "trainerImages"))
+    assert run("validate", "-f", "-", "--profile", str(path), stdin=remote).exit_code == 2
+
+
+def test_numbers_are_read_as_kubernetes_reads_them():
+    bare = edited("spec.training.learningRate", "LATER").replace("LATER", "2e-4")
+    assert "must be a string" in findings(bare)["spec.training.learningRate"][1]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field", "reason", "fix"),
+    [
+        ("spec.trainig", {}, "spec.trainig", "there is no such field", "write training"),
+        ("spec.training.max_steps", 5, "spec.training.max_steps", "there is no such field", "write maxSteps"),
+        ("spec.model.zzz", 1, "spec.model.zzz", "there is no such field", "remove it; allowed here: allowRemoteCode, attention"),
+        ("spec.training.maxSteps", "ten", "spec.training.maxSteps", "should be a valid integer", "write a whole number"),
+        ("spec.training.maxSteps", "10", "spec.training.maxSteps", "should be a valid integer", "without quotes"),
+        ("spec.training.maxSteps", True, "spec.training.maxSteps", "should be a valid integer", "write a whole number"),
+        ("spec.training.maxSteps", 0, "spec.training.maxSteps", "greater than or equal to 1", "Optimizer steps"),
+        ("spec.training.maxSteps", float("nan"), "spec.training.maxSteps", "is not a finite number", "write a finite number"),
+        ("spec.training.maxSteps", float("inf"), "spec.training.maxSteps", "is not a finite number", "write a finite number"),
+        ("spec.training.learningRate", float("-inf"), "spec.training.learningRate", "is not a finite number", "finite"),
+        ("spec.training.learningRate", "nan", "spec.training.learningRate", "'nan' is not finite", "write a finite number"),
+        ("spec.training.learningRate", "Infinity", "spec.training.learningRate", "is not finite", "write a finite number"),
+        ("spec.training.learningRate", 0.001, "spec.training.learningRate", "must be a string", 'write "0.001" in quotes'),
+        ("spec.training.learningRate", "fast", "spec.training.learningRate", "is not a number", "write it as in"),
+        ("spec.training.learningRate", "-1", "spec.training.learningRate", "does not match", "Peak learning rate"),
+        ("spec.method.type", "lora", "spec.method.type", "is not one of", "'LoRA'"),
+        ("spec.merge.base", "Packed", "spec.merge.base", "is not one of 'Original'", "'Original'"),
+        ("spec.data.packing", "yes", "spec.data.packing", "should be a valid boolean", "write true or false"),
+        ("spec.method.lora.targetModules", "q_proj", "spec.method.lora.targetModules", "should be a valid array", "write a list"),
+        ("spec.method.lora.targetModules", ["q", 3], "spec.method.lora.targetModules[1]", "should be a valid string", "quotes"),
+        ("spec.model", "pvc://models/base", "spec.model", "should be an object", "write a mapping"),
+        ("spec.model.source", "hf://org/name", "spec.model.source", "does not match", "pvc://<claim>/<path>"),
+        ("spec.model.source", "pvc://models/../x", "spec.model.source", "leaves its claim", "write a path without"),
+        ("metadata.name", "Not_A_Name", "metadata.name", "does not match", ""),
+        ("apiVersion", "finetune.dev/v1", "apiVersion", "is not one of", "finetune.dev/v1alpha1"),
+    ],
+)
+def test_one_clear_finding_for_each_wrong_field(path, value, field, reason, fix):
+    found = findings(edited(path, value))
+    assert set(found) == {field}
+    assert found[field][0]
+    assert reason in found[field][1]
+    assert fix in found[field][2]
+    assert validate(edited(path, value)).exit_code is ExitCode.UNUSABLE
+
+
+def test_a_missing_field_is_named_with_its_meaning():
+    document = yaml.safe_load(ACCEPTED)
+    del document["spec"]["workspace"], document["spec"]["model"]["source"]
+    found = findings(yaml.safe_dump(document))
+    assert found["spec.workspace"][:2] == ("unset", "is required")
+    assert "pvc://<claim>/<path>" in found["spec.model.source"][2]
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "reason"),
+    [
+        ("", "file", "holds no document"),
+        ("# nothing\n---\n", "file", "holds no document"),
+        ("a: [1, 2\nb: 3\n", "line", "expected"),
+        ("a: 1\n\tb: 2\n", "line", "cannot start any token"),
+        ("a: \x00\n", "file", "special characters"),
+        ("just text", "document", "is not an object"),
+        ("[1, 2]", "document", "is not an object"),
+        ("a: 1\n", "kind", "is required"),
+        (CLAIM, "kind", "is not FineTuneJob"),
+        (ACCEPTED.replace("kind: FineTuneJob", "kind: PyTorchJob"), "kind", "is not FineTuneJob"),
+        ("kind: FineTuneJob\nkind: FineTuneJob\n", "kind", "the key stands twice"),
+        (ACCEPTED.replace("    maxSteps: 10\n", "    maxSteps: 10\n    maxSteps: 20\n"), "maxSteps", "the key stands twice"),
+        ("1: one\n", "line 1", "keys must be text"),
+        ("a: &a [*a]\n", "line", "recursive"),
+        ("a: " + "[" * 100 + "]" * 100, "a", "nested deeper"),
+        ("a: " + "[" * 50_000, "", ""),
+        ("a: !!python/object/apply:os.system [ls]\n", "line", "could not determine a constructor"),
+    ],
+)
+def test_unusable_input_is_told_in_one_finding(text, field, reason):
+    report = validate(text)
+    (verdict,) = report.verdicts
+    (finding,) = verdict.findings
+    assert verdict.outcome is Outcome.UNUSABLE
+    assert report.exit_code is ExitCode.UNUSABLE
+    assert finding.field.startswith(field)
+    assert reason in finding.message
+    assert finding.fix
+
+
+def test_aliases_cannot_blow_up():
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (finding,) = validate("\n".join(lines)).verdicts[0].findings
+    assert "more than 100000 values" in finding.message
+
+
+def test_unusable_input_exits_with_2_in_every_form():
+    for form in ("text", "json", "yaml"):
+        assert run("validate", "-f", "-", "-o", form, stdin="a: [").exit_code == 2
+
+
+def test_dates_stay_text():
+    assert (
+        validate(edited("metadata.labels", {"since": "2026-11-21"}).replace("'2026-11-21'", "2026-11-21")).exit_code
+        is ExitCode.DONE
+    )
+
+
+def test_explain_shows_a_rule_or_its_neighbours():
+    shown = run("explain", "wrap-class-name-blank")
+    assert shown.exit_code == 0
+    assert "refuses the job" in shown.output
+    assert "spec.parallelism.fsdp.transformerLayerClsToWrap" in shown.output
+    unknown = run("explain", "wrap-class-blank")
+    assert unknown.exit_code == 2
+    assert "did you mean wrap-class-name-blank" in unknown.output
