@@ -1,0 +1,132 @@
+"""Gangs of ranks as forked processes: seconds less per rank than torchrun, because the fork server has imported torch already.
+
+Ranks are forked from a server that does nothing else, so neither threads nor autograd state of the test process come along.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from finetune_trainer.context import RunContext
+
+DEADLINE_SECONDS = 180.0
+"""For one gang; far more than it takes, because the machine may be busy."""
+PRELOADED = (
+    "tests.support.forked_ranks",
+    "finetune_trainer.train.rank",
+    "transformers.models.llama.modeling_llama",
+    "peft.tuners.lora",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one rank: `signal` to itself, before the `call`-th call (from 1) of a function of the trainer."""
+
+    function: str
+    """`module:name` where it is looked up, below finetune_trainer."""
+    call: int = 1
+    rank: int = 0
+    signal: int = signal.SIGKILL
+
+    def __str__(self) -> str:
+        return f"{signal.Signals(self.signal).name}-{self.function}-{self.call}-rank{self.rank}"
+
+
+def run_gang(context: RunContext, faults: Sequence[Fault] = (), world_size: int | None = None) -> list[int]:
+    """Exit code of each rank (negative: the signal). When one was killed the others are, too, as an agent would do."""
+    world_size = world_size or context.plan.parallelism.world_size
+    with tempfile.TemporaryDirectory() as directory:
+        store = f"file://{directory}/store"
+        return run_processes([partial(_train, context, rank, world_size, store, tuple(faults)) for rank in range(world_size)])
+
+
+def run_processes(bodies: Sequence[Callable[[], Any]]) -> list[int]:
+    """Run each body in a forked process; the exit codes. A body's return value, if a number, is its exit code."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(list(PRELOADED))
+    processes: list[BaseProcess] = [server.Process(target=_exit_with, args=(body,)) for body in bodies]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    try:
+        while running := [process for process in processes if process.exitcode is None]:
+            left = deadline - time.monotonic()
+            if left <= 0 or any(process.exitcode == -signal.SIGKILL for process in processes):
+                break
+            wait([process.sentinel for process in running], timeout=left)
+            for process in running:
+                process.join(0)
+        assert time.monotonic() < deadline, f"ranks did not end within {DEADLINE_SECONDS} s"
+    finally:
+        for process in processes:
+            if process.exitcode is None:
+                process.kill()
+            process.join()
+    return [process.exitcode if process.exitcode is not None else 0 for process in processes]
+
+
+def _exit_with(body: Callable[[], Any]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        result = body()
+        code = result if isinstance(result, int) else 0
+    except BaseException:  # noqa: BLE001 - whatever it was, the exit code says that it failed
+        import traceback
+
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As in the rank's own main: threads of collective libraries must not hold up the end.
+    os._exit(code)
+
+
+def _train(context: RunContext, rank: int, world_size: int, store: str, faults: tuple[Fault, ...]) -> int:
+    from finetune_trainer.termination import exit_code
+    from finetune_trainer.train.rank import run_rank
+    from finetune_trainer.train.stop import StopRequest
+
+    for fault in faults:
+        if fault.rank == rank:
+            _arm(fault)
+    stop = StopRequest()
+    stop.install()
+    return exit_code(
+        run_rank(context, stop, rank=rank, world_size=world_size, local_rank=rank, node_rank=0, observe_port=0, init_method=store)
+    )
+
+
+def _arm(fault: Fault) -> None:
+    module_name, _, name = fault.function.partition(":")
+    module = import_module(f"finetune_trainer.{module_name}")
+    original, calls = getattr(module, name), [0]
+
+    def faulty(*arguments: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == fault.call:
+            os.kill(os.getpid(), fault.signal)
+        return original(*arguments, **named)
+
+    setattr(module, name, faulty)
+
+
+def trained_files(context: RunContext) -> dict[str, bytes]:
+    """Content of everything that the run exported."""
+    directory: Path = context.workspace.adapter
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}

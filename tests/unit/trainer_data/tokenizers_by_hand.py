@@ -1,0 +1,23 @@
+"""Tokenizers small enough to write the expected ids by hand."""
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+WORDS = {"</s>": 0, "<s>": 1, "a": 2, "b": 3, "c": 4, "d": 5, "e": 6}
+
+
+def word_tokenizer(start=False, end=False):
+    """A token per word; `start` and `end`: whether the tokenizer itself adds these special tokens."""
+    tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if start or end:
+        template = f"{'<s> ' if start else ''}$A{' </s>' if end else ''}"
+        tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=[("<s>", 1), ("</s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>")
+
+
+def merging_tokenizer():
+    """Byte pairs of single letters with one merge: `ab` is one token, 7."""
+    vocabulary = {**WORDS, "ab": 7}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")

@@ -1,0 +1,54 @@
+"""Names and patterns match as PEFT matches them."""
+
+import pytest
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
+
+from finetune_job.api.method import LoraBias
+from finetune_job.plan.run_plan import LoraPlan
+from finetune_trainer.preflight.module_names import check_names
+
+ADAPTABLE = ("embed_tokens", "layers.0.q_proj", "layers.0.mlp.up_proj", "layers.10.q_proj", "lm_head")
+MODULES = ("", "layers", "layers.0", "layers.0.mlp", "norm", *ADAPTABLE)
+
+
+def lora(**changes):
+    settings = {
+        "r": 8,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "target_modules": ("all-linear",),
+        "modules_to_save": (),
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_rslora": False,
+        "use_dora": False,
+        "bias": LoraBias.NONE,
+        "autocast_adapter_dtype": True,
+    }
+    return LoraPlan(**settings | changes)
+
+
+@pytest.mark.parametrize(
+    "name", ["q_proj", "proj", "mlp.up_proj", "up", "layers.0.q_proj", "ayers.0.q_proj", "lm_head", "0.q_proj"]
+)
+def test_a_target_is_found_exactly_where_peft_finds_it(name):
+    found_by_peft = any(check_target_module_exists(LoraConfig(target_modules=[name]), module) for module in ADAPTABLE)
+    assert (check_names(lora(target_modules=(name,)), ADAPTABLE, MODULES) == []) is bool(found_by_peft)
+
+
+@pytest.mark.parametrize("pattern", ["q_proj", r"layers\.\d+\.q_proj", "proj", ".*proj", "q_proj.weight", "layers.1"])
+def test_a_pattern_matches_exactly_where_pefts_does(pattern):
+    found_by_peft = any(get_pattern_key([pattern], module) == pattern for module in ADAPTABLE)
+    assert (check_names(lora(rank_pattern={pattern: 4}), ADAPTABLE, MODULES) == []) is found_by_peft
+
+
+def test_a_pattern_that_is_no_regular_expression_matches_nothing():
+    (finding,) = check_names(lora(alpha_pattern={"q_proj(": 4}), ADAPTABLE, MODULES)
+    assert (finding.rule, finding.field) == ("adapter-pattern-unmatched", "spec.method.lora.alphaPattern")
+
+
+def test_every_wrong_name_is_reported():
+    wrong = lora(target_modules=("q_prj", "q_proj", "zzz"), modules_to_save=("norm", "nrm"), rank_pattern={"zzz": 1})
+    assert [finding.value for finding in check_names(wrong, ADAPTABLE, MODULES)] == ["q_prj", "zzz", "nrm", "zzz"]

@@ -1,0 +1,311 @@
+"""What preflight refuses: named with field, value, reason and fix; all of it at once; and nothing half-written left behind."""
+
+import json
+import os
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from finetune_job.failures import FailureClass, Outcome
+from finetune_trainer.preflight.run import run
+
+INDEX = "model.safetensors.index.json"
+
+
+def refusal(job):
+    """The findings of a refused job, by rule; the workspace must stay as it was."""
+    before = sorted(job.claims_root.rglob("*"))
+    result = run(job)
+    assert result.outcome is Outcome.REFUSED
+    assert sorted(job.claims_root.rglob("*")) == before
+    assert all(finding.field.startswith("spec.") and finding.message and finding.fix for finding in result.findings)
+    assert result.findings_total == len(result.findings)
+    assert result.message
+    assert result.hint
+    return {finding.rule: finding for finding in result.findings}
+
+
+def only(job, rule):
+    findings = refusal(job)
+    assert list(findings) == [rule]
+    return findings[rule]
+
+
+# Names that the model does not have
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_unknown_wrap_class_lists_the_models_own(context, version):
+    job = context({"parallelism.fsdp.version": version, "parallelism.fsdp.transformerLayerClsToWrap": ["LlamaDecoderLayr"]})
+    finding = only(job, "wrap-class-unknown")
+    assert finding.field == "spec.parallelism.fsdp.transformerLayerClsToWrap"
+    assert finding.value == "LlamaDecoderLayr"
+    assert "LlamaDecoderLayer" in finding.fix
+    assert "LlamaMLP" in finding.fix
+
+
+def test_one_wrong_target_among_right_ones_is_found_with_its_near_match(context):
+    finding = only(context({"method.lora.targetModules": ["q_proj", "v_porj"]}), "target-module-unknown")
+    assert (finding.field, finding.value) == ("spec.method.lora.targetModules", "v_porj")
+    assert "v_proj" in finding.fix.split("?")[0]
+
+
+def test_a_target_that_is_no_layer_is_refused(context):
+    assert only(context({"method.lora.targetModules": ["mlp"]}), "target-module-unknown").value == "mlp"
+
+
+def test_a_saved_module_that_does_not_exist_is_refused(context):
+    finding = only(context({"method.lora.modulesToSave": ["lm_haed"]}), "saved-module-unknown")
+    assert "lm_head" in finding.fix
+
+
+@pytest.mark.parametrize("field", ["rankPattern", "alphaPattern"])
+def test_a_pattern_that_matches_nothing_is_refused(context, field):
+    finding = only(context({f"method.lora.{field}": {"q_proj": 4, "layers.9.v_proj": 4}}), "adapter-pattern-unmatched")
+    assert (finding.field, finding.value) == (f"spec.method.lora.{field}", "layers.9.v_proj")
+
+
+# Units that FSDP 1 cannot flatten: rules refuse these too, but only preflight sees the real model
+
+
+def test_frozen_and_trained_parameters_in_one_flat_unit_are_refused(context):
+    fsdp = {"version": 1, "peftWrapPolicy": False, "useOrigParams": False}
+    assert "peftWrapPolicy" in only(context({"parallelism.fsdp": fsdp}), "model-settings-conflict").fix
+
+
+def test_two_element_types_in_one_flat_unit_are_refused(context):
+    fsdp = {"version": 1, "peftWrapPolicy": False, "useOrigParams": True}
+    changes = {"parallelism.fsdp": fsdp, "model.dtype": "bfloat16", "method.lora.autocastAdapterDtype": True}
+    finding = only(context(changes), "model-settings-conflict")
+    assert "bfloat16" in finding.message
+    assert "float32" in finding.message
+
+
+# The model's files
+
+
+def test_a_missing_model_names_what_lies_beside(context):
+    job = context({"model.source": "pvc://models/tiny-lama"})
+    finding = refusal(job)["model-directory-missing"]
+    assert finding.value == "pvc://models/tiny-lama"
+    assert "tiny-llama" in finding.message
+
+
+def test_pickled_weights_are_refused_with_the_conversion(context, model):
+    for path in model.glob("model*"):
+        path.unlink()
+    (model / "pytorch_model.bin").write_bytes(b"\x80")
+    finding = only(context(), "model-pickle-only")
+    assert finding.value == "pytorch_model.bin"
+    assert "save_pretrained" in finding.fix
+
+
+def test_absent_weights_are_refused(context, model):
+    for path in model.glob("model*"):
+        path.unlink()
+    only(context(), "model-weights-missing")
+
+
+def test_every_truncated_or_missing_shard_is_named(context, model):
+    first, second, *_ = sorted(model.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-1])
+    second.unlink()
+    result = run(context())
+    assert result.failure is FailureClass.USER_MODEL
+    assert [(finding.rule, finding.value) for finding in result.findings] == [
+        ("model-shard-broken", first.name),
+        ("model-shard-broken", second.name),
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0[1, 2, 3", b'\x10\0\0\0\0\0\0\0{"a": {"x": 1}} ', os.urandom(64)])
+def test_a_shard_that_is_no_safetensors_file_is_named(context, model, content):
+    path = min(model.glob("*.safetensors"))
+    path.write_bytes(content)
+    assert only(context(), "model-shard-broken").value == path.name
+
+
+def test_an_index_that_disagrees_with_its_shards_is_refused(context, model):
+    index = json.loads((model / INDEX).read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    index["weight_map"]["lm_head.weight"] = next(name for name in shards if name != index["weight_map"]["lm_head.weight"])
+    (model / INDEX).write_text(json.dumps(index))
+    assert only(context(), "model-index-broken").value == "lm_head.weight"
+
+
+@pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": {"a": "../a.safetensors"}}'])
+def test_a_broken_index_is_refused(context, model, index):
+    (model / INDEX).write_text(index)
+    only(context(), "model-index-broken")
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"model_type": "no-such-model"}'])
+def test_a_missing_or_foreign_configuration_is_refused(context, model, content):
+    (model / "config.json").unlink()
+    if content is not None:
+        (model / "config.json").write_text(content)
+    findings = refusal(context())
+    assert {"model-config-unreadable", "model-not-accepted"} & set(findings)
+
+
+def test_weights_that_do_not_fill_the_model_are_refused(context, model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "intermediate_size": 72}))
+    result = run(context())
+    assert {finding.rule for finding in result.findings} == {"model-weights-incomplete"}
+    missing, mismatched = (finding.message for finding in result.findings)
+    assert "model.layers.2." in missing
+    assert "another shape" in mismatched
+
+
+def test_a_quantised_base_is_refused(context, model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"load_in_4bit": True}}))
+    assert "original 16-bit model" in only(context(), "model-already-quantized").fix
+
+
+@pytest.mark.parametrize("files", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])
+def test_a_missing_tokenizer_is_refused(context, model, files):
+    for name in files:
+        (model / name).unlink()
+    only(context(), "tokenizer-unusable")
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(context, model):
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    only(context(), "tokenizer-without-end")
+
+
+# The data, and whether it fits
+
+
+def test_missing_data_is_the_datas_failure(context, claims):
+    (claims / "data" / "train.jsonl").unlink()
+    job = context()
+    assert only(job, "data-file-missing").value == "pvc://data/train.jsonl"
+    assert run(job).failure is FailureClass.USER_DATA
+
+
+@pytest.mark.parametrize(
+    ("content", "rule", "said"),
+    [
+        ("", "data-empty", "no record"),
+        ('{"prompt": "p"}\n', "data-record-invalid", "line 1: key 'completion' is missing"),
+        ('{"prompt": "p", "completion": ""}\n', "data-record-invalid", "line 1: key 'completion' is empty"),
+        ('{"prompt": "p", "completion": NaN}\n', "data-record-invalid", "line 1: is not JSON"),
+        (json.dumps({"prompt": "p", "completion": "Return the value. " * 90}), "data-all-too-long", "nothing is left"),
+    ],
+)
+def test_wrong_data_is_refused(context, claims, content, rule, said):
+    (claims / "data" / "train.jsonl").write_text(content)
+    assert said in only(context(), rule).message
+
+
+def test_fewer_sequences_than_a_step_takes_are_refused_with_what_would_do(context):
+    finding = only(context({"training.globalBatchSize": 120}), "fewer-sequences-than-batch")
+    assert (finding.field, finding.value) == ("spec.training.globalBatchSize", "120")
+    assert "spec.data.packing: false, which gives 120 sequences" in finding.fix
+
+
+def test_a_batch_that_is_just_filled_is_accepted(context):
+    assert run(context({"training.globalBatchSize": 120, "data.packing": False})).outcome is Outcome.SUCCEEDED
+
+
+def test_records_longer_than_the_models_positions_are_refused(context, model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    assert "to 16 or less" in only(context(), "document-beyond-positions").fix
+
+
+@pytest.mark.parametrize("settings", [{"targetModules": ["embed_tokens", "q_proj"]}, {"modulesToSave": ["lm_head"]}])
+def test_an_adapter_that_could_not_be_merged_is_refused_before_it_is_trained(context, model, settings):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    job = context({f"method.lora.{name}": value for name, value in settings.items()})
+    finding = only(job, "merge-impossible")
+    assert "tied" in finding.message
+    assert "spec.merge.enabled: false" in finding.fix
+    assert run(context({"method.lora": settings, "merge.enabled": False})).outcome is Outcome.SUCCEEDED
+
+
+def test_packing_is_refused_where_a_state_would_run_on_from_record_to_record(context, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_is_stateful", True)
+    assert only(context(), "packing-with-recurrent-layers").fix == "set spec.data.packing: false"
+    assert run(context({"data.packing": False})).outcome is Outcome.SUCCEEDED
+
+
+# Storage
+
+
+def test_a_workspace_that_cannot_be_written_is_refused(context, claims):
+    (claims / "workspace").rmdir()
+    # Even root cannot make files in /proc, so this holds in a container as well.
+    (claims / "workspace").symlink_to("/proc")
+    assert only(context(), "directory-not-writable").field == "spec.workspace"
+
+
+def test_a_file_in_place_of_a_directory_is_refused(context, claims):
+    (claims / "workspace" / "quickstart-01234567").write_text("")
+    assert only(context(), "directory-not-writable").field == "spec.workspace"
+
+
+def test_claims_that_are_not_mounted_are_refused_both_at_once(context, claims):
+    (claims / "workspace").rmdir()
+    (claims / "models-out").rmdir()
+    result = run(context())
+    assert [(finding.rule, finding.field) for finding in result.findings] == [
+        ("claim-not-mounted", "spec.workspace"),
+        ("claim-not-mounted", "spec.output.destination"),
+    ]
+
+
+def test_anothers_results_are_not_overwritten(context, claims):
+    (claims / "models-out" / "quickstart" / "merged").mkdir(parents=True)
+    assert "merged" in only(context(), "output-exists").message
+
+
+def test_a_job_that_has_trained_may_be_checked_again_beside_its_own_results(context, claims):
+    job = context()
+    (claims / "models-out" / "quickstart" / "merged").mkdir(parents=True)
+    job.workspace.adapter.mkdir(parents=True)
+    assert run(job).outcome is Outcome.SUCCEEDED
+
+
+def test_a_full_claim_is_refused_before_the_run(context, monkeypatch):
+    real = os.statvfs
+
+    def full(path):
+        found = list(real(path))
+        found[4] = 1  # f_bavail
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", full)
+    result = run(context())
+    assert [(finding.rule, finding.field) for finding in result.findings] == [
+        ("claim-too-small", "spec.workspace"),
+        ("claim-too-small", "spec.output.destination"),
+    ]
+
+
+# Everything at once
+
+
+def test_all_mistakes_are_reported_together_and_the_envelope_holds_them(context, claims, model):
+    (claims / "data" / "train.jsonl").write_text('{"prompt": 1, "completion": "c"}\n')
+    (claims / "data" / "validation.jsonl").unlink()
+    (model / "tokenizer.json").unlink()
+    (claims / "models-out").rmdir()
+    job = context({"method.lora.targetModules": ["q_porj"], "parallelism.fsdp.transformerLayerClsToWrap": ["Layer"]})
+    result = run(job)
+    assert {finding.rule for finding in result.findings} == {
+        "claim-not-mounted",
+        "tokenizer-unusable",
+        "wrap-class-unknown",
+        "target-module-unknown",
+        "data-file-missing",
+        "data-record-invalid",
+    }
+    assert len(result.envelope().encode()) <= 4096
+    assert result.message.startswith("6 errors; first: ")

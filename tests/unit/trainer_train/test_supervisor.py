@@ -1,0 +1,177 @@
+"""The train role as a pod runs it: real processes, real torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport, parse_envelope
+from finetune_job.progress import Progress
+from finetune_trainer.context import RunContext
+from finetune_trainer.errors import classify
+from finetune_trainer.supervisor import MasterUnreachableError, wait_until_resolved
+from tests.support.tiny_model import run_context, tiny_spec
+
+DEADLINE_SECONDS = 240.0
+ENDLESS = {"maxSteps": 100_000, "globalBatchSize": 2}
+
+
+class Pod:
+    """One supervisor."""
+
+    def __init__(self, context: RunContext, port: int, node_rank: int = 0) -> None:
+        self.context = context
+        self.termination_log = context.claims_root / f"termination-{node_rank}.json"
+        arguments: dict[str, Any] = {
+            "--plan": context.workspace.root / "plan.json",
+            "--plan-sha256": context.plan_sha256,
+            "--claims-root": context.claims_root,
+            "--termination-log": self.termination_log,
+            "--master-port": port,
+            "--master-address": "localhost",
+            "--node-rank": node_rank,
+            "--observe-port": 0,
+        }
+        command = [sys.executable, "-m", "finetune_trainer", "train", *(str(part) for pair in arguments.items() for part in pair)]
+        self.process = subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True, stdout=subprocess.DEVNULL
+        )
+
+    def report(self) -> TerminationReport:
+        """After the end."""
+        self.process.wait(DEADLINE_SECONDS)
+        report = parse_envelope(self.termination_log.read_text())
+        assert report is not None
+        return report
+
+    def ask(self, path: str) -> str | None:
+        """What rank 0 answers, None while it does not."""
+        try:
+            port = json.loads((self.context.workspace.root / "observe.json").read_text())["port"]
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+                return str(response.read().decode())
+        except (OSError, ValueError, urllib.error.URLError):
+            return None
+
+    def wait_for_step(self, step: int) -> Progress:
+        """Until rank 0 says that `step` is done."""
+
+        def reached() -> Progress | None:
+            assert self.process.poll() is None, self.termination_log.read_text()
+            answer = self.ask("/progress")
+            progress = Progress.model_validate_json(answer) if answer else None
+            return progress if progress and progress.step >= step else None
+
+        return eventually(reached)
+
+
+def eventually(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    pause = threading.Event()
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        pause.wait(0.1)
+    raise AssertionError("the deadline passed")
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Pod]]:
+    pods: list[Pod] = []
+
+    def starter(context: RunContext, port: int, node_rank: int = 0) -> Pod:
+        pods.append(Pod(context, port, node_rank))
+        return pods[-1]
+
+    yield starter
+    for pod in pods:
+        if pod.process.poll() is None:
+            os.killpg(pod.process.pid, signal.SIGKILL)
+        pod.process.wait()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_two_nodes_train_together(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
+    context = run_context(tmp_path, tiny_spec(parallelism={"nodes": 2, "processesPerNode": 1}))
+    pods = [start(context, port, node_rank) for node_rank in (0, 1)]
+    reports = [pod.report() for pod in pods]
+    assert [pod.process.returncode for pod in pods] == [0, 0]
+    assert reports[0].facts["step"] == "6"
+    assert float(reports[0].facts["eval_loss"]) > 0
+    assert (context.workspace.adapter / "adapter_model.safetensors").is_file()
+    logs = sorted(path.name for path in context.workspace.logs("train", 0).iterdir())
+    assert {"rank-00000.log", "torchrun-0.log", "torchrun-1.log"} <= set(logs)
+
+
+def test_sigterm_to_one_node_saves_and_preempts_both(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
+    spec = tiny_spec(training=ENDLESS, parallelism={"nodes": 2, "processesPerNode": 1}, checkpoint={"everySteps": 1000})
+    context = run_context(tmp_path, spec)
+    pods = [start(context, port, node_rank) for node_rank in (0, 1)]
+    pods[0].wait_for_step(2)
+    assert "finetune_training_loss" in (pods[0].ask("/metrics") or "")
+    assert pods[0].ask("/healthz") == "ok\n"
+    pods[1].process.send_signal(signal.SIGTERM)
+    reports = [pod.report() for pod in pods]
+    assert [pod.process.returncode for pod in pods] == [EXIT_CODES[FailureClass.PREEMPTED]] * 2
+    saved = int((context.workspace.checkpoints / "latest").read_text().strip().removeprefix("step-"))
+    assert saved >= 3
+    assert [report.step for report in reports] == [saved, saved]
+
+
+def test_a_killed_rank_is_named_as_the_cause(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
+    context = run_context(tmp_path, tiny_spec(training=ENDLESS, checkpoint={"everySteps": 1000}))
+    pod = start(context, port)
+    pod.wait_for_step(2)
+    os.kill(pid_of_rank(pod, 1), signal.SIGKILL)
+    report = pod.report()
+    assert (report.failure, report.rank) == (FailureClass.INTERNAL, 1)
+    assert report.message == "rank 1 was killed by signal 9"
+    assert pod.process.returncode == EXIT_CODES[FailureClass.INTERNAL]
+    echo = parse_envelope((context.workspace.reports("train", 0) / "rank-00000.json").read_text())
+    assert echo is not None
+    assert echo.failure is FailureClass.COLLECTIVE
+
+
+def pid_of_rank(pod: Pod, rank: int) -> int:
+    """The process below this supervisor whose environment holds the rank."""
+    for directory in Path("/proc").iterdir():
+        try:
+            environment = (directory / "environ").read_bytes().split(b"\0")
+            command = (directory / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in environment and str(pod.context.claims_root).encode() in command:
+            return int(directory.name)
+    raise AssertionError(f"rank {rank} does not run")
+
+
+def test_an_unknown_master_is_an_error_after_the_deadline() -> None:
+    with pytest.raises(MasterUnreachableError, match=r"master\.invalid") as caught:
+        wait_until_resolved("master.invalid", threading.Event(), seconds=0.0)
+    assert classify(caught.value)[0] is FailureClass.COLLECTIVE
+
+
+def test_waiting_for_a_master_ends_when_a_stop_is_asked_for() -> None:
+    stopped = threading.Event()
+    stopped.set()
+    wait_until_resolved("master.invalid", stopped)

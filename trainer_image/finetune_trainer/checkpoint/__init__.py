@@ -1,0 +1,1 @@
+"""Checkpoints of trainable parameters and optimizer state that any world size can read, and never half of one."""

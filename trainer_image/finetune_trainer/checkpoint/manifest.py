@@ -1,0 +1,111 @@
+"""The proof of a checkpoint: which files it has, their sizes and digests, and which range of which parameter lies where."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from finetune_trainer.checkpoint.names import MANIFEST
+from finetune_trainer.errors import CheckpointError
+from finetune_trainer.files import file_sha256
+
+
+class Entry(BaseModel):
+    """Immutable; unknown fields are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class PieceEntry(Entry):
+    """Elements [start, stop) of a flattened parameter."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    start: int
+    stop: int
+
+
+class FileEntry(Entry):
+    """One rank's file."""
+
+    name: str
+    size: int
+    sha256: str
+    pieces: list[PieceEntry]
+
+
+class RunState(Entry):
+    """What a resumed run needs besides tensors."""
+
+    initial_eval_loss: float | None = None
+    eval_loss: float | None = None
+
+
+class Manifest(Entry):
+    """Content of manifest.json."""
+
+    version: Literal[1] = 1
+    step: int
+    """Optimizer steps done."""
+    optimizer_step: float
+    """AdamW's own count; the same unless a parameter never had a gradient."""
+    plan_sha256: str
+    data_hash: str
+    world_size: int
+    state: RunState
+    files: list[FileEntry]
+
+    def encode(self) -> bytes:
+        """Canonical JSON with its own digest, so that any changed byte shows."""
+        body = self.model_dump(mode="json")
+        return _canonical({**body, "sha256": _digest(body)})
+
+
+def decode(encoded: bytes) -> Manifest:
+    """The manifest in `encoded`. Raises CheckpointError where a byte is not what was written."""
+    try:
+        body = json.loads(encoded)
+        announced = body.pop("sha256")
+        if announced != _digest(body) or encoded != _canonical({**body, "sha256": announced}):
+            raise CheckpointError(f"{MANIFEST}: was changed after it was written")
+        return Manifest.model_validate(body)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, ValidationError) as error:
+        raise CheckpointError(f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})") from error
+
+
+def read(directory: Path, plan_sha256: str, data_hash: str) -> Manifest:
+    """The manifest of a checkpoint of this plan and data, sizes compared, digests of files not yet. Raises CheckpointError."""
+    try:
+        manifest = decode((directory / MANIFEST).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{directory / MANIFEST}: cannot be read ({error})") from error
+    if manifest.plan_sha256 != plan_sha256:
+        raise CheckpointError(f"{directory}: belongs to plan {manifest.plan_sha256}, this is {plan_sha256}")
+    if manifest.data_hash != data_hash:
+        raise CheckpointError(f"{directory}: was trained on data {manifest.data_hash}, prepared is {data_hash}")
+    for entry in manifest.files:
+        path = directory / entry.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.size:
+            raise CheckpointError(f"{path}: " + ("is missing" if size is None else f"has {size} bytes, {entry.size} were written"))
+    return manifest
+
+
+def verify_file(directory: Path, entry: FileEntry) -> None:
+    """Compare the file's digest. Raises CheckpointError."""
+    found = file_sha256(directory / entry.name)
+    if found != entry.sha256:
+        raise CheckpointError(f"{directory / entry.name}: has sha256 {found}, {entry.sha256} was written")
+
+
+def _canonical(value: dict[str, object]) -> bytes:
+    return (json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False) + "\n").encode()
+
+
+def _digest(body: dict[str, object]) -> str:
+    return hashlib.sha256(_canonical(body)).hexdigest()

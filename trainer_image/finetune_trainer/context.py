@@ -1,0 +1,62 @@
+"""What every role knows: the plan, proven by its digest, and where things lie."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from finetune_job.api.base import ClaimPath
+from finetune_job.layout import OutputLayout, WorkspaceLayout
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.errors import PlanMismatchError
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One role of one attempt."""
+
+    plan: RunPlan
+    plan_sha256: str
+    claims_root: Path
+    attempt: int
+
+    def path(self, location: ClaimPath) -> Path:
+        """Where a location on a claim is mounted."""
+        return self.claims_root / location.claim / location.path
+
+    @property
+    def workspace(self) -> WorkspaceLayout:
+        return WorkspaceLayout(self.path(self.plan.workspace))
+
+    @property
+    def output(self) -> OutputLayout:
+        return OutputLayout(self.path(self.plan.output))
+
+    @property
+    def base_model(self) -> Path:
+        return self.path(self.plan.model.location)
+
+
+def read_plan(path: Path, sha256: str) -> RunPlan:
+    """The plan in `path`, whose bytes must have the announced digest. Raises PlanMismatchError."""
+    try:
+        encoded = path.read_bytes()
+    except OSError as error:
+        raise PlanMismatchError(
+            f"--plan {path}: cannot be read ({error})", "mount the plan's ConfigMap, or give the path of plan.json"
+        ) from error
+    found = hashlib.sha256(encoded).hexdigest()
+    if found != sha256:
+        raise PlanMismatchError(
+            f"--plan {path}: sha256 is {found}, announced was {sha256}", "the plan was changed after the start; start a new job"
+        )
+    try:
+        return RunPlan.model_validate_json(encoded)
+    except ValidationError as error:
+        raise PlanMismatchError(
+            f"--plan {path}: this trainer does not understand it ({error.error_count()} problems, first: {error.errors()[0]})",
+            "use a trainer image of the operator's release",
+        ) from error

@@ -1,0 +1,130 @@
+"""Prepared sequences -> tensors. Reads only what a batch needs; the same indices give the same bytes on every machine.
+
+Called by the training loop and by verification. A sequence is one or more whole documents. Invariant: within a row each document,
+and the padding after the last one, begins at position 0, which is how transformers' attention (sdpa, eager; no attention mask
+given) keeps them apart; and the first token of a document is never supervised, because the token before it is another document's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from finetune_trainer.data.shards import TRAIN, VALIDATION, SplitArrays, map_split, read_manifest, verify_files
+
+IGNORED_LABEL = -100
+"""Label of a token that is not supervised; the value that transformers and torch's cross_entropy ignore."""
+
+LENGTH_MULTIPLE = 8
+"""Rows are padded to a multiple of this many tokens: matrix products on tensor cores are fast for such lengths."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors int64 of shape [B, T]. `labels[b, t]` is `input_ids[b, t]` or `IGNORED_LABEL`, not shifted yet.
+
+    Give the model `input_ids` and `position_ids`, no attention mask, and `use_cache=False`: transformers looks for packed documents
+    only where there is neither mask nor cache.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    num_supervised_tokens: int
+
+
+class PreparedSplit:
+    """The sequences of one split."""
+
+    def __init__(self, arrays: SplitArrays, pad_token_id: int) -> None:
+        self._arrays = arrays
+        self._pad_token_id = pad_token_id
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._arrays.sequence_ends)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._arrays.document_ends)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._arrays.tokens)
+
+    @property
+    def num_supervised_tokens(self) -> int:
+        return int(self._arrays.supervised_tokens.sum())
+
+    def supervised_tokens(self, indices: Sequence[int]) -> int:
+        """Supervised tokens of these sequences together, without reading their tokens."""
+        return int(sum(self._arrays.supervised_tokens[index] for index in indices))
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These sequences as rows, in this order, padded to the longest. Raises IndexError for one that does not exist."""
+        bounds = [self._document_bounds(index) for index in indices]
+        longest = max(int(ends[-1] - ends[0]) for ends in bounds)
+        shape = (len(bounds), -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
+        input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
+        labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
+        position_ids = np.zeros(shape, dtype=np.int64)
+        for row, ends in enumerate(bounds):
+            start, length = int(ends[0]), int(ends[-1] - ends[0])
+            tokens = self._arrays.tokens[start : start + length]
+            input_ids[row, :length] = tokens
+            labels[row, :length] = np.where(self._arrays.supervised[start : start + length], tokens, IGNORED_LABEL)
+            for first, end in zip(ends, [*ends[1:], start + shape[1]], strict=True):
+                position_ids[row, first - start : end - start] = np.arange(end - first)
+        return Batch(
+            input_ids=torch.from_numpy(input_ids),
+            labels=torch.from_numpy(labels),
+            position_ids=torch.from_numpy(position_ids),
+            num_supervised_tokens=self.supervised_tokens(indices),
+        )
+
+    def document(self, index: int) -> list[int]:
+        """Token ids of one document. Raises IndexError."""
+        ends = self._arrays.document_ends
+        if not 0 <= index < len(ends):
+            raise IndexError(f"document {index} is not in 0..{len(ends) - 1}")
+        start = int(ends[index - 1]) if index else 0
+        return [int(token) for token in self._arrays.tokens[start : int(ends[index])]]
+
+    def _document_bounds(self, sequence: int) -> list[int]:
+        """Start of the sequence's first document, then the end of each of its documents, counted in tokens of the split."""
+        if not 0 <= sequence < self.num_sequences:
+            raise IndexError(f"sequence {sequence} is not in 0..{self.num_sequences - 1}")
+        sequence_ends, document_ends = self._arrays.sequence_ends, self._arrays.document_ends
+        first = int(sequence_ends[sequence - 1]) if sequence else 0
+        start = int(document_ends[first - 1]) if first else 0
+        return [start, *(int(end) for end in document_ends[first : int(sequence_ends[sequence])])]
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Verified prepared data."""
+
+    train: PreparedSplit
+    validation: PreparedSplit | None
+    """None where the plan has no held-out records."""
+    data_hash: str
+    """SHA-256 over everything prepared, in hexadecimal."""
+
+    @classmethod
+    def open(cls, directory: Path) -> PreparedData:
+        """Map the data under `directory`. Raises PreparedDataError where any byte is not what was written."""
+        manifest = read_manifest(directory)
+        verify_files(directory, manifest)
+        pad_token_id = int(manifest["pad_token_id"])
+        splits = {split: PreparedSplit(map_split(directory, split), pad_token_id) for split in manifest["splits"]}
+        return cls(train=splits[TRAIN], validation=splits.get(VALIDATION), data_hash=manifest["data_hash"])
+
+    def verification_prompts(self, n: int) -> list[list[int]]:
+        """Token ids of up to `n` whole held-out documents (of training documents where none are held out), spread evenly."""
+        split = self.validation or self.train
+        count = min(n, split.num_documents)
+        return [split.document(number * split.num_documents // count) for number in range(count)]

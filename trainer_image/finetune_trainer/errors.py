@@ -1,0 +1,121 @@
+"""Failures with their class: what this package raises, and what the exceptions of libraries mean."""
+
+from __future__ import annotations
+
+import errno
+import re
+from typing import ClassVar
+
+from finetune_job.failures import FailureClass
+
+
+class TrainerError(Exception):
+    """A failure whose class is known. The message names the field or file, the value and the reason; the hint says what to do."""
+
+    failure: ClassVar[FailureClass] = FailureClass.INTERNAL
+
+    def __init__(self, message: str, hint: str = "", step: int | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.step = step
+
+
+class ConfigError(TrainerError):
+    """A setting cannot work with this model or machine."""
+
+    failure = FailureClass.USER_CONFIG
+
+
+class DataError(TrainerError):
+    """The data set or what was prepared from it cannot be used."""
+
+    failure = FailureClass.USER_DATA
+
+
+class ModelError(TrainerError):
+    """The base model is missing, damaged or of a kind that is not accepted."""
+
+    failure = FailureClass.USER_MODEL
+
+
+class NonFiniteError(TrainerError):
+    """Loss or gradient norm is NaN or infinite."""
+
+    failure = FailureClass.NON_FINITE
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint cannot be what was written."""
+
+    failure = FailureClass.CHECKPOINT_INVALID
+
+
+class PlanMismatchError(TrainerError):
+    """The plan file is not the one that was announced."""
+
+    failure = FailureClass.PLAN_MISMATCH
+
+
+class PreemptedError(TrainerError):
+    """SIGTERM arrived; the state up to `step` is on the workspace."""
+
+    failure = FailureClass.PREEMPTED
+
+
+class VerificationError(TrainerError):
+    """The merged model does not behave as base and adapter do."""
+
+    failure = FailureClass.VERIFICATION_FAILED
+
+
+class InvariantError(TrainerError):
+    """Something that this package guarantees does not hold: continuing would give a wrong model."""
+
+
+OUT_OF_DEVICE_MEMORY_HINT = "lower microBatchSize or maxSequenceLength, or set activationCheckpointing: Full"
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|socket|process group|rendezvous|broken pipe|TCPStore|heartbeat", re.IGNORECASE
+)
+_MERGE_CLASSES = {
+    "BrokenCheckpoint": FailureClass.USER_MODEL,
+    "TiedWeights": FailureClass.USER_MODEL,
+    "UnsupportedBase": FailureClass.USER_MODEL,
+    "UnsupportedAdapter": FailureClass.USER_CONFIG,
+    "NotFinite": FailureClass.NON_FINITE,
+}
+
+
+def classify(error: BaseException) -> tuple[FailureClass, str]:
+    """Failure class and hint of any exception; the chain of causes is searched where the exception itself says nothing."""
+    seen: BaseException | None = error
+    while seen is not None:
+        found = _classify_one(seen)
+        if found is not None:
+            return found
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return FailureClass.INTERNAL, ""
+
+
+def _classify_one(error: BaseException) -> tuple[FailureClass, str] | None:
+    if isinstance(error, TrainerError):
+        return error.failure, error.hint
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return FailureClass.DISK_FULL, f"make room on the claim that holds {error.filename or 'the workspace'}, or enlarge it"
+    if isinstance(error, MemoryError):
+        return FailureClass.HOST_OUT_OF_MEMORY, "raise the memory of the profile's resources"
+    name, module, text = type(error).__name__, type(error).__module__, str(error)
+    if name == "OutOfMemoryError" or "CUDA out of memory" in text:
+        return FailureClass.DEVICE_OUT_OF_MEMORY, OUT_OF_DEVICE_MEMORY_HINT
+    if "No space left on device" in text:
+        return FailureClass.DISK_FULL, "make room on the claim, or enlarge it"
+    if "can't allocate memory" in text:
+        return FailureClass.HOST_OUT_OF_MEMORY, "raise the memory of the profile's resources"
+    if name == "SafetensorError" or module.startswith("safetensors"):
+        return FailureClass.USER_MODEL, "a safetensors file is damaged or incomplete; copy it to the claim again"
+    if module.startswith("finetune_trainer.merge") and hasattr(error, "reason"):
+        return _MERGE_CLASSES.get(error.reason, FailureClass.INTERNAL), ""
+    if name in ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError"):
+        return FailureClass.COLLECTIVE, ""
+    if isinstance(error, RuntimeError | ConnectionError) and _COLLECTIVE.search(text):
+        return FailureClass.COLLECTIVE, ""
+    return None

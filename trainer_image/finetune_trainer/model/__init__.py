@@ -1,0 +1,1 @@
+"""Base model -> adapters -> sharded model, with the invariants that are asserted on the way."""

@@ -1,0 +1,31 @@
+"""FSDP 1: FullyShardedDataParallel with one of its wrap policies."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from finetune_job.plan.run_plan import FsdpPlan
+from finetune_trainer.model.dtypes import ModelDtypes
+from finetune_trainer.model.invariants import check_flat_units
+from finetune_trainer.model.wrap_plan import unit_names
+
+
+def shard(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, device: torch.device) -> nn.Module:
+    """A sharded wrapper of `model`. Raises ConfigError where a unit's parameters cannot lie in one flat parameter."""
+    names = unit_names(model, fsdp)
+    check_flat_units(model, names, use_orig_params=bool(fsdp.use_orig_params))
+    modules = dict(model.named_modules())
+    units = {id(modules[name]) for name in names}
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
+        mixed_precision=MixedPrecision(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce),
+        cpu_offload=CPUOffload(offload_params=fsdp.offload_params),
+        device_id=device,
+        # torch broadcasts only from accelerators; nothing is lost, because all ranks load the same files with the same seed.
+        sync_module_states=bool(fsdp.sync_module_states) and device.type != "cpu",
+        use_orig_params=bool(fsdp.use_orig_params),
+    )

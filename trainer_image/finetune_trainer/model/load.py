@@ -1,0 +1,126 @@
+"""Base model directory -> transformers model. safetensors only; nothing is fetched; remote code only where the plan allows it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+
+from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_trainer.errors import ModelError
+from finetune_trainer.model.dtypes import resolve_dtypes, torch_dtype
+
+_SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def load_config(plan: RunPlan, directory: Path) -> PreTrainedConfig:
+    """The model's configuration. Raises ModelError."""
+    if not (directory / "config.json").is_file():
+        raise ModelError(
+            f"spec.model.source: {directory}/config.json does not exist",
+            "give the directory of a transformers model, which holds config.json and *.safetensors",
+        )
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=plan.model.allow_remote_code, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise ModelError(f"spec.model.source: {directory}/config.json is not accepted: {error}") from error
+
+
+def stored_dtype(directory: Path) -> torch.dtype:
+    """Element type of most of the stored values, read from the headers of the safetensors files. Raises ModelError."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"spec.model.source: {directory} holds no *.safetensors", "convert the weights to safetensors; pickled ones are refused"
+        )
+    values: dict[str, int] = {}
+    for path in files:
+        with path.open("rb") as file:
+            try:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length))
+            except (struct.error, ValueError) as error:
+                raise ModelError(f"{path} is not a safetensors file ({error})", "copy it to the claim again") from error
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, stop = entry["data_offsets"]
+                values[entry["dtype"]] = values.get(entry["dtype"], 0) + stop - start
+    known = {name: size for name, size in values.items() if name in _SAFETENSORS_DTYPES}
+    if not known:
+        raise ModelError(
+            f"spec.model.source: weights in {directory} have element types {sorted(values)}",
+            f"give a model stored as one of {sorted(_SAFETENSORS_DTYPES)}",
+        )
+    return _SAFETENSORS_DTYPES[max(known, key=lambda name: known[name])]
+
+
+def build_on_meta(plan: RunPlan, directory: Path) -> PreTrainedModel:
+    """The model's structure without its weights: every tensor on torch's meta device."""
+    config = load_config(plan, directory)
+    dtype = resolve_dtypes(plan, stored_dtype(directory)).load
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=plan.model.attention.value,
+            trust_remote_code=plan.model.allow_remote_code,
+        )
+    return model
+
+
+def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> PreTrainedModel:
+    """The model with its weights, in training mode, quantised where the plan says so.
+
+    On the CPU until it is sharded; a quantised one goes to `device`, because quantising is done there. Training mode from the
+    start: `from_pretrained` returns evaluation mode, in which 4-bit layers on CPU repack their weights and train silently wrong.
+    Raises ModelError.
+    """
+    load_config(plan, directory)
+    dtypes = resolve_dtypes(plan, stored_dtype(directory))
+    options: dict[str, Any] = {}
+    if plan.method.quantization is not None:
+        options["quantization_config"] = quantization_config(plan.method.quantization, dtypes.load)
+        options["device_map"] = {"": device}
+    try:
+        model: PreTrainedModel
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtypes.load,
+            attn_implementation=plan.model.attention.value,
+            trust_remote_code=plan.model.allow_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"spec.model.source: the model in {directory} cannot be loaded: {error}") from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info[problem]:
+            raise ModelError(
+                f"spec.model.source: {directory} do not fill the model: {problem} {sorted(map(str, info[problem]))[:3]}",
+                "copy all files of the model; a missing weight would be initialised at random",
+            )
+    model.config.use_cache = False
+    model.train()
+    return model
+
+
+def quantization_config(quantization: QuantizationPlan, model_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Settings of transformers for bitsandbytes; what the plan leaves open takes the model's element type, which FSDP needs."""
+    if quantization.bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    storage = model_dtype
+    if quantization.quant_storage is not None:
+        storage = getattr(torch, quantization.quant_storage.value)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization.quant_type.value,
+        bnb_4bit_use_double_quant=quantization.double_quant,
+        bnb_4bit_compute_dtype=torch_dtype(quantization.compute_dtype) if quantization.compute_dtype else model_dtype,
+        bnb_4bit_quant_storage=storage,
+    )

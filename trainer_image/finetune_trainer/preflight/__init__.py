@@ -1,0 +1,1 @@
+"""What only the real model and the real data can tell, found on a CPU before any GPU is held."""

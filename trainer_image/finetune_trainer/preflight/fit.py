@@ -1,0 +1,68 @@
+"""PURE. Do data, model and batches fit each other? Counts in, findings out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.rules.rule import Finding
+from finetune_trainer.data.prepare import SplitFacts
+from finetune_trainer.data.shards import TRAIN
+
+
+def check_fit(
+    plan: RunPlan, splits: Mapping[str, SplitFacts], vocabulary_size: int | None, tokenizer_size: int, max_positions: int | None
+) -> list[Finding]:
+    """Findings about the prepared splits. None where the model does not say."""
+    findings = [_vocabulary(splits, vocabulary_size, tokenizer_size), _positions(splits, max_positions), _batches(plan, splits)]
+    return [finding for finding in findings if finding is not None]
+
+
+def _vocabulary(splits: Mapping[str, SplitFacts], vocabulary_size: int | None, tokenizer_size: int) -> Finding | None:
+    if vocabulary_size is None or tokenizer_size <= vocabulary_size:
+        return None
+    largest = max((facts.largest_token_id for facts in splits.values()), default=-1)
+    is_used = largest >= vocabulary_size
+    return Finding(
+        rule="tokenizer-beyond-vocabulary",
+        severity="error" if is_used else "warning",
+        field="spec.model.source",
+        value=str(tokenizer_size),
+        message=f"the tokenizer has {tokenizer_size} tokens, the model's embedding {vocabulary_size} rows"
+        + (f"; the data uses token {largest}" if is_used else "; the data uses none of those beyond"),
+        fix="use the tokenizer of this model, or resize the model's embeddings and save it",
+    )
+
+
+def _positions(splits: Mapping[str, SplitFacts], max_positions: int | None) -> Finding | None:
+    longest = max((facts.longest_document for facts in splits.values()), default=0)
+    if max_positions is None or longest <= max_positions:
+        return None
+    return Finding(
+        rule="document-beyond-positions",
+        severity="error",
+        field="spec.data.maxSequenceLength",
+        value=str(longest),
+        message=f"the longest record has {longest} tokens, the model was made for {max_positions} (max_position_embeddings)",
+        fix=f"set spec.data.maxSequenceLength to {max_positions} or less; longer records are then dropped and counted",
+    )
+
+
+def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
+    facts, batch, world_size = splits.get(TRAIN), plan.training.global_batch_size, plan.parallelism.world_size
+    if facts is None or facts.num_sequences >= batch:
+        return None
+    largest = facts.num_sequences // world_size * world_size
+    ways = [f"set spec.training.globalBatchSize to {largest}"] if largest else []
+    if plan.data.packing and facts.num_records - facts.num_dropped >= batch:
+        ways.append(f"set spec.data.packing: false, which gives {facts.num_records - facts.num_dropped} sequences")
+    ways.append("give more records")
+    packed = f"{facts.num_records - facts.num_dropped} records make {facts.num_sequences} sequences"
+    return Finding(
+        rule="fewer-sequences-than-batch",
+        severity="error",
+        field="spec.training.globalBatchSize",
+        value=str(batch),
+        message=f"{packed}, fewer than one step takes: a step would count some of them twice",
+        fix=", or ".join(ways),
+    )

@@ -1,0 +1,43 @@
+"""What preflight learnt from the model, kept on the workspace for the trainer, the merge and people."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from finetune_job.rules.rule import Finding
+
+
+class ModelReport(BaseModel):
+    """Content of `WorkspaceLayout.model_report`. Names and shapes are global, before any sharding."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    plan_sha256: str
+    model_digest: str
+    """SHA-256 over configuration, index, headers and file sizes of the base model; no weight is read for it."""
+    data_hash: str
+    wrap_classes: tuple[str, ...]
+    """Layer classes that become FSDP units; empty under another policy than TRANSFORMER_BASED_WRAP."""
+    fsdp_units: tuple[str, ...]
+    """Names of the modules that become units of their own; the root is one besides."""
+    dtypes: dict[str, str]
+    """Element types by use: load, param, reduce, save."""
+    trainable: dict[str, tuple[int, ...]]
+    """Name and shape of each parameter that is trained."""
+    saved_tensors: dict[str, tuple[int, ...]]
+    """Name and shape of each tensor that the trained adapter (or model) must contain."""
+    train_sequences: int
+    supervised_tokens: int
+    """Tokens that the loss counts in one pass over the training data."""
+    total_steps: int
+    warnings: tuple[Finding, ...]
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Number of values that are trained."""
+        total = 0
+        for shape in self.trainable.values():
+            size = 1
+            for length in shape:
+                size *= length
+            total += size
+        return total

@@ -1,0 +1,190 @@
+"""The order of preflight: storage, model files, tokenizer, structure, data, and whether they fit; then data and report are written.
+
+Every check runs that can, so that a user sees all findings at once; a check is left out only where what it looks at does not exist.
+A refusal leaves nothing on the workspace but reports. Called by `python -m finetune_trainer preflight`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from finetune_job.failures import FailureClass, Outcome, ReportedFinding, TerminationReport
+from finetune_job.names import Role
+from finetune_job.rules.rule import Finding
+from finetune_trainer.context import RunContext
+from finetune_trainer.data.prepare import Preparation, prepare, write
+from finetune_trainer.data.shards import TRAIN
+from finetune_trainer.files import write_durably
+from finetune_trainer.preflight.fit import check_fit
+from finetune_trainer.preflight.merge_check import check_merge
+from finetune_trainer.preflight.meta_model import ModelStructure, inspect_structure
+from finetune_trainer.preflight.model_files import ModelFiles, inspect_model_files
+from finetune_trainer.preflight.report import ModelReport
+from finetune_trainer.preflight.storage import check_room, check_vacant, check_writable
+from finetune_trainer.preflight.tokenizer import load_tokenizer
+from finetune_trainer.train.schedule import total_steps
+
+log = logging.getLogger(__name__)
+
+BYTES_PER_TRAINED_VALUE = 12
+"""In a checkpoint: the value and AdamW's two moments, float32 each."""
+BYTES_PER_SAVED_VALUE = 4
+"""In the trained result: float32 at most."""
+
+
+def run(context: RunContext) -> TerminationReport:
+    """Check everything and prepare the data. Raises OSError where the workspace fails while it is written."""
+    plan = context.plan
+    findings = _storage(context)
+    storage_is_ready = not findings
+    location = plan.model.location
+    files = inspect_model_files(context.base_model, f"pvc://{location.claim}/{location.path}")
+    findings += files.findings
+    tokenizer, structure = None, None
+    if context.base_model.is_dir():
+        tokenizer, found = load_tokenizer(context.base_model, plan.model.allow_remote_code)
+        findings += found
+    if files.digest:
+        structure, found = inspect_structure(plan, context.base_model)
+        findings += found
+        unmergeable = check_merge(plan, context.base_model, structure) if structure else None
+        findings += [unmergeable] if unmergeable else []
+    data = prepare(plan.data, context.claims_root, context.base_model, tokenizer, context.workspace.prepared)
+    findings += data.findings
+    findings += check_fit(
+        plan,
+        data.splits,
+        structure.vocabulary_size if structure else None,
+        len(tokenizer) if tokenizer is not None else 0,
+        structure.max_positions if structure else None,
+    )
+    if structure is not None and storage_is_ready:
+        findings += _room(context, structure, files)
+    for finding in findings:
+        log.log(logging.ERROR if finding.severity == "error" else logging.WARNING, "%s: %s", finding.rule, finding.message)
+    if structure is None or _errors(findings):
+        return _refused(context, findings)
+    data_hash = write(data, context.workspace.prepared)
+    report = _model_report(context, files=files, structure=structure, data=data, data_hash=data_hash, findings=findings)
+    return _accepted(context, report)
+
+
+def _storage(context: RunContext) -> list[Finding]:
+    found = [
+        check_writable("spec.workspace", context.plan.workspace, context.claims_root),
+        check_writable("spec.output.destination", context.plan.output, context.claims_root),
+    ]
+    if not context.workspace.adapter.exists():
+        # Once this job has trained, what stands at the output is its own.
+        results = (context.output.adapter, context.output.merged)
+        found.append(check_vacant("spec.output.destination", context.plan.output, results))
+    return [finding for finding in found if finding is not None]
+
+
+def _room(context: RunContext, structure: ModelStructure, files: ModelFiles) -> list[Finding]:
+    """Room for what this job has still to write."""
+    plan = context.plan
+    trained = sum(math.prod(shape) for shape in structure.trainable.values())
+    found = []
+    if not context.workspace.checkpoints.exists():
+        # One checkpoint more than is kept, because the newest is complete before the oldest goes; and the trained weights.
+        needed = (plan.checkpoint.keep + 1) * trained * BYTES_PER_TRAINED_VALUE + trained * BYTES_PER_SAVED_VALUE
+        found.append(check_room("spec.workspace", plan.workspace, context.claims_root, needed, "checkpoints and trained weights"))
+    if not context.workspace.adapter.exists():
+        needed = (files.weight_bytes if plan.merge.enabled else 0) + trained * BYTES_PER_SAVED_VALUE
+        found.append(check_room("spec.output.destination", plan.output, context.claims_root, needed, "the results"))
+    return [finding for finding in found if finding is not None]
+
+
+def _model_report(
+    context: RunContext,
+    *,
+    files: ModelFiles,
+    structure: ModelStructure,
+    data: Preparation,
+    data_hash: str,
+    findings: list[Finding],
+) -> ModelReport:
+    training, train = context.plan.training, data.splits[TRAIN]
+    return ModelReport(
+        plan_sha256=context.plan_sha256,
+        model_digest=files.digest,
+        data_hash=data_hash,
+        wrap_classes=structure.wrap_classes,
+        fsdp_units=structure.fsdp_units,
+        dtypes=structure.dtypes,
+        trainable=structure.trainable,
+        saved_tensors=structure.saved_tensors,
+        train_sequences=train.num_sequences,
+        supervised_tokens=train.num_supervised_tokens,
+        total_steps=total_steps(training.epochs, training.max_steps, train.num_sequences, training.global_batch_size),
+        warnings=tuple(findings),
+    )
+
+
+def _accepted(context: RunContext, report: ModelReport) -> TerminationReport:
+    write_durably(context.workspace.model_report, report.model_dump_json(indent=1).encode())
+    return TerminationReport(
+        role=Role.PREFLIGHT,
+        attempt=context.attempt,
+        outcome=Outcome.SUCCEEDED,
+        message=(
+            f"{report.train_sequences} training sequences, {report.total_steps} steps, {report.trainable_parameters} trained values"
+        ),
+        time=time.time(),
+        findings=_reported(report.warnings),
+        findings_total=len(report.warnings),
+        facts={
+            "data_hash": report.data_hash,
+            "model_digest": report.model_digest,
+            "train_sequences": str(report.train_sequences),
+            "supervised_tokens": str(report.supervised_tokens),
+            "trainable_parameters": str(report.trainable_parameters),
+            "total_steps": str(report.total_steps),
+            "wrap_classes": ",".join(report.wrap_classes),
+        },
+    )
+
+
+def _refused(context: RunContext, findings: list[Finding]) -> TerminationReport:
+    errors = _errors(findings)
+    first = errors[0]
+    return TerminationReport(
+        role=Role.PREFLIGHT,
+        attempt=context.attempt,
+        outcome=Outcome.REFUSED,
+        failure=_failure(first),
+        message=f"{len(errors)} error{'s' if len(errors) > 1 else ''}; first: {first.field}: {first.message}",
+        hint=first.fix,
+        time=time.time(),
+        findings=_reported([*errors, *(finding for finding in findings if finding.severity != "error")]),
+        findings_total=len(findings),
+    )
+
+
+def _failure(finding: Finding) -> FailureClass:
+    if finding.field.startswith("spec.data."):
+        return FailureClass.USER_DATA
+    if finding.field.startswith("spec.model."):
+        return FailureClass.USER_MODEL
+    return FailureClass.USER_CONFIG
+
+
+def _errors(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.severity == "error"]
+
+
+def _reported(findings: list[Finding] | tuple[Finding, ...]) -> list[ReportedFinding]:
+    return [
+        ReportedFinding(
+            rule=finding.rule,
+            severity=finding.severity,
+            field=finding.field,
+            value=finding.value,
+            message=finding.message,
+            fix=finding.fix,
+        )
+        for finding in findings
+    ]

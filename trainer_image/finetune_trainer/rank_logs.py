@@ -1,0 +1,105 @@
+"""Output of ranks: read from a pipe per local rank, kept in size-capped files on the workspace, shown with the rank's name."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+
+CAP_BYTES = 8 << 20
+"""A log file that reaches this many bytes becomes `<name>.previous`, so at most twice as much is kept, always the newest."""
+
+
+class CappedFile:
+    """Appends bytes; keeps between one and two caps of the newest."""
+
+    def __init__(self, path: Path, cap_bytes: int = CAP_BYTES) -> None:
+        self._path, self._cap_bytes = path, cap_bytes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, content: bytes) -> None:
+        """Append. Raises OSError."""
+        if self._file.tell() and self._file.tell() + len(content) > self._cap_bytes:
+            self._file.close()
+            self._path.replace(self._path.with_name(f"{self._path.name}.previous"))
+            self._file = self._path.open("ab", buffering=0)
+        self._file.write(content)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def rank_log_name(rank: int) -> str:
+    """File name of a rank's log."""
+    return f"rank-{rank:05d}.log"
+
+
+class RankLogs:
+    """Named pipes for the local ranks; ranks open them for writing, threads here read until `close`."""
+
+    def __init__(self, directory: Path, ranks: range) -> None:
+        """`ranks`: the global rank of each local rank."""
+        self._logs, self._ranks = directory, ranks
+        self._temporary = tempfile.TemporaryDirectory(prefix="rank-output-")
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def pipes(self) -> Path:
+        """Directory that holds a pipe for each local rank, named by its number."""
+        return Path(self._temporary.name)
+
+    def __enter__(self) -> RankLogs:
+        for local_rank, rank in enumerate(self._ranks):
+            pipe = self.pipes / str(local_rank)
+            os.mkfifo(pipe)
+            # Opened for writing, too, so that the end of one writer is not the end of the pipe.
+            descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+            thread = threading.Thread(target=self._copy, args=(descriptor, rank), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+        self._temporary.cleanup()
+
+    def _copy(self, descriptor: int, rank: int) -> None:
+        log: CappedFile | None = None
+        rest = b""
+        try:
+            while True:
+                is_closing = self._closing.is_set()
+                ready, _, _ = select.select([descriptor], [], [], 0 if is_closing else 0.2)
+                if not ready:
+                    if is_closing:
+                        break
+                    continue
+                content = os.read(descriptor, 1 << 16)
+                try:
+                    log = log or CappedFile(self._logs / rank_log_name(rank))
+                    log.write(content)
+                except OSError:
+                    # A full claim must not stop the ranks, which would block on a pipe that nobody reads.
+                    pass
+                *lines, rest = (rest + content).split(b"\n")
+                show(f"rank {rank}", lines)
+            show(f"rank {rank}", [rest] if rest else [])
+        finally:
+            os.close(descriptor)
+            if log is not None:
+                log.close()
+
+
+def show(source: str, lines: list[bytes]) -> None:
+    """Print lines with their source in front, whole even while other threads print."""
+    text = "".join(f"[{source}] {line.decode(errors='replace')}\n" for line in lines)
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,92 @@
+"""The one way in which every role and every rank ends: a report on the workspace, an envelope for the kubelet, an exit code."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport
+from finetune_trainer.context import RunContext
+from finetune_trainer.errors import TrainerError, classify
+from finetune_trainer.files import write_durably
+
+log = logging.getLogger(__name__)
+
+
+def failure_report(
+    error: BaseException, role: str, attempt: int, rank: int | None = None, node_rank: int | None = None
+) -> TerminationReport:
+    """The report of an exception."""
+    failure, hint = classify(error)
+    return TerminationReport(
+        role=role,
+        attempt=attempt,
+        outcome=Outcome.FAILED,
+        failure=failure,
+        message=str(error) or type(error).__name__,
+        hint=hint,
+        rank=rank,
+        node_rank=node_rank,
+        step=error.step if isinstance(error, TrainerError) else None,
+        exception="".join(traceback.format_exception(error)),
+        time=time.time(),
+    )
+
+
+def exit_code(report: TerminationReport) -> int:
+    """0 for success, else the code of the failure class."""
+    if report.outcome is Outcome.SUCCEEDED:
+        return 0
+    return EXIT_CODES.get(report.failure or FailureClass.INTERNAL, EXIT_CODES[FailureClass.INTERNAL])
+
+
+def run_role(
+    role: str,
+    attempt: int,
+    body: Callable[[], TerminationReport],
+    termination_log: Path,
+    context: Callable[[], RunContext | None],
+    *,
+    node_rank: int = 0,
+) -> int:
+    """Run `body` and report how it ended; the exit code.
+
+    `context` is asked only afterwards, because a refused plan has none: then only the termination log gets the report.
+    """
+    try:
+        report = body()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        log.exception("%s failed", role)
+        report = failure_report(error, role, attempt, node_rank=node_rank)
+    known = context()
+    if known is not None:
+        report = _keep_whole(report, known, role, node_rank)
+    _write_termination_log(termination_log, report)
+    return exit_code(report)
+
+
+def _keep_whole(report: TerminationReport, context: RunContext, role: str, node_rank: int) -> TerminationReport:
+    directory = context.workspace.reports(role, context.attempt)
+    path = directory / f"node-{node_rank}.json"
+    relative = path.relative_to(context.claims_root / context.plan.workspace.claim)
+    report = report.model_copy(update={"report_path": str(relative)})
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_durably(path, report.model_dump_json(indent=2).encode())
+    except OSError:
+        # A full or missing claim must not hide the reason for which the role ended.
+        log.exception("the report could not be kept at %s", path)
+        return report.model_copy(update={"report_path": ""})
+    return report
+
+
+def _write_termination_log(path: Path, report: TerminationReport) -> None:
+    try:
+        path.write_text(report.envelope())
+    except OSError:
+        log.exception("the termination log %s could not be written", path)

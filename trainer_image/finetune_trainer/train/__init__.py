@@ -1,0 +1,1 @@
+"""The training loop: one process per rank, run under the supervisor."""

@@ -1,0 +1,107 @@
+"""The final checkpoint -> the trained adapter, or the trained model, in the formats that PEFT and transformers read.
+
+Reads the checkpoint's files instead of gathering from ranks: one path for every kind of sharding, and what is exported is what was
+verified. Done by rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import GenerationConfig
+
+from finetune_job.api.method import MethodType
+from finetune_trainer.checkpoint.load import full_parameters
+from finetune_trainer.checkpoint.manifest import Manifest
+from finetune_trainer.context import RunContext
+from finetune_trainer.files import file_sha256, publish_directory, sync_file, temporary_beside, write_durably
+from finetune_trainer.model.adapters import adapter_settings, attach, stored_names
+from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.invariants import check_saved
+from finetune_trainer.model.load import build_on_meta, stored_dtype
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_SETTINGS_FILE = "adapter_config.json"
+MANIFEST_FILE = "manifest.json"
+"""Names, sizes and SHA-256 of all other files of the directory."""
+NOT_COPIED = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "generation_config.json")
+"""Of the base model's files, those that are not a tokenizer's or a person's."""
+
+
+def export(context: RunContext, checkpoint: Path, manifest: Manifest) -> str:
+    """Write the trained result to the workspace; the SHA-256 of its manifest. A result that stands there already is replaced."""
+    final = context.workspace.adapter
+    for leftover in final.parent.glob(f"{final.name}.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = temporary_beside(final)
+    temporary.mkdir(parents=True)
+    try:
+        if context.plan.method.type is MethodType.FULL:
+            _write_model(context, temporary, checkpoint, manifest)
+        else:
+            _write_adapter(context, temporary, checkpoint, manifest)
+        digest = _write_manifest(temporary, context.plan_sha256, manifest.step)
+        if final.exists():
+            shutil.rmtree(final)
+        publish_directory(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return digest
+
+
+def _write_adapter(context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest) -> None:
+    location = context.plan.model.location
+    model = attach(build_on_meta(context.plan, context.base_model), context.plan)
+    names = stored_names(model)
+    shapes = {names[name]: tuple(parameter.shape) for name, parameter in model.named_parameters() if name in names}
+    tensors = {names[name]: tensor for name, tensor in full_parameters(checkpoint, manifest)}
+    check_saved(tensors, shapes)
+    save_file(dict(sorted(tensors.items())), directory / ADAPTER_FILE, metadata={"format": "pt"})
+    with safe_open(directory / ADAPTER_FILE, framework="pt") as written:
+        # An open file has keys() but cannot be iterated over.
+        check_saved({name: written.get_tensor(name) for name in written.keys()}, shapes)  # noqa: SIM118
+    settings = adapter_settings(model, f"pvc://{location.claim}/{location.path}")
+    (directory / ADAPTER_SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def _write_model(context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest) -> None:
+    dtype = resolve_dtypes(context.plan, stored_dtype(context.base_model)).save
+    model = build_on_meta(context.plan, context.base_model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tensors = {name: tensor.to(dtype) for name, tensor in full_parameters(checkpoint, manifest)}
+    check_saved(tensors, shapes)
+    tensors |= _tied(model, tensors)
+    model.config.dtype = dtype
+    if (context.base_model / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(context.base_model)
+    model.save_pretrained(directory, state_dict=tensors, max_shard_size=context.plan.merge.max_shard_bytes)
+    ignored = shutil.ignore_patterns(*NOT_COPIED)(str(context.base_model), [path.name for path in context.base_model.iterdir()])
+    for path in context.base_model.iterdir():
+        if path.is_file() and path.name not in ignored:
+            shutil.copyfile(path, directory / path.name)
+
+
+def _tied(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Second names of tied parameters, under which `save_pretrained` looks for them, too."""
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        name: tensors[first_names[id(parameter)]]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in tensors
+    }
+
+
+def _write_manifest(directory: Path, plan_sha256: str, step: int) -> str:
+    files = {}
+    for path in sorted(directory.iterdir()):
+        sync_file(path)
+        files[path.name] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
+    content = json.dumps({"plan_sha256": plan_sha256, "step": step, "files": files}, indent=2, sort_keys=True) + "\n"
+    write_durably(directory / MANIFEST_FILE, content.encode())
+    return file_sha256(directory / MANIFEST_FILE)

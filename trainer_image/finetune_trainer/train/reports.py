@@ -1,0 +1,114 @@
+"""Reports of ranks on the workspace, and which of them names the cause.
+
+A rank that saw a collective fail is most often the echo of another one's failure. So it waits before it exits, which lets the cause
+exit first, and dates its report to the end of that wait: the earliest report of a gang is the cause, on every node alike.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune_job.failures import FailureClass, Outcome, TerminationReport, parse_envelope
+from finetune_trainer.files import write_durably
+
+ECHO_SECONDS = 15.0
+"""How long a rank that saw a collective fail waits for the cause to show. Agents notice a dead rank within a second."""
+_NCCL = "ProcessGroupNCCL"
+_FAILED_RANK = re.compile(r"^\s*rank\s*:\s*(\d+)\s*\(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
+
+
+def rank_report_name(rank: int) -> str:
+    """File name of a rank's report."""
+    return f"rank-{rank:05d}.json"
+
+
+def write_rank_report(directory: Path, report: TerminationReport) -> None:
+    """Keep a rank's report. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_durably(directory / rank_report_name(report.rank or 0), report.model_dump_json(indent=2).encode())
+
+
+def read_rank_reports(directory: Path) -> list[TerminationReport]:
+    """All reports of ranks of this attempt, on any node."""
+    if not directory.is_dir():
+        return []
+    read = (parse_envelope(path.read_text(errors="replace")) for path in sorted(directory.glob("rank-*.json")))
+    return [report for report in read if report is not None]
+
+
+def remove_rank_reports(directory: Path, ranks: Iterable[int]) -> None:
+    """Remove what an earlier run of the same attempt said about these ranks."""
+    for rank in ranks:
+        (directory / rank_report_name(rank)).unlink(missing_ok=True)
+
+
+def dated(report: TerminationReport) -> TerminationReport:
+    """PURE. An echo is dated to the end of its wait, every other report stays as it is."""
+    if report.failure is not FailureClass.COLLECTIVE:
+        return report
+    return report.model_copy(update={"time": report.time + ECHO_SECONDS})
+
+
+def root_cause(reports: Iterable[TerminationReport]) -> TerminationReport | None:
+    """PURE. The earliest failure; between equal times the lowest rank. None where no rank failed."""
+    failed = [report for report in reports if report.outcome is not Outcome.SUCCEEDED]
+    return min(failed, key=lambda report: (report.time, report.rank or 0), default=None)
+
+
+def failed_ranks(torchrun_output: str) -> dict[int, int]:
+    """PURE. Global rank -> exit code (negative: the signal), from the summary that torchrun prints when ranks fail."""
+    return {int(rank): int(code) for rank, code in _FAILED_RANK.findall(torchrun_output)}
+
+
+@dataclass(frozen=True)
+class SilentEvidence:
+    """What is known of ranks that ended without a report."""
+
+    role: str
+    attempt: int
+    node_rank: int
+    is_out_of_memory: bool
+    """The kernel killed a process of this container for memory."""
+    log_ends: Mapping[int, str]
+    """End of each rank's output."""
+    now: float
+    """Seconds since the epoch."""
+
+
+def silent_failures(
+    exit_codes: Mapping[int, int], reports: Iterable[TerminationReport], evidence: SilentEvidence
+) -> list[TerminationReport]:
+    """PURE. Reports for ranks that ended without one."""
+    heard = {report.rank for report in reports}
+    found = []
+    for rank, code in sorted(exit_codes.items()):
+        if rank in heard or code == 0:
+            continue
+        failure, hint = FailureClass.INTERNAL, "see the rank's log on the workspace"
+        message = (
+            f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} exited with code {code} without a report"
+        )
+        if code == -signal.SIGKILL and evidence.is_out_of_memory:
+            failure, hint = FailureClass.HOST_OUT_OF_MEMORY, "raise the memory of the profile's resources"
+            message += ", because the container's memory was used up"
+        elif code == -signal.SIGABRT and _NCCL in evidence.log_ends.get(rank, ""):
+            # NCCL's watchdog ends a process whose collective failed before Python sees the error.
+            failure = FailureClass.COLLECTIVE
+            message += ", sent by NCCL's watchdog after a collective failed"
+        report = TerminationReport(
+            role=evidence.role,
+            attempt=evidence.attempt,
+            outcome=Outcome.FAILED,
+            failure=failure,
+            message=message,
+            hint=hint,
+            rank=rank,
+            node_rank=evidence.node_rank,
+            time=evidence.now,
+        )
+        found.append(dated(report))
+    return found
