@@ -1,0 +1,104 @@
+"""Seconds from `kubectl apply` to the first optimizer step and to `Succeeded` on a real node, with the parts.
+
+`python -m bench.chain --runs N` (`make bench-chain RUNS=N`). The physical limit in the same run is the same plan as local processes
+(`finetune run`): the ratio is what Kubernetes, images and the operator add. Run to run the job's name changes, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune_job.names import Role
+from tests.support.stack import ROOT, Stack, condition_of
+
+EXAMPLE = "examples/quickstart.yaml"
+"""One pod with two ranks: what a local run can do too."""
+RESULT = ROOT / "bench/results/chain.json"
+
+
+def seconds_between(first: str, last: str) -> float:
+    """Between two RFC 3339 times."""
+    return (datetime.fromisoformat(last) - datetime.fromisoformat(first)).total_seconds()
+
+
+def on_the_node(stack: Stack, number: int) -> dict[str, float]:
+    """One job on the node: parts in seconds."""
+    start = time.monotonic()
+    name = stack.apply_example(EXAMPLE, name=f"bench-{number}")
+    stack.wait_for_step(name, 1)
+    first_step = time.monotonic() - start
+    job = stack.wait_for_condition(name, "Finished", "Stalled")
+    total = time.monotonic() - start
+    if condition_of(job, "Succeeded").get("status") != "True":
+        raise SystemExit(f"bench-chain: {name} did not succeed: {json.dumps(job['status']['conditions'])}")
+    parts = {"first_step": first_step, "succeeded": total}
+    for role in Role:
+        (batch_job,) = stack.batch_jobs(name, role)
+        parts[role.value] = seconds_between(batch_job["status"]["startTime"], batch_job["status"]["completionTime"])
+    parts["between"] = total - sum(parts[role.value] for role in Role)
+    return parts
+
+
+def on_this_machine(claims: Path, number: int) -> float:
+    """The same plan as local processes; seconds from start to the end of the summary."""
+    document: dict[str, Any] = yaml.safe_load((ROOT / EXAMPLE).read_text())
+    document["metadata"]["name"] = f"bench-local-{number}"
+    manifest = claims.parent / f"local-{number}.yaml"
+    manifest.write_text(json.dumps(document))
+    start = time.monotonic()
+    subprocess.run(
+        [Path(sys.executable).parent / "finetune", "run", manifest, "--claims", claims, "--fresh"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return time.monotonic() - start
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and greatest."""
+    return {"median": round(statistics.median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2)}
+
+
+def main() -> None:
+    """Run, print and keep the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    runs = parser.parse_args().runs
+    cluster: list[dict[str, float]] = []
+    local: list[float] = []
+    with Stack() as stack, tempfile.TemporaryDirectory() as scratch:
+        claims = Path(scratch) / "claims"
+        subprocess.run([sys.executable, "-m", "tests.support.quickstart", claims], cwd=ROOT, check=True)
+        for number in range(runs):
+            cluster.append(on_the_node(stack, number))
+            local.append(on_this_machine(claims, number))
+            print(f"run {number + 1}: " + ", ".join(f"{key} {value:.1f} s" for key, value in cluster[-1].items())
+                  + f"; local {local[-1]:.1f} s", flush=True)  # fmt: skip
+    ratios = [one["succeeded"] / alone for one, alone in zip(cluster, local, strict=True)]
+    result = {
+        "example": EXAMPLE,
+        "runs": runs,
+        "machine": platform.processor() or platform.machine(),
+        "seconds": {part: spread([one[part] for one in cluster]) for part in cluster[0]},
+        "local_seconds": spread(local),
+        "ratio_to_local": spread(ratios),
+    }
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+import dataclasses
+import math
+from itertools import pairwise
+
+import pytest
+
+from finetune_trainer.verify.gate import GATES, UNIT_ROUNDOFF, LogitFigures, failures, gate_for
+
+GOOD = LogitFigures(
+    num_prompts=4,
+    num_positions=100,
+    max_abs_difference=0.1,
+    max_abs_logit=20.0,
+    mean_kl=1e-4,
+    effect_mean_kl=0.5,
+    top1_agreement=0.99,
+)
+
+
+def test_figures_within_every_threshold_pass() -> None:
+    assert failures(GOOD, GATES["bfloat16"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_abs_difference": 2.0}, "logits differ by up to 2,"),
+        ({"mean_kl": 0.02}, "mean KL divergence is 0.02"),
+        ({"top1_agreement": 0.9}, "agrees at 90.00%"),
+        ({"mean_kl": 0.004, "effect_mean_kl": 0.006}, "67% as far"),
+    ],
+)
+def test_each_threshold_refuses_alone(change: dict[str, float], words: str) -> None:
+    found = failures(dataclasses.replace(GOOD, **change), GATES["bfloat16"])
+    assert len(found) == 1
+    assert words in found[0]
+
+
+@pytest.mark.parametrize("name", ["max_abs_difference", "mean_kl", "top1_agreement"])
+def test_not_a_number_never_passes(name: str) -> None:
+    assert failures(dataclasses.replace(GOOD, **{name: math.nan}), GATES["bfloat16"])
+
+
+def test_an_effect_too_small_to_measure_asks_for_no_share_of_it() -> None:
+    figures = dataclasses.replace(GOOD, mean_kl=1e-5, effect_mean_kl=2e-5)
+    assert failures(figures, GATES["bfloat16"]) == ()
+
+
+def test_finer_dtypes_have_stricter_gates_and_the_coarser_of_two_decides() -> None:
+    ordered = sorted(GATES, key=UNIT_ROUNDOFF.__getitem__)
+    assert ordered == ["float32", "float16", "bfloat16"]
+    for finer, coarser in pairwise(ordered):
+        assert GATES[finer].max_mean_kl < GATES[coarser].max_mean_kl
+        assert GATES[finer].max_relative_difference < GATES[coarser].max_relative_difference
+        assert GATES[finer].min_top1_agreement > GATES[coarser].min_top1_agreement
+        assert gate_for(finer, coarser) is gate_for(coarser, finer) is GATES[coarser]
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match="float8"):
+        gate_for("float8", "bfloat16")
