@@ -1,0 +1,192 @@
+"""Wires the operator: health server, CRD wait, lease, first list, watches, workers; and takes it down again in order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+
+from kubernetes.aio.client.configuration import Configuration
+
+from finetune_operator.cluster.access import load_configuration
+from finetune_operator.cluster.api import Api, Document
+from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.discovery import wait_for_crds
+from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
+from finetune_operator.cluster.execute import Executor
+from finetune_operator.cluster.gather import Gatherer
+from finetune_operator.cluster.kinds import LEASES, Kind
+from finetune_operator.cluster.lease import Elector, LeaseThread, LeaseTiming
+from finetune_operator.cluster.progress_poll import ProgressPoll
+from finetune_operator.cluster.projection import Held, utc_now
+from finetune_operator.cluster.recorder import Recorder
+from finetune_operator.cluster.relist import drop_ghosts, fill
+from finetune_operator.cluster.token_bucket import TokenBucket
+from finetune_operator.health import BEAT_SECONDS, Health, HealthServer
+from finetune_operator.logs import logger
+from finetune_operator.metrics import Metrics
+from finetune_operator.settings import Clockwork, Settings
+from finetune_operator.watch import Watches
+from finetune_operator.worker import Worker
+from finetune_operator.workqueue import WorkQueue
+
+_log = logger(__name__)
+
+
+async def run(settings: Settings, clockwork: Clockwork) -> int:
+    """Run until SIGTERM or SIGINT (exit code 0) or until something that cannot be mended here (1)."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    health, metrics = Health(), Metrics()
+    server = HealthServer(settings.listen_address, settings.listen_port, health, metrics.registry)
+    server.start()
+    _log.info("listening", address=server.address[0], port=server.address[1], identity=settings.identity)
+    beat = asyncio.create_task(_beat(health))
+    configuration = await load_configuration()
+    api = Api(
+        configuration,
+        writes=TokenBucket(clockwork.write_rate, clockwork.write_burst),
+        request_timeout=clockwork.request_timeout,
+        page_size=clockwork.list_page_size,
+        observer=metrics.request,
+    )
+    lease = LeaseThread(lambda: _elector(configuration, settings, clockwork))
+    try:
+        if not await _unless(stopping, wait_for_crds(api, clockwork.crd_wait, clockwork.crd_poll)):
+            return 0
+        # A standby is ready: it has nothing to catch up with until it leads, and a rolling update waits for readiness.
+        health.is_ready = True
+        lease.start()
+        if not await _unless(stopping, lease.held.wait()):
+            return 0
+        _log.info("leading", identity=settings.identity)
+        return await _lead(settings, clockwork, api, health=health, metrics=metrics, stopping=stopping)
+    finally:
+        # Whoever takes over must not meet a write of ours, so the lease goes back last.
+        await api.close()
+        await lease.stop()
+        beat.cancel()
+        server.stop()
+
+
+async def _lead(
+    settings: Settings, clockwork: Clockwork, api: Api, *, health: Health, metrics: Metrics, stopping: asyncio.Event
+) -> int:
+    cache = Cache()
+    queue: WorkQueue[JobKey] = WorkQueue(retry_first=clockwork.retry_first, retry_longest=clockwork.retry_longest)
+    gatherer = Gatherer(api, cache, clockwork.pending_events_after)
+    executor = Executor(api, cache, gatherer, Recorder(api, settings.identity))
+
+    def take_in(kind: Kind, deleted: bool, held: Held) -> None:
+        for key in cache.remove(kind, held) if deleted else cache.apply(kind, held):
+            queue.add(key)
+
+    health.is_ready = False
+    health.is_leading = True
+    metrics.observe_state(cache, queue, health)
+    if not await _unless(stopping, fill(api, cache, settings.namespaces)):
+        return 0
+    watches = Watches(settings.namespaces, take_in)
+    watches.start()
+    for key in cache.job_keys():
+        queue.add(key)
+    worker = Worker(queue, gatherer, executor, metrics, utc_now)
+    poll = ProgressPoll(
+        cache,
+        gatherer,
+        queue.add,
+        period=clockwork.progress_period,
+        longest=clockwork.progress_period_longest,
+        writes_per_second=clockwork.progress_writes_per_second,
+    )
+    workers = [asyncio.create_task(worker.run()) for _ in range(clockwork.workers)]
+    others = [asyncio.create_task(poll.run()), asyncio.create_task(_relist(api, cache, queue, settings, clockwork))]
+    health.is_ready = True
+    _log.info("ready", jobs=len(cache.jobs()))
+    await _first_of(stopping.wait(), watches.ended.wait(), *workers, *others)
+    orderly = stopping.is_set()
+    _log.info("stopping", orderly=orderly)
+    health.is_ready = False
+    queue.close()
+    await watches.stop()
+    for task in others:
+        task.cancel()
+    _, unfinished = await asyncio.wait(workers, timeout=clockwork.drain)
+    for task in unfinished:
+        task.cancel()
+    failures = [item for item in await asyncio.gather(*workers, *others, return_exceptions=True) if isinstance(item, Exception)]
+    for failure in failures:
+        _log.error("task failed", error=repr(failure))
+    return 0 if orderly and not failures else 1
+
+
+async def _relist(api: Api, cache: Cache, queue: WorkQueue[JobKey], settings: Settings, clockwork: Clockwork) -> None:
+    pause = clockwork.first_relist
+    while True:
+        await asyncio.sleep(pause)
+        pause = clockwork.relist
+        try:
+            for key in await drop_ghosts(api, cache, settings.namespaces):
+                queue.add(key)
+        except (ApiError, ApiUnreachableError) as error:
+            _log.warning("relist failed", error=str(error))
+        # Spread over the pause: every job is looked at once in a while even if each event about it was lost.
+        keys = cache.job_keys()
+        for place, key in enumerate(keys):
+            queue.add_after(key, pause * (place + 1) / (len(keys) + 1))
+
+
+async def _beat(health: Health) -> None:
+    while True:
+        health.beat()
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+async def _unless(stopping: asyncio.Event, work: Awaitable[object]) -> bool:
+    """Do the work; False where the stop signal came first. Raises what the work raises."""
+    task = asyncio.ensure_future(work)
+    await _first_of(stopping.wait(), task)
+    if not task.done():
+        task.cancel()
+        return False
+    task.result()
+    return True
+
+
+async def _first_of(*things: Awaitable[object]) -> None:
+    """Wait until one of them is done; coroutines that are not are cancelled, tasks are left running."""
+    tasks = [asyncio.ensure_future(thing) for thing in things]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, thing in zip(tasks, things, strict=True):
+        if task is not thing:
+            task.cancel()
+
+
+class _LeaseObject:
+    """The Lease on the API server."""
+
+    def __init__(self, api: Api, namespace: str, name: str) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._name = name
+
+    async def read(self) -> Document | None:
+        return await self._api.get(LEASES, self._namespace, self._name)
+
+    async def create(self, spec: Document) -> Document:
+        metadata = {"name": self._name, "namespace": self._namespace}
+        body = {"apiVersion": LEASES.api_version, "kind": LEASES.name, "metadata": metadata, "spec": spec}
+        return await self._api.create(LEASES, self._namespace, body)
+
+    async def replace(self, lease: Document) -> Document:
+        return await self._api.replace(LEASES, self._namespace, self._name, lease)
+
+
+async def _elector(
+    configuration: Configuration, settings: Settings, clockwork: Clockwork
+) -> tuple[Elector, Callable[[], Awaitable[None]]]:
+    api = Api(configuration, request_timeout=clockwork.lease_renew_deadline / 2)
+    store = _LeaseObject(api, settings.lease_namespace, settings.lease_name)
+    timing = LeaseTiming(clockwork.lease_duration, clockwork.lease_renew_deadline, clockwork.lease_retry)
+    return Elector(store, settings.identity, timing), api.close

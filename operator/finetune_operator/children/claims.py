@@ -1,0 +1,54 @@
+"""The claims that a job names, and the workspace claim that is made from its template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune_job.api.base import claim_path
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.output import RetainPolicy, VolumeClaimTemplate
+from finetune_job.names import workspace_claim_name
+from finetune_operator.children.ownership import Owner, metadata
+
+
+def workspace_claim_of(spec: FineTuneJobSpec, job_name: str) -> str:
+    """Name of the claim that holds the workspace, whether it is named or made from the template."""
+    return spec.workspace.claim_name or workspace_claim_name(job_name)
+
+
+def claims_named_by(spec: FineTuneJobSpec, job_name: str) -> dict[str, str]:
+    """Every claim that the job's pods mount, with the field that names it first."""
+    fields = [("spec.model.source", claim_path(spec.model.source).claim), ("spec.data.source", claim_path(spec.data.source).claim)]
+    if spec.data.validation is not None:
+        fields.append(("spec.data.validation.source", claim_path(spec.data.validation.source).claim))
+    fields.append(("spec.output.destination", claim_path(spec.output.destination).claim))
+    made = spec.workspace.claim_name is None
+    field = "spec.workspace.volumeClaimTemplate" if made else "spec.workspace.claimName"
+    fields.append((field, workspace_claim_of(spec, job_name)))
+    claims: dict[str, str] = {}
+    for name_of_field, claim in fields:
+        claims.setdefault(claim, name_of_field)
+    return claims
+
+
+def workspace_claim(
+    owner: Owner, template: VolumeClaimTemplate, retain: RetainPolicy, profile_storage_class: str | None
+) -> dict[str, Any]:
+    """The workspace claim made from the job's template.
+
+    Owned by the job only with `retain: Delete`: an owned claim is deleted with its owner, checkpoints included.
+    """
+    storage_class = template.storage_class_name or profile_storage_class
+    spec: dict[str, Any] = {
+        "accessModes": [str(template.access_mode)],
+        "resources": {"requests": {"storage": template.storage}},
+    }
+    if storage_class is not None:
+        spec["storageClassName"] = storage_class
+    name = workspace_claim_name(owner.name)
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata(owner, name, spec, owned=retain is RetainPolicy.DELETE),
+        "spec": spec,
+    }

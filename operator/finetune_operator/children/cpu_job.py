@@ -1,0 +1,36 @@
+"""What the two Jobs of a single CPU pod, preflight and merge, have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune_job.names import Role, batch_job_name
+from finetune_operator.children.failure_policy import DISRUPTION_FAILS_THE_JOB
+from finetune_operator.children.frozen_run import FrozenRun
+from finetune_operator.children.ownership import metadata
+from finetune_operator.children.pod_template import plan_arguments, pod_template
+
+
+def single_pod_job(run: FrozenRun, role: Role, attempt: int, grace_period_seconds: int) -> dict[str, Any]:
+    """A Job of one pod that is never replaced: the operator decides what follows a failure."""
+    spec = {
+        "completions": 1,
+        "parallelism": 1,
+        "backoffLimit": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": DISRUPTION_FAILS_THE_JOB,
+        "template": pod_template(
+            run,
+            role,
+            attempt,
+            arguments=plan_arguments(run, role, attempt),
+            grace_period_seconds=grace_period_seconds,
+        ),
+    }
+    name = batch_job_name(run.owner.name, role, attempt)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata(run.owner, name, spec, role=role, attempt=attempt, plan_sha256=run.plan_sha256),
+        "spec": spec,
+    }

@@ -1,0 +1,121 @@
+"""What the pods of all roles share: one container, the plan, the claims, scratch space, resources, identity.
+
+No settings travel in environment variables: a container reads the plan and nothing else. No pod holds Kubernetes credentials.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune_job.names import CLAIMS_MOUNT, PLAN_KEY, PLAN_MOUNT, Role, plan_configmap_name
+from finetune_job.plan.run_plan import RunPlan
+from finetune_operator.children.frozen_run import FrozenRun
+from finetune_operator.children.ownership import labels
+from finetune_operator.children.security import container_security_context, pod_security_context
+
+CONTAINER_NAME = "trainer"
+SCRATCH_MOUNT = "/tmp"  # noqa: S108 - a volume of the pod's own
+"""The only writable place beside the claims; the home directory too."""
+SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - a volume of the pod's own
+"""Where data loaders and collectives share memory; the default of 64 MiB is too small for either."""
+INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
+_INDEX_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def pod_template(
+    run: FrozenRun,
+    role: Role,
+    attempt: int,
+    *,
+    arguments: list[str],
+    grace_period_seconds: int,
+) -> dict[str, Any]:
+    """Template of a role's pods. `arguments` follow the image's entry point (`tini -- python -m finetune_trainer`)."""
+    plan, placement = run.plan, run.placement
+    resources = {
+        Role.PREFLIGHT: placement.resources.preflight,
+        Role.TRAIN: placement.resources.train,
+        Role.MERGE: placement.resources.merge,
+    }[role]
+    amounts = {"cpu": resources.cpu, "memory": resources.memory}
+    if role is Role.TRAIN and placement.gpu_resource_name is not None:
+        amounts[placement.gpu_resource_name] = str(plan.parallelism.processes_per_node)
+    claims = claim_access(plan, role)
+    volumes: list[dict[str, Any]] = [
+        {
+            "name": "plan",
+            "configMap": {"name": plan_configmap_name(run.owner.name), "items": [{"key": PLAN_KEY, "path": PLAN_KEY}]},
+        },
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": resources.shared_memory}},
+    ]
+    mounts: list[dict[str, Any]] = [
+        {"name": "plan", "mountPath": PLAN_MOUNT, "readOnly": True},
+        {"name": "tmp", "mountPath": SCRATCH_MOUNT},
+        {"name": "shared-memory", "mountPath": SHARED_MEMORY_MOUNT},
+    ]
+    for number, (claim, writable) in enumerate(sorted(claims.items())):
+        # Numbered, because a claim's name may hold dots, which a volume's name may not.
+        volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"claim-{number}", "mountPath": f"{CLAIMS_MOUNT}/{claim}", "readOnly": not writable})
+    container: dict[str, Any] = {
+        "name": CONTAINER_NAME,
+        "image": placement.trainer_image,
+        "imagePullPolicy": placement.image_pull_policy,
+        "args": arguments,
+        "env": [{"name": "HOME", "value": SCRATCH_MOUNT}],
+        "resources": {"requests": dict(amounts), "limits": dict(amounts)},
+        "securityContext": container_security_context(),
+        "terminationMessagePath": "/dev/termination-log",
+        "terminationMessagePolicy": "File",
+        "volumeMounts": mounts,
+    }
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "serviceAccountName": placement.service_account_name,
+        "securityContext": pod_security_context(placement),
+        "terminationGracePeriodSeconds": grace_period_seconds,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    return {"metadata": {"labels": labels(run.owner, role, attempt)}, "spec": spec}
+
+
+def plan_arguments(run: FrozenRun, role: Role, attempt: int) -> list[str]:
+    """The arguments that every role takes."""
+    return [
+        str(role),
+        "--plan",
+        f"{PLAN_MOUNT}/{PLAN_KEY}",
+        "--plan-sha256",
+        run.plan_sha256,
+        "--attempt",
+        str(attempt),
+    ]
+
+
+def index_variable() -> dict[str, Any]:
+    """The pod's completion index as a variable that arguments can name.
+
+    The Job controller adds the same one by itself; it is declared because `$(NAME)` in an argument is expanded only where the
+    variable is known, and the controller leaves a declared one alone.
+    """
+    return {"name": INDEX_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_FIELD}}}
+
+
+def claim_access(plan: RunPlan, role: Role) -> dict[str, bool]:
+    """Claims that a role's pods mount, each once, with whether they may write to it.
+
+    Training reads prepared data from the workspace and leaves its weights there, so its pods mount neither the raw data nor
+    the output. A claim is writable where it is workspace or output too.
+    """
+    readable = {plan.model.location.claim}
+    writable = {plan.workspace.claim}
+    if role is not Role.TRAIN:
+        readable.add(plan.data.train.claim)
+        if plan.data.validation is not None:
+            readable.add(plan.data.validation.claim)
+        writable.add(plan.output.claim)
+    return {claim: claim in writable for claim in readable | writable}

@@ -1,0 +1,62 @@
+"""The Indexed Job of one attempt of the gang. A gang lives and dies as one: a single replaced pod could not rejoin the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune_job.names import (
+    OBSERVE_PORT,
+    RENDEZVOUS_PORT,
+    TRAIN_GRACE_PERIOD_SECONDS,
+    Role,
+    batch_job_name,
+    master_address,
+    service_name,
+)
+from finetune_operator.children.failure_policy import DISRUPTION_FAILS_THE_JOB
+from finetune_operator.children.frozen_run import FrozenRun
+from finetune_operator.children.ownership import metadata
+from finetune_operator.children.pod_template import INDEX_VARIABLE, index_variable, plan_arguments, pod_template
+
+
+def train_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
+    """The gang of one attempt: a pod per node, its completion index the node rank.
+
+    `suspend` is left unset, because a queue's webhook sets it; no deadline and no time to live, because the operator owns both.
+    """
+    owner, nodes = run.owner, run.plan.parallelism.nodes
+    arguments = [
+        *plan_arguments(run, Role.TRAIN, attempt),
+        "--node-rank",
+        f"$({INDEX_VARIABLE})",
+        "--master-address",
+        master_address(owner.name, owner.namespace, attempt, nodes),
+        "--master-port",
+        str(RENDEZVOUS_PORT),
+    ]
+    template = pod_template(run, Role.TRAIN, attempt, arguments=arguments, grace_period_seconds=TRAIN_GRACE_PERIOD_SECONDS)
+    template["spec"]["subdomain"] = service_name(owner.name)
+    if run.placement.node_selector:
+        template["spec"]["nodeSelector"] = dict(run.placement.node_selector)
+    container = template["spec"]["containers"][0]
+    container["env"].append(index_variable())
+    container["ports"] = [
+        {"name": "rendezvous", "containerPort": RENDEZVOUS_PORT, "protocol": "TCP"},
+        {"name": "observe", "containerPort": OBSERVE_PORT, "protocol": "TCP"},
+    ]
+    spec = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": DISRUPTION_FAILS_THE_JOB,
+        "template": template,
+    }
+    name = batch_job_name(owner.name, Role.TRAIN, attempt, nodes)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata(owner, name, spec, role=Role.TRAIN, attempt=attempt, plan_sha256=run.plan_sha256),
+        "spec": spec,
+    }

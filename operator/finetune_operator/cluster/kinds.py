@@ -1,0 +1,71 @@
+"""The kinds of objects that the operator reads or writes, and where the API server has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune_job.names import (
+    GROUP,
+    JOB_KIND,
+    JOB_PLURAL,
+    LABEL_MANAGED_BY,
+    MANAGED_BY,
+    PROFILE_KIND,
+    PROFILE_PLURAL,
+    VERSION,
+)
+
+CHILDREN_SELECTOR = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A resource of the API."""
+
+    group: str
+    """Empty for the core group."""
+    version: str
+    plural: str
+    name: str
+    """`kind` in manifests."""
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """`apiVersion` in manifests."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    @property
+    def root(self) -> str:
+        """Path of the group and version."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
+        """Path of a collection, or of an object where a name is given."""
+        parts = [self.root]
+        if self.namespaced and namespace is not None:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        parts += [part for part in (name, subresource) if part is not None]
+        return "/".join(parts)
+
+
+JOBS = Kind(GROUP, VERSION, JOB_PLURAL, JOB_KIND)
+PROFILES = Kind(GROUP, VERSION, PROFILE_PLURAL, PROFILE_KIND, namespaced=False)
+BATCH_JOBS = Kind("batch", "v1", "jobs", "Job")
+PODS = Kind("", "v1", "pods", "Pod")
+CONFIG_MAPS = Kind("", "v1", "configmaps", "ConfigMap")
+SERVICES = Kind("", "v1", "services", "Service")
+CLAIMS = Kind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
+EVENTS = Kind("", "v1", "events", "Event")
+LEASES = Kind("coordination.k8s.io", "v1", "leases", "Lease")
+
+WATCHED = (PROFILES, JOBS, BATCH_JOBS, PODS, CONFIG_MAPS, SERVICES)
+"""Profiles before jobs and owners before children: the order of the first list."""
+CHILD_KINDS = {kind.name: kind for kind in (BATCH_JOBS, CONFIG_MAPS, SERVICES, CLAIMS)}
+"""What may be created for a job."""
+
+
+def selector_of(kind: Kind) -> str | None:
+    """Label selector under which a kind is listed and watched."""
+    return None if kind in (JOBS, PROFILES) else CHILDREN_SELECTOR

@@ -1,0 +1,95 @@
+"""Asks rank 0 of every running training attempt how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime
+
+import aiohttp
+
+from finetune_job.names import OBSERVE_PORT, Role
+from finetune_job.progress import Progress
+from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.gather import Gatherer
+from finetune_operator.cluster.projection import Held
+
+CONCURRENT_POLLS = 32
+ANSWER_SECONDS = 2.0
+"""A rank that is busy answers within milliseconds; one that does not answer is asked again in the next round."""
+LARGEST_ANSWER_BYTES = 65_536
+
+
+class ProgressPoll:
+    """One round asks every job once; the pause between rounds grows with the number of jobs."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        gatherer: Gatherer,
+        wake: Callable[[JobKey], None],
+        *,
+        period: float,
+        longest: float,
+        writes_per_second: float,
+    ) -> None:
+        self._cache = cache
+        self._gatherer = gatherer
+        self._wake = wake
+        self._period = period
+        self._longest = longest
+        self._writes_per_second = writes_per_second
+        self._told: dict[str, Progress] = {}
+        """Job UID -> what was passed on last."""
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+            while True:
+                num_polled = await self._round(session)
+                await asyncio.sleep(min(max(self._period, num_polled / self._writes_per_second), self._longest))
+
+    async def _round(self, session: aiohttp.ClientSession) -> int:
+        training = [held for held in self._cache.jobs() if held.summary is not None and held.summary.is_training]
+        for uid in self._told.keys() - {held.key.uid for held in training}:
+            del self._told[uid]
+        limit = asyncio.Semaphore(CONCURRENT_POLLS)
+
+        async def poll(held: Held) -> bool:
+            address = self._rank_zero(held)
+            if address is None:
+                return False
+            async with limit:
+                await self._ask(session, held, address)
+            return True
+
+        return sum(await asyncio.gather(*(poll(held) for held in training)))
+
+    def _rank_zero(self, held: Held) -> str | None:
+        attempt = held.summary.attempt if held.summary is not None else -1
+        newest: tuple[datetime, str] | None = None
+        for item in self._cache.pods_of(held.key.uid):
+            pod = item.pod
+            if pod is None or pod.role is not Role.TRAIN or pod.attempt != attempt or pod.node_rank or not pod.pod_ip:
+                continue
+            if pod.phase == "Running" and not pod.gone and (newest is None or pod.created > newest[0]):
+                newest = (pod.created, pod.pod_ip)
+        return newest[1] if newest is not None else None
+
+    async def _ask(self, session: aiohttp.ClientSession, held: Held, address: str) -> None:
+        host = f"[{address}]" if ":" in address else address
+        try:
+            async with session.get(f"http://{host}:{OBSERVE_PORT}/progress", allow_redirects=False) as response:
+                if response.status != 200:
+                    return
+                progress = Progress.model_validate_json(await response.content.read(LARGEST_ANSWER_BYTES))
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            # Normal while the pod starts, ends or restarts; a run that hangs is the deadlines' affair.
+            return
+        uid = held.key.uid
+        if held.summary is None or progress.attempt != held.summary.attempt or self._told.get(uid) == progress:
+            return
+        self._told[uid] = progress
+        self._gatherer.note_progress(uid, progress)
+        self._wake(JobKey(held.key.namespace, held.key.name))

@@ -1,0 +1,69 @@
+"""What a reconcile pass decided. The executor performs it in this order, and what comes later needs what comes before:
+
+1. `status`, one write with the observed resourceVersion as precondition. Refused (409) or failed: nothing else is done, the
+   job is reconciled again from what is then observed. So a freeze is written before the first child exists, and the number
+   of the next attempt (with the evidence of the last) before anything is deleted.
+2. `deletes`, propagation policy Foreground, the UID as precondition; "not found" and "another UID" count as done.
+3. `creates`; "already exists" counts as done where the controller owner is this job, else the object is a conflict.
+4. `events`.
+
+The executor may die between any two steps: the next pass starts again from what is observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.reasons import Reason
+
+
+@dataclass(frozen=True)
+class Create:
+    """Create an object; apiVersion, kind, namespace and name stand in it."""
+
+    body: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """Kind of the object."""
+        return str(self.body["kind"])
+
+    @property
+    def name(self) -> str:
+        """Name of the object."""
+        return str(self.body["metadata"]["name"])
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Delete a child in the job's namespace, in the foreground."""
+
+    kind: Literal["Job", "Service", "ConfigMap"]
+    name: str
+    uid: str
+    """Precondition: an object that took the name since is left alone. Empty: no precondition."""
+
+
+@dataclass(frozen=True)
+class Emit:
+    """A Kubernetes event on the FineTuneJob."""
+
+    type: Literal["Normal", "Warning"]
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True)
+class Actions:
+    """Output of `reconcile`."""
+
+    status: FineTuneJobStatus | None = None
+    """New status; None: the one that was observed still holds."""
+    deletes: tuple[Delete, ...] = ()
+    creates: tuple[Create, ...] = ()
+    events: tuple[Emit, ...] = ()
+    requeue_after_seconds: float | None = None
+    """When to look again although nothing may have changed: the next deadline."""

@@ -1,0 +1,27 @@
+"""What to change after a failure, by class: said where the container itself left no hint."""
+
+from finetune_job.failures import FailureClass
+
+ADVICE: dict[FailureClass, str] = {
+    FailureClass.USER_CONFIG: "Correct the setting that the message names and apply a new job.",
+    FailureClass.USER_DATA: "Correct the data set that spec.data.source names.",
+    FailureClass.USER_MODEL: "Check the model directory that spec.model.source names: config.json, weights and tokenizer.",
+    FailureClass.NON_FINITE: (
+        "Lower spec.training.learningRate or spec.training.maxGradNorm, or raise spec.training.warmupRatio; look for records that "
+        "are empty or damaged."
+    ),
+    FailureClass.DEVICE_OUT_OF_MEMORY: (
+        "Lower spec.training.microBatchSize or spec.data.maxSequenceLength, set spec.training.activationCheckpointing: Full, "
+        "or raise spec.parallelism.nodes."
+    ),
+    FailureClass.HOST_OUT_OF_MEMORY: "Use a profile with more memory for this role, or lower spec.training.microBatchSize.",
+    FailureClass.DISK_FULL: "Enlarge the claim, or lower spec.checkpoint.keep.",
+    FailureClass.COLLECTIVE: "Look at the logs of the other ranks on the workspace and at the network between the nodes.",
+    FailureClass.CHECKPOINT_INVALID: "Look at the checkpoints on the workspace; a claim that loses writes damages them.",
+    FailureClass.PLAN_MISMATCH: "Somebody changed the plan's ConfigMap; apply the job again under a new name.",
+    FailureClass.VERIFICATION_FAILED: "Read verification.json beside the quarantined model before you use it.",
+    FailureClass.PREEMPTED: "",
+    FailureClass.INFRASTRUCTURE: "Look at the nodes that the pods ran on.",
+    FailureClass.INTERNAL: "Read the exception and the logs of the failing rank on the workspace.",
+    FailureClass.UNKNOWN: "No evidence was left; read the logs on the workspace.",
+}

@@ -1,0 +1,175 @@
+"""Evidence -> failure class and root rank.
+
+When one rank fails, the others fail too: the collectives break, and the Job controller deletes their pods. So each pod is
+classified by itself first, and then the cause is chosen: the earliest failure that is nobody's echo. A failed collective, a
+SIGTERM and a deletion are taken for the cause only where nothing better is known, and then the earliest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from finetune_job.api.status import RankFailure
+from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, ReportedFinding, TerminationReport, parse_envelope
+from finetune_operator.decide.advice import ADVICE
+from finetune_operator.decide.clock import timestamp
+from finetune_operator.decide.observed import PodView
+
+EVIDENCE_LIMIT = 16
+"""Pods of one attempt whose outcome is kept in status: the cause and the earliest others."""
+_MESSAGE_LIMIT = 1024
+_ECHOES = frozenset({FailureClass.COLLECTIVE, FailureClass.PREEMPTED})
+_WHOLE_SECOND = timedelta(seconds=1)
+_SIGKILL = 137
+_SIGTERM = 143
+
+
+@dataclass(frozen=True)
+class PodFailure:
+    """Why one pod ended without success."""
+
+    pod: PodView
+    failure: FailureClass
+    is_echo: bool
+    """It may well be the consequence of another rank's failure."""
+    time: datetime
+    message: str
+    report: TerminationReport | None
+
+    @property
+    def evidence(self) -> RankFailure:
+        """As it stands in status."""
+        report = self.report
+        return RankFailure(
+            pod=self.pod.name,
+            node_rank=report.node_rank if report is not None and report.node_rank is not None else self.pod.node_rank,
+            exit_code=self.pod.exit_code,
+            failure=self.failure,
+            rank=report.rank if report is not None else None,
+            step=report.step if report is not None else None,
+            message=self.message[:_MESSAGE_LIMIT],
+            hint=(report.hint if report is not None and report.hint else ADVICE[self.failure])[:_MESSAGE_LIMIT],
+            time=timestamp(self.time),
+        )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a Job failed."""
+
+    failure: FailureClass
+    message: str
+    hint: str
+    evidence: tuple[RankFailure, ...] = ()
+    """The cause first."""
+    refused: bool = False
+    """The container's own verdict is that the job cannot work, with `findings`."""
+    findings: tuple[ReportedFinding, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Class, cause and advice in one message."""
+        return f"{self.failure}: {self.message}" + (f" {self.hint}" if self.hint else "")
+
+
+def classify_pod(pod: PodView) -> PodFailure | None:
+    """Why a pod ended without success; None while it runs, or where it succeeded."""
+    report = parse_envelope(pod.termination_message) if pod.termination_message else None
+    if report is not None and report.outcome is Outcome.SUCCEEDED:
+        report = None
+    refused = report is not None and report.outcome is Outcome.REFUSED
+    if (pod.exit_code == 0 or (pod.phase == "Succeeded" and pod.exit_code is None)) and not refused:
+        return None
+    found = _class_of(pod, report)
+    if found is None:
+        return None
+    failure, is_echo, said = found
+    message = report.message or report.exception if report is not None else ""
+    return PodFailure(pod, failure, is_echo, _time_of(pod, report), message or said, report)
+
+
+def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureClass, bool, str] | None:
+    """Class, whether it may be an echo, and what to say where the container said nothing. The order is that of certainty."""
+    reported = report.failure if report is not None else None
+    if report is not None and report.outcome is Outcome.REFUSED and reported is None:
+        reported = FailureClass.USER_CONFIG
+    if reported is not None and reported not in _ECHOES and reported is not FailureClass.INTERNAL:
+        return reported, False, str(reported)
+    if pod.reason == "OOMKilled":
+        return FailureClass.HOST_OUT_OF_MEMORY, False, "The kernel killed a process: the container's memory limit was reached."
+    if reported is FailureClass.INTERNAL:
+        return reported, False, str(reported)
+    if pod.disruption:
+        return FailureClass.INFRASTRUCTURE, False, f"The pod was disrupted ({pod.disruption}) on node {pod.node or 'unknown'}."
+    if reported is not None:
+        return reported, True, str(reported)
+    coded = CLASS_OF_EXIT_CODE.get(pod.exit_code) if pod.exit_code is not None else None
+    if coded is not None and coded not in _ECHOES:
+        return coded, False, f"The container ended with exit code {pod.exit_code} and left no report."
+    if pod.deletion_requested is not None or pod.gone:
+        return FailureClass.INFRASTRUCTURE, True, f"The pod was deleted from node {pod.node or 'unknown'} by somebody else."
+    if coded is not None:
+        return coded, True, f"The container ended with exit code {pod.exit_code} and left no report."
+    if pod.exit_code == _SIGTERM:
+        return FailureClass.PREEMPTED, True, "The container was ended by SIGTERM and left no report."
+    if pod.exit_code == _SIGKILL:
+        return FailureClass.INTERNAL, False, "The container was killed by SIGKILL, not for memory, and left no report."
+    if pod.exit_code is not None:
+        return FailureClass.INTERNAL, False, f"The container ended with exit code {pod.exit_code} and left no report."
+    if pod.phase == "Failed" and pod.reason:
+        return FailureClass.INFRASTRUCTURE, False, f"The kubelet failed the pod on node {pod.node or 'unknown'}: {pod.reason}."
+    if pod.phase == "Failed":
+        return FailureClass.UNKNOWN, True, "The pod failed without any container status."
+    return None
+
+
+def _time_of(pod: PodView, report: TerminationReport | None) -> datetime:
+    """When the failure was first seen. A SIGTERM that came with a deletion is as old as the request for the deletion.
+
+    Kubernetes cuts its times to whole seconds, a report keeps the fraction. So the API server's times stand for the end of
+    their second: else a pod that was deleted because of a failure would seem to have gone before it.
+    """
+    times = [moment + _WHOLE_SECOND for moment in (pod.deletion_requested, pod.finished) if moment is not None]
+    if report is not None and report.time > 0:
+        times.append(datetime.fromtimestamp(report.time, UTC))
+    return min(times, default=pod.created)
+
+
+def failures_of(pods: Iterable[PodView]) -> list[PodFailure]:
+    """The failures among pods, the most likely cause first."""
+    found = [failure for failure in map(classify_pod, pods) if failure is not None]
+    return sorted(
+        found, key=lambda one: (one.failure is FailureClass.UNKNOWN, one.is_echo, one.time, one.pod.node_rank, one.pod.name)
+    )
+
+
+def classify(pods: Iterable[PodView], otherwise: FailureClass, message: str) -> Failure:
+    """Why a Job with these pods failed; `otherwise` and `message` hold where no pod left evidence."""
+    found = failures_of(pods)
+    if not found or (found[0].is_echo and otherwise is FailureClass.INFRASTRUCTURE):
+        return Failure(otherwise, message, ADVICE[otherwise], tuple(one.evidence for one in found[:EVIDENCE_LIMIT]))
+    cause = found[0]
+    report = cause.report
+    evidence = tuple(one.evidence for one in found[:EVIDENCE_LIMIT])
+    return Failure(
+        failure=cause.failure,
+        message=_place(cause) + evidence[0].message,
+        hint=evidence[0].hint,
+        evidence=evidence,
+        refused=report is not None and report.outcome is Outcome.REFUSED,
+        findings=tuple(report.findings) if report is not None else (),
+    )
+
+
+def _place(cause: PodFailure) -> str:
+    """Where it happened: rank and step as far as they are known."""
+    report = cause.report
+    words = []
+    if report is not None and report.rank is not None:
+        words.append(f"rank {report.rank}")
+    if report is not None and report.step is not None:
+        words.append(f"step {report.step}")
+    words.append(f"pod {cause.pod.name}")
+    return ", ".join(words) + ": "

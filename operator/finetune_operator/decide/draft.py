@@ -1,0 +1,111 @@
+"""The actions of one pass while they are being decided.
+
+Stages say what they want; nothing is compared before the end, so that a condition that is said twice in a pass flips at most
+once, and a pass that changes nothing writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from finetune_job.api.status import Condition, FineTuneJobStatus
+from finetune_job.reasons import ConditionType, Reason
+from finetune_job.status.conditions import ConditionStatus, find, initial_conditions, with_condition
+from finetune_job.status.phase import phase
+from finetune_operator.decide.actions import Actions, Create, Delete, Emit
+from finetune_operator.decide.clock import timestamp
+from finetune_operator.decide.observed import BatchJobView, JobView
+
+TEXT_LIMIT = 4096
+"""Characters of a text in status."""
+
+
+@dataclass
+class Draft:
+    """Collects the outcome of a pass over `job` at `now`."""
+
+    job: JobView
+    now: datetime
+    _values: dict[str, Any] = field(default_factory=dict)
+    _conditions: dict[ConditionType, tuple[ConditionStatus, Reason, str]] = field(default_factory=dict)
+    _deletes: dict[tuple[str, str], Delete] = field(default_factory=dict)
+    _creates: list[Create] = field(default_factory=list)
+    _events: list[Emit] = field(default_factory=list)
+    _wake_after_seconds: float | None = None
+
+    def set(self, **values: Any) -> None:
+        """Set fields of the status by their Python names; the values must be valid, nothing is parsed again."""
+        self._values.update(values)
+
+    def has_value(self, name: str) -> bool:
+        """Whether a field of the status was set in this pass."""
+        return name in self._values
+
+    def condition(self, kind: ConditionType, status: ConditionStatus, reason: Reason, message: str = "") -> None:
+        """Set a condition; said again in the same pass, the last word counts."""
+        self._conditions[kind] = (status, reason, message[:TEXT_LIMIT])
+
+    def stall(self, reason: Reason, message: str) -> None:
+        """Nothing goes on until a human acts. Emits an event when this is news."""
+        before = find(self.job.status.conditions, ConditionType.STALLED)
+        if before is None or before.status != "True" or before.reason != reason:
+            self.emit("Warning", reason, message)
+        self.condition(ConditionType.STALLED, True, reason, message)
+        self.condition(ConditionType.READY, False, reason, message)
+
+    def delete(self, batch_job: BatchJobView) -> None:
+        """Delete a batch Job, unless it is being deleted already."""
+        if not batch_job.deleting:
+            self.delete_object("Job", batch_job.name, batch_job.uid)
+
+    def delete_object(self, kind: Literal["Job", "Service", "ConfigMap"], name: str, uid: str) -> None:
+        """Delete a child."""
+        self._deletes[(kind, name)] = Delete(kind, name, uid)
+
+    def create(self, body: Mapping[str, Any]) -> None:
+        """Create a child."""
+        self._creates.append(Create(body))
+
+    def emit(self, kind: Literal["Normal", "Warning"], reason: Reason, message: str) -> None:
+        """Emit an event, after the status is written."""
+        self._events.append(Emit(kind, reason, message[:1024]))
+
+    def wake_after(self, seconds: float) -> None:
+        """Look again after so many seconds at the latest."""
+        seconds = max(seconds, 0.0)
+        self._wake_after_seconds = seconds if self._wake_after_seconds is None else min(self._wake_after_seconds, seconds)
+
+    def wake_at(self, moment: datetime) -> None:
+        """Look again at a moment at the latest."""
+        self.wake_after((moment - self.now).total_seconds())
+
+    def actions(self) -> Actions:
+        """What was decided."""
+        status = self._status()
+        return Actions(
+            status=None if status == self.job.status else status,
+            deletes=tuple(self._deletes.values()),
+            creates=tuple(self._creates),
+            events=tuple(self._events),
+            requeue_after_seconds=self._wake_after_seconds,
+        )
+
+    def _status(self) -> FineTuneJobStatus:
+        before = self.job.status
+        now = timestamp(self.now)
+        conditions: list[Condition] = list(before.conditions)
+        if not conditions:
+            conditions = initial_conditions(generation=self.job.generation, now=now)
+        for kind, (status, reason, message) in self._conditions.items():
+            conditions = with_condition(conditions, kind, status, reason, message, generation=self.job.generation, now=now)
+        return before.model_copy(
+            update={
+                **self._values,
+                "conditions": conditions,
+                "phase": phase(conditions),
+                "observed_generation": self.job.generation,
+            }
+        )

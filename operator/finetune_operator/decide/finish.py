@@ -1,0 +1,61 @@
+"""The end of a job: success, failure or cancellation. Final: nothing is created afterwards."""
+
+from __future__ import annotations
+
+from finetune_job.api.status import Attempt, FineTuneJobStatus
+from finetune_job.reasons import STAGES, ConditionType, Reason
+from finetune_job.status.conditions import is_true
+from finetune_operator.decide.clock import timestamp
+from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.retention import stop_running
+
+
+def finish_succeeded(draft: Draft, message: str) -> None:
+    """All stages are done."""
+    _finish(draft, True, Reason.COMPLETED, message)
+
+
+def finish_failed(observed: Observed, draft: Draft, reason: Reason, message: str) -> None:
+    """The first stage that is not done failed, and is not tried again."""
+    _end_stage(observed.job.status, draft, reason, message)
+    _end_attempt(observed, draft, message)
+    _finish(draft, False, reason, message)
+    stop_running(observed, draft)
+
+
+def finish_cancelled(observed: Observed, draft: Draft) -> None:
+    """The user ended the job."""
+    message = "spec.run.cancel is true."
+    _end_stage(observed.job.status, draft, Reason.CANCELLED, message)
+    _end_attempt(observed, draft, "Cancelled.")
+    _finish(draft, False, Reason.CANCELLED, message)
+    stop_running(observed, draft)
+
+
+def _finish(draft: Draft, succeeded: bool, reason: Reason, message: str) -> None:
+    draft.set(completion_time=timestamp(draft.now))
+    draft.condition(ConditionType.SUCCEEDED, succeeded, reason, message)
+    draft.condition(ConditionType.FINISHED, True, reason, message)
+    draft.condition(ConditionType.READY, False, reason, "")
+    draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
+    draft.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)
+    draft.emit("Normal" if succeeded or reason is Reason.CANCELLED else "Warning", reason, message)
+
+
+def _end_stage(status: FineTuneJobStatus, draft: Draft, reason: Reason, message: str) -> None:
+    stage = next((kind for kind in STAGES if not is_true(status.conditions, kind)), None)
+    if stage is not None:
+        draft.condition(stage, False, reason, message)
+
+
+def _end_attempt(observed: Observed, draft: Draft, message: str) -> None:
+    """Close the record of an attempt that still runs; one that was closed in this pass keeps its evidence."""
+    if draft.has_value("attempts"):
+        return
+    attempts = observed.job.status.attempts
+    if attempts and attempts[-1].outcome == "Running":
+        closed: Attempt = attempts[-1].model_copy(
+            update={"outcome": "Failed", "end_time": timestamp(draft.now), "message": message}
+        )
+        draft.set(attempts=[*attempts[:-1], closed])

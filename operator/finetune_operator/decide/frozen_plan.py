@@ -1,0 +1,42 @@
+"""The plan after the freeze: read from its ConfigMap, checked against the digest in status, never resolved again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from finetune_job.names import plan_configmap_name
+from finetune_job.plan.digest import text_sha256
+from finetune_job.plan.run_plan import RunPlan
+from finetune_operator.children.frozen_run import FrozenRun
+from finetune_operator.children.ownership import Owner
+from finetune_operator.decide.observed import Observed
+
+
+@dataclass(frozen=True)
+class PlanLost:
+    """Why there is no plan to go on with."""
+
+    message: str
+
+
+def frozen_plan(observed: Observed) -> FrozenRun | PlanLost:
+    """The plan of a job that has started, or what became of it."""
+    expected = observed.job.status.plan
+    name = plan_configmap_name(observed.job.name)
+    if expected is None:
+        return PlanLost("status.plan is missing although the job has started.")
+    if observed.plan is None:
+        return PlanLost(f"ConfigMap {name} with the frozen plan is gone. Restore it with the content of digest {expected.hash}.")
+    digest = text_sha256(observed.plan.plan_json)
+    if digest != expected.hash:
+        return PlanLost(f"ConfigMap {name} holds content of digest {digest}; the run started with {expected.hash}. Restore that.")
+    try:
+        plan = RunPlan.model_validate_json(observed.plan.plan_json)
+    except ValidationError as error:
+        return PlanLost(f"ConfigMap {name} holds a plan that this version of the operator does not understand: {error}")
+    if plan.placement is None:
+        return PlanLost(f"ConfigMap {name} holds a plan without placement, made for local mode.")
+    job = observed.job
+    return FrozenRun(Owner(job.namespace, job.name, job.uid), plan, plan.placement, digest)

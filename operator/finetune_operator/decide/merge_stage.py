@@ -1,0 +1,63 @@
+"""Merge, verification and publication; where nothing is merged the same Job publishes the trained weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from finetune_job.api.status import Artifact
+from finetune_job.layout import OutputLayout
+from finetune_job.names import Role
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.reasons import ConditionType, Reason
+from finetune_job.status.conditions import find
+from finetune_operator.children.frozen_run import FrozenRun
+from finetune_operator.children.merge_job import merge_job
+from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.finish import finish_succeeded
+from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.role_stage import RoleStage
+from finetune_operator.decide.standing import Standing, State, standing
+
+
+def merge_stage(observed: Observed, draft: Draft, run: FrozenRun) -> None:
+    """One pass while the job is trained and not finished."""
+    job = observed.job
+    stage = RoleStage(observed, draft, Role.MERGE)
+    before = find(job.status.conditions, ConditionType.MERGED)
+    was_seen = before is not None and before.reason == Reason.RUNNING
+    stands = standing(observed, Role.MERGE, stage.attempt, 1, was_seen=was_seen, now=draft.now)
+    if stands.state is State.ABSENT:
+        stage.create(lambda: [merge_job(run, stage.attempt)])
+    elif stands.state is State.SUCCEEDED:
+        _succeeded(draft, stands, run.plan)
+    elif stands.failure is not None:
+        stage.fail(stands.failure, stands.batch_job)
+    elif stands.batch_job is not None:
+        stage.wait(stands, stands.batch_job)
+
+
+def _succeeded(draft: Draft, stands: Standing, plan: RunPlan) -> None:
+    report = stands.report
+    found = artifacts(plan, report.facts if report is not None else {})
+    draft.set(artifacts=found)
+    said = report.message if report is not None else ""
+    if plan.merge.enabled:
+        draft.condition(ConditionType.MERGED, True, Reason.COMPLETED, said or "Merged and verified.")
+    else:
+        draft.condition(ConditionType.MERGED, True, Reason.SKIPPED, said or "Nothing to merge; the trained weights are published.")
+    finish_succeeded(draft, f"Results are at {', '.join(artifact.path for artifact in found)}.")
+
+
+def artifacts(plan: RunPlan, facts: dict[str, str]) -> list[Artifact]:
+    """The results on the output claim, with the digests that the container reported."""
+    layout = OutputLayout(Path(plan.output.path))
+    listed = [("adapter", layout.adapter, "adapter_sha256")]
+    if plan.merge.enabled:
+        listed += [
+            ("merged", layout.merged, "merged_manifest_sha256"),
+            ("verification", layout.verification, "verification_sha256"),
+        ]
+    return [
+        Artifact(name=name, path=f"pvc://{plan.output.claim}/{path}", sha256=facts.get(fact, "")[:64])
+        for name, path, fact in listed
+    ]

@@ -1,0 +1,174 @@
+"""Everything that one reconcile pass may look at: frozen plain data, gathered by `cluster.gather`, or made by a test.
+
+Children are listed only when their controller owner reference has the UID of the job. Objects that carry a child's name but
+belong to somebody else stand in `Observed.conflicts`. Times are aware and in UTC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.names import Role
+from finetune_job.progress import Progress
+
+
+@dataclass(frozen=True)
+class JobView:
+    """The FineTuneJob."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    resource_version: str
+    """Precondition of the status write."""
+    spec: FineTuneJobSpec | None
+    """None where the manifest does not parse."""
+    spec_error: str = ""
+    """What the parser said, one line per wrong field."""
+    status: FineTuneJobStatus = field(default_factory=FineTuneJobStatus)
+    deleting: bool = False
+
+
+@dataclass(frozen=True)
+class ProfileView:
+    """The profile that the job names (`spec.profile`, else the default one)."""
+
+    name: str
+    spec: FineTuneProfileSpec | None = None
+    """None where it does not exist or does not parse."""
+    error: str = ""
+    """What the parser said; empty where the profile does not exist."""
+
+
+@dataclass(frozen=True)
+class JobConditionView:
+    """A condition of a batch Job whose status is True."""
+
+    type: str
+    """`FailureTarget`, `Failed`, `SuccessCriteriaMet`, `Complete`, `Suspended`."""
+    reason: str = ""
+    message: str = ""
+    since: datetime | None = None
+    """`lastTransitionTime`."""
+
+
+@dataclass(frozen=True)
+class BatchJobView:
+    """A batch Job of one role and attempt."""
+
+    name: str
+    uid: str
+    role: Role
+    attempt: int
+    created: datetime
+    conditions: tuple[JobConditionView, ...] = ()
+    """Only those that are True."""
+    suspended: bool = False
+    """`spec.suspend`: set by a queue such as Kueue, never by us."""
+    start_time: datetime | None = None
+    """`status.startTime`; the Job controller resets it when a suspended Job resumes."""
+    active: int = 0
+    ready: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    deleting: bool = False
+
+    def has(self, *types: str) -> bool:
+        """Whether one of these conditions is True."""
+        return any(condition.type in types for condition in self.conditions)
+
+
+@dataclass(frozen=True)
+class PodView:
+    """A pod of one role and attempt; kept with its last known state (`gone`) after its deletion, until its Job is gone too."""
+
+    name: str
+    uid: str
+    role: Role
+    attempt: int
+    created: datetime
+    node_rank: int = 0
+    """`batch.kubernetes.io/job-completion-index`."""
+    phase: str = "Pending"
+    gone: bool = False
+    """A DELETED event was seen: this is the last state before it."""
+    deletion_requested: datetime | None = None
+    """`deletionTimestamp` less the grace period: when somebody asked for the deletion."""
+    disruption: str = ""
+    """Reason of the condition `DisruptionTarget`, empty without one."""
+    started: datetime | None = None
+    """When the container began to run."""
+    finished: datetime | None = None
+    exit_code: int | None = None
+    """Of the container, once it has ended."""
+    reason: str = ""
+    """Of the ended container (`OOMKilled`, `Error`, `Completed`), or of the pod (`Evicted`) where no container ended."""
+    termination_message: str = ""
+    waiting_reason: str = ""
+    """Of a container that does not run yet: `ImagePullBackOff`, `ContainerCreating`, ..."""
+    unschedulable: str = ""
+    """Message of the condition `PodScheduled` while it is False."""
+    events: tuple[str, ...] = ()
+    """Texts of Warning events of a pod that has been pending for more than a few seconds, latest last."""
+    pod_ip: str = ""
+    node: str = ""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether none of its containers can run any more."""
+        return self.gone or self.phase in ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True)
+class ConfigMapView:
+    """The ConfigMap with the frozen plan."""
+
+    name: str
+    uid: str
+    plan_json: str
+    """Text under the key of the plan, empty where the key is missing."""
+
+
+@dataclass(frozen=True)
+class LiveChildren:
+    """Answer of live lists without label selector, filtered by owner UID: what really exists, whatever a cache says."""
+
+    batch_jobs: tuple[str, ...] = ()
+    """Names of every batch Job of this FineTuneJob, deleting ones included."""
+    running_pods: tuple[str, ...] = ()
+    """Names of the pods of this FineTuneJob, of any attempt, whose phase is neither Succeeded nor Failed."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Input of `reconcile`."""
+
+    job: JobView
+    profile: ProfileView
+    batch_jobs: tuple[BatchJobView, ...] = ()
+    pods: tuple[PodView, ...] = ()
+    plan: ConfigMapView | None = None
+    service_exists: bool = False
+    claims: frozenset[str] = frozenset()
+    """Of the claims in `children.claims.claims_named_by(spec, job name)`, the names of those that exist."""
+    conflicts: tuple[str, ...] = ()
+    """`Kind/name` of objects that stand where a child has to be created and are not ours, as creates met them. Looked up again
+    in every pass (they may be removed), since nothing is created while one stands here."""
+    live: LiveChildren | None = None
+    """Listed whenever `decide.stage.needs_live_list` says so; None: not listed, so no Job of a later attempt is created."""
+    progress: Progress | None = None
+    """Latest progress of rank 0, given only when it is due to be written; None leaves the status as it is."""
+
+    def batch_job(self, role: Role, attempt: int) -> BatchJobView | None:
+        """The Job of a role and attempt, deleting ones included."""
+        return next((job for job in self.batch_jobs if job.role is role and job.attempt == attempt), None)
+
+    def pods_of(self, role: Role, attempt: int) -> tuple[PodView, ...]:
+        """The pods of a role and attempt, gone ones included, by node rank."""
+        pods = (pod for pod in self.pods if pod.role is role and pod.attempt == attempt)
+        return tuple(sorted(pods, key=lambda pod: (pod.node_rank, pod.created, pod.name)))

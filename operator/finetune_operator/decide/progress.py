@@ -1,0 +1,36 @@
+"""Progress of the training run as it stands in status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+
+from finetune_job.api.status import ProgressStatus
+from finetune_job.progress import Progress
+
+
+def progress_status(progress: Progress) -> ProgressStatus:
+    """What is copied into status; numbers with a fraction as text of six digits."""
+    return ProgressStatus(
+        step=progress.step,
+        total_steps=progress.total_steps,
+        loss=_text(progress.loss),
+        eval_loss=_text(progress.eval_loss),
+        initial_eval_loss=_text(progress.initial_eval_loss),
+        tokens_per_second=_text(progress.tokens_per_second),
+        checkpoint_step=progress.checkpoint_step,
+        summary=f"{progress.step}/{progress.total_steps}",
+    )
+
+
+def progress_of_facts(facts: Mapping[str, str], attempt: int) -> Progress | None:
+    """The last word on progress: the facts of the training pod's report that carry the names of `Progress`."""
+    try:
+        return Progress.model_validate({**facts, "attempt": attempt})
+    except ValidationError:
+        return None
+
+
+def _text(number: float | None) -> str:
+    return "" if number is None else f"{number:.6g}"

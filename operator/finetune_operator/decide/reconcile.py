@@ -1,0 +1,102 @@
+"""`reconcile(observed, now) -> Actions`: the whole of the operator's judgement, as a pure function.
+
+Level-based: it reads what is there and never how it came about, so that a pass may be repeated, lost, or cut off between any
+two of its effects. Called by the worker for every key on its queue. The order of the questions below is the order of
+precedence: an end is final, a cancellation beats a suspension, a suspension beats every trouble.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from finetune_job.names import Role
+from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.decide.actions import Actions
+from finetune_operator.decide.deadlines import active_deadline
+from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.finish import finish_cancelled, finish_failed
+from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
+from finetune_operator.decide.merge_stage import merge_stage
+from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.preflight_stage import preflight_stage, was_refused
+from finetune_operator.decide.retention import retain
+from finetune_operator.decide.stage import attempt_of, current_role, delete_earlier_attempts, is_terminal
+from finetune_operator.decide.suspend import suspend
+from finetune_operator.decide.train_stage import train_stage
+from finetune_operator.decide.validate_stage import LOOK_AGAIN_SECONDS, is_established, missing_claims, validate_stage
+
+_STAGES = {Role.PREFLIGHT: preflight_stage, Role.TRAIN: train_stage, Role.MERGE: merge_stage}
+
+
+def reconcile(observed: Observed, now: datetime) -> Actions:
+    """What is to be done about one FineTuneJob. `now`: aware, UTC."""
+    job = observed.job
+    draft = Draft(job, now)
+    if job.deleting:
+        return Actions()
+    if is_terminal(job.status):
+        retain(observed, draft)
+        return draft.actions()
+    if job.spec is not None and not was_refused(job.status):
+        draft.set(retry_handled=max(job.spec.run.retry, job.status.retry_handled))
+    if job.spec is not None and job.spec.run.cancel:
+        finish_cancelled(observed, draft)
+    elif not is_established(job.status):
+        _before_the_first_child(observed, draft)
+    elif job.spec is None:
+        draft.stall(Reason.INVALID_SPEC, f"The manifest is not valid any more: {job.spec_error}")
+    elif job.spec.run.suspend:
+        suspend(observed, draft)
+    else:
+        _go_on(observed, draft)
+    return draft.actions()
+
+
+def _before_the_first_child(observed: Observed, draft: Draft) -> None:
+    trouble = _conflict(observed)
+    if trouble:
+        draft.stall(Reason.CONFLICT, trouble)
+        draft.wake_after(LOOK_AGAIN_SECONDS)
+    else:
+        validate_stage(observed, draft)
+
+
+def _go_on(observed: Observed, draft: Draft) -> None:
+    """A started job that nobody holds back."""
+    job = observed.job
+    draft.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)
+    deadline = active_deadline(job.spec.run, job.status) if job.spec is not None else None
+    if deadline is not None:
+        if draft.now >= deadline:
+            finish_failed(
+                observed, draft, Reason.ACTIVE_DEADLINE_EXCEEDED, "The job was not done within spec.run.activeDeadlineSeconds."
+            )
+            return
+        draft.wake_at(deadline)
+    delete_earlier_attempts(observed, draft)
+    frozen = frozen_plan(observed)
+    if isinstance(frozen, PlanLost):
+        draft.stall(Reason.PLAN_LOST, frozen.message)
+        return
+    trouble = _conflict(observed)
+    if trouble:
+        draft.stall(Reason.CONFLICT, trouble)
+        draft.wake_after(LOOK_AGAIN_SECONDS)
+        return
+    missing = missing_claims(observed, template_counts=True)
+    if missing:
+        draft.stall(Reason.CLAIM_NOT_FOUND, missing)
+        draft.wake_after(LOOK_AGAIN_SECONDS)
+        return
+    draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
+    _STAGES[current_role(job.status)](observed, draft, frozen)
+
+
+def _conflict(observed: Observed) -> str:
+    """Why no child may be created: a name is taken, or a Job of an attempt exists that this status has not come to yet."""
+    if observed.conflicts:
+        return f"{', '.join(observed.conflicts)} exists and does not belong to this job. Delete it, or give the job another name."
+    ahead = [job.name for job in observed.batch_jobs if job.attempt > attempt_of(observed.job.status, job.role)]
+    if ahead:
+        return f"Job {', '.join(ahead)} is of a later attempt than status knows. Was status restored from a backup? Delete it."
+    return ""

@@ -1,0 +1,138 @@
+"""How the Job of one role and attempt stands, from the Job and its pods: the same question in all three stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import Enum
+
+from finetune_job.failures import FailureClass, Outcome, TerminationReport, parse_envelope
+from finetune_job.names import Role
+from finetune_operator.decide.classify import Failure, classify, failures_of
+from finetune_operator.decide.observed import BatchJobView, Observed, PodView
+
+EVIDENCE_GRACE_SECONDS = 20
+"""How long the cause of a failure is awaited where only echoes of it are seen. A rank that saw nothing but a failed collective
+lingers 15 s before it exits, so that the cause exits first; the rest is for a watch that lags behind."""
+REPORT_GRACE_SECONDS = 10
+"""How long the report of a pod that succeeded is awaited: Jobs and pods come through different watches."""
+
+
+class State(Enum):
+    """Where a Job is."""
+
+    ABSENT = "there is no such Job"
+    LOST = "somebody else deleted the Job"
+    QUEUED = "a queue holds the Job back"
+    WAITING = "not every pod has started"
+    RUNNING = "every pod has started"
+    FAILING = "it fails, and the cause is not known yet"
+    FAILED = "it failed"
+    SUCCEEDED = "it succeeded"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a Job is, and what follows from it."""
+
+    state: State
+    batch_job: BatchJobView | None = None
+    pods: tuple[PodView, ...] = ()
+    failure: Failure | None = None
+    """Set where the state is FAILED or LOST."""
+    pending: str = ""
+    """What the pods wait for."""
+    look_again: datetime | None = None
+
+    @property
+    def report(self) -> TerminationReport | None:
+        """What the pod of node rank 0 reported at its successful end."""
+        for pod in self.pods:
+            if pod.node_rank == 0 and pod.is_terminal and pod.termination_message:
+                report = parse_envelope(pod.termination_message)
+                if report is not None and report.outcome is not Outcome.FAILED:
+                    return report
+        return None
+
+
+def standing(observed: Observed, role: Role, attempt: int, num_pods: int, *, was_seen: bool, now: datetime) -> Standing:
+    """How the Job of a role and attempt stands. `was_seen`: an earlier pass recorded that it existed."""
+    job = observed.batch_job(role, attempt)
+    pods = observed.pods_of(role, attempt)
+    if job is None or job.deleting:
+        if job is None and not was_seen:
+            return Standing(State.ABSENT)
+        lost = classify(pods, FailureClass.INFRASTRUCTURE, "The Job was deleted by somebody else.")
+        return Standing(State.LOST, job, pods, failure=lost)
+    if job.start_time is not None:
+        # Pods that a suspension ended belong to an earlier life of the same Job.
+        pods = tuple(pod for pod in pods if not _ended_before(pod, job.start_time))
+    if job.has("Complete", "SuccessCriteriaMet"):
+        return _succeeded(job, pods, now)
+    failed = job.has("Failed", "FailureTarget")
+    if job.suspended and not failed:
+        return Standing(State.QUEUED, job, pods, pending="A queue holds the Job back until there is room for it.")
+    broken = [pod for pod in pods if _broke(pod)]
+    if failed or broken:
+        return _failed(job, pods, num_pods, now)
+    started = {pod.node_rank for pod in pods if pod.started is not None or pod.is_terminal}
+    if len(started) < num_pods:
+        return Standing(State.WAITING, job, pods, pending=_pending(pods, num_pods, len(started)))
+    return Standing(State.RUNNING, job, pods)
+
+
+def _ended_before(pod: PodView, start: datetime) -> bool:
+    end = pod.finished or pod.deletion_requested
+    return end is not None and end < start
+
+
+def ends_by_itself(batch_job: BatchJobView, pods: tuple[PodView, ...]) -> bool:
+    """Whether a Job has ended, or is being ended by the Job controller because a pod of it failed."""
+    ended = batch_job.has("Complete", "Failed", "SuccessCriteriaMet", "FailureTarget")
+    return ended or any(_broke(pod) for pod in pods)
+
+
+def _broke(pod: PodView) -> bool:
+    """Whether a pod failed by itself. A deleted one may be the Job controller's doing: there the Job's condition tells."""
+    if pod.gone or pod.deletion_requested is not None:
+        return False
+    return pod.phase == "Failed" or (pod.exit_code is not None and pod.exit_code != 0)
+
+
+def _succeeded(job: BatchJobView, pods: tuple[PodView, ...], now: datetime) -> Standing:
+    done = Standing(State.SUCCEEDED, job, pods)
+    since = next((one.since for one in job.conditions if one.type in ("Complete", "SuccessCriteriaMet")), None)
+    if done.report is not None or since is None:
+        return done
+    until = since + timedelta(seconds=REPORT_GRACE_SECONDS)
+    return done if now >= until else Standing(State.RUNNING, job, pods, look_again=until)
+
+
+def _failed(job: BatchJobView, pods: tuple[PodView, ...], num_pods: int, now: datetime) -> Standing:
+    target = next((one for one in job.conditions if one.type in ("FailureTarget", "Failed")), None)
+    disrupted = target is not None and target.reason == "PodFailurePolicy"
+    failure = classify(
+        pods,
+        FailureClass.INFRASTRUCTURE if disrupted else FailureClass.UNKNOWN,
+        (target.message or target.reason) if target is not None else "A pod failed.",
+    )
+    known = failures_of(pods)
+    if disrupted or (known and not known[0].is_echo):
+        return Standing(State.FAILED, job, pods, failure=failure)
+    if len({pod.node_rank for pod in pods if pod.is_terminal}) >= num_pods:
+        return Standing(State.FAILED, job, pods, failure=failure)
+    signs = [one.time for one in known] + ([target.since] if target is not None and target.since is not None else [])
+    until = min(signs, default=now) + timedelta(seconds=EVIDENCE_GRACE_SECONDS)
+    if now >= until or not signs:
+        return Standing(State.FAILED, job, pods, failure=failure)
+    return Standing(State.FAILING, job, pods, look_again=until)
+
+
+def _pending(pods: tuple[PodView, ...], num_pods: int, num_started: int) -> str:
+    """What the first pod that has not started waits for."""
+    said = f"{num_started} of {num_pods} pods have started."
+    for pod in pods:
+        if pod.started is None and not pod.is_terminal:
+            cause = pod.unschedulable or (pod.events[-1] if pod.events else "") or pod.waiting_reason
+            return f"{said} {pod.name}: {cause or pod.phase}"
+    return said

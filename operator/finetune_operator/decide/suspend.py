@@ -1,0 +1,33 @@
+"""`spec.run.suspend`: release every pod and keep the checkpoint.
+
+Suspending an attempt ends it: its number is passed on to the next one in the same status write, and its Job, now of an earlier
+attempt, is deleted. So going on is nothing but creating the Job of the current number.
+"""
+
+from __future__ import annotations
+
+from finetune_job.names import Role
+from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.decide.attempts import closed
+from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.stage import ATTEMPT_FIELD, attempt_of, current_role, delete_earlier_attempts
+from finetune_operator.decide.standing import ends_by_itself
+
+
+def suspend(observed: Observed, draft: Draft) -> None:
+    """Stop what runs. A Job that ended by itself is left to its stage, which looks at it when the job goes on."""
+    status = observed.job.status
+    message = "spec.run.suspend is true; the checkpoint is kept."
+    role = current_role(status)
+    attempt = attempt_of(status, role)
+    batch_job = observed.batch_job(role, attempt)
+    if batch_job is not None and not ends_by_itself(batch_job, observed.pods_of(role, attempt)):
+        if role is Role.TRAIN:
+            draft.set(attempts=closed(status, attempt, draft.now, "Suspended"))
+        draft.set(**{ATTEMPT_FIELD[role]: attempt + 1})
+        draft.delete(batch_job)
+        draft.emit("Normal", Reason.SUSPENDED_BY_USER, f"Attempt {attempt} of {role} is stopped; {message}")
+    delete_earlier_attempts(observed, draft)
+    draft.condition(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, message)
+    draft.condition(ConditionType.READY, False, Reason.SUSPENDED_BY_USER)

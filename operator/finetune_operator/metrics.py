@@ -1,0 +1,118 @@
+"""Prometheus metrics. What the cache knows is counted at every scrape, so no series outlives its objects; only what happens
+in this process (requests, passes) is kept in counters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.health import Health
+from finetune_operator.workqueue import WorkQueue
+
+PASS_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+"""Seconds: from a pass without a request to one that is held up by the API server."""
+
+
+class Instruments(Protocol):
+    """What the rest of the operator reports."""
+
+    def request(self, verb: str, code: str) -> None:
+        """One API request was answered."""
+        ...
+
+    def reconciled(self, seconds: float, result: str) -> None:
+        """One pass ended."""
+        ...
+
+
+class Metrics:
+    """Counters of this process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._requests = Counter(
+            "finetune_api_requests",
+            "Requests to the API server, by verb and HTTP status.",
+            ["verb", "code"],
+            registry=self.registry,
+        )
+        self._passes = Histogram(
+            "finetune_reconcile_seconds",
+            "Duration of reconcile passes, by result.",
+            ["result"],
+            buckets=PASS_BUCKETS,
+            registry=self.registry,
+        )
+
+    def request(self, verb: str, code: str) -> None:
+        """One API request was answered; `code`: HTTP status, or `error` without an answer."""
+        self._requests.labels(verb, code).inc()
+
+    def reconciled(self, seconds: float, result: str) -> None:
+        """One pass ended."""
+        self._passes.labels(result).observe(seconds)
+
+    def observe_state(self, cache: Cache, queue: WorkQueue[JobKey], health: Health) -> None:
+        """Count these at every scrape."""
+        self.registry.register(StateCollector(cache, queue, health))
+
+
+class StateCollector(Collector):
+    """Gauges computed from current objects."""
+
+    def __init__(self, cache: Cache, queue: WorkQueue[JobKey], health: Health) -> None:
+        self._cache = cache
+        self._queue = queue
+        self._health = health
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance: registering must not count."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All gauges, as of now."""
+        phases: Tally[tuple[str, ...]] = Tally()
+        conditions: Tally[tuple[str, ...]] = Tally()
+        attempts: Tally[tuple[str, ...]] = Tally()
+        failures: Tally[tuple[str, ...]] = Tally()
+        for held in self._cache.jobs():
+            if held.summary is None:
+                continue
+            phases[held.key.namespace, held.summary.phase] += 1
+            for kind, status, reason in held.summary.conditions:
+                conditions[kind, status, reason] += 1
+            for outcome, failure, counted in held.summary.outcomes:
+                attempts[outcome,] += 1
+                if failure:
+                    failures[failure, "true" if counted else "false"] += 1
+        yield _gauge("finetune_jobs", "FineTuneJobs by phase.", ("namespace", "phase"), phases)
+        yield _gauge("finetune_job_conditions", "FineTuneJobs by condition.", ("condition", "status", "reason"), conditions)
+        yield _gauge("finetune_attempts", "Recorded training attempts of existing jobs by outcome.", ("outcome",), attempts)
+        yield _gauge(
+            "finetune_attempt_failures",
+            "Failed training attempts of existing jobs by class, and whether they counted against maxRestarts.",
+            ("class", "counted"),
+            failures,
+        )
+        queue: Tally[tuple[str, ...]] = Tally(
+            {("ready",): len(self._queue), ("delayed",): self._queue.num_delayed, ("taken",): self._queue.num_taken}
+        )
+        yield _gauge("finetune_queue_keys", "Keys in the work queue.", ("state",), queue)
+        objects: Tally[tuple[str, ...]] = Tally({(kind,): number for kind, number in self._cache.num_objects().items()})
+        yield _gauge("finetune_cached_objects", "Objects in the cache by kind.", ("kind",), objects)
+        yield GaugeMetricFamily("finetune_leading", "1 while this replica holds the lease.", value=float(self._health.is_leading))
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], values: Tally[tuple[str, ...]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for key, value in sorted(values.items()):
+        family.add_metric(key, value)
+    return family

@@ -1,0 +1,183 @@
+"""Merge and success, cancellation, suspension, deadlines, a lost plan, and what is left in the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from finetune_job.failures import FailureClass
+from finetune_job.plan.digest import canonical_json
+from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.decide.reconcile import reconcile
+from tests.support.builders import T0, JobBuilder, ObservedBuilder, a_job, after, observing
+from tests.unit.operator_decide.reading import condition, created, deleted, message, written
+
+DIGESTS = {"adapter_sha256": "a" * 64, "merged_manifest_sha256": "b" * 64}
+
+
+def test_a_merged_and_verified_model_is_success_with_its_artifacts() -> None:
+    actions = reconcile(observing(a_job()).trained().succeeded(**DIGESTS).build(), T0)
+    status = written(actions)
+    assert status.phase == "Succeeded"
+    assert condition(actions, ConditionType.MERGED) == ("True", Reason.COMPLETED)
+    assert condition(actions, ConditionType.FINISHED) == ("True", Reason.COMPLETED)
+    assert [(one.name, one.path, one.sha256[:1]) for one in status.artifacts] == [
+        ("adapter", "pvc://results/tune/adapter", "a"),
+        ("merged", "pvc://results/tune/merged", "b"),
+        ("verification", "pvc://results/tune/verification.json", ""),
+    ]
+
+
+@pytest.mark.parametrize("job", [a_job().spec("merge.enabled", False), a_job().spec("method", {"type": "Full"})])
+def test_where_nothing_is_merged_the_job_still_publishes(job: JobBuilder) -> None:
+    assert created(reconcile(observing(job).trained().build(), T0)) == ["Job/tune-merge-0"]
+    actions = reconcile(observing(job).trained().succeeded().build(), T0)
+    assert condition(actions, ConditionType.MERGED) == ("True", Reason.SKIPPED)
+    assert [one.name for one in written(actions).artifacts] == ["adapter"]
+    assert written(actions).phase == "Succeeded"
+
+
+def test_a_model_that_fails_its_verification_fails_the_job() -> None:
+    actions = reconcile(observing(a_job()).trained().failed_pod(0, FailureClass.VERIFICATION_FAILED).batch_job_failed().build(), T0)
+    assert condition(actions, ConditionType.SUCCEEDED) == ("False", Reason.VERIFICATION_FAILED)
+    assert written(actions).artifacts == []
+
+
+def test_a_crashed_merge_is_repeated_and_counted() -> None:
+    actions = reconcile(observing(a_job()).trained().failed_pod(0, FailureClass.INTERNAL).batch_job_failed().build(), T0)
+    assert (written(actions).merge_attempt, written(actions).restarts.counted) == (1, 1)
+    assert deleted(actions) == ["Job/tune-merge-0"]
+
+
+STAGES = {
+    "before the start": observing,
+    "after the freeze": lambda job: observing(job).frozen(),
+    "in preflight": lambda job: observing(job).started().batch_job().running(),
+    "in training": lambda job: observing(job).training(),
+    "in the merge": lambda job: observing(job).trained().batch_job().running(),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_cancellation_ends_the_job_and_stops_what_runs(stage: str) -> None:
+    seen: ObservedBuilder = STAGES[stage](a_job().run(cancel=True))
+    actions = reconcile(seen.build(), T0)
+    assert written(actions).phase == "Cancelled"
+    assert created(actions) == []
+    assert deleted(actions) == [f"Job/{job.name}" for job in seen.batch_jobs]
+    assert all(one.outcome != "Running" for one in written(actions).attempts)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_end_is_final_whatever_is_left_or_asked_for(stage: str) -> None:
+    seen: ObservedBuilder = STAGES[stage](a_job())
+    ended = written(reconcile(replace(seen, job=a_job().run(cancel=True)).build(), T0))
+    for job in (a_job(), a_job().run(retry=5), a_job().run(suspend=True)):
+        actions = reconcile(replace(seen, status=ended, job=job).build(), T0)
+        assert created(actions) == []
+        assert actions.status is None
+        assert deleted(actions) == [f"Job/{one.name}" for one in seen.batch_jobs], "an operator that died here deletes them later"
+
+
+def test_suspension_closes_the_attempt_passes_the_number_on_and_deletes_the_job() -> None:
+    actions = reconcile(observing(a_job().run(suspend=True)).training().build(), T0)
+    status = written(actions)
+    assert (status.phase, status.attempt) == ("Suspended", 1)
+    assert [(one.number, one.outcome) for one in status.attempts] == [(0, "Suspended")]
+    assert (status.restarts.counted, status.restarts.uncounted) == (0, 0)
+    assert deleted(actions) == ["Job/tune-train-0"]
+
+
+def test_a_suspended_job_goes_on_with_a_new_attempt_once_the_old_one_is_gone() -> None:
+    seen = observing(a_job().run(suspend=True)).training()
+    suspended = written(reconcile(seen.build(), T0))
+    rest = replace(seen, status=suspended, batch_jobs=(), pods=())
+    still = reconcile(rest.build(), T0)
+    assert (still.status, created(still)) == (None, [])
+    resumed = replace(rest, job=a_job())
+    assert created(reconcile(resumed.build(), T0)) == [], "nothing before the live list"
+    actions = reconcile(resumed.nothing_left().build(), T0)
+    assert created(actions) == ["Job/tune-train-1"]
+    assert condition(actions, ConditionType.SUSPENDED) == ("False", Reason.NOT_SUSPENDED)
+
+
+def test_a_suspended_job_whose_training_is_done_is_not_run_again() -> None:
+    seen = observing(a_job().run(suspend=True)).training().succeeded()
+    actions = reconcile(seen.build(), T0)
+    assert (written(actions).attempt, deleted(actions)) == (0, [])
+    resumed = reconcile(replace(seen, status=written(actions), job=a_job()).build(), T0)
+    assert condition(resumed, ConditionType.TRAINED) == ("True", Reason.COMPLETED)
+
+
+def test_the_active_deadline_ends_the_job() -> None:
+    job = a_job().run(activeDeadlineSeconds=700)  # the builder's job started 600 s ago
+    early = reconcile(observing(job).training().build(), T0)
+    assert early.requeue_after_seconds == 100
+    late = reconcile(observing(job).training().build(), after(100))
+    assert condition(late, ConditionType.SUCCEEDED) == ("False", Reason.ACTIVE_DEADLINE_EXCEEDED)
+    assert deleted(late) == ["Job/tune-train-0"]
+    assert written(late).attempts[0].outcome == "Failed"
+
+
+def test_the_startup_deadline_ends_the_job_and_says_what_the_pod_waited_for() -> None:
+    job = a_job().run(startupDeadlineSeconds=400)  # the builder's Job is 300 s old
+    waiting = observing(job).prepared().but(service_exists=True).batch_job().pod(0, unschedulable="0/3 nodes: no GPU")
+    assert reconcile(waiting.build(), T0).requeue_after_seconds == 100
+    late = reconcile(waiting.build(), after(100))
+    assert condition(late, ConditionType.SUCCEEDED) == ("False", Reason.STARTUP_DEADLINE_EXCEEDED)
+    assert "0/3 nodes: no GPU" in message(late, ConditionType.SUCCEEDED)
+    assert deleted(late) == ["Job/tune-train-0"]
+
+
+def test_the_startup_deadline_does_not_hold_for_a_gang_that_runs() -> None:
+    actions = reconcile(observing(a_job().run(startupDeadlineSeconds=10)).training().build(), T0)
+    assert actions.status is None or actions.status.completion_time == ""
+
+
+LOSSES = {
+    "the ConfigMap is gone": None,
+    "it holds another plan": canonical_json(a_job().nodes(2).plan()),
+    "it holds nothing": "",
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_lost_plan_stalls_the_job_keeps_its_children_and_is_never_resolved_again(loss: str) -> None:
+    for seen in (observing(a_job()).training(), observing(a_job()).prepared(), observing(a_job()).trained()):
+        actions = reconcile(replace(seen, plan_json=LOSSES[loss]).build(), T0)
+        assert condition(actions, ConditionType.STALLED) == ("True", Reason.PLAN_LOST)
+        assert (created(actions), deleted(actions)) == ([], [])
+        healed = reconcile(replace(seen, status=written(actions)).build(), T0)
+        assert condition(healed, ConditionType.STALLED) == ("False", Reason.HEALTHY)
+
+
+def test_a_workspace_claim_that_vanishes_after_the_start_is_not_made_again() -> None:
+    job = a_job().spec("workspace", {"volumeClaimTemplate": {"storage": "10Gi"}})
+    actions = reconcile(observing(job).prepared().but(missing_claims=frozenset({"tune-workspace"})).build(), T0)
+    assert condition(actions, ConditionType.STALLED) == ("True", Reason.CLAIM_NOT_FOUND)
+    assert created(actions) == []
+
+
+def test_the_time_to_live_removes_children_and_not_before() -> None:
+    job = a_job().run(ttlSecondsAfterFinished=60)
+    seen = observing(job).trained().succeeded().but(service_exists=True)
+    ended = replace(seen, status=written(reconcile(seen.build(), T0)))
+    early = reconcile(ended.build(), after(10))
+    assert (deleted(early), early.requeue_after_seconds) == ([], 50)
+    late = reconcile(ended.build(), after(60))
+    assert deleted(late) == ["Job/tune-merge-0", "Service/tune-gang", "ConfigMap/tune-plan"]
+    assert late.status is None
+
+
+def test_without_a_time_to_live_the_ended_jobs_stay() -> None:
+    seen = observing(a_job()).trained().succeeded()
+    ended = replace(seen, status=written(reconcile(seen.build(), T0)))
+    assert deleted(reconcile(ended.build(), after(10**8))) == []
+
+
+def test_a_pass_over_a_state_that_needs_nothing_writes_nothing() -> None:
+    seen = observing(a_job().nodes(2)).training()
+    first = reconcile(seen.build(), T0)
+    second = reconcile(replace(seen, status=written(first)).build(), after(5))
+    assert (second.status, second.creates, second.deletes, second.events) == (None, (), (), ())

@@ -1,0 +1,157 @@
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from finetune_job.progress import Progress
+from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.gather import CLAIM_SEEN_SECONDS, Gathered, Gatherer
+from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, EVENTS, JOBS, PODS, PROFILES, Kind
+from finetune_operator.cluster.projection import project
+from tests.unit.operator_effects import objects
+from tests.unit.operator_effects.fakes import Clock, FakeApi
+
+KEY = JobKey("team", "tune")
+NOW = datetime(2026, 1, 2, 3, 5, tzinfo=UTC)
+PLAN = {"hash": "h"}
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.api: Any = FakeApi()
+        self.cache = Cache(Clock())
+        self.gatherer = Gatherer(self.api, self.cache, 5.0)
+
+    def add(self, kind: Kind, document: dict[str, Any], *, seen: bool = True) -> None:
+        made = self.api.put(kind, document)
+        if seen:
+            self.cache.apply(kind, project(kind, made))
+
+    def gather(self, now: datetime = NOW) -> Gathered:
+        self.api.calls.clear()
+        found = asyncio.run(self.gatherer.gather(KEY, now))
+        assert found is not None
+        return found
+
+
+def claim(name: str) -> dict[str, Any]:
+    return {"metadata": objects.metadata(name, f"{name}-uid")}
+
+
+def training(attempt: int) -> dict[str, Any]:
+    prepared = {"type": "Prepared", "status": "True", "reason": "Completed", "lastTransitionTime": objects.CREATED}
+    return {"startTime": objects.CREATED, "plan": PLAN, "attempt": attempt, "conditions": [prepared]}
+
+
+def test_absent_job_gives_nothing() -> None:
+    scene = Scene()
+    assert asyncio.run(scene.gatherer.gather(KEY, NOW)) is None
+
+
+def test_malformed_spec_is_told_field_by_field() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(model={"source": "nowhere"}))
+    job = scene.gather().observed.job
+    assert job.spec is None
+    assert "spec.model.source" in job.spec_error
+
+
+def test_profile_missing_malformed_and_good() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    assert scene.gather().observed.profile.spec is None
+    profile = {"metadata": {"name": "default", "uid": "p"}, "spec": {"trainerImage": ""}}
+    scene.add(PROFILES, profile)
+    observed = scene.gather().observed.profile
+    assert (observed.spec, "trainerImage" in observed.error) == (None, True)
+    scene.add(PROFILES, {"metadata": {"name": "default", "uid": "p"}, "spec": {"trainerImage": "image:1"}})
+    good = scene.gather().observed.profile
+    assert good.spec is not None
+    assert good.error == ""
+
+
+def test_claims_are_asked_for_until_seen_and_again_after_a_while() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    for name in ("models", "data", "workspace"):
+        scene.add(CLAIMS, claim(name), seen=False)
+    first = scene.gather()
+    assert first.observed.claims == {"models", "data", "workspace"}
+    assert first.revisit_after_seconds is not None
+    scene.add(CLAIMS, claim("results"), seen=False)
+    second = scene.gather()
+    assert [name for verb, _, name in scene.api.calls if verb == "get"] == ["results"]
+    assert len(second.observed.claims) == 4
+    assert second.revisit_after_seconds is None
+    del scene.api.objects["PersistentVolumeClaim", "team", "models"]
+    assert "models" in scene.gather().observed.claims
+    assert "models" not in scene.gather(NOW + timedelta(seconds=CLAIM_SEEN_SECONDS + 1)).observed.claims
+
+
+def test_live_lists_before_a_later_attempt_see_what_lost_its_labels() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    bare = objects.batch_job(attempt=0)
+    bare["metadata"]["labels"] = {}
+    scene.add(BATCH_JOBS, bare, seen=False)
+    stranger = objects.batch_job(attempt=5)
+    stranger["metadata"]["ownerReferences"][0]["uid"] = "another-job"
+    scene.add(BATCH_JOBS, stranger, seen=False)
+    running = objects.pod(attempt=0, status={"phase": "Running"})
+    running["metadata"]["labels"] = {}
+    scene.add(PODS, running, seen=False)
+    scene.add(PODS, objects.pod(attempt=0, index=1, status={"phase": "Failed"}), seen=False)
+    live = scene.gather().observed.live
+    assert live is not None
+    assert live.batch_jobs == ("tune-train-0",)
+    assert live.running_pods == ("tune-train-0-0",)
+
+
+def test_orphaned_pod_of_a_job_that_is_gone_is_still_seen() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    scene.add(PODS, objects.pod(attempt=0, status={"phase": "Running"}), seen=False)
+    live = scene.gather().observed.live
+    assert live is not None
+    assert live.running_pods == ("tune-train-0-0",)
+
+
+def test_no_live_lists_without_need() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    assert scene.gather().observed.live is None
+    assert "list" not in [verb for verb, _, _ in scene.api.calls]
+
+
+def test_events_are_read_only_of_pods_that_stay_pending() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    scene.add(BATCH_JOBS, objects.batch_job())
+    scene.add(PODS, objects.pod())
+    event = {"metadata": objects.metadata("e", "e-uid"), "reason": "FailedMount", "message": 'secret "s" not found'}
+    scene.add(EVENTS, event, seen=False)
+    created = datetime.fromisoformat(objects.CREATED)
+    young = scene.gather(created + timedelta(seconds=1))
+    assert young.observed.pods[0].events == ()
+    assert young.revisit_after_seconds is not None
+    assert young.revisit_after_seconds <= 4.2
+    old = scene.gather(created + timedelta(seconds=6))
+    assert old.observed.pods[0].events == ('FailedMount: secret "s" not found',)
+
+
+def test_evidence_stays_while_its_attempt_is_current_and_goes_after() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    scene.add(BATCH_JOBS, objects.batch_job())
+    scene.cache.remove(PODS, project(PODS, objects.pod(version=100)))
+    scene.cache.remove(BATCH_JOBS, project(BATCH_JOBS, objects.batch_job(version=101)))
+    assert [pod.gone for pod in scene.gather().observed.pods] == [True]
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    assert scene.gather().observed.pods == ()
+
+
+def test_progress_is_handed_out_once() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    scene.gatherer.note_progress("job-uid", Progress(attempt=0, step=1, total_steps=4))
+    assert scene.gather().observed.progress is not None
+    assert scene.gather().observed.progress is None

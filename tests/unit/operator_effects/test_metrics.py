@@ -1,0 +1,71 @@
+import urllib.error
+import urllib.request
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.kinds import JOBS
+from finetune_operator.cluster.projection import project
+from finetune_operator.health import STALL_SECONDS, Health, HealthServer
+from finetune_operator.metrics import Metrics
+from finetune_operator.workqueue import WorkQueue
+from tests.unit.operator_effects import objects
+from tests.unit.operator_effects.fakes import Clock
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = generate_latest(metrics.registry).decode()
+    families = text_string_to_metric_families(text)
+    return {(item.name, tuple(sorted(item.labels.items()))): item.value for family in families for item in family.samples}
+
+
+def test_series_follow_their_objects() -> None:
+    cache, queue, metrics = Cache(Clock()), WorkQueue[JobKey](retry_first=1, retry_longest=1, clock=Clock()), Metrics()
+    metrics.observe_state(cache, queue, Health(Clock()))
+    status = {
+        "phase": "Training",
+        "conditions": [{"type": "Prepared", "status": "True", "reason": "Completed"}],
+        "attempts": [{"number": 0, "outcome": "Failed", "failure": "Collective", "counted": True}, {"number": 1}],
+    }
+    held = project(JOBS, objects.finetune_job(status=status))
+    cache.apply(JOBS, held)
+    queue.add(JobKey("team", "tune"))
+    metrics.request("PATCH", "200")
+    metrics.reconciled(0.01, "acted")
+    found = samples(metrics)
+    assert found["finetune_jobs", (("namespace", "team"), ("phase", "Training"))] == 1
+    assert found["finetune_job_conditions", (("condition", "Prepared"), ("reason", "Completed"), ("status", "True"))] == 1
+    assert found["finetune_attempts", (("outcome", "Failed"),)] == 1
+    assert found["finetune_attempts", (("outcome", "Running"),)] == 1
+    assert found["finetune_attempt_failures", (("class", "Collective"), ("counted", "true"))] == 1
+    assert found["finetune_queue_keys", (("state", "ready"),)] == 1
+    assert found["finetune_api_requests_total", (("code", "200"), ("verb", "PATCH"))] == 1
+    assert found["finetune_reconcile_seconds_count", (("result", "acted"),)] == 1
+    cache.remove(JOBS, held)
+    assert not [key for key in samples(metrics) if key[0] in ("finetune_jobs", "finetune_attempts")]
+
+
+def test_probes_tell_life_and_readiness() -> None:
+    clock = Clock()
+    health = Health(clock)
+    server = HealthServer("127.0.0.1", 0, health, Metrics().registry)
+    server.start()
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def status(path: str) -> int:
+        try:
+            with opener.open(f"http://127.0.0.1:{server.address[1]}{path}", timeout=60) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as refusal:
+            return refusal.code
+
+    try:
+        assert (status("/healthz"), status("/readyz"), status("/metrics"), status("/")) == (200, 503, 200, 404)
+        health.is_ready = True
+        clock.now += STALL_SECONDS + 1
+        assert (status("/healthz"), status("/readyz")) == (503, 200)
+        health.beat()
+        assert status("/healthz") == 200
+    finally:
+        server.stop()
