@@ -1,0 +1,48 @@
+"""`python -m tests.support.cluster`: a cluster to try things on, until Ctrl-C or SIGTERM."""
+
+import argparse
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+from tests.support.cluster.binaries import BuildError
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.errors import ClusterError
+from tests.support.cluster.requirements import unsupported_reason
+from tests.support.cluster.single_node import SingleNodeCluster
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def main() -> None:
+    """Start the cluster, print its kubeconfig, and remove it when told to stop."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.cluster", description=__doc__)
+    parser.add_argument(
+        "--control-plane-only", action="store_true", help="no node: pods are created and scheduled nowhere; needs no root"
+    )
+    only_control_plane: bool = parser.parse_args().control_plane_only
+
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _abort_start)
+    if not only_control_plane:
+        reason = unsupported_reason()
+        if reason is not None:
+            sys.exit(f"test cluster: {reason}; --control-plane-only needs none of this")
+    try:
+        with ControlPlane() if only_control_plane else SingleNodeCluster() as cluster:
+            print(f"export KUBECONFIG={cluster.kubeconfig}", flush=True)
+            print("test cluster: ready, Ctrl-C removes it", file=sys.stderr, flush=True)
+            # From here on a signal is an orderly end, and a second one cannot break off the removal.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+            signal.sigwait(_STOP_SIGNALS)
+    except (BuildError, ClusterError) as error:
+        sys.exit(f"test cluster: {error}")
+
+
+def _abort_start(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(f"test cluster: start-up ended by {signal.Signals(number).name}")
+
+
+if __name__ == "__main__":
+    main()

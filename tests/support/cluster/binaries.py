@@ -1,0 +1,234 @@
+"""The test cluster's executables, built once from Go modules and kept in the cache.
+
+`python -m tests.support.cluster.binaries` builds what is missing and prints where it lies. A build of the Kubernetes
+programs takes about five minutes on two cores; a directory is named after the hash of everything that goes into it,
+so an unchanged source is never built twice.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.cluster.cache import cache_root
+
+PREBUILT_VARIABLE = "FINETUNE_TEST_BINARIES"
+"""Environment variable that names a directory of ready executables (kube, coredns, helm, probe)."""
+
+KUBERNETES_VERSION = "1.36.3"
+"""Release that the executables report; `cluster_go/go.mod` requires the same one.
+
+A release 1.X.Y requires its own parts, `k8s.io/api` and so on, as v0.0.0, so go.mod replaces each by v0.X.Y. It also
+holds etcd at the version that the release requires: CoreDNS would raise it. A helm or CoreDNS that requires a later
+0.X would change how the API server itself behaves, and must not be taken before the release is raised.
+"""
+
+_GO_SOURCES = Path(__file__).parent.parent / "cluster_go"
+_PROGRESS_SECONDS = 30.0
+"""How often a running build says how far it is."""
+
+
+class BuildError(RuntimeError):
+    """An executable is missing and cannot be built; the message says why and what to do."""
+
+
+def _linker_flags() -> str:
+    major, minor, _ = KUBERNETES_VERSION.split(".")
+    values = {
+        "gitVersion": f"v{KUBERNETES_VERSION}",
+        "gitMajor": major,
+        "gitMinor": minor,
+        "gitTreeState": "archive",
+        "buildDate": "1970-01-01T00:00:00Z",
+    }
+    packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
+    stamps = [f"-X {package}.{name}={value}" for package in packages for name, value in values.items()]
+    return " ".join(["-s", "-w", *stamps])
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A Go module and the programs built from it in one call, so that shared packages are compiled once."""
+
+    name: str
+    sources: Path
+    packages: tuple[str, ...]
+    programs: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    def fingerprint(self) -> str:
+        """Hash of the module's sources and of the build flags."""
+        digest = hashlib.sha256()
+        nested = {path.parent for path in self.sources.glob("*/go.mod")}
+        for path in sorted(self.sources.rglob("*")):
+            if path.is_file() and not nested.intersection(path.parents):
+                digest.update(f"{path.relative_to(self.sources)}\0{path.stat().st_size}\0".encode())
+                digest.update(path.read_bytes())
+        digest.update("\0".join((*self.packages, *self.flags)).encode())
+        return digest.hexdigest()[:16]
+
+    def directory(self) -> Path:
+        return cache_root() / self.name / self.fingerprint()
+
+
+_FLAGS = ("-trimpath", "-gcflags=all=-dwarf=false")
+_CLUSTER = _Module(
+    name="cluster-bin",
+    sources=_GO_SOURCES,
+    packages=("./kube", "./coredns", "helm.sh/helm/v4/cmd/helm"),
+    programs=("kube", "coredns", "helm"),
+    flags=(*_FLAGS, "-ldflags", _linker_flags()),
+)
+_PROBE = _Module(
+    name="probe-bin",
+    sources=_GO_SOURCES / "probe",
+    packages=(".",),
+    programs=("probe",),
+    flags=(*_FLAGS, "-ldflags", "-s -w"),
+)
+
+
+@dataclass(frozen=True)
+class Binaries:
+    """Paths of the test cluster's executables."""
+
+    kube: Path
+    """etcd, kube-apiserver, kube-controller-manager, kube-scheduler, kubelet, kube-proxy, kubectl: first argument."""
+    coredns: Path
+    helm: Path
+    probe: Path
+    """Static program of the test cluster's own image."""
+
+
+def find_binaries() -> Binaries | None:
+    """Return the executables if all are at hand, without building anything.
+
+    Raises:
+        BuildError: the directory named by FINETUNE_TEST_BINARIES lacks one of them.
+    """
+    prebuilt = os.environ.get(PREBUILT_VARIABLE)
+    paths: dict[str, Path] = {}
+    for module in (_CLUSTER, _PROBE):
+        directory = Path(prebuilt).absolute() if prebuilt else module.directory()
+        paths |= {program: directory / program for program in module.programs}
+    absent = [name for name, path in paths.items() if not os.access(path, os.X_OK)]
+    if absent and prebuilt:
+        raise BuildError(
+            f"{PREBUILT_VARIABLE}={prebuilt} holds no executable {', '.join(absent)}: put it there, or unset "
+            f"{PREBUILT_VARIABLE} to have everything built"
+        )
+    return None if absent else Binaries(**paths)
+
+
+def ensure_binaries() -> Binaries:
+    """Return the executables, building those that the cache lacks (five minutes on two cores when it is empty).
+
+    Raises:
+        BuildError: Go is missing, or the build failed.
+    """
+    found = find_binaries()
+    if found is not None:
+        return found
+    for module in (_CLUSTER, _PROBE):
+        with _locked(cache_root() / f"{module.name}.lock"):
+            if not module.directory().exists():
+                _build(module)
+    found = find_binaries()
+    if found is None:
+        raise BuildError(f"the build left an executable out: delete {cache_root()} and build again")
+    return found
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, so that of several test runs one builds and the others wait for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(module: _Module) -> None:
+    go = shutil.which("go")
+    if go is None:
+        raise BuildError(
+            f"the program 'go' is not on PATH, and {module.directory()} is not built: install Go 1.26, or set "
+            f"{PREBUILT_VARIABLE} to a directory that holds kube, coredns, helm and probe"
+        )
+    target = module.directory()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    compile_cache = target.parent / "go-build"
+    compile_cache.mkdir(exist_ok=True)
+    environment = {
+        **os.environ,
+        "CGO_ENABLED": "0",
+        "GOTOOLCHAIN": "local",
+        "GOGC": "400",
+        "GOCACHE": str(compile_cache),
+        "GOFLAGS": "-mod=readonly -buildvcs=false",
+    }
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
+        output = Path(scratch) / "bin"
+        output.mkdir()
+        _compile(module, go, output, environment | {"GOTMPDIR": scratch})
+        output.rename(target)
+    # Three gigabytes that only a change of the sources would ever use again.
+    shutil.rmtree(compile_cache)
+
+
+def _compile(module: _Module, go: str, output: Path, environment: dict[str, str]) -> None:
+    started = time.monotonic()
+    _say(f"building {', '.join(module.programs)} from {module.sources}")
+    listed = subprocess.run(
+        [go, "list", "-deps", *module.packages],
+        cwd=module.sources,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode != 0:
+        raise BuildError(f"'go list' failed in {module.sources}:\n{listed.stderr}")
+    total = len(listed.stdout.splitlines())
+
+    process = subprocess.Popen(
+        [go, "build", "-v", *module.flags, "-o", f"{output}/", *module.packages],
+        cwd=module.sources,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+    spoken = started
+    for line in process.stderr:  # one line for each package compiled, and the compiler's complaints
+        lines.append(line)
+        if time.monotonic() - spoken >= _PROGRESS_SECONDS:
+            spoken = time.monotonic()
+            _say(f"{min(len(lines), total)} of {total} packages, {_minutes(started)}")
+    if process.wait() != 0:
+        raise BuildError(f"'go build' failed in {module.sources} (exit {process.returncode}):\n{''.join(lines[-40:])}")
+    _say(f"built {', '.join(module.programs)} in {_minutes(started)}")
+
+
+def _minutes(started: float) -> str:
+    return f"{(time.monotonic() - started) / 60:.1f} min"
+
+
+def _say(text: str) -> None:
+    print(f"test cluster: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        print(ensure_binaries().kube.parent)
+    except BuildError as error:
+        sys.exit(f"test cluster: {error}")

@@ -1,0 +1,76 @@
+"""The cgroups below which the node's kubelet puts its pods."""
+
+import os
+from pathlib import Path
+
+from tests.support.cluster.errors import wait_until
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+NODE_CGROUP = "finetune-test-node"
+"""Own top-level cgroup: a kubelet removes pod cgroups that it does not know, so it must see only its own."""
+
+_REMOVE_SECONDS = 60.0
+
+
+def are_writable() -> bool:
+    """Whether this process may make cgroups."""
+    return bool(_hierarchies()) and all(os.access(directory, os.W_OK) for directory in _hierarchies())
+
+
+def create_node_cgroups() -> None:
+    """Make the node's cgroup in every hierarchy."""
+    for hierarchy in _hierarchies():
+        cgroup = hierarchy / NODE_CGROUP
+        cgroup.mkdir(exist_ok=True)
+        # Version 1: a new cpuset is empty, and a process in it would have no CPU to run on.
+        for name in ("cpuset.cpus", "cpuset.mems"):
+            if (hierarchy / name).exists() and not _is_unified(hierarchy):
+                (cgroup / name).write_text((hierarchy / name).read_text())
+        if _is_unified(hierarchy):
+            for directory in (hierarchy, cgroup):
+                controllers = (directory / "cgroup.controllers").read_text().split()
+                (directory / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
+
+
+def node_cgroups() -> list[Path]:
+    """Return the directories of the node's cgroup that exist.
+
+    On a machine with both versions runc makes one in the version 2 hierarchy as well, wherever that is mounted.
+    """
+    candidates = (CGROUP_ROOT / NODE_CGROUP, *CGROUP_ROOT.glob(f"*/{NODE_CGROUP}"))
+    return [path for path in candidates if path.is_dir()]
+
+
+def remove_node_cgroups() -> None:
+    """Remove the node's cgroups with all below them; their processes must have been killed.
+
+    Raises:
+        ClusterError: a process is still in one.
+    """
+    for cgroup in node_cgroups():
+
+        def removed(cgroup: Path = cgroup) -> bool:
+            for directory, _, _ in os.walk(cgroup, topdown=False):
+                try:
+                    Path(directory).rmdir()
+                except OSError:
+                    return False  # a killed process leaves its cgroup a moment after it is gone
+            return not cgroup.exists()
+
+        wait_until(removed, f"the processes in {cgroup} to end", _REMOVE_SECONDS)
+
+
+def _is_unified(hierarchy: Path) -> bool:
+    """Whether this is a version 2 hierarchy."""
+    return (hierarchy / "cgroup.controllers").exists()
+
+
+def _hierarchies() -> list[Path]:
+    """The cgroup hierarchies that container runtimes use: the one of version 2, or one per version 1 controller."""
+    if _is_unified(CGROUP_ROOT):
+        return [CGROUP_ROOT]
+    if not CGROUP_ROOT.is_dir():
+        return []
+    found = [path for path in CGROUP_ROOT.iterdir() if path.is_dir() and not path.is_symlink()]
+    return sorted(path for path in found if not _is_unified(path))

@@ -1,0 +1,40 @@
+"""pytest fixtures: clusters that tests share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.cluster.access import ClusterAccess
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.existing import ExistingCluster, existing_kubeconfig
+from tests.support.cluster.requirements import unsupported_reason
+from tests.support.cluster.single_node import SingleNodeCluster
+from tests.support.cluster.traces import descendants, traces_of
+
+
+@pytest.fixture(scope="session")
+def control_plane(request: pytest.FixtureRequest) -> Iterator[ClusterAccess]:
+    """A control plane without nodes, or the cluster that KUBECONFIG_FOR_TESTS names."""
+    existing = existing_kubeconfig()
+    if existing is not None:
+        with ExistingCluster(existing) as cluster:
+            yield cluster
+        return
+    with ControlPlane() as own:
+        yield own
+        own.keep_logs = request.session.testsfailed > 0
+
+
+@pytest.fixture(scope="module")
+def node_cluster(request: pytest.FixtureRequest) -> Iterator[SingleNodeCluster]:
+    """A cluster with one real node and nothing on it. Its end is a test of its own: nothing of it may be left."""
+    reason = unsupported_reason()
+    if reason is not None:
+        pytest.skip(f"no real node on this machine: {reason}")
+    with SingleNodeCluster() as cluster:
+        yield cluster
+        cluster.keep_logs = request.session.testsfailed > 0
+        run = cluster.control_plane.run.path
+        processes = descendants(cluster)
+    left = traces_of(run, processes)
+    assert not left, f"the cluster left behind: {', '.join(left)}"

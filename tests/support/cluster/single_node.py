@@ -1,0 +1,97 @@
+"""The whole test cluster: a control plane on a private bridge, cluster DNS and one real node."""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from tests.support.cluster import network
+from tests.support.cluster.access import ClusterAccess
+from tests.support.cluster.binaries import ensure_binaries
+from tests.support.cluster.control_plane import LOOPBACK, ControlPlane, Endpoint, free_ports
+from tests.support.cluster.images import probe_image_name
+from tests.support.cluster.node import Node
+from tests.support.cluster.processes import without_proxies
+from tests.support.cluster.requirements import ensure_packages
+
+ON_BRIDGE = Endpoint(address=network.BRIDGE_ADDRESS, service_range=network.SERVICE_RANGE, published=True)
+
+_COREFILE = """.:53 {{
+    bind {address}
+    ready {readiness}
+    errors
+    cache 30
+    kubernetes cluster.local in-addr.arpa {{
+        kubeconfig {kubeconfig}
+        pods insecure
+        ttl 30
+    }}
+}}
+"""
+"""As kubeadm sets it up: in particular the answer that a name does not exist is kept for up to 30 s."""
+
+
+class SingleNodeCluster(ClusterAccess):
+    """Context manager for a cluster that really runs pods. One per machine: a second waits for the first to end.
+
+    Pods reach each other, this machine's bridge address and the API server (by the `kubernetes` Service), and
+    nothing else. Images come from `load_image`; pods that use them need an imagePullPolicy other than Always.
+    """
+
+    def __init__(self) -> None:
+        self.keep_logs = False
+        """Set before leaving to keep the logs of a failure that the context manager does not see."""
+
+    def __enter__(self) -> "SingleNodeCluster":
+        ensure_packages()
+        ensure_binaries()
+        with ExitStack() as stack:
+            stack.enter_context(network.reserve_node())
+            stack.callback(network.remove_network)
+            network.create_network()
+            self.control_plane = stack.enter_context(ControlPlane(ON_BRIDGE))
+            binaries = self.control_plane.binaries
+            super().__init__(
+                kubeconfig=self.control_plane.kubeconfig,
+                scratch=self.control_plane.run.path,
+                kubectl=(str(binaries.kube), "kubectl"),
+                helm=(str(binaries.helm),),
+                environment=without_proxies(os.environ),
+            )
+            self._start_dns()
+            self.node = stack.enter_context(Node(self.control_plane))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.control_plane.keep_logs = self.keep_logs
+        self._stack.__exit__(kind, error, trace)
+
+    @property
+    def probe_image(self) -> str:
+        """Name of the image that is always there: `cluster_go/probe`."""
+        return probe_image_name(self.control_plane.binaries.probe)
+
+    def has_image(self, name: str) -> bool:
+        """Whether the node has this image, perhaps from an earlier run: `load_image` would do nothing."""
+        return name in self.node.images.names()
+
+    def load_image(self, archive: Path, name: str) -> None:
+        """Make the image in an OCI archive available to pods as `name`, once: a name that is there is kept.
+
+        Args:
+            archive: OCI archive, as `buildah push IMAGE oci-archive:FILE` writes it.
+            name: full name with a registry and a tag. A tag must stand for one content for ever; the other tags of
+                the same repository are removed.
+        """
+        self.node.images.load(archive, name)
+
+    def _start_dns(self) -> None:
+        plane = self.control_plane
+        (port,) = free_ports(LOOPBACK, 1)
+        corefile = plane.run.path / "Corefile"
+        corefile.write_text(
+            _COREFILE.format(address=network.BRIDGE_ADDRESS, readiness=f"{LOOPBACK}:{port}", kubeconfig=plane.kubeconfig)
+        )
+        plane.start("coredns", plane.binaries.coredns, "-conf", corefile)
+        plane.wait_until(lambda: network.answers(LOOPBACK, port, "/ready"), "CoreDNS to be ready")

@@ -1,0 +1,3 @@
+module finetune-operator.test/probe
+
+go 1.26.0
