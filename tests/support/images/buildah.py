@@ -1,0 +1,86 @@
+"""Building with buildah, without a daemon and without a registry, in a storage directory of its own."""
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.images.programs import run
+from tests.support.images.sources import REPOSITORY, Sources
+
+_BASE = "localhost/finetune-base:latest"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A directory that holds the layers of one image, of its earlier tags and of its base."""
+
+    directory: Path
+
+    @property
+    def root(self) -> Path:
+        """Where buildah keeps images; `store.py` reads it."""
+        return self.directory / "storage"
+
+    def _buildah(self, *arguments: str | Path, text: str | None = None) -> str:
+        scratch = self.directory / "scratch"
+        scratch.mkdir(parents=True, exist_ok=True)
+        # The list of mounts must not survive a reboot, so it lies apart.
+        mounts = Path("/run/finetune-images") / hashlib.sha256(str(self.directory).encode()).hexdigest()[:16]
+        return run(
+            *("buildah", "--storage-driver", "overlay", "--root", self.root, "--runroot", mounts),
+            *arguments,
+            environment={"TMPDIR": str(scratch), "BUILDAH_ISOLATION": "chroot"},
+            text=text,
+        )
+
+    def clear_interrupted(self) -> None:
+        """Remove what a build that was killed has left."""
+        self._buildah("umount", "--all")
+        self._buildah("rm", "--all")
+        shutil.rmtree(self.directory / "scratch")
+
+    def import_base(self, archive: Path) -> None:
+        """Make a tar file of a file system the base of what is built here."""
+        if not self._buildah("images", "--quiet", "--filter", f"reference={_BASE}"):
+            recipe = f"FROM scratch\nADD {archive.name} /\n"
+            self._buildah("build", "--quiet", "--file", "-", "--tag", _BASE, archive.parent, text=recipe)
+
+    def build(self, sources: Sources, wheels: Path) -> None:
+        """Build the image as its Containerfile says; steps whose input is unchanged are not repeated.
+
+        The result waits under a name of its own for `accept`. The name also keeps the steps: removing the last name
+        of an image removes the nameless images that it was built from.
+        """
+        self._buildah(
+            *("build", "--quiet", "--layers", "--pull-never", "--file", sources.containerfile),
+            *("--ignorefile", sources.ignorefile, "--build-context", f"wheelhouse={wheels}"),
+            *("--build-arg", f"BASE_IMAGE={_BASE}", "--tag", _built(sources), REPOSITORY),
+        )
+
+    def accept(self, sources: Sources, tag: str, keep: int) -> None:
+        """Give the image that was built last its tag, and remove all tags but the `keep` newest."""
+        self._buildah("tag", _built(sources), f"localhost/{sources.name}:{tag}")
+        listed = self._buildah(
+            *("images", "--noheading", "--format", "{{.CreatedAtRaw}} {{.Name}}:{{.Tag}}"),
+            *("--filter", f"reference=localhost/{sources.name}"),
+        )
+        newest_first = [line.rpartition(" ")[2] for line in sorted(listed.splitlines(), reverse=True)]
+        older = [name for name in newest_first if name != _built(sources)][keep:]
+        if older:
+            self._buildah("rmi", *older)
+
+    @contextmanager
+    def mounted(self, reference: str) -> Iterator[Path]:
+        """Mount an image's file system, which is thrown away at the end, and give its root."""
+        container = self._buildah("from", "--pull-never", reference).strip()
+        try:
+            yield Path(self._buildah("mount", container).strip())
+        finally:
+            self._buildah("rm", container)
+
+
+def _built(sources: Sources) -> str:
+    return f"localhost/{sources.name}:built"

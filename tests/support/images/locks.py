@@ -1,0 +1,64 @@
+"""The images' lists of packages and hashes, derived from uv.lock.
+
+`python -m tests.support.images.locks` writes them, with `--check` it only compares.
+"""
+
+import re
+import sys
+
+from tests.support.images.errors import ImageError
+from tests.support.images.programs import run
+from tests.support.images.sources import REPOSITORY, SOURCES, Sources
+
+_COMMAND = "'python -m tests.support.images.locks'"
+_HEADER = f"# From uv.lock, by {_COMMAND}. Do not edit.\n"
+
+_FORBIDDEN = frozenset({"kernels"})
+"""Packages that no image may have: libraries that find `kernels` fetch native code from a hub at run time."""
+
+_PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
+
+
+def derive(sources: Sources) -> str:
+    """Return the text of the image's lock as uv.lock has it now.
+
+    Raises:
+        ImageError: uv is not installed or failed, or uv.lock leads to a package that no image may have.
+    """
+    exported = run(
+        *(sys.executable, "-m", "uv", "export", "--quiet", "--project", REPOSITORY, "--frozen", "--no-dev", "--no-emit-project"),
+        *("--no-header", "--no-annotate", "--extra", sources.extra),
+    )
+    forbidden = sorted(_FORBIDDEN & pinned_versions(exported).keys())
+    if forbidden:
+        raise ImageError(f"uv.lock brings {', '.join(forbidden)} into {sources.name}: remove what depends on it")
+    return _HEADER + exported
+
+
+def pinned_versions(lock: str) -> dict[str, str]:
+    """Name -> version of every package in the text of a lock."""
+    return dict(_PINNED.findall(lock))
+
+
+def stale() -> list[Sources]:
+    """Return the images whose lock is not what uv.lock says."""
+    return [one for one in SOURCES.values() if one.requirements.read_text(encoding="utf-8") != derive(one)]
+
+
+def main(arguments: list[str]) -> int:
+    """Write the locks, or with `--check` say which are stale (exit status 1)."""
+    if arguments == ["--check"]:
+        found = stale()
+        for sources in found:
+            print(f"{sources.requirements} is not what uv.lock says: run {_COMMAND}", file=sys.stderr)
+        return 1 if found else 0
+    if arguments:
+        print("usage: python -m tests.support.images.locks [--check]", file=sys.stderr)
+        return 2
+    for sources in SOURCES.values():
+        sources.requirements.write_text(derive(sources), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
