@@ -1,0 +1,79 @@
+"""What the API server itself refuses, and what users may and may not do."""
+
+import pytest
+
+from finetune_job.names import Role
+from tests.integration.conftest import Installed, OperatorFactory
+from tests.integration.kube import Kube, RefusedError
+from tests.integration.workload import Workload
+
+pytestmark = pytest.mark.integration
+
+
+def as_user(workload: Workload, role: str) -> Kube:
+    """A user who has one of the built-in roles in the namespace."""
+    name = f"{role}-user"
+    binding = {
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+        "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": name}],
+    }
+    workload.kube.create("RoleBinding", workload.namespace, binding)
+    user = workload.kube.acting_as(name)
+
+    workload.wait(lambda: user.may_list("FineTuneJob", workload.namespace), f"the built-in role {role} to hold the chart's rules")
+    return user
+
+
+def test_spec_is_frozen_once_the_job_has_started(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply()
+    change = {"spec": {"training": {"globalBatchSize": 8}}}
+    workload.kube.patch("FineTuneJob", workload.namespace, "tune", change)
+    operator()
+    workload.wait_for_pods(Role.PREFLIGHT)
+    with pytest.raises(RefusedError, match=r"spec\.training cannot change after the job has started") as refusal:
+        workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"training": {"globalBatchSize": 16}}})
+    assert refusal.value.code == 422
+    with pytest.raises(RefusedError, match=r"spec\.profile cannot change"):
+        workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"profile": "other"}})
+    workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"maxRestarts": 7}}})
+
+
+def test_unknown_and_malformed_fields_are_refused_at_the_door(workload: Workload) -> None:
+    with pytest.raises(RefusedError, match="unknown field"):
+        workload.apply("unknown", surprise=1)
+    with pytest.raises(RefusedError, match="exactly one of epochs and maxSteps"):
+        workload.apply("both", training={"epochs": 1, "maxSteps": 4})
+    with pytest.raises(RefusedError, match=r"spec\.training\.globalBatchSize"):
+        workload.apply("small", training={"maxSteps": 4, "globalBatchSize": 0})
+    with pytest.raises(RefusedError, match=r"spec\.model\.source.*should match"):
+        workload.apply("path", model={"source": "models/base"})
+    with pytest.raises(RefusedError, match=r"spec\.merge\.base: Unsupported value"):
+        workload.apply("base", merge={"base": "Packed"})
+    with pytest.raises(RefusedError, match=r"spec\.training\.learningRate.*should match"):
+        workload.apply("number", training={"maxSteps": 4, "learningRate": "nan"})
+
+
+def test_editor_manages_jobs_but_not_their_status(workload: Workload) -> None:
+    editor = as_user(workload, "edit")
+    Workload(editor, workload.namespace).apply()
+    editor.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"suspend": True}}})
+    with pytest.raises(RefusedError) as refusal:
+        editor.patch("FineTuneJob", workload.namespace, "tune", {"status": {"phase": "Succeeded"}}, "status")
+    assert refusal.value.code == 403
+    editor.delete("FineTuneJob", workload.namespace, "tune")
+
+
+def test_viewer_only_looks(workload: Workload) -> None:
+    workload.apply()
+    viewer = as_user(workload, "view")
+    assert viewer.get("FineTuneJob", workload.namespace, "tune") is not None
+    with pytest.raises(RefusedError) as refusal:
+        viewer.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"cancel": True}}})
+    assert refusal.value.code == 403
+
+
+def test_explain_teaches_the_fields(installed: Installed) -> None:
+    text = installed.cluster.kubectl("explain", "finetunejob.spec.training.globalBatchSize")
+    assert "globalBatchSize" in text
+    assert "DESCRIPTION" in text

@@ -1,0 +1,149 @@
+"""A FineTuneJob on a real API server, its Jobs run by the real Job controller, its pods by the test."""
+
+import pytest
+
+from finetune_job.failures import FailureClass
+from finetune_job.names import Role
+from tests.integration.conftest import OperatorFactory
+from tests.integration.workload import Workload
+
+pytestmark = pytest.mark.integration
+
+
+def test_job_goes_from_apply_to_succeeded(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply()
+    process = operator(everywhere=True)
+    workload.wait_for("Validated")
+    plan = workload.wait(lambda: workload.kube.get("ConfigMap", workload.namespace, "tune-plan"), "the plan")
+    assert plan["data"]["plan.json"].startswith("{")
+    assert workload.status()["startTime"]
+    assert len(workload.status()["plan"]["hash"]) == 64
+    workload.succeed(Role.PREFLIGHT, model_digest="m" * 8, data_hash="d" * 8)
+    workload.wait_for("Prepared")
+    assert workload.status()["plan"]["dataHash"] == "d" * 8
+    workload.wait(lambda: workload.kube.get("Service", workload.namespace, "tune-gang"), "the gang's Service")
+    workload.succeed(Role.TRAIN)
+    workload.wait_for("Trained")
+    workload.succeed(Role.MERGE)
+    workload.wait_for("Succeeded")
+    assert workload.condition("Finished")["status"] == "True"
+    assert workload.status()["phase"] == "Succeeded"
+    assert [attempt["outcome"] for attempt in workload.status()["attempts"]] == ["Succeeded"]
+    assert "finalizers" not in workload.job()["metadata"]
+    workload.wait(
+        lambda: any(event["involvedObject"]["name"] == "tune" for event in workload.kube.list("Event", workload.namespace)),
+        "an event on the job",
+    )
+    decided = [line for line in process.lines("decided") if line["namespace"] == workload.namespace]
+    assert {line["job"] for line in decided} == {"tune"}
+    assert [name for line in decided for name in line["creates"]] == [
+        "ConfigMap/tune-plan",
+        "Job/tune-preflight-0",
+        "Service/tune-gang",
+        "Job/tune-train-0",
+        "Job/tune-merge-0",
+    ]
+
+
+def test_refused_job_shows_its_finding_and_takes_no_pod(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply(training={"maxSteps": 4, "globalBatchSize": 3}, parallelism={"nodes": 2})
+    operator()
+    refusal = workload.wait_for("Validated", "False", "Refused")
+    assert "globalBatchSize" in refusal["message"]
+    findings = {finding["rule"]: finding for finding in workload.status()["findings"]}
+    finding = findings["global-batch-not-divisible"]
+    assert (finding["severity"], finding["value"]) == ("error", "3")
+    assert finding["fix"]
+    workload.wait_for("Stalled")
+    assert workload.batch_jobs(Role.PREFLIGHT) == []
+    assert "startTime" not in workload.status()
+    # The mended spec goes on by itself: nothing is frozen before the start.
+    workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"training": {"globalBatchSize": 4}}})
+    workload.wait_for("Validated")
+    workload.wait_for_pods(Role.PREFLIGHT)
+
+
+def test_missing_claim_stalls_until_it_is_there(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply(output={"destination": "pvc://later/tuned"})
+    operator()
+    stalled = workload.wait_for("Stalled", "True", "ClaimNotFound")
+    assert "later" in stalled["message"]
+    workload.make_claims("later")
+    workload.wait_for("Validated")
+
+
+def test_failed_rank_is_recorded_before_the_one_restart(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply(parallelism={"nodes": 2})
+    operator()
+    workload.succeed(Role.PREFLIGHT)
+    first, second = workload.wait_for_pods(Role.TRAIN, 0, number=2)
+    for pod in (first, second):
+        workload.set_running(pod)
+    workload.wait_for("Ready", "True", "Running")
+    workload.fail(second, FailureClass.DISK_FULL, "no space left on the workspace", rank=1)
+    workload.wait(lambda: workload.status().get("attempt") == 1, "the number of the next attempt in status")
+    attempt = workload.status()["attempts"][0]
+    assert (attempt["outcome"], attempt["failure"]) == ("Failed", "DiskFull")
+    assert any("no space left" in evidence.get("message", "") for evidence in attempt["evidence"])
+    workload.succeed(Role.TRAIN, 1, nodes=2)
+    workload.wait_for("Trained")
+    workload.succeed(Role.MERGE)
+    workload.wait_for("Succeeded")
+    names = [job["metadata"]["name"] for job in workload.batch_jobs(Role.TRAIN)]
+    assert names == ["tune-train-1"]
+    status = workload.status()
+    assert [item["number"] for item in status["attempts"]] == [0, 1]
+    assert status["restarts"] == {"counted": 1, "uncounted": 0}
+
+
+def test_evidence_of_a_deleted_pod_reaches_the_status(workload: Workload, operator: OperatorFactory) -> None:
+    """The Job controller deletes a failed Job's other pods at once; here the pod with the cause vanishes too."""
+    workload.apply()
+    operator()
+    workload.succeed(Role.PREFLIGHT)
+    (pod,) = workload.wait_for_pods(Role.TRAIN)
+    workload.set_running(pod)
+    workload.wait_for("Ready", "True", "Running")
+    workload.fail(pod, FailureClass.NON_FINITE, "the loss is NaN at step 2")
+    workload.kube.delete("Pod", workload.namespace, pod["metadata"]["name"])
+    workload.wait_for("Finished")
+    attempt = workload.status()["attempts"][0]
+    assert attempt["failure"] == "NonFinite"
+    assert attempt["evidence"][0]["pod"] == pod["metadata"]["name"]
+    assert workload.condition("Succeeded")["status"] == "False"
+
+
+def test_foreign_object_in_the_way_is_a_conflict(workload: Workload, operator: OperatorFactory) -> None:
+    template = {"spec": {"restartPolicy": "Never", "containers": [{"name": "c", "image": "registry.test/none:1"}]}}
+    foreign = {"metadata": {"name": "tune-preflight-0"}, "spec": {"suspend": True, "template": template}}
+    workload.kube.create("Job", workload.namespace, foreign)
+    workload.apply()
+    operator()
+    stalled = workload.wait_for("Stalled", "True", "Conflict")
+    assert "Job/tune-preflight-0" in stalled["message"]
+    workload.kube.delete("Job", workload.namespace, "tune-preflight-0")
+    workload.wait_for_pods(Role.PREFLIGHT)
+    workload.wait_for("Stalled", "False")
+
+
+def test_cancelled_job_ends_and_its_pods_go(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply()
+    operator()
+    workload.wait_for_pods(Role.PREFLIGHT)
+    workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"cancel": True}}})
+    workload.wait_for("Finished", "True", "Cancelled")
+    workload.wait(lambda: not workload.batch_jobs(Role.PREFLIGHT), "the preflight Job to be deleted")
+
+
+def test_suspended_job_gives_back_its_pods_and_goes_on(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply()
+    operator()
+    workload.succeed(Role.PREFLIGHT)
+    workload.wait_for_pods(Role.TRAIN)
+    workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"suspend": True}}})
+    workload.wait_for("Suspended")
+    workload.wait(lambda: not workload.batch_jobs(Role.TRAIN), "the training Job to be deleted")
+    workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"suspend": False}}})
+    workload.wait_for("Suspended", "False")
+    workload.wait(lambda: workload.batch_jobs(Role.TRAIN), "a new attempt")
+    assert workload.status()["restarts"]["counted"] == 0

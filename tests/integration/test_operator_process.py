@@ -1,0 +1,219 @@
+"""The operator as a program: it survives being killed, waits for what it needs, leads alone, tells what it does, ends in order."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from finetune_job.names import OBSERVE_PORT, Role
+from finetune_job.progress import Progress
+from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
+from tests.integration.operator_process import OperatorProcess
+from tests.integration.workload import Workload
+from tests.support.cluster.errors import wait_until
+
+pytestmark = pytest.mark.integration
+RANK_ZERO = "127.94.0.1"
+"""A loopback address of the test's own stands for rank 0's pod."""
+
+
+def sample(process: OperatorProcess, name: str, **labels: str) -> float:
+    """Sum of the samples of a metric whose labels include these."""
+    status, text = process.fetch("/metrics")
+    assert status == 200
+    samples = [item for family in text_string_to_metric_families(text) for item in family.samples if item.name == name]
+    return sum(item.value for item in samples if labels.items() <= item.labels.items())
+
+
+def test_sigkill_at_every_stage_neither_doubles_nor_loses_anything(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply()
+    process = operator()
+    seen: dict[str, str] = {}
+
+    def restart() -> None:
+        process.kill()
+        process.start()
+        for role in Role:
+            for job in workload.batch_jobs(role):
+                assert seen.setdefault(job["metadata"]["name"], job["metadata"]["uid"]) == job["metadata"]["uid"]
+
+    process.wait_for_line("leading")
+    restart()
+    for role, done in ((Role.PREFLIGHT, "Prepared"), (Role.TRAIN, "Trained"), (Role.MERGE, "Succeeded")):
+        workload.wait_for_pods(role)
+        restart()
+        workload.succeed(role)
+        restart()
+        workload.wait_for(done)
+        restart()
+    assert sorted(seen) == ["tune-merge-0", "tune-preflight-0", "tune-train-0"]
+    assert workload.status()["restarts"]["counted"] == 0
+    process.wait_for_line("ready")
+    assert process.terminate() == 0
+
+
+def test_sigkill_right_after_each_write(workload: Workload, operator: OperatorFactory) -> None:
+    """Killed as soon as anything new is seen on the server, in the middle of whatever pass wrote it."""
+    process = operator()
+    process.wait_for_line("ready")
+    versions: set[str] = set()
+
+    def something_new() -> bool:
+        now = {
+            item["metadata"]["resourceVersion"]
+            for kind in ("FineTuneJob", "ConfigMap", "Job", "Service")
+            for item in workload.kube.list(kind, workload.namespace)
+            if item["metadata"]["name"].startswith("tune")
+        }
+        fresh = bool(now - versions)
+        versions.update(now)
+        return fresh
+
+    workload.apply()
+    for _ in range(5):
+        workload.wait(something_new, "a write")
+        process.kill()
+        something_new()
+        process.start()
+        if workload.batch_jobs(Role.PREFLIGHT):
+            break
+    workload.succeed(Role.PREFLIGHT)
+    workload.wait_for_pods(Role.TRAIN)
+    assert len(workload.batch_jobs(Role.PREFLIGHT)) == 1
+    assert len(workload.batch_jobs(Role.TRAIN)) == 1
+
+
+def test_pod_that_failed_while_no_operator_ran_is_found(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply()
+    process = operator()
+    workload.wait_for_pods(Role.PREFLIGHT)
+    process.kill()
+    workload.succeed(Role.PREFLIGHT)
+    process.start()
+    workload.wait_for("Prepared")
+
+
+def test_progress_of_rank_zero_reaches_the_status(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply()
+    operator()
+    workload.succeed(Role.PREFLIGHT)
+    (pod,) = workload.wait_for_pods(Role.TRAIN)
+    with rank_zero(Progress(attempt=0, step=3, total_steps=4, loss=1.25, checkpoint_step=2)):
+        workload.set_running(pod, RANK_ZERO)
+        workload.wait(lambda: (workload.status().get("progress") or {}).get("step") == 3, "the progress")
+    progress = workload.status()["progress"]
+    assert (progress["totalSteps"], progress["checkpointStep"], progress["summary"]) == (4, 2, "3/4")
+
+
+@contextlib.contextmanager
+def rank_zero(progress: Progress) -> Iterator[None]:
+    """Serve /progress as a training pod does."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = progress.model_dump_json().encode() if self.path == "/progress" else b""
+            self.send_response(200 if body else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer((RANK_ZERO, OBSERVE_PORT), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_job_that_waits_costs_no_writes_and_no_passes(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply("waits", output={"destination": "pvc://absent/tuned"})
+    process = operator()
+    workload.wait_for("Stalled", "True", "ClaimNotFound", name="waits")
+    # A second job taken from start to pods is the clock: by then a busy loop over the first would have gone round often.
+    workload.apply("works")
+    workload.wait_for_pods(Role.PREFLIGHT, name="works")
+    workload.wait(lambda: sample(process, "finetune_queue_keys", state="ready") == 0, "an empty queue")
+    version = workload.job("waits")["metadata"]["resourceVersion"]
+    workload.apply("works-too")
+    workload.wait_for_pods(Role.PREFLIGHT, name="works-too")
+    assert workload.job("waits")["metadata"]["resourceVersion"] == version
+    assert sample(process, "finetune_reconcile_seconds_count") < 60
+    assert len([line for line in process.lines("decided") if line["job"] == "waits"]) <= 3
+
+
+def test_metrics_and_probes(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply()
+    process = operator()
+    process.wait_for_line("ready")
+    assert process.fetch("/readyz")[0] == 200
+    assert process.fetch("/healthz")[0] == 200
+    assert process.fetch("/elsewhere")[0] == 404
+    workload.wait_for_pods(Role.PREFLIGHT)
+    workload.wait(lambda: sample(process, "finetune_jobs", namespace=workload.namespace, phase="Preflight") == 1, "jobs by phase")
+    workload.wait(lambda: sample(process, "finetune_cached_objects", kind="Pod") == 1, "the pod in the cache")
+    assert sample(process, "finetune_api_requests_total", verb="PATCH", code="200") >= 1
+    assert sample(process, "finetune_api_requests_total", verb="POST", code="201") >= 2
+    workload.wait(lambda: sample(process, "finetune_reconcile_seconds_count", result="acted") >= 1, "a pass that acted")
+    assert sample(process, "finetune_reconcile_seconds_count", result="defect") == 0
+    assert sample(process, "finetune_job_conditions", condition="Validated", status="True") == 1
+    assert sample(process, "finetune_leading") == 1
+    workload.kube.delete("FineTuneJob", workload.namespace, "tune")
+    workload.wait(lambda: sample(process, "finetune_jobs") == 0, "the series to go with its job")
+
+
+def test_one_of_two_replicas_leads_and_the_other_takes_over(workload: Workload, operator: OperatorFactory) -> None:
+    first = operator("first")
+    first.wait_for_line("ready")
+    second = operator("second")
+    wait_until(lambda: second.fetch("/readyz")[0] == 200, "the standby to be ready", 60)
+    workload.apply()
+    workload.wait_for_pods(Role.PREFLIGHT)
+    assert not second.lines("leading")
+    lease = workload.kube.get("Lease", SYSTEM, RELEASE)
+    assert lease is not None
+    assert lease["spec"]["holderIdentity"] == "first"
+    assert first.terminate() == 0
+    second.wait_for_line("leading")
+    workload.succeed(Role.PREFLIGHT)
+    workload.wait_for_pods(Role.TRAIN)
+    assert not second.lines("pass failed unexpectedly")
+
+
+def test_holder_of_a_lost_lease_ends(workload: Workload, operator: OperatorFactory) -> None:
+    process = operator()
+    process.wait_for_line("ready")
+    taken = {"spec": {"holderIdentity": "somebody-else", "leaseDurationSeconds": 1}}
+    workload.kube.patch("Lease", SYSTEM, RELEASE, taken)
+    assert process.process.wait(120) == 1
+    assert process.lines("lease lost: another replica may work from now on, this one ends")
+
+
+def test_operator_started_before_its_definitions_exist(installed: Installed, workload: Workload, operator: OperatorFactory) -> None:
+    kube = installed.kube
+    profile = kube.get("FineTuneProfile", "", "default")
+    assert profile is not None
+    names = ("finetunejobs.finetune.dev", "finetuneprofiles.finetune.dev")
+    for name in names:
+        kube.delete("CustomResourceDefinition", "", name)
+    wait_until(lambda: not any(kube.get("CustomResourceDefinition", "", name) for name in names), "the CRDs to go", 120)
+    process = operator()
+    process.wait_for_line("waiting for the API server to serve our kinds")
+    assert process.fetch("/readyz")[0] == 503
+    assert process.fetch("/healthz")[0] == 200
+    installed.cluster.kubectl("apply", "-f", CHART / "files" / "crds")
+    body = {"apiVersion": profile["apiVersion"], "kind": profile["kind"], "metadata": {"name": "default"}, "spec": profile["spec"]}
+    installed.cluster.kubectl("wait", "--for=condition=Established", "--timeout=120s", *(f"crd/{name}" for name in names))
+    installed.cluster.kubectl("apply", "-f", "-", input=json.dumps(body))
+    process.wait_for_line("ready")
+    workload.apply()
+    workload.wait_for_pods(Role.PREFLIGHT)
