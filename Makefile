@@ -1,0 +1,75 @@
+# `make` prints this page. Every target installs what it needs.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+UV_VERSION := 0.13.9
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+# Without compiled bytecode every process compiles torch and transformers anew, half a minute of CPU each time.
+unexport PYTHONDONTWRITEBYTECODE
+export OMP_NUM_THREADS ?= 1
+RUNS ?= 7
+DEMO_DIRECTORY ?= runs/demo
+
+.PHONY: help
+help: ## This page
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
+
+$(VENV)/.complete: pyproject.toml uv.lock
+	@echo "Installing the locked Python dependencies into $(VENV) (about 6 GB: torch brings its CUDA libraries)"
+	@python3 -m uv --version 2>/dev/null | grep -q '$(UV_VERSION)' || python3 -m pip install --quiet --root-user-action=ignore uv==$(UV_VERSION)
+	python3 -m uv sync --quiet --locked --all-extras --compile-bytecode
+	@touch $@
+
+.PHONY: environment
+environment: $(VENV)/.complete ## Install the Python dependencies
+
+.PHONY: demo
+demo: environment ## Fine-tune, merge and verify a small model on this machine
+	$(PYTHON) -m tests.support.quickstart $(DEMO_DIRECTORY)/claims
+	$(VENV)/bin/finetune run examples/quickstart.yaml --claims $(DEMO_DIRECTORY)/claims --fresh
+	$(PYTHON) -m tests.support.plain_load $(DEMO_DIRECTORY)/claims/models-out/quickstart/merged
+
+.PHONY: demo-cluster
+demo-cluster: environment ## The same on a real Kubernetes node brought up for it: 2 pods x 2 ranks
+	$(PYTHON) -m tests.support.demo_cluster
+
+.PHONY: test
+test: environment ## All tests, as in CI, with the minutes of each suite
+	$(PYTHON) -m tests.suites
+
+.PHONY: test-unit test-pitfalls test-integration test-e2e lint types
+test-unit test-pitfalls test-integration test-e2e lint types: environment ## One suite
+	$(PYTHON) -m tests.suites $(patsubst test-%,%,$@)
+
+.PHONY: explore
+explore: environment ## Property tests with examples that nobody has tried before
+	HYPOTHESIS_PROFILE=explore $(VENV)/bin/pytest -q tests/unit
+
+.PHONY: cluster
+cluster: environment ## A real control plane and node for a person; prints its KUBECONFIG
+	$(PYTHON) -m tests.support.cluster
+
+.PHONY: images
+images: environment ## Build both container images (no daemon needed)
+	$(PYTHON) -m tests.support.images all
+
+.PHONY: generate
+generate: environment ## Write all generated files: CRDs, rule catalogue, image locks
+	$(PYTHON) -m finetune_job.api.crd crds charts/finetune-operator/files/crds
+	$(PYTHON) -m finetune_cli.generate_rules > docs/rules.md
+	$(PYTHON) -m tests.support.images.locks
+
+.PHONY: format
+format: environment ## Format the sources
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+.PHONY: bench-merge bench-chain
+bench-merge: environment ## Merge of a 1.1B model against PEFT: time and memory, RUNS pairs
+	$(PYTHON) -m bench.merge --pairs $(RUNS)
+bench-chain: environment ## Seconds from apply to the first step and to Succeeded on the real node
+	$(PYTHON) -m bench.chain --runs $(RUNS)
+
+.PHONY: clean
+clean: ## Remove what was built here
+	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,20 @@
+"""One node for all end-to-end tests; what a machine cannot run is skipped with its reason."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.cluster.requirements import unsupported_reason
+from tests.support.stack import Stack
+
+
+@pytest.fixture(scope="session")
+def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    reason = unsupported_reason()
+    if reason is not None:
+        pytest.skip(f"no real node here: {reason}")
+    with Stack() as running:
+        yield running
+        if request.session.testsfailed:
+            running.cluster.keep_logs = True
+            running.describe(print)

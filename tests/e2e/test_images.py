@@ -1,0 +1,295 @@
+"""The container images: what they hold, whom they run as, and that they run as Kubernetes will run them."""
+
+import hashlib
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster.cache import cache_root
+from tests.support.images import Image, ImageError, build, locks
+from tests.support.images.sources import REPOSITORY, SOURCES, Sources
+from tests.support.images.wheelhouse import wheelhouse
+
+pytestmark = pytest.mark.timeout(1200)
+
+_ARBITRARY_UID = 1000650000
+_OURS = {"trainer": {"finetune_job", "finetune_trainer"}, "operator": {"finetune_job", "finetune_operator"}}
+_SITE_PACKAGES = Path("opt/finetune/venv/lib/python3.11/site-packages")
+_INSTALLERS = re.compile(r"^(pip|apt|dpkg|curl|wget|uv|uvx|easy_install|perl)([0-9.]*|-.*)$")
+
+
+@dataclass(frozen=True)
+class _Mounted:
+    """An image and its file system."""
+
+    which: str
+    image: Image
+    root: Path
+
+    @property
+    def sources(self) -> Sources:
+        return SOURCES[self.which]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The part of the image's configuration that a container runtime acts on."""
+        config: dict[str, Any] = json.loads(self.image.stored.config)["config"]
+        return config
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command as a pod would: arbitrary UID, group 0, read-only root, writable /tmp, PID 1, no network."""
+        enter = (
+            'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && mount -t tmpfs tmpfs "$0/tmp" '
+            '&& mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" '
+            f'&& exec chroot --userspec={_ARBITRARY_UID}:0 --groups= "$0" "$@"'
+        )
+        return subprocess.run(
+            [
+                *("unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", "sh", "-c", enter, self.root),
+                *("env", "--ignore-environment", f"--chdir={self.config['WorkingDir']}", *self.config["Env"], *command),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+
+    def python(self, code: str) -> str:
+        """Run Python code with `run`, in place of the image's own program, and return what it prints."""
+        entrypoint = self.config["Entrypoint"]
+        done = self.run(*entrypoint[: entrypoint.index("-m")], "-c", code)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module", params=list(SOURCES))
+def mounted(request: pytest.FixtureRequest) -> Iterator[_Mounted]:
+    image = build(request.param)
+    with image.mounted() as root:
+        yield _Mounted(request.param, image, root)
+
+
+@pytest.fixture(scope="module")
+def operator_image() -> Image:
+    return build("operator")
+
+
+def _walk(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for directory, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            path = Path(directory, name)
+            yield path, path.lstat()
+
+
+def test_nothing_in_the_image_installs_packages_or_gains_privileges(mounted: _Mounted) -> None:
+    installers, privileged = [], []
+    for path, status in _walk(mounted.root):
+        if path.parent.name in {"bin", "sbin"} and _INSTALLERS.match(path.name):
+            installers.append(path)
+        if not stat.S_ISLNK(status.st_mode) and status.st_mode & (stat.S_ISUID | stat.S_ISGID):
+            privileged.append(path)
+    modules = [path for name in ("pip", "ensurepip", "kernels") for path in mounted.root.glob(f"**/python3*/**/{name}")]
+    packages = [path for path in modules if (path / "__init__.py").exists() and path.name != "kernels"]
+    packages += [path for path in modules if path.name == "kernels" and path.parent.name == "site-packages"]
+    assert (installers, privileged, packages) == ([], [], [])
+
+
+def test_image_runs_as_a_numeric_user_that_cannot_change_its_code(mounted: _Mounted) -> None:
+    user, group = mounted.config["User"].split(":")
+    assert int(user) > 0
+    assert int(group) == 0
+    writable = [
+        path
+        for path, status in _walk(mounted.root / "opt")
+        if not stat.S_ISLNK(status.st_mode) and (status.st_uid != 0 or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    ]
+    assert writable == []
+
+
+def test_image_holds_our_packages_and_nothing_else_of_the_tree(mounted: _Mounted) -> None:
+    packages = mounted.root / "opt/finetune/packages"
+    assert {path.name for path in packages.iterdir()} - {"__pycache__"} == _OURS[mounted.which]
+    leftovers = [path for name in ("mnt", "tmp", "home", "root") for path in (mounted.root / name).glob("[!.]*")]
+    assert leftovers == []
+
+
+def test_installed_packages_are_those_of_the_lock(mounted: _Mounted) -> None:
+    locked = locks.pinned_versions(mounted.sources.requirements.read_text())
+    installed = {}
+    for information in (mounted.root / _SITE_PACKAGES).glob("*.dist-info"):
+        name, _, version = information.name.removesuffix(".dist-info").rpartition("-")
+        installed[re.sub(r"[-_.]+", "-", name).lower()] = version
+    # Locked for another platform only.
+    assert installed == {name: version for name, version in locked.items() if name != "colorama"}
+
+
+def test_every_module_is_compiled(mounted: _Mounted) -> None:
+    site_packages = mounted.root / _SITE_PACKAGES
+    folders = [mounted.root / "opt/finetune/packages" / name for name in _OURS[mounted.which]]
+    samples = {"trainer": ("torch/nn", "transformers"), "operator": ("kopf", "kubernetes")}[mounted.which]
+    folders += [site_packages / name for name in samples]
+    missing = [
+        source
+        for folder in folders
+        for source in folder.rglob("*.py")
+        if not (source.parent / "__pycache__" / f"{source.stem}.cpython-311.pyc").exists()
+    ]
+    assert missing == []
+
+
+def test_image_runs_as_an_arbitrary_user_on_a_read_only_root(mounted: _Mounted) -> None:
+    done = mounted.run(*mounted.config["Entrypoint"], "--help")
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout.lower()
+
+
+def test_dependencies_import_as_an_arbitrary_user(mounted: _Mounted) -> None:
+    modules = {
+        "trainer": "torch, transformers, peft, accelerate, bitsandbytes, finetune_trainer, finetune_job",
+        "operator": "kopf, kubernetes, prometheus_client, finetune_operator, finetune_job",
+    }[mounted.which]
+    printed = mounted.python(f"import {modules}, os; print(os.getuid(), os.getgid(), os.getppid(), os.environ['HOME'])")
+    assert printed.split() == [str(_ARBITRARY_UID), "0", "1", "/tmp"]
+
+
+def test_only_tmp_can_be_written(mounted: _Mounted) -> None:
+    printed = mounted.python(
+        "import errno, pathlib, tempfile\n"
+        "print(tempfile.mkdtemp(dir=pathlib.Path.home()))\n"
+        "try: pathlib.Path('/var/tmp/file').write_text('')\n"
+        "except OSError as error: print(errno.errorcode[error.errno])"
+    )
+    assert printed.startswith("/tmp/")
+    assert printed.endswith("EROFS\n")
+
+
+@pytest.mark.parametrize("mounted", ["trainer"], indirect=True)
+def test_versions_are_those_of_the_lock(mounted: _Mounted) -> None:
+    versions = json.loads((mounted.root / "opt/finetune/versions.json").read_text())
+    assert re.fullmatch(r"3\.11\.\d+", versions.pop("python"))
+    locked = locks.pinned_versions(mounted.sources.requirements.read_text())
+    names = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "safetensors")
+    assert versions == {name: locked[name] for name in names}
+
+
+@pytest.mark.parametrize("mounted", ["trainer"], indirect=True)
+def test_trainer_never_asks_the_hub(mounted: _Mounted) -> None:
+    assert {"HF_HUB_OFFLINE=1", "HF_HUB_DISABLE_TELEMETRY=1"} <= set(mounted.config["Env"])
+
+
+def test_locks_are_what_uv_lock_says() -> None:
+    assert locks.stale() == []
+
+
+def test_lock_with_a_forbidden_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_FORBIDDEN", frozenset({"kopf"}))
+    with pytest.raises(ImageError, match=r"kopf into finetune-operator"):
+        locks.derive(SOURCES["operator"])
+
+
+def _blobs(archive: Path) -> dict[str, str]:
+    """Name of every blob in an OCI archive that can be read once -> digest of its content."""
+    digests = {}
+    with archive.open("rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
+        for entry in tar:
+            content = tar.extractfile(entry)
+            assert content is not None
+            if entry.name.startswith("blobs/sha256/"):
+                digests[Path(entry.name).name] = hashlib.file_digest(content, "sha256").hexdigest()  # type: ignore[arg-type]
+    return digests
+
+
+def test_archive_holds_every_blob_that_the_reader_lacks(operator_image: Image) -> None:
+    with operator_image.archive() as archive:
+        blobs = _blobs(archive)
+    layers = [layer.digest.removeprefix("sha256:") for layer in operator_image.stored.layers]
+    assert set(layers) < set(blobs)
+    assert len(blobs) == len(layers) + 2  # the manifest and the configuration
+    assert all(name == digest for name, digest in blobs.items())
+
+    present = [f"sha256:{digest}" for digest in layers[:-1]]
+    with operator_image.archive(present) as archive:
+        assert set(blobs) - set(_blobs(archive)) == set(layers[:-1])
+
+
+def test_archive_that_nobody_reads_does_no_harm(operator_image: Image) -> None:
+    with operator_image.archive() as archive:
+        assert archive.exists()
+    assert not archive.exists()
+
+
+@dataclass(frozen=True)
+class _Wheelhouse:
+    """A folder with one wheel of ours and the installer, and locks for both."""
+
+    folder: Path
+    requirements: Path
+    installer: Path
+    environment: Path
+
+    def install(self) -> subprocess.CompletedProcess[str]:
+        script = REPOSITORY / "trainer_image" / "layers" / "install-locked.sh"
+        return subprocess.run(
+            ["sh", script, self.folder, self.requirements, self.installer, self.environment],
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+
+@pytest.fixture
+def small_wheelhouse(tmp_path: Path, operator_image: Image) -> _Wheelhouse:
+    folder = tmp_path / "wheelhouse"
+    folder.mkdir()
+    (uv,) = wheelhouse(SOURCES["operator"], cache_root() / "wheels").glob("uv-*.whl")
+    (folder / uv.name).write_bytes(uv.read_bytes())
+    wheel = folder / "demonstration-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("demonstration.py", "VALUE = 1\n")
+        for name, text in {
+            "METADATA": "Metadata-Version: 2.1\nName: demonstration\nVersion: 1.0\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }.items():
+            archive.writestr(f"demonstration-1.0.dist-info/{name}", text)
+    requirements = tmp_path / "requirements.lock"
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    requirements.write_text(f"demonstration==1.0 --hash=sha256:{digest}\n")
+    return _Wheelhouse(folder, requirements, SOURCES["operator"].installer, tmp_path / "venv")
+
+
+def test_locked_wheel_is_installed(small_wheelhouse: _Wheelhouse) -> None:
+    done = small_wheelhouse.install()
+    assert done.returncode == 0, done.stderr
+    assert list(small_wheelhouse.environment.glob("lib/*/site-packages/__pycache__/demonstration.*.pyc"))
+
+
+def test_wheel_that_the_lock_does_not_know_ends_the_build(small_wheelhouse: _Wheelhouse) -> None:
+    with zipfile.ZipFile(small_wheelhouse.folder / "demonstration-1.0-py3-none-any.whl", "a") as archive:
+        archive.writestr("added.py", "")
+    done = small_wheelhouse.install()
+    assert done.returncode != 0
+    assert "hash mismatch" in done.stderr.lower()
+    assert not list(small_wheelhouse.environment.glob("lib/*/site-packages/demonstration.py"))
+
+
+def test_installer_that_its_lock_does_not_know_is_not_run(small_wheelhouse: _Wheelhouse) -> None:
+    (uv,) = small_wheelhouse.folder.glob("uv-*.whl")
+    with uv.open("ab") as file:
+        file.write(b"\0")
+    done = small_wheelhouse.install()
+    assert done.returncode != 0
+    assert "no uv wheel with a hash" in done.stderr

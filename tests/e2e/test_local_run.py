@@ -1,0 +1,171 @@
+"""`finetune run` as its user runs it: to a verified model, through a power cut, and into each kind of bad input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster.errors import wait_until
+from tests.support.stack import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+FINETUNE = Path(sys.executable).parent / "finetune"
+EXAMPLE = ROOT / "examples/quickstart.yaml"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Claims with the quickstart's model and data."""
+    claims = tmp_path_factory.mktemp("inputs")
+    subprocess.run([sys.executable, "-m", "tests.support.quickstart", claims], cwd=ROOT, check=True, timeout=300)
+    return claims
+
+
+def start(claims: Path, manifest: Path = EXAMPLE) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [FINETUNE, "run", manifest, "--claims", claims],
+        cwd=claims,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def run(claims: Path, manifest: Path = EXAMPLE) -> tuple[int, str]:
+    process = start(claims, manifest)
+    output, _ = process.communicate(timeout=600)
+    return process.returncode, output
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    claims = tmp_path_factory.mktemp("undisturbed") / "claims"
+    shutil.copytree(inputs, claims)
+    code, output = run(claims)
+    assert code == 0, output
+    return claims, output
+
+
+def adapter(claims: Path) -> bytes:
+    return (claims / "models-out/quickstart/adapter/adapter_model.safetensors").read_bytes()
+
+
+def test_it_ends_with_a_verified_model_that_needs_no_peft(undisturbed: tuple[Path, str]) -> None:
+    claims, output = undisturbed
+    result = claims / "models-out/quickstart"
+    verification = json.loads((result / "verification.json").read_text())
+    assert verification["passed"] is True
+    assert str(result / "merged") in output.replace("\n", "")
+    history = next((claims / "workspace").glob("*/history.jsonl")).read_text()
+    losses = [line["eval_loss"] for line in map(json.loads, history.splitlines()) if line.get("eval_loss") is not None]
+    assert losses[-1] < 0.9 * losses[0]
+    subprocess.run([sys.executable, "-m", "tests.support.plain_load", result / "merged"], cwd=ROOT, check=True, timeout=300)
+
+
+def test_a_power_cut_in_training_changes_no_byte(inputs: Path, undisturbed: tuple[Path, str], tmp_path: Path) -> None:
+    claims = tmp_path / "claims"
+    shutil.copytree(inputs, claims)
+    first = start(claims)
+
+    def has_checkpoint() -> bool:
+        assert first.poll() is None, first.stdout.read() if first.stdout else ""
+        return bool(list((claims / "workspace").glob("*/checkpoints/step-*[0-9]/manifest.json")))
+
+    wait_until(has_checkpoint, "the first checkpoint", 300)
+    _kill_tree(first.pid)
+    first.wait()
+    code, output = run(claims)
+    assert code == 0, output
+    assert adapter(claims) == adapter(undisturbed[0])
+
+
+def _kill_tree(pid: int) -> None:
+    """SIGKILL a process and all its descendants, the parents first, so that nobody restarts anything."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(pid, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for child in children:
+        _kill_tree(int(child))
+
+
+def _write(path: str, text: str) -> Callable[[Path], None]:
+    return lambda claims: (claims / path).write_text(text) and None
+
+
+def _truncate_a_shard(claims: Path) -> None:
+    shard = min((claims / "models/tiny-llama").glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def _only_pickles(claims: Path) -> None:
+    for shard in (claims / "models/tiny-llama").glob("*.safetensors*"):
+        shard.unlink()
+    (claims / "models/tiny-llama/pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def _no_weights(claims: Path) -> None:
+    for shard in (claims / "models/tiny-llama").glob("*.safetensors*"):
+        shard.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        pytest.param(lambda claims: (claims / "data/train.jsonl").unlink(), ["train.jsonl", "spec.data.source"], id="missing"),
+        pytest.param(_write("data/train.jsonl", ""), ["train.jsonl", "empty"], id="empty"),
+        pytest.param(_write("data/train.jsonl", '{"prompt": "a", "text": "b"}\n'), ["line 1", "completion"], id="key missing"),
+        pytest.param(
+            _write("data/train.jsonl", json.dumps({"prompt": "a " * 5000, "completion": "b"}) + "\n"),
+            ["spec.data.maxSequenceLength"],
+            id="all too long",
+        ),
+        pytest.param(_no_weights, ["safetensors", "spec.model.source"], id="no weights"),
+        pytest.param(_only_pickles, ["pytorch_model.bin", "spec.model.source"], id="pickles only"),
+        pytest.param(_truncate_a_shard, ["model-00001-of", "spec.model.source"], id="truncated shard"),
+    ],
+)
+def test_bad_input_is_refused_before_training(
+    inputs: Path, tmp_path: Path, damage: Callable[[Path], Any], words: list[str]
+) -> None:
+    claims = tmp_path / "claims"
+    shutil.copytree(inputs, claims)
+    damage(claims)
+    code, output = run(claims)
+    flat = " ".join(output.split())
+    assert code == 1, output
+    for word in words:
+        assert word in flat, output
+    assert "Traceback" not in output
+    left = [path for path in (claims / "workspace").rglob("*") if "prepared" in path.parts or ".tmp" in path.name]
+    assert left == []
+    assert not (claims / "models-out").exists() or not any((claims / "models-out").rglob("*.safetensors"))
+
+
+def test_validate_gives_the_verdicts_of_the_examples() -> None:
+    for path in sorted((ROOT / "examples/refused").glob("*.yaml")):
+        head = dict(
+            line.removeprefix("# ").split(": ", 1)
+            for line in path.read_text().splitlines()
+            if line.startswith("# ") and ": " in line
+        )
+        expected = 1 if (head["verdict"], head.get("gate")) == ("refused", "rules") else 0
+        result = subprocess.run([FINETUNE, "validate", "-f", path, "-o", "json"], capture_output=True, text=True, check=False)
+        assert result.returncode == expected, (path, result.stdout, result.stderr)
+
+
+def test_a_manifest_is_needed(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("spec: [unclosed")
+    result = subprocess.run([FINETUNE, "validate", "-f", broken], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "line 1" in result.stdout + result.stderr

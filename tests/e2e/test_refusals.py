@@ -1,0 +1,69 @@
+"""The four core cases and bad input on a real cluster: refused with field, value, reason and fix, and no GPU pod."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune_job.names import Role
+from tests.support.cluster.errors import ClusterError
+from tests.support.stack import NAMESPACE, ROOT, Stack, condition_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+REFUSED = sorted((ROOT / "examples/refused").glob("*.yaml"))
+
+
+def verdicts(path: Path) -> dict[str, str]:
+    """The `# key: value` lines at the top of an example."""
+    lines = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# ")]
+    return dict(line.split(": ", 1) for line in lines if ": " in line)
+
+
+def refused_by(gate: str) -> list[Path]:
+    return [path for path in REFUSED if (verdicts(path)["verdict"], verdicts(path).get("gate")) == ("refused", gate)]
+
+
+def apply(stack: Stack, path: Path) -> str:
+    return stack.apply_example(str(path.relative_to(ROOT)), name=f"refused-{path.stem}"[:50])
+
+
+def assert_refused(stack: Stack, name: str, path: Path) -> dict[str, Any]:
+    job = stack.wait_for_condition(name, "Stalled", "Finished")
+    assert condition_of(job, "Stalled").get("status") == "True", job["status"]
+    errors = [finding for finding in job["status"]["findings"] if finding["severity"] == "error"]
+    assert verdicts(path)["finding"] in {finding["rule"] for finding in errors}
+    for finding in errors:
+        assert finding["field"].startswith("spec."), finding
+        assert finding["message"], finding
+        assert finding["fix"], finding
+    assert stack.batch_jobs(name, Role.TRAIN) == []
+    return job
+
+
+def test_there_are_manifests_for_both_gates() -> None:
+    assert len(refused_by("rules")) >= 6
+    assert refused_by("preflight")
+
+
+def test_what_the_manifest_shows_is_refused_without_any_pod(stack: Stack) -> None:
+    names = {apply(stack, path): path for path in refused_by("rules")}
+    for name, path in names.items():
+        assert_refused(stack, name, path)
+        assert stack.batch_jobs(name) == []
+
+
+def test_what_only_the_model_shows_is_refused_by_preflight(stack: Stack) -> None:
+    path = refused_by("preflight")[0]
+    name = apply(stack, path)
+    job = assert_refused(stack, name, path)
+    assert condition_of(job, "Prepared")["reason"] == "PreflightRefused"
+    assert [one["metadata"]["name"] for one in stack.batch_jobs(name)] == [f"{name}-preflight-0"]
+
+
+def test_unknown_fields_are_an_error_of_kubectl(stack: Stack) -> None:
+    document = yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())
+    document["metadata"] |= {"name": "unknown-field", "namespace": NAMESPACE}
+    document["spec"]["trainig"] = {"epochs": 1}
+    with pytest.raises(ClusterError, match="trainig"):
+        stack.apply(document)

@@ -1,0 +1,272 @@
+"""The product on a real node, as a platform team would install it: cluster, images, chart, claims, and jobs applied to it.
+
+Used by the end-to-end tests, `make demo-cluster` and `make bench-chain`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+from finetune_job.names import LABEL_JOB, LABEL_ROLE, Role
+from tests.support import images
+from tests.support.cluster.errors import ClusterError, wait_until
+from tests.support.cluster.processes import run_command
+from tests.support.cluster.single_node import SingleNodeCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SYSTEM_NAMESPACE = "finetune-system"
+NAMESPACE = "team"
+RESTRICTED = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn", "audit")}
+USER_ID = 1000650000
+"""As platforms assign it that give each namespace a range of its own."""
+CLAIMS = ("models", "data", "models-out", "workspace")
+SHARED_VOLUMES = 6
+"""Volumes of the default storage class, for workspace claims made from a template."""
+STORAGE_CLASS = "shared"
+RELEASE = "finetune"
+_ROLE_RESOURCES = {"cpu": "100m", "memory": "3Gi", "sharedMemory": "256Mi"}
+"""Small requests, so that two training pods and the operator fit on a node of two cores; the kubelet enforces no CPU quota."""
+_VOLUME_SIZE = {"storage": "10Gi"}
+_END_SECONDS = 900.0
+
+
+class Stack:
+    """Context manager: a node with the operator installed and a namespace whose claims hold the quickstart's inputs."""
+
+    def __enter__(self) -> Stack:
+        self._times: dict[str, float] = {}
+        with ExitStack() as stack:
+            self.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="finetune-stack-")))
+            # The pods' user comes from outside and must be able to reach the volumes.
+            self.directory.chmod(0o755)
+            trainer, operator = images.build("trainer"), images.build("operator")
+            self.cluster = stack.enter_context(SingleNodeCluster())
+            for image in (trainer, operator):
+                self._load(image)
+            self.trainer_image, self.operator_image = trainer.reference, operator.reference
+            try:
+                self._make_claims()
+                self._install()
+            except BaseException:
+                self.describe(sys.stderr.write)
+                raise
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.describe(sys.stderr.write)
+        self.cluster.keep_logs = self.cluster.keep_logs or error is not None
+        self._stack.__exit__(kind, error, trace)
+
+    def claim(self, name: str) -> Path:
+        """Directory behind a claim of the namespace."""
+        return self.directory / "claims" / name
+
+    def workspace(self, name: str) -> Path:
+        """Directory of a job on whichever volume its workspace claim was bound to."""
+        found = list(self.directory.glob(f"claims/*/{name}-????????"))
+        if len(found) != 1:
+            raise ClusterError(f"{name} has {len(found)} workspace directories: {found}")
+        return found[0]
+
+    def _load(self, image: images.Image) -> None:
+        if not self.cluster.has_image(image.reference):
+            with image.archive(self.cluster.node.images.blobs()) as archive:
+                self.cluster.load_image(archive, image.reference)
+
+    def _make_claims(self) -> None:
+        claims = self.directory / "claims"
+        subprocess.run([sys.executable, "-m", "tests.support.quickstart", claims], cwd=ROOT, check=True)
+        self.cluster.kubectl("create", "namespace", NAMESPACE)
+        self.cluster.kubectl("label", "namespace", NAMESPACE, *(f"{key}={value}" for key, value in RESTRICTED.items()))
+        self.apply(
+            {
+                "apiVersion": "storage.k8s.io/v1",
+                "kind": "StorageClass",
+                "metadata": {"name": STORAGE_CLASS, "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
+                "provisioner": "kubernetes.io/no-provisioner",
+            }
+        )
+        for name in CLAIMS:
+            (claims / name).mkdir(exist_ok=True)
+            self.apply(_volume(name, claims / name, storage_class=""), _bound_claim(name))
+        for number in range(SHARED_VOLUMES):
+            directory = claims / f"shared-{number}"
+            directory.mkdir()
+            self.apply(_volume(directory.name, directory, storage_class=STORAGE_CLASS))
+        for path in [claims, *claims.rglob("*")]:
+            # hostPath volumes are not given to a pod's group by the kubelet; group 0 stands for it, as on a shared file system.
+            path.chmod(0o2775 if path.is_dir() else 0o664)
+
+    def _install(self) -> None:
+        values = {
+            "image": _image_values(self.operator_image),
+            "defaultProfile": {
+                "spec": {
+                    "trainerImage": self.trainer_image,
+                    "imagePullPolicy": "Never",
+                    "runAsUser": USER_ID,
+                    "resources": {role.value: _ROLE_RESOURCES for role in Role},
+                }
+            },
+        }
+        file = self.directory / "values.yaml"
+        file.write_text(json.dumps(values))
+        self.cluster.kubectl("create", "namespace", SYSTEM_NAMESPACE)
+        self.cluster.kubectl("label", "namespace", SYSTEM_NAMESPACE, *(f"{key}={value}" for key, value in RESTRICTED.items()))
+        self.cluster.helm(
+            *("install", RELEASE, ROOT / "charts/finetune-operator", "--namespace", SYSTEM_NAMESPACE),
+            *("--values", file, "--wait", "--timeout", "5m"),
+        )
+
+    def apply(self, *documents: dict[str, Any]) -> None:
+        """`kubectl apply` of objects."""
+        # As JSON: PyYAML leaves a string such as "1e-2" bare, which Kubernetes reads as a number.
+        self.cluster.kubectl("apply", "-f", "-", input="\n".join(map(json.dumps, documents)))
+
+    def apply_example(self, path: str, **metadata: str) -> str:
+        """Apply an example of the project in the namespace, under another name where one is given. Returns the job's name."""
+        document = yaml.safe_load((ROOT / path).read_text())
+        document["metadata"] |= {"namespace": NAMESPACE, **metadata}
+        if "name" in metadata:
+            document["spec"]["output"]["destination"] = f"pvc://models-out/{metadata['name']}"
+        self.apply(document)
+        return str(document["metadata"]["name"])
+
+    def objects(self, kind: str, selector: str = "", namespace: str = NAMESPACE) -> list[dict[str, Any]]:
+        """All objects of a kind that match a label selector."""
+        arguments = ["get", kind, "--namespace", namespace, "--output", "json", *(["--selector", selector] if selector else [])]
+        items: list[dict[str, Any]] = json.loads(self.cluster.kubectl(*arguments))["items"]
+        return items
+
+    def job(self, name: str) -> dict[str, Any]:
+        """The FineTuneJob."""
+        document: dict[str, Any] = json.loads(
+            self.cluster.kubectl("get", "finetunejob", name, "--namespace", NAMESPACE, "--output", "json")
+        )
+        return document
+
+    def batch_jobs(self, name: str, role: Role | None = None) -> list[dict[str, Any]]:
+        """The batch Jobs of a FineTuneJob, of one role or all."""
+        return self.objects("jobs", f"{LABEL_JOB}={name}" + (f",{LABEL_ROLE}={role}" if role else ""))
+
+    def pods(self, name: str, role: Role) -> list[dict[str, Any]]:
+        """The pods of a role."""
+        return self.objects("pods", f"{LABEL_JOB}={name},{LABEL_ROLE}={role}")
+
+    def wait(self, condition: Callable[[], Any], what: str, seconds: float = _END_SECONDS) -> Any:
+        """Wait for a condition; on time-out everything that explains it is printed."""
+        return wait_until(_slowly(condition), what, seconds)
+
+    def wait_for_condition(self, name: str, *kinds: str) -> dict[str, Any]:
+        """Wait until one of the conditions is True, and return the job."""
+
+        def reached() -> dict[str, Any] | None:
+            job = self.job(name)
+            return job if any(condition_of(job, kind).get("status") == "True" for kind in kinds) else None
+
+        job: dict[str, Any] = self.wait(reached, f"{name} to be {' or '.join(kinds)}")
+        return job
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        """Wait until training has reached a step, as status shows it."""
+        self.wait(lambda: self.job(name).get("status", {}).get("progress", {}).get("step", 0) >= step, f"step {step} of {name}")
+
+    def kill_container(self, pod: dict[str, Any]) -> None:
+        """SIGKILL the first process of a running pod's container, as the kernel does when memory runs out."""
+        container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
+        process = self.cluster.node.images.main_process(container)
+        run_command(*self.cluster.node.command("kill", "-KILL", str(process)))
+
+    def describe(self, write: Callable[[str], Any]) -> None:
+        """Print what a person would look at first."""
+        for arguments in (
+            ("get", "finetunejobs,jobs,pods", "--all-namespaces", "--output", "wide"),
+            ("get", "finetunejobs", "--all-namespaces", "--output", "yaml"),
+            ("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp"),
+            ("logs", "--namespace", SYSTEM_NAMESPACE, "--selector", "app.kubernetes.io/name=finetune-operator", "--tail=200"),
+            ("logs", "--namespace", SYSTEM_NAMESPACE, "--selector", "app.kubernetes.io/name=finetune-operator", "--previous"),
+        ):
+            try:
+                write(f"\n$ kubectl {' '.join(arguments)}\n{self.cluster.kubectl(*arguments)[-20000:]}\n")
+            except ClusterError as error:
+                write(f"{error}\n")
+        logs = sorted(self.directory.glob("claims/*/*/logs/**/*"))
+        logs = [log for log in logs if log.is_file()]
+        for log in logs[-6:]:
+            write(f"\n--- {log.relative_to(self.directory)}\n{log.read_text(errors='replace')[-3000:]}\n")
+        kept = Path(tempfile.gettempdir()) / f"finetune-stack-logs-{os.getpid()}"
+        for log in logs:
+            target = kept / log.relative_to(self.directory)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(log, target)
+        write(f"\nlogs of all ranks: {kept}\n")
+
+
+def condition_of(job: dict[str, Any], kind: str) -> dict[str, Any]:
+    """One condition of a job; empty while it is not there."""
+    return next((one for one in job.get("status", {}).get("conditions", []) if one["type"] == kind), {})
+
+
+def _slowly(condition: Callable[[], Any]) -> Callable[[], Any]:
+    """A condition that starts a program each time is asked twice a second, not twenty times."""
+    last = 0.0
+
+    def asked() -> Any:
+        nonlocal last
+        time.sleep(max(0.0, last + 0.5 - time.monotonic()))
+        result = condition()
+        last = time.monotonic()
+        return result
+
+    return asked
+
+
+def _image_values(reference: str) -> dict[str, str]:
+    repository, _, tag = reference.rpartition(":")
+    return {"repository": repository, "tag": tag, "pullPolicy": "Never"}
+
+
+def _volume(name: str, directory: Path, *, storage_class: str) -> dict[str, Any]:
+    """A volume on a directory of this machine; without a class it is kept for the claim of its name."""
+    reserved = {} if storage_class else {"claimRef": {"namespace": NAMESPACE, "name": name}}
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": f"{NAMESPACE}-{name}"},
+        "spec": {
+            "capacity": _VOLUME_SIZE,
+            "accessModes": ["ReadWriteMany"],
+            "hostPath": {"path": str(directory)},
+            "storageClassName": storage_class,
+            **reserved,
+        },
+    }
+
+
+def _bound_claim(name: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": "",
+            "volumeName": f"{NAMESPACE}-{name}",
+            "resources": {"requests": _VOLUME_SIZE},
+        },
+    }
