@@ -94,9 +94,9 @@ class Kube:
             raise
         return True
 
-    def create(self, kind: str, namespace: str, body: Document) -> Document:
-        """Create with strict field validation, as kubectl does."""
-        return self.request("POST", self.path(kind, namespace) + "?fieldValidation=Strict", body)
+    def create(self, kind: str, namespace: str, body: Document, validation: str = "Strict") -> Document:
+        """Create with strict field validation, as kubectl does, or with another."""
+        return self.request("POST", self.path(kind, namespace) + f"?fieldValidation={validation}", body)
 
     def patch(self, kind: str, namespace: str, name: str, patch: Document, subresource: str = "") -> Document:
         """JSON merge patch."""

@@ -54,6 +54,14 @@ def test_unknown_and_malformed_fields_are_refused_at_the_door(workload: Workload
         workload.apply("number", training={"maxSteps": 4, "learningRate": "nan"})
 
 
+def test_a_field_that_was_pruned_shows_in_the_effective_settings(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply_leniently(training={"maxSteps": 4, "learningrate": "5e-5"})
+    operator()
+    plan = workload.wait(lambda: workload.status().get("plan"), "the plan in status")
+    assert "learningrate" not in workload.job()["spec"]["training"]
+    assert {"field": "spec.training.learningRate", "value": '"2e-4"', "reason": "usual for this method"} in plan["choices"]
+
+
 def test_editor_manages_jobs_but_not_their_status(workload: Workload) -> None:
     editor = as_user(workload, "edit")
     Workload(editor, workload.namespace).apply()

@@ -45,8 +45,17 @@ class StatusFinding(StatusModel):
     fix: Text = ""
 
 
+class PlanChoice(StatusModel):
+    """A value that the manifest left open and the plan fixed."""
+
+    field: Text
+    value: Text
+    """As JSON."""
+    reason: Text = ""
+
+
 class PlanStatus(StatusModel):
-    """The frozen plan."""
+    """The frozen plan. With the spec, in which the API server has filled its defaults in, `choices` are the effective settings."""
 
     hash: Annotated[str, StringConstraints(max_length=64)]
     """SHA-256 of the plan's canonical JSON."""
@@ -55,6 +64,8 @@ class PlanStatus(StatusModel):
     """Digest of the base model's files, by preflight."""
     data_hash: Text = ""
     """Digest of the prepared data, by preflight."""
+    choices: list[PlanChoice] = Field(default_factory=list, max_length=64)
+    """What was left open, and what it became."""
 
 
 class RankFailure(StatusModel):

@@ -6,9 +6,10 @@ is one status write with the observed resourceVersion as precondition; the plan'
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
-from finetune_job.api.status import FineTuneJobStatus, PlanStatus, StatusFinding
+from finetune_job.api.status import FineTuneJobStatus, PlanChoice, PlanStatus, StatusFinding
 from finetune_job.plan.digest import canonical_json, plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
@@ -98,7 +99,8 @@ def _refuse(draft: Draft, reason: Reason, message: str) -> None:
 def _freeze(observed: Observed, draft: Draft, plan: RunPlan, digest: str) -> None:
     image = plan.placement.trainer_image if plan.placement is not None else ""
     draft.set(start_time=observed.job.status.start_time or timestamp(draft.now))
-    draft.set(plan=PlanStatus(hash=digest, trainer_image=image))
+    choices = [PlanChoice(field=one.field, value=json.dumps(one.value), reason=one.reason) for one in plan.choices]
+    draft.set(plan=PlanStatus(hash=digest, trainer_image=image, choices=choices))
     draft.condition(ConditionType.VALIDATED, True, Reason.ACCEPTED, f"Plan {digest[:12]} is frozen.")
     draft.condition(ConditionType.READY, False, Reason.PENDING, "The plan is being stored.")
     draft.emit("Normal", Reason.ACCEPTED, f"Accepted; plan {digest[:12]} is frozen.")

@@ -21,6 +21,9 @@ def test_the_freeze_is_a_status_write_and_nothing_else() -> None:
     assert status.plan is not None
     assert status.plan.hash == plan_sha256(job.plan())
     assert status.plan.trainer_image == job.profile.trainer_image
+    chosen = {choice.field: (choice.value, choice.reason) for choice in status.plan.choices}
+    assert chosen["spec.training.learningRate"] == ('"2e-4"', "usual for this method")
+    assert len(chosen) == len(job.plan().choices)
     assert condition(actions, ConditionType.VALIDATED) == ("True", Reason.ACCEPTED)
     assert (actions.creates, actions.deletes) == ((), ())
     assert status.observed_generation == 1

@@ -190,7 +190,7 @@ def test_status_that_has_not_started_has_no_start_time_at_all() -> None:
     assert "startTime" not in document
     assert "plan" not in document
     started = STATUS.model_copy(update={"start_time": "2026-01-02T03:04:05Z", "plan": PlanStatus(hash="h")})
-    assert status_document(started)["plan"] == {"hash": "h"}
+    assert status_document(started)["plan"] == {"hash": "h", "choices": []}
 
 
 def test_status_survives_the_way_to_the_server_and_back() -> None:
