@@ -55,6 +55,7 @@ def on_this_machine(claims: Path, number: int) -> float:
     """The same plan as local processes; seconds from start to the end of the summary."""
     document: dict[str, Any] = yaml.safe_load((ROOT / EXAMPLE).read_text())
     document["metadata"]["name"] = f"bench-local-{number}"
+    document["spec"]["output"]["destination"] = f"pvc://models-out/bench-local-{number}"
     manifest = claims.parent / f"local-{number}.yaml"
     manifest.write_text(json.dumps(document))
     start = time.monotonic()
