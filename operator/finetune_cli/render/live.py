@@ -67,7 +67,8 @@ class LiveView:
         for finding in report.findings:
             shown = Finding.model_validate(finding.model_dump())
             self._console.print(finding_text(shown), markup=False, soft_wrap=True)
-        if report.outcome is not Outcome.SUCCEEDED and report.hint:
+        # Findings carry their own fixes; the hint repeats the first.
+        if report.outcome is not Outcome.SUCCEEDED and report.hint and not report.findings:
             self._console.print(f"  {report.hint}", markup=False, soft_wrap=True)
 
     def restarting(self, report: TerminationReport, pause_seconds: float) -> None:
