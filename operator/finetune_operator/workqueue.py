@@ -124,12 +124,6 @@ class WorkQueue(Generic[K]):
         self._closed = True
         self._changed.set()
 
-    async def drained(self) -> None:
-        """Wait until no worker holds a key."""
-        while self._taken:
-            self._changed.clear()
-            await self._changed.wait()
-
     def _collect_due(self) -> None:
         now = self._clock()
         while self._delayed and self._delayed[0][0] <= now:

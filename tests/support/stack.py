@@ -47,7 +47,6 @@ class Stack:
     """Context manager: a node with the operator installed and a namespace whose claims hold the quickstart's inputs."""
 
     def __enter__(self) -> Stack:
-        self._times: dict[str, float] = {}
         with ExitStack() as stack:
             self.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="finetune-stack-")))
             # The pods' user comes from outside and must be able to reach the volumes.

@@ -28,11 +28,6 @@ def _verdict(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def findings_text(findings: Iterable[Finding]) -> str:
-    """Several findings."""
-    return "\n".join(finding_text(finding) for finding in findings)
-
-
 def finding_text(finding: Finding) -> str:
     """One finding: field, value, reason, fix."""
     return "\n".join(

@@ -3,11 +3,9 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from finetune_job.api.base import ApiModel, ClaimSource
-
-Key = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 class DataFormat(StrEnum):

@@ -17,6 +17,10 @@ class MethodType(StrEnum):
     FULL = "Full"
 
 
+ALL_LINEAR = "all-linear"
+"""PEFT's word for every linear layer but the output head."""
+
+
 class LoraBias(StrEnum):
     """Which biases are trained beside the adapter."""
 

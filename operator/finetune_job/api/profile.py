@@ -44,17 +44,6 @@ class Resources(ApiModel):
     """CPU pod that merges and verifies."""
 
 
-class LibraryVersions(ApiModel):
-    """What the trainer image holds: the content of its versions.json."""
-
-    model_config = ApiModel.model_config | {"alias_generator": None}
-    torch: Annotated[str, StringConstraints(max_length=64)] = ""
-    transformers: Annotated[str, StringConstraints(max_length=64)] = ""
-    peft: Annotated[str, StringConstraints(max_length=64)] = ""
-    accelerate: Annotated[str, StringConstraints(max_length=64)] = ""
-    bitsandbytes: Annotated[str, StringConstraints(max_length=64)] = ""
-
-
 class FineTuneProfileSpec(ApiModel):
     """Images, resources and limits of every job that names this profile."""
 
@@ -62,8 +51,6 @@ class FineTuneProfileSpec(ApiModel):
     """Trainer image, by digest in production."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     """When the image is pulled."""
-    versions: LibraryVersions = LibraryVersions()
-    """Libraries in the trainer image, from its versions.json; rules that hold for some versions only read them."""
     resources: Resources = Resources()
     """Resources by role."""
     gpu: GpuResource | None = None

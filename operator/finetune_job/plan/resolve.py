@@ -7,7 +7,7 @@ from typing import TypeVar
 from finetune_job.api.base import Dtype, claim_path, size_bytes
 from finetune_job.api.data import DataFormat, LossOn
 from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.api.method import LoraSpec, MethodType, QuantizationSpec, QuantType
+from finetune_job.api.method import ALL_LINEAR, LoraSpec, MethodType, QuantizationSpec, QuantType
 from finetune_job.api.model import Attention
 from finetune_job.api.parallelism import AutoWrapPolicy, FsdpSpec, MixedPrecisionSpec
 from finetune_job.api.profile import FineTuneProfileSpec
@@ -128,7 +128,7 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: _Choices, *, as_base: bool)
         lora_alpha=pick("method.lora.loraAlpha", lora.lora_alpha, 2 * lora.r, "twice the rank"),
         lora_dropout=float(pick("method.lora.loraDropout", lora.lora_dropout, "0", "adapters seldom need dropout")),
         target_modules=tuple(
-            pick("method.lora.targetModules", lora.target_modules, ["all-linear"], "every linear layer but the output head")
+            pick("method.lora.targetModules", lora.target_modules, [ALL_LINEAR], "every linear layer but the output head")
         ),
         modules_to_save=tuple(lora.modules_to_save or ()),
         rank_pattern=lora.rank_pattern or {},
@@ -273,7 +273,6 @@ def _placement(name: str, profile: FineTuneProfileSpec) -> Placement:
         profile=name,
         trainer_image=profile.trainer_image,
         image_pull_policy=profile.image_pull_policy,
-        versions=profile.versions,
         resources=profile.resources,
         gpu_resource_name=profile.gpu.resource_name if profile.gpu else None,
         service_account_name=profile.service_account_name,

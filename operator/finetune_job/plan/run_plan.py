@@ -16,7 +16,7 @@ from finetune_job.api.data import DataFormat, LossOn
 from finetune_job.api.method import LoraBias, MethodType, QuantStorage, QuantType
 from finetune_job.api.model import Attention
 from finetune_job.api.parallelism import AutoWrapPolicy
-from finetune_job.api.profile import LibraryVersions, Resources
+from finetune_job.api.profile import Resources
 from finetune_job.api.training import ActivationCheckpointing, Precision, Scheduler
 
 
@@ -170,7 +170,6 @@ class Placement(PlanModel):
     profile: str
     trainer_image: str
     image_pull_policy: str
-    versions: LibraryVersions
     resources: Resources
     gpu_resource_name: str | None
     service_account_name: str

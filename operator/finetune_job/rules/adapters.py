@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from finetune_job.api.method import LoraSpec, MethodType
+from finetune_job.api.method import ALL_LINEAR, LoraSpec, MethodType
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
 
@@ -16,8 +16,6 @@ _TARGETS = f"{_LORA}.targetModules"
 _SAVED = f"{_LORA}.modulesToSave"
 _RANKS = f"{_LORA}.rankPattern"
 _ALPHAS = f"{_LORA}.alphaPattern"
-ALL_LINEAR = "all-linear"
-"""PEFT's word for every linear layer but the output head."""
 
 
 @rule(

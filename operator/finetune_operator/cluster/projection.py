@@ -192,10 +192,6 @@ def batch_job_view(document: Document) -> BatchJobView | None:
         ),
         suspended=bool((document.get("spec") or {}).get("suspend")),
         start_time=timestamp(status.get("startTime")),
-        active=status.get("active") or 0,
-        ready=status.get("ready") or 0,
-        succeeded=status.get("succeeded") or 0,
-        failed=status.get("failed") or 0,
         deleting="deletionTimestamp" in metadata,
     )
 

@@ -72,10 +72,6 @@ class BatchJobView:
     """`spec.suspend`: set by a queue such as Kueue, never by us."""
     start_time: datetime | None = None
     """`status.startTime`; the Job controller resets it when a suspended Job resumes."""
-    active: int = 0
-    ready: int = 0
-    succeeded: int = 0
-    failed: int = 0
     deleting: bool = False
 
     def has(self, *types: str) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from finetune_job.api.method import ALL_LINEAR
 from finetune_trainer.merge.adapter_settings import AdapterSettings
 from finetune_trainer.merge.errors import (
     AdapterTensorDuplicateError,
@@ -175,7 +176,7 @@ def _require_all_targets(
     base: Mapping[str, TensorHeader], base_config: Mapping[str, Any], settings: AdapterSettings, adapted: set[str]
 ) -> None:
     """A targeted module without adapter tensors means that the save lost some (a rank's part under FSDP, say)."""
-    if not settings.targets_all_layers or settings.target_modules == "all-linear":
+    if not settings.targets_all_layers or settings.target_modules == ALL_LINEAR:
         return
     # A first part that the checkpoint leaves out is given back, so that names compare with PEFT's.
     num_layers = base_config.get("num_hidden_layers", base_config.get("n_layer"))

@@ -46,11 +46,6 @@ class OutputTensor:
         return self.source.num_bytes // DTYPE_BYTES[self.source.dtype] * DTYPE_BYTES[self.dtype]
 
     @property
-    def is_untouched(self) -> bool:
-        """True when the bytes are the base model's."""
-        return self.low_rank is None and not self.is_replaced and self.dtype == self.source.dtype
-
-    @property
     def is_changed_by_adapter(self) -> bool:
         return self.low_rank is not None or self.is_replaced
 

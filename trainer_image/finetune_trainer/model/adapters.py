@@ -9,11 +9,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from transformers import PreTrainedModel
 
+from finetune_job.api.method import ALL_LINEAR
 from finetune_job.plan.run_plan import LoraPlan, RunPlan
 from finetune_trainer.errors import ConfigError
-
-ALL_LINEAR = "all-linear"
-"""PEFT's word for every linear layer but the output head."""
 
 
 def lora_config(lora: LoraPlan) -> LoraConfig:

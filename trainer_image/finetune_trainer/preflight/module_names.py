@@ -10,11 +10,9 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 
+from finetune_job.api.method import ALL_LINEAR
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_job.rules.rule import Finding
-
-ALL_LINEAR = "all-linear"
-"""PEFT's word for every linear layer but the output head; it names no module."""
 
 
 def check_names(lora: LoraPlan, adaptable: Collection[str], modules: Collection[str]) -> list[Finding]:
