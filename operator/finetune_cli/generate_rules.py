@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from finetune_job.methods import METHODS, Method
 from finetune_job.rules.book import RULES
 from finetune_job.rules.fsdp_versions import FSDP_FIELDS, FsdpField
 from finetune_job.rules.rule import Rule
@@ -24,7 +25,7 @@ def page() -> str:
     """The whole page in Markdown."""
     errors = [rule for rule in RULES if rule.severity == "error"]
     warnings = [rule for rule in RULES if rule.severity == "warning"]
-    parts = [_HEAD, "## Errors\n", *map(_section, errors), "## Warnings\n", *map(_section, warnings), _versions()]
+    parts = [_HEAD, "## Errors\n", *map(_section, errors), "## Warnings\n", *map(_section, warnings), _versions(), _methods()]
     return "\n".join(parts)
 
 
@@ -49,6 +50,21 @@ def _versions() -> str:
         "|---|---|---|---|",
     ]
     return "\n".join([*head, *rows, ""])
+
+
+def _methods() -> str:
+    rows = [
+        f"| `{kind}` | `{method.family.value}` | {'yes' if method.merges else 'no'} | {_verdict(method)} |"
+        for kind, method in METHODS.items()
+    ]
+    head = ["## Methods\n", "| `spec.method.type` | settings | merged | |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows, ""])
+
+
+def _verdict(method: Method) -> str:
+    if method.refused:
+        return f"refused: {method.refused}"
+    return f"on one rank only: {method.one_rank}" if method.one_rank else "trains"
 
 
 def _mark(row: FsdpField, version: int) -> str:

@@ -30,6 +30,10 @@ class FailureClass(StrEnum):
     DISK_FULL = "DiskFull"
     COLLECTIVE = "Collective"
     """A collective failed or timed out: most often the echo of another rank's failure."""
+    STALLED = "Stalled"
+    """A rank stopped making progress; the stacks of all ranks are on the workspace."""
+    SOURCE_UNAVAILABLE = "SourceUnavailable"
+    """A hub or an object store did not answer, or not with what was asked for; trying again may help."""
     CHECKPOINT_INVALID = "CheckpointInvalid"
     PLAN_MISMATCH = "PlanMismatch"
     """The plan file does not have the digest that the operator announced."""
@@ -59,6 +63,8 @@ EXIT_CODES: dict[FailureClass, int] = {
     FailureClass.PREEMPTED: 50,
     FailureClass.VERIFICATION_FAILED: 51,
     FailureClass.INTERNAL: 52,
+    FailureClass.STALLED: 53,
+    FailureClass.SOURCE_UNAVAILABLE: 54,
 }
 CLASS_OF_EXIT_CODE = {code: failure for failure, code in EXIT_CODES.items()}
 

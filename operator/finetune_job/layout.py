@@ -11,6 +11,16 @@ class WorkspaceLayout:
     root: Path
 
     @property
+    def sources(self) -> Path:
+        """What was fetched from outside the cluster: `model`, `data-<n>`, `validation`; each complete once it exists."""
+        return self.root / "sources"
+
+    @property
+    def accounts(self) -> Path:
+        """One JSON object per line: how each attempt spent its time."""
+        return self.root / "accounts.jsonl"
+
+    @property
     def prepared(self) -> Path:
         """Tokenised and packed data, a manifest last."""
         return self.root / "prepared"
@@ -37,6 +47,10 @@ class WorkspaceLayout:
     def reports(self, role: str, attempt: int) -> Path:
         """Full termination reports of one role and attempt, a file per node rank."""
         return self.root / "reports" / f"{role}-{attempt}"
+
+    def stacks(self, attempt: int) -> Path:
+        """Stacks of ranks that stalled, a file per rank, and what the collective library recorded."""
+        return self.root / "stacks" / f"train-{attempt}"
 
     def logs(self, role: str, attempt: int) -> Path:
         """Output of each rank, size-capped."""

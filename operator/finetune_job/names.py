@@ -42,6 +42,7 @@ MAX_JOB_NAME = 63
 class Role(StrEnum):
     """What a pod does; one batch Job per role (and, for training, per attempt)."""
 
+    FETCH = "fetch"
     PREFLIGHT = "preflight"
     TRAIN = "train"
     MERGE = "merge"

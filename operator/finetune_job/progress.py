@@ -19,6 +19,22 @@ class Progress(BaseModel):
     """The same before the first step."""
     learning_rate: float | None = None
     tokens_per_second: float | None = None
+    tokens_per_second_per_device: float | None = None
+    mfu: float | None = None
+    """Model FLOPs utilisation, 0 to 1; None where the peak of the device is not known."""
+    step_seconds_median: float | None = None
+    step_seconds_p95: float | None = None
+    data_wait_ratio: float | None = None
+    """Share of the step time spent waiting for batches, 0 to 1."""
+    straggler_ratio: float | None = None
+    """Slowest rank's computing time over the median rank's, latest step."""
+    peak_memory_bytes: int | None = None
+    """Largest over all ranks: of the device, or resident memory on the CPU."""
+    goodput: float | None = None
+    """Share of the time since the first attempt began that went into steps that count, 0 to 1."""
+    best_eval_loss: float | None = None
+    seconds_left: float | None = None
+    """At the pace of the latest steps."""
     checkpoint_step: int | None = None
     """Step of the latest complete checkpoint."""
 

@@ -8,6 +8,8 @@ class ConditionType(StrEnum):
 
     VALIDATED = "Validated"
     """The manifest and its profile pass every rule, and the plan is frozen."""
+    FETCHED = "Fetched"
+    """Model and data from outside the cluster are on the workspace."""
     PREPARED = "Prepared"
     """Preflight accepted the model, the data and the settings."""
     TRAINED = "Trained"
@@ -24,7 +26,7 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
 
 
-STAGES = (ConditionType.VALIDATED, ConditionType.PREPARED, ConditionType.TRAINED, ConditionType.MERGED)
+STAGES = (ConditionType.VALIDATED, ConditionType.FETCHED, ConditionType.PREPARED, ConditionType.TRAINED, ConditionType.MERGED)
 
 
 class Reason(StrEnum):
@@ -49,6 +51,8 @@ class Reason(StrEnum):
     COMPLETED = "Completed"
     SKIPPED = "Skipped"
     """The job does not ask for this stage."""
+    FETCH_REFUSED = "FetchRefused"
+    """A source does not exist, or the credentials do not open it."""
     PREFLIGHT_REFUSED = "PreflightRefused"
     """Preflight showed with the real model and data that the run cannot work."""
     FAILED = "Failed"

@@ -72,17 +72,39 @@ def size_bytes(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-CLAIM_SOURCE_PATTERN = r"^pvc://[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(/[A-Za-z0-9._-]+)*/?$"
+_SEGMENT = r"[A-Za-z0-9._-]+"
+_CLAIM = rf"pvc://[a-z0-9]([a-z0-9-]{{0,61}}[a-z0-9])?(/{_SEGMENT})*/?"
+_HUB = rf"hf://(datasets/)?{_SEGMENT}/{_SEGMENT}(/{_SEGMENT})*/?"
+_BUCKET = r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._=-]+)*/?"
+CLAIM_SOURCE_PATTERN = f"^{_CLAIM}$"
+SOURCE_PATTERN = f"^({_CLAIM}|{_HUB}|{_BUCKET})$"
+HUB_DATASETS = "datasets/"
+"""How the Hub's own URLs tell a data set from a model."""
 
 
 def _no_parent(text: str) -> str:
-    if any(part in (".", "..") for part in text.removeprefix("pvc://").split("/")):
-        raise ValueError(f"{text!r} leaves its claim; write a path without '.' and '..'")
+    if any(part in (".", "..") for part in text.partition("://")[2].split("/")):
+        raise ValueError(f"{text!r} leaves its root; write a path without '.' and '..'")
+    return text
+
+
+def _has_organisation(text: str) -> str:
+    data_set = text.removeprefix(f"hf://{HUB_DATASETS}")
+    if data_set != text and "/" not in data_set.rstrip("/"):
+        raise ValueError(f"{text!r} names no data set; write hf://{HUB_DATASETS}<organisation>/<name>")
     return text
 
 
 ClaimSource = Annotated[str, StringConstraints(pattern=CLAIM_SOURCE_PATTERN, max_length=512), AfterValidator(_no_parent)]
 """A path on a PersistentVolumeClaim of the job's namespace: `pvc://<claim>/<path>`."""
+Source = Annotated[
+    str,
+    StringConstraints(pattern=SOURCE_PATTERN, max_length=512),
+    AfterValidator(_no_parent),
+    AfterValidator(_has_organisation),
+]
+"""Where something is read from: `pvc://<claim>/<path>`, `hf://<org>/<model>`, `hf://datasets/<org>/<name>/<path>`,
+`s3://<bucket>/<prefix>`."""
 
 
 class ClaimPath(BaseModel):
@@ -94,11 +116,48 @@ class ClaimPath(BaseModel):
     """Relative to the claim's root; empty for the root itself."""
 
 
+class HubPath(BaseModel):
+    """A parsed `hf://` source."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    repository: str
+    """`<org>/<name>`."""
+    is_dataset: bool
+    path: str = ""
+    """File or directory inside the repository; empty for all of it."""
+
+
+class BucketPath(BaseModel):
+    """A parsed `s3://` source."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    bucket: str
+    prefix: str = ""
+    """A key, or what stands before the keys; empty for the whole bucket."""
+
+
+def parse_source(source: str) -> ClaimPath | HubPath | BucketPath:
+    """Split a `Source`."""
+    scheme, _, rest = source.partition("://")
+    rest = rest.strip("/")
+    if scheme == "hf":
+        is_dataset = rest.startswith(HUB_DATASETS)
+        organisation, name, *path = rest.removeprefix(HUB_DATASETS).split("/")
+        return HubPath(repository=f"{organisation}/{name}", is_dataset=is_dataset, path="/".join(path))
+    root, _, path_text = rest.partition("/")
+    if scheme == "s3":
+        return BucketPath(bucket=root, prefix=path_text)
+    return ClaimPath(claim=root, path=path_text)
+
+
 def claim_path(source: str) -> ClaimPath:
     """Split `pvc://claim/path`."""
     claim, _, path = source.removeprefix("pvc://").partition("/")
     return ClaimPath(claim=claim, path=path.strip("/"))
 
 
+Revision = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$", max_length=40)]
+"""A commit of a repository on the Hub: 40 hexadecimal digits. Branches and tags move, so they are no revisions."""
+SecretName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$", max_length=253)]
 ClaimName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", max_length=63)]
 ModuleName = Annotated[str, StringConstraints(max_length=200)]

@@ -34,6 +34,7 @@ _COPIED = {
 _DROPPED = {"title"}
 """Noise that is legal but teaches nobody anything."""
 EXACTLY_ONE = {
+    ("data",): ("source", "datasets"),
     ("training",): ("epochs", "maxSteps"),
     ("workspace",): ("claimName", "volumeClaimTemplate"),
 }
@@ -80,8 +81,11 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
         elif key == "additionalProperties":
             if isinstance(value, dict):
                 result["additionalProperties"] = _rewrite(value, definitions, f"{path}{{}}")
+            elif value is True and "maxProperties" in node:
+                # Only where the number of fields is bounded; what they hold, the model's validators say.
+                result["x-kubernetes-preserve-unknown-fields"] = True
             elif value is not False:
-                raise UnknownKeywordError(f"{path}: free-form objects are not part of this API")
+                raise UnknownKeywordError(f"{path}: free-form objects need a largest number of fields")
         elif key in _COPIED:
             result[key] = value
         else:

@@ -3,14 +3,15 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
-from finetune_job.api.base import ApiModel, ClaimSource
+from finetune_job.api.base import ApiModel, DecimalString, Revision, Source
 
 
 class DataFormat(StrEnum):
     """What one record holds."""
 
+    CHAT = "Chat"
     PROMPT_COMPLETION = "PromptCompletion"
     TEXT = "Text"
 
@@ -18,30 +19,54 @@ class DataFormat(StrEnum):
 class LossOn(StrEnum):
     """Which tokens are supervised."""
 
+    ASSISTANT = "Assistant"
+    """Every turn of the assistant in a chat, with the token that ends it."""
     COMPLETION = "Completion"
+    """The completion; in a chat the last turn, which must be the assistant's."""
     ALL = "All"
 
 
 class ValidationData(ApiModel):
     """Held-out records, never trained on."""
 
-    source: ClaimSource
-    """JSON Lines file in the same format: `pvc://<claim>/<path>`."""
+    source: Source
+    """File or directory of records in the same format."""
+    revision: Revision | None = None
+    """Commit of an `hf://` source; required there and not allowed elsewhere."""
+
+
+class Dataset(ApiModel):
+    """One of several training data sets."""
+
+    source: Source
+    """File or directory of records in the same format."""
+    revision: Revision | None = None
+    """Commit of an `hf://` source; required there and not allowed elsewhere."""
+    weight: DecimalString = "1"
+    """How often each record occurs in one pass, above 0 and up to 100: "2" twice, "0.5" every other record, evenly spread."""
 
 
 class DataSpec(ApiModel):
     """The training records and how they become token sequences."""
 
-    source: ClaimSource
-    """JSON Lines file, one record per line: `pvc://<claim>/<path>`."""
+    source: Source | None = None
+    """File or directory of training records: JSON Lines (.jsonl), JSON (.json, a list of records), CSV (.csv) or Parquet
+    (.parquet). Exactly one of source and datasets."""
+    revision: Revision | None = None
+    """Commit of an `hf://` source; required there and not allowed elsewhere."""
+    datasets: Annotated[list[Dataset], Field(min_length=1, max_length=64)] | None = None
+    """Several sources with weights. Exactly one of source and datasets."""
     validation: ValidationData | None = None
     """Held-out records for the evaluation loss and the verification prompts.
     Unset: no evaluation, and verification takes training prompts."""
     format: DataFormat = DataFormat.PROMPT_COMPLETION
-    """PromptCompletion: keys `prompt` and `completion`. Text: key `text`."""
+    """Chat: key `messages`, a list of objects with `role` and `content`, and optionally `tools`. PromptCompletion: keys `prompt`
+    and `completion`. Text: key `text`."""
+    chat_template: Annotated[str, StringConstraints(min_length=1, max_length=65_536)] | None = None
+    """Jinja template that renders a chat; only with Chat. Unset: the tokenizer's own."""
     max_sequence_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
     """Longest sequence, in tokens. Longer records are dropped and counted, never cut."""
     packing: bool = True
     """Fill each sequence with whole records; their boundaries are kept, so that no record sees another."""
     loss_on: LossOn | None = None
-    """Supervised tokens. Unset: Completion for PromptCompletion, All for Text."""
+    """Supervised tokens. Unset: Assistant for Chat, Completion for PromptCompletion, All for Text."""

@@ -8,6 +8,7 @@ from pydantic import Field, StringConstraints
 
 from finetune_job.api.base import ApiModel
 from finetune_job.api.data import DataSpec
+from finetune_job.api.fetch import FetchSpec
 from finetune_job.api.method import MethodSpec
 from finetune_job.api.model import ModelSpec
 from finetune_job.api.output import MergeSpec, OutputSpec, WorkspaceSpec
@@ -25,6 +26,8 @@ class FineTuneJobSpec(ApiModel):
     """Base model."""
     data: DataSpec
     """Training and held-out records."""
+    fetch: FetchSpec = FetchSpec()
+    """Credentials for sources outside the cluster."""
     method: MethodSpec = MethodSpec()
     """Fine-tuning method."""
     training: TrainingSpec

@@ -1,20 +1,65 @@
 """`spec.method`: what is trained, in PEFT's own vocabulary."""
 
+import re
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from finetune_job.api.base import ApiModel, DecimalString, Dtype, ModuleName
+from finetune_job.api.base import DECIMAL_PATTERN, ApiModel, DecimalString, Dtype, ModuleName
 
 
 class MethodType(StrEnum):
-    """Fine-tuning methods."""
+    """Fine-tuning methods. finetune_job/methods.py says of each what it can do, and of some why they are refused."""
 
     LORA = "LoRA"
     QLORA = "QLoRA"
     DORA = "DoRA"
     FULL = "Full"
+    LOHA = "LoHa"
+    LOKR = "LoKr"
+    ADALORA = "AdaLoRA"
+    IA3 = "IA3"
+    VERA = "VeRA"
+    OFT = "OFT"
+    BOFT = "BOFT"
+    HRA = "HRA"
+    FOURIERFT = "FourierFT"
+    LN_TUNING = "LNTuning"
+    RANDLORA = "RandLoRA"
+    MISS = "MiSS"
+    VBLORA = "VBLoRA"
+    XLORA = "XLoRA"
+    HIRA = "HiRA"
+    SHIRA = "SHiRA"
+    C3A = "C3A"
+    WAVEFT = "WaveFT"
+    OSF = "OSF"
+    DELORA = "DeLoRA"
+    GRALORA = "GraLoRA"
+    ROAD = "RoAd"
+    GLORA = "GLoRA"
+    LILY = "Lily"
+    PVERA = "PVeRA"
+    FROD = "FRoD"
+    UNILORA = "UniLoRA"
+    ADAMSS = "AdaMSS"
+    BEFT = "BEFT"
+    TINYLORA = "TinyLoRA"
+    PSOFT = "PSOFT"
+    PEANUT = "PEANuT"
+    SHADOW = "Shadow"
+    SUPERTUNING = "SuperTuning"
+    DEFT = "DEFT"
+    POLY = "Poly"
+    TRAINABLE_TOKENS = "TrainableTokens"
+    PROMPT_TUNING = "PromptTuning"
+    MULTITASK_PROMPT_TUNING = "MultitaskPromptTuning"
+    P_TUNING = "PTuning"
+    PREFIX_TUNING = "PrefixTuning"
+    CPT = "CPT"
+    CARTRIDGE = "Cartridge"
+    ADAPTION_PROMPT = "AdaptionPrompt"
 
 
 ALL_LINEAR = "all-linear"
@@ -29,6 +74,24 @@ class LoraBias(StrEnum):
     LORA_ONLY = "lora_only"
 
 
+class LoraInit(StrEnum):
+    """First values of the adapter: PEFT's `init_lora_weights`."""
+
+    ZERO_B = "ZeroB"
+    """A random, B zero: training starts at the base model. PEFT's `True`."""
+    GAUSSIAN = "gaussian"
+    """The same with a normal A."""
+    ORTHOGONAL = "orthogonal"
+    """A and B random with orthogonal rows and columns; their product is zero."""
+    RANDOM = "Random"
+    """A and B random: training does not start at the base model. PEFT's `False`."""
+    PISSA = "pissa"
+    OLORA = "olora"
+    CORDA = "corda"
+    LOFTQ = "loftq"
+    EVA = "eva"
+
+
 class LoraSpec(ApiModel):
     """Settings of LoRA, QLoRA and DoRA: PEFT's LoraConfig."""
 
@@ -40,12 +103,20 @@ class LoraSpec(ApiModel):
     """Dropout on the adapter's input, below 1. Unset: "0"."""
     target_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
     """Names of the modules to adapt, or `all-linear`. Unset: all-linear (every linear layer but the output head)."""
+    exclude_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
+    """Names of modules that get no adapter although targetModules names them."""
+    layers_to_transform: Annotated[list[Annotated[int, Field(ge=0, le=4095)]], Field(min_length=1, max_length=4096)] | None = None
+    """Numbers of the layers to adapt, from 0. Unset: all."""
+    init_lora_weights: LoraInit = LoraInit.ZERO_B
+    """First values of the adapter."""
     modules_to_save: Annotated[list[ModuleName], Field(max_length=64)] | None = None
     """Modules that are trained and saved whole beside the adapter."""
     rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=4096)]], Field(max_length=256)] | None = None
     """Rank by module name (a regular expression on the end of the name)."""
     alpha_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=65536)]], Field(max_length=256)] | None = None
     """loraAlpha by module name (a regular expression on the end of the name)."""
+    lora_plus_ratio: DecimalString | None = None
+    """LoRA+: learning rate of lora_B as a multiple of that of lora_A, at least 1. Unset: one rate for both."""
     use_rslora: bool = False
     """Scale by 1 / sqrt(r) instead of 1 / r."""
     bias: LoraBias = LoraBias.NONE
@@ -85,12 +156,60 @@ class QuantizationSpec(ApiModel):
     """Element type that holds the packed weights. Unset: the model's, which is what FSDP needs."""
 
 
+MAX_SETTINGS = 64
+_SETTING_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]{0,62}")
+_MAX_SETTING_ITEMS = 1024
+
+
+def _check_setting(path: str, value: Any) -> None:
+    """What every JSON round trip keeps unchanged, and what the data classes of PEFT can hold."""
+    match value:
+        case None | bool() | int() | str():
+            return
+        case float():
+            raise ValueError(f'{path}: floats do not survive every JSON round trip unchanged; write "{value}" in quotes')
+        case list():
+            if len(value) > _MAX_SETTING_ITEMS:
+                raise ValueError(f"{path}: has {len(value)} items; at most {_MAX_SETTING_ITEMS} are allowed")
+            for number, item in enumerate(value):
+                _check_setting(f"{path}[{number}]", item)
+        case dict():
+            if len(value) > _MAX_SETTING_ITEMS:
+                raise ValueError(f"{path}: has {len(value)} entries; at most {_MAX_SETTING_ITEMS} are allowed")
+            for name, item in value.items():
+                _check_setting(f"{path}.{name}", item)
+        case _:
+            raise ValueError(f"{path}: is a {type(value).__name__}; write a number, a string, true, false or a list of these")
+
+
+def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    for name, value in settings.items():
+        if not _SETTING_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no setting; write PEFT's own field name in camelCase, such as targetModules")
+        _check_setting(name, value)
+    return settings
+
+
+# The length stands first: behind a validator it would not reach the JSON schema, and so not the CRD.
+MethodSettings = Annotated[dict[str, Any], Field(max_length=MAX_SETTINGS), AfterValidator(_check_settings)]
+"""Fields of PEFT's configuration of a method, in camelCase; numbers with a fraction are strings."""
+
+
+def is_decimal(text: str) -> bool:
+    """Whether a setting's string is a number with a fraction, written as this API asks for it."""
+    return re.fullmatch(DECIMAL_PATTERN, text) is not None
+
+
 class MethodSpec(ApiModel):
     """How the model is fine-tuned."""
 
     type: MethodType = MethodType.LORA
     """Method."""
     lora: LoraSpec | None = None
-    """Adapter settings; not allowed with Full."""
+    """Adapter settings; only with LoRA, QLoRA and DoRA."""
+    settings: MethodSettings | None = None
+    """Settings of the other methods: PEFT's own field names in camelCase, numbers with a fraction as strings, as in
+    `{r: 8, alpha: 16, targetModules: [q_proj], moduleDropout: "0.1"}`. Unset: PEFT's defaults, on every linear layer but the
+    output head. Preflight checks names and types."""
     quantization: QuantizationSpec | None = None
     """Settings of the quantised base; only with QLoRA."""

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from finetune_job.api.base import ApiModel, ClaimSource, Dtype
+from finetune_job.api.base import ApiModel, Dtype, Revision, Source
 
 
 class Attention(StrEnum):
@@ -15,8 +15,11 @@ class Attention(StrEnum):
 class ModelSpec(ApiModel):
     """Which base model, and how it is loaded."""
 
-    source: ClaimSource
-    """Directory with config.json, safetensors weights and the tokenizer: `pvc://<claim>/<path>`."""
+    source: Source
+    """Directory with config.json, safetensors weights and the tokenizer: `pvc://<claim>/<path>`, `hf://<org>/<name>` or
+    `s3://<bucket>/<prefix>`. The latter two are copied to the workspace first."""
+    revision: Revision | None = None
+    """Commit of an `hf://` source; required there and not allowed elsewhere."""
     dtype: Dtype | None = None
     """Element type in which the base model is held. Unset: the type its weights are stored in, as config.json says."""
     attention: Attention | None = None

@@ -36,12 +36,29 @@ class GpuResource(ApiModel):
 class Resources(ApiModel):
     """Resources by role."""
 
+    fetch: RoleResources = RoleResources(cpu="1", memory="2Gi")
+    """CPU pod that copies model and data to the workspace."""
     preflight: RoleResources = RoleResources(memory="8Gi")
     """CPU pod that checks model, data and settings."""
     train: RoleResources = RoleResources(cpu="8", memory="64Gi", shared_memory="8Gi")
     """Training pod; GPUs come on top."""
     merge: RoleResources = RoleResources(memory="8Gi")
     """CPU pod that merges and verifies."""
+
+
+class FetchSettings(ApiModel):
+    """Ways out of the cluster."""
+
+    hub_endpoint: Annotated[str, StringConstraints(pattern=r"^https?://[^/\s]+(/[^\s]*)?$", max_length=512)] | None = None
+    """Address of the Hub or of a mirror of it. Unset: huggingface.co."""
+    s3_endpoint: Annotated[str, StringConstraints(pattern=r"^https?://[^/\s]+$", max_length=512)] | None = None
+    """Address of the object store. Unset: that of AWS."""
+    s3_region: Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$", max_length=64)] | None = None
+    """Region of the object store. Unset: us-east-1."""
+    allowed_sources: (
+        Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=512)]], Field(max_length=256)] | None
+    ) = None
+    """Beginnings of the `hf://` and `s3://` sources that jobs may name, such as `hf://our-org/`. Unset: all; empty: none."""
 
 
 class FineTuneProfileSpec(ApiModel):
@@ -65,6 +82,8 @@ class FineTuneProfileSpec(ApiModel):
     """Group that owns mounted volumes. Unset: the platform's."""
     node_selector: Annotated[dict[str, str], Field(max_length=32)] | None = None
     """Node labels that training pods need."""
+    fetch: FetchSettings = FetchSettings()
+    """Ways out of the cluster for `hf://` and `s3://` sources."""
     allow_remote_code: bool = False
     """Whether jobs may set model.allowRemoteCode."""
 

@@ -115,6 +115,8 @@ class ProgressStatus(StatusModel):
     eval_loss: Number = ""
     initial_eval_loss: Number = ""
     tokens_per_second: Number = ""
+    mfu: Number = ""
+    goodput: Number = ""
     checkpoint_step: int | None = None
     summary: Annotated[str, StringConstraints(max_length=64)] = ""
     """`step/total`, for the printer column."""
@@ -150,6 +152,8 @@ class FineTuneJobStatus(StatusModel):
     artifacts: list[Artifact] = Field(default_factory=list, max_length=16)
     retry_handled: int = 0
     """Value of `run.retry` that was acted upon last."""
+    fetch_attempt: int = 0
+    """Number of the fetch Job, from 0."""
     preflight_attempt: int = 0
     """Number of the preflight Job, from 0; a retry after a refusal makes a new one."""
     merge_attempt: int = 0

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from finetune_job.api.base import ApiModel, DecimalString
 
@@ -14,6 +14,18 @@ class Scheduler(StrEnum):
     CONSTANT = "Constant"
     LINEAR = "Linear"
     COSINE = "Cosine"
+    INVERSE_SQRT = "InverseSqrt"
+    """Falls with one over the square root of the step."""
+    WARMUP_STABLE_DECAY = "WarmupStableDecay"
+    """Constant, then linear over the last decayRatio of the steps."""
+
+
+class OptimizerName(StrEnum):
+    """Optimizers, by the names torch gives them. Their state is kept per element, so that any number of ranks can read it."""
+
+    ADAMW = "AdamW"
+    RADAM = "RAdam"
+    SGD = "SGD"
 
 
 class Precision(StrEnum):
@@ -27,11 +39,16 @@ class ActivationCheckpointing(StrEnum):
     """Whether activations are kept or computed again in the backward pass."""
 
     NONE = "None"
+    SELECTIVE = "Selective"
+    """Keeps the results of matrix products and attention, and computes only what is cheap again."""
     FULL = "Full"
 
 
+TrackerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,63}$", max_length=63)]
+
+
 class TrainingSpec(ApiModel):
-    """Optimisation: AdamW, its schedule and its batches."""
+    """Optimisation: optimizer, schedule and batches."""
 
     epochs: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Passes over the data. Exactly one of epochs and maxSteps."""
@@ -43,10 +60,24 @@ class TrainingSpec(ApiModel):
     """Sequences per rank and forward pass. Unset: the largest divisor of globalBatchSize / ranks up to 8."""
     learning_rate: DecimalString | None = None
     """Peak learning rate. Unset: "2e-4" for adapters, "2e-5" for Full."""
+    optimizer: OptimizerName | None = None
+    """Optimizer. Unset: AdamW."""
+    adam_beta1: DecimalString | None = None
+    """Decay of the first moment of AdamW and RAdam, below 1. Unset: "0.9"."""
+    adam_beta2: DecimalString | None = None
+    """Decay of the second moment of AdamW and RAdam, below 1. Unset: "0.999"."""
+    adam_epsilon: DecimalString | None = None
+    """Added to the root of the second moment of AdamW and RAdam. Unset: "1e-8"."""
+    momentum: DecimalString | None = None
+    """Momentum of SGD, below 1. Unset: "0.9"."""
     scheduler: Scheduler | None = None
     """Course of the learning rate. Unset: Cosine."""
     warmup_ratio: DecimalString | None = None
     """Share of the steps in which the rate rises to its peak, below 1. Unset: "0.03"."""
+    min_learning_rate_ratio: DecimalString | None = None
+    """Share of the peak below which the rate never falls after the warm-up, at most 1. Unset: "0"."""
+    decay_ratio: DecimalString | None = None
+    """Share of the steps over which WarmupStableDecay falls, at most 1. Unset: "0.2"."""
     weight_decay: DecimalString | None = None
     """Decoupled weight decay. Unset: "0"."""
     max_grad_norm: DecimalString | None = None
@@ -55,6 +86,14 @@ class TrainingSpec(ApiModel):
     """Element type of the computation. Unset: bf16, or fp32 for a float32 model."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """Recomputation of activations. Unset: None."""
+    compile: bool = False
+    """Compile each layer with torch.compile: faster steps after minutes of compilation."""
+    step_timeout_seconds: Annotated[int, Field(ge=10, le=86_400)] = 1800
+    """A rank that finishes no step, evaluation or save within this time counts as stalled: the stacks of all ranks are collected
+    and the attempt ends."""
+    trackers: Annotated[list[TrackerName], Field(max_length=8)] | None = None
+    """Experiment trackers that get each line of the history, by the names under which packages in the trainer image register them.
+    Unset: none."""
     seed: Annotated[int, Field(ge=0, le=4_294_967_295)] = 0
     """Seed of the data order, dropout and adapter initialisation."""
 
@@ -64,8 +103,21 @@ class CheckpointSpec(ApiModel):
 
     every_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 100
     """Optimizer steps between two checkpoints."""
+    every_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
+    """Also save when this many seconds have passed since the latest checkpoint. Unset: steps alone decide."""
+    asynchronous: bool | None = None
+    """Write while training goes on, from a copy in host memory. Unset: true for Full, whose state is large, else false."""
     keep: Annotated[int, Field(ge=2, le=1000)] = 2
     """Complete checkpoints kept; never fewer than two, because the newest may be the one that was damaged."""
+
+
+class EarlyStopping(ApiModel):
+    """End of a run that no longer gets better."""
+
+    patience: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Evaluations in a row without improvement after which training ends."""
+    min_delta: DecimalString = "0"
+    """Held-out loss must fall by more than this to count as improvement."""
 
 
 class EvaluationSpec(ApiModel):
@@ -73,3 +125,7 @@ class EvaluationSpec(ApiModel):
 
     every_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Optimizer steps between two evaluations. Unset: only before the first step and after the last."""
+    early_stopping: EarlyStopping | None = None
+    """Unset: the run goes to its last step. Needs everySteps and validation data."""
+    load_best_model_at_end: bool = False
+    """Keep the checkpoint with the lowest held-out loss and export it instead of the last. Needs validation data."""

@@ -16,6 +16,29 @@ def plan_sha256(plan: RunPlan) -> str:
     return text_sha256(canonical_json(plan))
 
 
+_HOW_NOT_WHAT: dict[str, set[str]] = {
+    "training": {
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "activation_checkpointing",
+        "compile",
+        "step_timeout_seconds",
+        "trackers",
+    },
+}
+"""Settings that change how fast and where a run computes, and what it learns only by rounding."""
+_LEARNT_FROM = ("version", "job", "model", "data", "method", "training", "evaluation")
+
+
+def learning_sha256(plan: RunPlan) -> str:
+    """Digest of what a run learns: a checkpoint belongs to it, whatever the number of ranks that wrote it."""
+    content = plan.model_dump(mode="json", include=dict.fromkeys(_LEARNT_FROM, True))
+    for part, left_out in _HOW_NOT_WHAT.items():
+        for name in left_out:
+            del content[part][name]
+    return text_sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False))
+
+
 def text_sha256(text: str) -> str:
     """SHA-256 of a text in UTF-8, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict
 
 from finetune_job.api.base import ClaimPath, Dtype
 from finetune_job.api.data import DataFormat, LossOn
-from finetune_job.api.method import LoraBias, MethodType, QuantStorage, QuantType
+from finetune_job.api.method import LoraBias, LoraInit, MethodType, QuantStorage, QuantType
 from finetune_job.api.model import Attention
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.profile import Resources
-from finetune_job.api.training import ActivationCheckpointing, Precision, Scheduler
+from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Precision, Scheduler
 
 
 class PlanModel(BaseModel):
@@ -38,18 +38,37 @@ class ModelPlan(PlanModel):
     """Base model."""
 
     location: ClaimPath
+    """Where it lies: on the user's claim, or where fetch puts it on the workspace."""
+    name: str
+    """What adapter_config.json calls it: `<org>/<name>` of the Hub, or the source as the user wrote it."""
+    revision: str | None
     dtype: Dtype | None
     """None: as stored."""
     attention: Attention
     allow_remote_code: bool
 
 
+class DatasetPlan(PlanModel):
+    """A file or directory of records."""
+
+    location: ClaimPath
+    """Where it lies: on the user's claim, or where fetch puts it on the workspace."""
+    source: str
+    """As the user wrote it, for messages."""
+    field: str
+    """Where the user named it, such as `spec.data.datasets[0].source`, for messages."""
+    weight: float
+    """How often each record occurs in one pass."""
+
+
 class DataPlan(PlanModel):
     """Records and their tokenisation."""
 
-    train: ClaimPath
-    validation: ClaimPath | None
+    train: tuple[DatasetPlan, ...]
+    validation: DatasetPlan | None
     format: DataFormat
+    chat_template: str | None
+    """None: the tokenizer's."""
     max_sequence_length: int
     packing: bool
     loss_on: LossOn
@@ -62,12 +81,26 @@ class LoraPlan(PlanModel):
     lora_alpha: int
     lora_dropout: float
     target_modules: tuple[str, ...]
+    exclude_modules: tuple[str, ...]
+    layers_to_transform: tuple[int, ...] | None
+    """None: all."""
+    init_lora_weights: LoraInit
     modules_to_save: tuple[str, ...]
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, int]
+    lora_plus_ratio: float | None
+    """None: one learning rate for all."""
     use_rslora: bool
     use_dora: bool
     bias: LoraBias
+    autocast_adapter_dtype: bool
+
+
+class AdapterPlan(PlanModel):
+    """PEFT's configuration of a method other than LoRA's family."""
+
+    settings: dict[str, Any]
+    """By PEFT's own field names in camelCase, as the user wrote them."""
     autocast_adapter_dtype: bool
 
 
@@ -82,11 +115,24 @@ class QuantizationPlan(PlanModel):
 
 
 class MethodPlan(PlanModel):
-    """Fine-tuning method; `lora` is None for Full, `quantization` for all but QLoRA."""
+    """Fine-tuning method. `lora` is set for LoRA, QLoRA and DoRA, `adapter` for the other methods of PEFT, neither for Full."""
 
     type: MethodType
     lora: LoraPlan | None
+    adapter: AdapterPlan | None
     quantization: QuantizationPlan | None
+    """Set for QLoRA alone."""
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether something beside a frozen base is trained."""
+        return self.lora is not None or self.adapter is not None
+
+    @property
+    def autocast_adapter_dtype(self) -> bool:
+        """Whether adapters are held in float32 beside a base of 16 bits."""
+        held = self.lora or self.adapter
+        return held is not None and held.autocast_adapter_dtype
 
 
 class TrainingPlan(PlanModel):
@@ -98,15 +144,24 @@ class TrainingPlan(PlanModel):
     micro_batch_size: int
     gradient_accumulation_steps: int
     """globalBatchSize = microBatchSize x ranks x this."""
+    optimizer: OptimizerName
+    adam_betas: tuple[float, float]
+    adam_epsilon: float
+    momentum: float
     learning_rate: float
     scheduler: Scheduler
     warmup_ratio: float
+    min_learning_rate_ratio: float
+    decay_ratio: float
     weight_decay: float
     max_grad_norm: float
     """0: no clipping."""
     precision: Precision | None
     """None: fp32 for a float32 model, else bf16."""
     activation_checkpointing: ActivationCheckpointing
+    compile: bool
+    step_timeout_seconds: int
+    trackers: tuple[str, ...]
     seed: int
 
 
@@ -144,13 +199,54 @@ class CheckpointPlan(PlanModel):
     """Checkpoints."""
 
     every_steps: int
+    every_seconds: int | None
+    asynchronous: bool
     keep: int
 
 
+class EarlyStoppingPlan(PlanModel):
+    """End of a run that no longer gets better."""
+
+    patience: int
+    min_delta: float
+
+
 class EvaluationPlan(PlanModel):
-    """Held-out loss; None: only before the first step and after the last."""
+    """Held-out loss."""
 
     every_steps: int | None
+    """None: only before the first step and after the last."""
+    early_stopping: EarlyStoppingPlan | None
+    load_best_model_at_end: bool
+
+
+class SecretKey(PlanModel):
+    """A key of a Secret; its value is in no plan."""
+
+    name: str
+    key: str
+
+
+class FetchItem(PlanModel):
+    """One thing to copy to the workspace."""
+
+    source: str
+    """`hf://` or `s3://`."""
+    revision: str | None
+    """Commit, of `hf://` sources."""
+    target: ClaimPath
+
+
+class FetchPlan(PlanModel):
+    """What is copied before anything is looked at."""
+
+    items: tuple[FetchItem, ...]
+    hub_endpoint: str | None
+    """None: the library's own."""
+    s3_endpoint: str | None
+    s3_region: str | None
+    hub_token: SecretKey | None
+    s3_secret: str | None
 
 
 class MergePlanSettings(PlanModel):
@@ -193,6 +289,8 @@ class RunPlan(PlanModel):
     job: JobIdentity
     model: ModelPlan
     data: DataPlan
+    fetch: FetchPlan | None
+    """None: everything lies on claims."""
     method: MethodPlan
     training: TrainingPlan
     parallelism: ParallelismPlan

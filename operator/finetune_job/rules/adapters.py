@@ -6,37 +6,17 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from finetune_job.api.method import ALL_LINEAR, LoraSpec, MethodType
+from finetune_job.api.method import ALL_LINEAR, LoraSpec
 from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.define import Problem, rule
 
 _LORA = "method.lora"
 _DROPOUT = f"{_LORA}.loraDropout"
 _TARGETS = f"{_LORA}.targetModules"
+_LAYERS = f"{_LORA}.layersToTransform"
 _SAVED = f"{_LORA}.modulesToSave"
 _RANKS = f"{_LORA}.rankPattern"
 _ALPHAS = f"{_LORA}.alphaPattern"
-
-
-@rule(
-    "adapter-settings-with-full",
-    "Full fine-tuning has no adapter",
-    reads=("method.type", _LORA),
-    sources=("this product's API",),
-    evidence="source",
-    holds_for=OURS,
-)
-def adapter_settings_with_full(context: RuleContext) -> Problem | None:
-    method = context.spec.method
-    if method.type is not MethodType.FULL or method.lora is None:
-        return None
-    return Problem(
-        field=_LORA,
-        value="set",
-        message="Full trains every weight; the adapter settings would be ignored",
-        fix=f"remove {_LORA}, or set method.type to LoRA",
-        changes={_LORA: None},
-    )
 
 
 @rule(
@@ -200,16 +180,37 @@ def rslora_with_alpha(context: RuleContext) -> Problem | None:
     )
 
 
+@rule(
+    "layers-without-targets",
+    "Layers can be chosen only among named modules",
+    reads=(_LAYERS, _TARGETS),
+    sources=("peft: peft/tuners/lora/config.py, LoraConfig.__post_init__ (layers_to_transform needs a list of names)",),
+    evidence="source",
+    holds_for="every version of peft",
+)
+def layers_without_targets(context: RuleContext) -> Problem | None:
+    lora = _lora(context)
+    if lora.layers_to_transform is None or lora.target_modules not in (None, [ALL_LINEAR]):
+        return None
+    return Problem(
+        field=_LAYERS,
+        value=lora.layers_to_transform,
+        message=f"{ALL_LINEAR}, which {_TARGETS} is where nothing is named, stands for all layers; PEFT refuses both together",
+        fix=f"name the modules in {_TARGETS}, as in [q_proj, v_proj], or remove {_LAYERS}",
+        changes={_LAYERS: None},
+    )
+
+
 def _lora(context: RuleContext) -> LoraSpec:
     return context.spec.method.lora or LoraSpec()
 
 
 RULES = (
-    adapter_settings_with_full,
     lora_dropout_range,
     all_linear_beside_names,
     module_name_malformed,
     module_adapted_and_saved,
     adapter_pattern_malformed,
     rslora_with_alpha,
+    layers_without_targets,
 )

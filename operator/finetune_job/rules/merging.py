@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from finetune_job.api.base import ClaimPath, Dtype, claim_path
+from finetune_job.api.base import ClaimPath, Dtype, claim_path, parse_source
 from finetune_job.api.method import MethodType
 from finetune_job.api.output import MergeBase
+from finetune_job.plan.sources import named_sources
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
 
@@ -64,25 +65,24 @@ def verification_agreement_range(context: RuleContext) -> Problem | None:
 @rule(
     "output-inside-input",
     "Results must not be written over what they are made from",
-    reads=(_DESTINATION, "model.source", "data.source", "data.validation.source"),
+    reads=(_DESTINATION, "model.source", "data.source", "data.datasets", "data.validation.source"),
     sources=("this product: results are moved into place as whole directories",),
     evidence="source",
     holds_for=OURS,
 )
 def output_inside_input(context: RuleContext) -> Problem | None:
     spec = context.spec
-    inputs = {"model.source": spec.model.source, "data.source": spec.data.source}
-    if spec.data.validation is not None:
-        inputs["data.validation.source"] = spec.data.validation.source
+    inputs = [(named.field, named.source, parse_source(named.source)) for named in named_sources(spec)]
+    taken = [place for _, _, place in inputs if isinstance(place, ClaimPath)]
     target = claim_path(spec.output.destination)
-    for path, source in inputs.items():
-        if _within(target, claim_path(source)):
+    for path, source, place in inputs:
+        if isinstance(place, ClaimPath) and _within(target, place):
             return Problem(
                 field=_DESTINATION,
                 value=spec.output.destination,
                 message=f"it lies in {path} ({source}): the results would change the input that they are made from",
                 fix=f"write to a directory beside the input, such as pvc://{target.claim}/finetune-output",
-                changes={_DESTINATION: _free_place(target.claim, [claim_path(each) for each in inputs.values()])},
+                changes={_DESTINATION: _free_place(target.claim, taken)},
             )
     return None
 

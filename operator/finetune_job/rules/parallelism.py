@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from finetune_job.api.output import AccessMode
-from finetune_job.plan.resolve import world_size
+from finetune_job.plan.resolve_training import world_size
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
 

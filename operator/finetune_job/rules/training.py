@@ -1,21 +1,23 @@
-"""Length of the run, learning rate, recomputation, evaluation."""
+"""Length of the run, learning rate, recomputation."""
 
 from __future__ import annotations
 
 from decimal import Decimal
 
 from finetune_job.api.data import DataFormat, LossOn
-from finetune_job.api.training import ActivationCheckpointing
+from finetune_job.api.training import ActivationCheckpointing, Scheduler
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
 
 _EPOCHS = "training.epochs"
 _STEPS = "training.maxSteps"
 _WARMUP = "training.warmupRatio"
+_DECAY = "training.decayRatio"
+_LEAST = "training.minLearningRateRatio"
+_SCHEDULER = "training.scheduler"
 _RATE = "training.learningRate"
 _RECOMPUTE = "training.activationCheckpointing"
 _FSDP_RECOMPUTE = "parallelism.fsdp.activationCheckpointing"
-_EVALUATION = "evaluation.everySteps"
 _LOSS_ON = "data.lossOn"
 
 
@@ -70,6 +72,92 @@ def warmup_ratio_range(context: RuleContext) -> Problem | None:
 
 
 @rule(
+    "decay-ratio-range",
+    "The decay is a share of the steps",
+    reads=(_DECAY,),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def decay_ratio_range(context: RuleContext) -> Problem | None:
+    written = context.spec.training.decay_ratio
+    if written is None or Decimal(written) <= 1:
+        return None
+    return Problem(
+        field=_DECAY,
+        value=written,
+        message="the decay is a share of all steps and can be at most 1",
+        fix=f'write a share such as "0.2", or remove {_DECAY}',
+        changes={_DECAY: None},
+    )
+
+
+@rule(
+    "min-learning-rate-ratio-range",
+    "The least learning rate is a share of the peak",
+    reads=(_LEAST,),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def min_learning_rate_ratio_range(context: RuleContext) -> Problem | None:
+    written = context.spec.training.min_learning_rate_ratio
+    if written is None or Decimal(written) <= 1:
+        return None
+    return Problem(
+        field=_LEAST,
+        value=written,
+        message="the learning rate would rise after the warm-up, above the peak that learningRate names",
+        fix=f'write a share of learningRate such as "0.1", or remove {_LEAST}',
+        changes={_LEAST: None},
+    )
+
+
+@rule(
+    "no-effect-decay-ratio",
+    "Only WarmupStableDecay has a decay of its own length",
+    severity="warning",
+    reads=(_DECAY, _SCHEDULER),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def no_effect_decay_ratio(context: RuleContext) -> Problem | None:
+    training = context.spec.training
+    if training.decay_ratio is None or training.scheduler is Scheduler.WARMUP_STABLE_DECAY:
+        return None
+    return Problem(
+        field=_DECAY,
+        value=training.decay_ratio,
+        message="NoEffect: all other schedules fall over all steps after the warm-up, or not at all",
+        fix=f"set {_SCHEDULER} to {Scheduler.WARMUP_STABLE_DECAY}, or remove {_DECAY}",
+        changes={_DECAY: None},
+    )
+
+
+@rule(
+    "no-effect-min-learning-rate-ratio",
+    "A constant learning rate has no least value",
+    severity="warning",
+    reads=(_LEAST, _SCHEDULER),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def no_effect_min_learning_rate_ratio(context: RuleContext) -> Problem | None:
+    training = context.spec.training
+    if training.min_learning_rate_ratio is None or training.scheduler is not Scheduler.CONSTANT:
+        return None
+    return Problem(
+        field=_LEAST,
+        value=training.min_learning_rate_ratio,
+        message="NoEffect: the rate stays at its peak after the warm-up",
+        fix=f"set {_SCHEDULER} to one that falls, or remove {_LEAST}",
+        changes={_LEAST: None},
+    )
+
+
+@rule(
     "learning-rate-zero",
     "A learning rate of 0 trains nothing",
     reads=(_RATE,),
@@ -114,28 +202,6 @@ def both_activation_checkpointings(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "evaluation-without-validation",
-    "Evaluation needs held-out records",
-    severity="warning",
-    reads=(_EVALUATION, "data.validation"),
-    sources=("this product's API",),
-    evidence="source",
-    holds_for=OURS,
-)
-def evaluation_without_validation(context: RuleContext) -> Problem | None:
-    every = context.spec.evaluation.every_steps
-    if every is None or context.spec.data.validation is not None:
-        return None
-    return Problem(
-        field=_EVALUATION,
-        value=every,
-        message="NoEffect: there are no held-out records to evaluate on",
-        fix=f"set data.validation.source, or remove {_EVALUATION}",
-        changes={_EVALUATION: None},
-    )
-
-
-@rule(
     "completion-loss-on-text",
     "Plain text has no completion",
     reads=(_LOSS_ON, "data.format"),
@@ -159,8 +225,11 @@ def completion_loss_on_text(context: RuleContext) -> Problem | None:
 RULES = (
     epochs_or_max_steps,
     warmup_ratio_range,
+    decay_ratio_range,
+    min_learning_rate_ratio_range,
+    no_effect_decay_ratio,
+    no_effect_min_learning_rate_ratio,
     learning_rate_zero,
     both_activation_checkpointings,
-    evaluation_without_validation,
     completion_loss_on_text,
 )

@@ -10,6 +10,7 @@ from finetune_job.status.conditions import find, is_true
 
 _NEXT = {
     ConditionType.VALIDATED: "Pending",
+    ConditionType.FETCHED: "Fetching",
     ConditionType.PREPARED: "Preflight",
     ConditionType.TRAINED: "Training",
     ConditionType.MERGED: "Merging",

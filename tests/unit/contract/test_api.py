@@ -1,6 +1,7 @@
 """What a manifest may say, and what each mistake is answered with."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 
 from finetune_job.api.base import ClaimPath, claim_path, size_bytes
 from finetune_job.api.job import parse_job
+from finetune_job.api.method import MethodSpec
 
 MINIMAL: dict[str, Any] = {
     "apiVersion": "finetune.dev/v1alpha1",
@@ -49,7 +51,7 @@ def test_the_minimal_manifest_is_accepted() -> None:
         ("metadata.name", "Not Valid", "pattern"),
         ("spec.surprise", 1, "Extra inputs"),
         ("spec.model.source", "/data/llama", "pattern"),
-        ("spec.model.source", "pvc://models/../other", "leaves its claim"),
+        ("spec.model.source", "pvc://models/../other", "leaves its root"),
         ("spec.training.learningRate", 2e-4, "must be a string"),
         ("spec.training.learningRate", "nan", "not finite"),
         ("spec.training.learningRate", "Infinity", "not finite"),
@@ -79,3 +81,22 @@ def test_sources_and_sizes_are_read() -> None:
     assert (size_bytes("5GB"), size_bytes("512Mi"), size_bytes("7")) == (5 * 10**9, 512 * 2**20, 7)
     with pytest.raises(ValueError, match="not a size"):
         size_bytes("5 GB")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"moduleDropout": 0.1}, 'write "0.1" in quotes'),
+        ({"rankPattern": {"q_proj": [1.5]}}, "rankPattern.q_proj"),
+        ({"target_modules": ["q_proj"]}, "camelCase"),
+        ({f"setting{number}": 1 for number in range(65)}, "64"),
+    ],
+)
+def test_settings_of_a_method_hold_no_floats_and_only_names_of_settings(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        MethodSpec.model_validate({"type": "LoHa", "settings": settings})
+
+
+def test_settings_of_a_method_survive_the_plan() -> None:
+    settings = {"r": 8, "targetModules": ["q_proj"], "moduleDropout": "0.1", "useEffectiveConv2d": False}
+    assert MethodSpec.model_validate({"type": "LoHa", "settings": settings}).settings == settings

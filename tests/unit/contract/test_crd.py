@@ -55,6 +55,19 @@ def test_status_has_no_defaults() -> None:
     assert [path for path, node in _nodes(status) if "default" in node] == []
 
 
+def test_the_only_free_form_object_is_the_settings_of_a_method() -> None:
+    free = [path for path, node in _nodes(crd.structural_schema(FineTuneJobSpec)) if "x-kubernetes-preserve-unknown-fields" in node]
+    assert free == [".method.settings"]
+
+
+def test_a_free_form_object_without_a_largest_size_is_refused() -> None:
+    class Free(BaseModel):
+        value: dict[str, Any]
+
+    with pytest.raises(crd.UnknownKeywordError, match="largest number of fields"):
+        crd.structural_schema(Free)
+
+
 def test_what_has_no_translation_is_refused() -> None:
     class Union(BaseModel):
         value: int | str

@@ -9,7 +9,8 @@ from finetune_job.api.base import Dtype
 from finetune_job.api.job import parse_job
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.plan.digest import canonical_json, plan_sha256, text_sha256
-from finetune_job.plan.resolve import chosen_micro_batch, resolve
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.resolve_training import chosen_micro_batch
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from tests.unit.contract.test_api import MINIMAL, changed
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from finetune_cli.generate_rules import page
 from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec
 from finetune_job.rules.book import RULES, rule_by_id
 from finetune_job.rules.fsdp_versions import FSDP_FIELDS
 from tests.pitfalls.manifests import REPRODUCED
@@ -66,7 +66,10 @@ def optional(path: str, *values: Any) -> st.SearchStrategy[dict[str, Any]]:
 F = "parallelism.fsdp."
 DTYPES = ("bfloat16", "float16", "float32")
 SETTINGS = [
-    optional("method.type", "LoRA", "QLoRA", "DoRA", "Full"),
+    optional("method.type", "LoRA", "QLoRA", "DoRA", "Full", "LoHa", "VBLoRA", "XLoRA"),
+    optional("method.settings", {}, {"r": 8}),
+    optional("method.lora.loraPlusRatio", "0.5", "16"),
+    optional("merge.enabled", False),
     optional("method.lora.loraDropout", "0", "0.5", "1", "7"),
     optional("method.lora.bias", "none", "all"),
     optional("method.lora.targetModules", ["all-linear"], ["all-linear", "q"], ["q "], ["q", "lm_head"], ["lm_head"], [","]),
@@ -111,12 +114,32 @@ SETTINGS = [
     optional("merge.dtype", "float16"),
     optional("merge.base", "Quantized", "Trained"),
     optional("merge.verify.minTop1Agreement", "2"),
+    optional("training.scheduler", "Constant", "WarmupStableDecay"),
+    optional("training.decayRatio", "0.1", "2"),
+    optional("training.minLearningRateRatio", "0.1", "2"),
     optional("evaluation.everySteps", 3),
-    optional("data.format", "Text"),
-    optional("data.lossOn", "Completion"),
+    optional("evaluation.earlyStopping", {"patience": 2}),
+    optional("evaluation.loadBestModelAtEnd", True),
+    optional("data.validation.source", "pvc://data/held-out.jsonl"),
+    optional("model.source", "hf://org/model", "hf://datasets/org/set/train", "hf://org/model/sub", "s3://models/llama"),
+    optional("model.revision", "0123456789abcdef0123456789abcdef01234567"),
+    optional("data.source", None, "hf://org/set", "hf://datasets/org/set", "s3://sets/train.jsonl"),
+    optional("data.revision", "0123456789abcdef0123456789abcdef01234567"),
+    optional("fetch.hubTokenSecretRef", {"name": "hub"}),
+    optional("fetch.s3SecretRef", {"name": "keys"}),
+    optional("data.datasets", [{"source": "pvc://data/a.csv", "weight": "0"}, {"source": "pvc://data/b", "weight": "3"}]),
+    optional("data.format", "Text", "Chat"),
+    optional("data.lossOn", "Completion", "Assistant"),
+    optional("data.chatTemplate", "{{ messages }}"),
 ]
 MANIFESTS = st.tuples(*SETTINGS).map(lambda parts: manifest({path: value for part in parts for path, value in part.items()}))
-PROFILES = st.sampled_from([None, FineTuneProfileSpec(trainer_image="trainer")])
+PROFILES = st.sampled_from(
+    [
+        None,
+        FineTuneProfileSpec(trainer_image="trainer"),
+        FineTuneProfileSpec(trainer_image="trainer", fetch=FetchSettings(allowed_sources=["hf://org"])),
+    ]
+)
 
 
 @settings(max_examples=150, deadline=None)

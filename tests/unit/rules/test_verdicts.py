@@ -6,17 +6,37 @@ from typing import Any
 
 import pytest
 
-from finetune_job.api.profile import FineTuneProfileSpec, GpuResource
+from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec, GpuResource
 from finetune_job.rules.book import RULES
 from tests.unit.rules.manifests import PLAIN, applied, judged, manifest
 
 CPU = FineTuneProfileSpec(trainer_image="trainer@sha256:0")
 GPU = FineTuneProfileSpec(trainer_image="trainer@sha256:0", gpu=GpuResource())
 TRUSTING = FineTuneProfileSpec(trainer_image="trainer@sha256:0", allow_remote_code=True)
+CLOSED = FineTuneProfileSpec(trainer_image="trainer@sha256:0", fetch=FetchSettings(allowed_sources=[]))
+FENCED = FineTuneProfileSpec(
+    trainer_image="trainer@sha256:0",
+    fetch=FetchSettings(allowed_sources=["hf://our-org", "hf://datasets/our-org/set/", "s3://ours/a"]),
+)
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HUB_MODEL = {"model.source": "hf://our-org/llama", "model.revision": COMMIT}
+HUB_DATA = {"data.source": "hf://datasets/our-org/set", "data.revision": COMMIT}
+BUCKET_DATA = {"data.source": "s3://ours/a/train.jsonl"}
+
+
+def hub_sets(*sources: str, **more: str) -> dict[str, Any]:
+    return {"data.source": None, "data.datasets": [{"source": source, **more} for source in sources]}
+
 
 F = "parallelism.fsdp."
+CHAT, SETS = {"data.format": "Chat"}, hub_sets("pvc://data/a.jsonl", "pvc://data/b")
 V1, V2 = {F + "version": 1}, {F + "version": 2}
+LOHA, ALONE = {"method.type": "LoHa", "merge.enabled": False}, {"merge.enabled": False}
 DORA, QLORA, FULL = {"method.type": "DoRA"}, {"method.type": "QLoRA"}, {"method.type": "Full"}
+SGD = {"training.optimizer": "SGD"}
+DECAY = {"training.scheduler": "WarmupStableDecay"}
+HELD_OUT = {"data.validation.source": "pvc://data/held-out.jsonl"}
+STOPPING, BEST = {"evaluation.earlyStopping.patience": 2}, {"evaluation.loadBestModelAtEnd": True}
 BF16 = {"model.dtype": "bfloat16"}
 TEMPLATE = {"workspace.claimName": None, "workspace.volumeClaimTemplate.storage": "10Gi"}
 
@@ -210,8 +230,50 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         None,
     ),
     ("nodes-need-read-write-many", TEMPLATE | {"parallelism.nodes": 2}, TEMPLATE, None),
+    ("adam-beta-range", {"training.adamBeta1": "0.9", "training.adamBeta2": "1"}, {"training.adamBeta2": "0.95"}, None),
+    ("adam-beta-range", {"training.adamBeta1": "1.5"}, {"training.adamBeta1": "0"}, None),
+    ("adam-epsilon-zero", {"training.adamEpsilon": "1e-50"}, {"training.adamEpsilon": "1e-16"}, None),
+    ("momentum-range", SGD | {"training.momentum": "1"}, SGD | {"training.momentum": "0"}, None),
+    ("no-effect-momentum", {"training.momentum": "0.9"}, SGD | {"training.momentum": "0.9"}, None),
+    ("no-effect-adam-settings", SGD | {"training.adamEpsilon": "1e-6"}, {"training.adamEpsilon": "1e-6"}, None),
+    (
+        "fsdp1-flat-weight-decay",
+        V1 | FULL | {"training.weightDecay": "0.1", F + "useOrigParams": False},
+        V1 | FULL | {"training.weightDecay": "0.1"},
+        None,
+    ),
+    (
+        "fsdp1-flat-weight-decay",
+        V1 | FULL | {"training.weightDecay": "0.1", F + "useOrigParams": False},
+        V1 | {"training.weightDecay": "0.1", F + "useOrigParams": False},
+        None,
+    ),
     ("offload-without-gpu", {F + "offloadParams": True}, {F + "offloadParams": False}, CPU),
-    ("adapter-settings-with-full", FULL | {"method.lora.r": 8}, {"method.lora.r": 8}, None),
+    ("lora-settings-misplaced", FULL | {"method.lora.r": 8}, {"method.lora.r": 8}, None),
+    ("lora-settings-misplaced", LOHA | {"method.lora.r": 8}, LOHA | {"method.settings.r": 8}, None),
+    ("method-settings-misplaced", {"method.settings.r": 8}, LOHA | {"method.settings.r": 8}, None),
+    ("method-settings-misplaced", FULL | {"method.settings.r": 8}, FULL, None),
+    ("method-not-supported", {"method.type": "AdaLoRA"} | ALONE, LOHA, None),
+    ("method-not-supported", {"method.type": "PromptTuning", "method.settings.numVirtualTokens": 4}, LOHA, None),
+    ("method-on-one-rank-only", {"method.type": "VBLoRA", "parallelism.nodes": 2} | ALONE, {"method.type": "VBLoRA"} | ALONE, None),
+    ("method-not-mergeable", {"method.type": "LoHa"}, LOHA, None),
+    ("fsdp1-adapter-unit", V1 | LOHA | {F + "peftWrapPolicy": True}, V1 | LOHA, None),
+    ("fsdp1-adapter-unit", V1 | LOHA | {F + "useOrigParams": False}, V1 | {F + "useOrigParams": False}, None),
+    ("fsdp1-adapter-16-bit", V1 | LOHA | BF16, V1 | LOHA | BF16 | {"training.precision": "fp32"}, None),
+    (
+        "compile-with-selective-checkpointing",
+        {"training.compile": True, "training.activationCheckpointing": "Selective"},
+        {"training.compile": True, "training.activationCheckpointing": "Full"},
+        None,
+    ),
+    ("lora-init-not-supported", {"method.lora.initLoraWeights": "pissa"}, {"method.lora.initLoraWeights": "orthogonal"}, None),
+    (
+        "layers-without-targets",
+        {"method.lora.layersToTransform": [0]},
+        {"method.lora.layersToTransform": [0], "method.lora.targetModules": ["q_proj"]},
+        None,
+    ),
+    ("lora-plus-ratio-range", {"method.lora.loraPlusRatio": "0.5"}, {"method.lora.loraPlusRatio": "16"}, None),
     ("lora-dropout-range", {"method.lora.loraDropout": "1"}, {"method.lora.loraDropout": "0.99"}, None),
     (
         "all-linear-beside-names",
@@ -242,6 +304,25 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("epochs-or-max-steps", {"training.epochs": 1}, {}, None),
     ("epochs-or-max-steps", {"training.maxSteps": None}, {"training.maxSteps": None, "training.epochs": 1}, None),
     ("warmup-ratio-range", {"training.warmupRatio": "1.0"}, {"training.warmupRatio": "0.5"}, None),
+    ("decay-ratio-range", DECAY | {"training.decayRatio": "1.01"}, DECAY | {"training.decayRatio": "1"}, None),
+    ("min-learning-rate-ratio-range", {"training.minLearningRateRatio": "1.5"}, {"training.minLearningRateRatio": "1"}, None),
+    ("no-effect-decay-ratio", {"training.decayRatio": "0.1"}, DECAY | {"training.decayRatio": "0.1"}, None),
+    (
+        "no-effect-min-learning-rate-ratio",
+        {"training.minLearningRateRatio": "0.1", "training.scheduler": "Constant"},
+        {"training.minLearningRateRatio": "0.1"},
+        None,
+    ),
+    ("early-stopping-without-evaluation", STOPPING | HELD_OUT, STOPPING | HELD_OUT | {"evaluation.everySteps": 5}, None),
+    (
+        "early-stopping-without-evaluation",
+        STOPPING | {"evaluation.everySteps": 5},
+        STOPPING | HELD_OUT | {"evaluation.everySteps": 5},
+        None,
+    ),
+    ("best-model-without-validation", BEST | {"evaluation.everySteps": 5}, BEST | HELD_OUT | {"evaluation.everySteps": 5}, None),
+    ("best-model-is-the-last", BEST | HELD_OUT, BEST | HELD_OUT | {"evaluation.everySteps": 5}, None),
+    ("best-model-is-the-last", BEST | HELD_OUT, HELD_OUT, None),
     ("learning-rate-zero", {"training.learningRate": "0e0"}, {"training.learningRate": "1e-9"}, None),
     (
         "both-activation-checkpointings",
@@ -255,6 +336,16 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         {"evaluation.everySteps": 5, "data.validation.source": "pvc://data/held-out.jsonl"},
         None,
     ),
+    ("source-or-datasets", {"data.source": None}, {}, None),
+    ("source-or-datasets", SETS | {"data.source": "pvc://data/train.jsonl"}, SETS, None),
+    ("source-or-datasets", SETS | {"data.revision": COMMIT}, {"data.source": "hf://datasets/o/a", "data.revision": COMMIT}, None),
+    ("chat-template-without-chat", {"data.chatTemplate": "{{ messages }}"}, CHAT | {"data.chatTemplate": "{{ messages }}"}, None),
+    ("assistant-loss-without-chat", {"data.lossOn": "Assistant"}, CHAT | {"data.lossOn": "Assistant"}, None),
+    ("assistant-loss-without-chat", {"data.lossOn": "Assistant", "data.format": "Text"}, {"data.format": "Text"}, None),
+    ("dataset-weight-range", hub_sets("pvc://data/a.jsonl", weight="0"), hub_sets("pvc://data/a.jsonl", weight="0.01"), None),
+    ("dataset-weight-range", hub_sets("pvc://data/a.jsonl", weight="100.5"), hub_sets("pvc://data/a.jsonl", weight="100"), None),
+    ("csv-with-chat", CHAT | {"data.source": "pvc://data/a.CSV"}, {"data.source": "pvc://data/a.csv"}, None),
+    ("csv-with-chat", CHAT | {"data.validation.source": "pvc://data/a.csv"}, CHAT | {"data.source": "pvc://data/a.csv/b"}, None),
     (
         "completion-loss-on-text",
         {"data.format": "Text", "data.lossOn": "Completion"},
@@ -277,6 +368,41 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("workspace-claim-or-template", {"workspace.volumeClaimTemplate.storage": "1Gi"}, {}, None),
     ("retain-with-named-claim", {"workspace.retain": "Delete"}, TEMPLATE | {"workspace.retain": "Delete"}, None),
     ("remote-code-not-allowed", {"model.allowRemoteCode": True}, {"model.allowRemoteCode": False}, CPU),
+    ("hub-source-without-revision", {"model.source": "hf://our-org/llama"}, HUB_MODEL, None),
+    ("hub-source-without-revision", HUB_DATA | {"data.revision": None}, HUB_DATA, None),
+    (
+        "hub-source-without-revision",
+        hub_sets("hf://datasets/o/a", "pvc://data/b.jsonl", "hf://datasets/o/c"),
+        hub_sets("hf://datasets/o/a", "hf://datasets/o/c", revision=COMMIT),
+        None,
+    ),
+    (
+        "hub-source-without-revision",
+        {"data.validation.source": "hf://datasets/o/a/held-out.jsonl"},
+        {"data.validation": {"source": "hf://datasets/o/a/held-out.jsonl", "revision": COMMIT}},
+        None,
+    ),
+    ("revision-without-hub-source", {"model.revision": COMMIT}, HUB_MODEL, None),
+    ("revision-without-hub-source", BUCKET_DATA | {"data.revision": COMMIT}, BUCKET_DATA, None),
+    (
+        "revision-without-hub-source",
+        hub_sets("pvc://data/a", "s3://bucket/c", revision=COMMIT),
+        hub_sets("pvc://data/a", "s3://bucket/c"),
+        None,
+    ),
+    ("model-source-is-dataset", HUB_MODEL | {"model.source": "hf://datasets/our-org/llama/sub"}, HUB_MODEL, None),
+    ("model-source-inside-repository", HUB_MODEL | {"model.source": "hf://our-org/llama/original"}, HUB_MODEL, None),
+    ("model-source-inside-repository", HUB_MODEL | {"model.source": "hf://a/b/c"}, {"model.source": "s3://bucket/b/c"}, None),
+    ("data-source-is-model", HUB_DATA | {"data.source": "hf://our-org/set/train"}, HUB_DATA, None),
+    ("data-source-is-model", hub_sets("hf://a/b", "hf://datasets/a/b", revision=COMMIT), HUB_MODEL, None),
+    ("source-not-allowed", HUB_MODEL, {}, CLOSED),
+    ("source-not-allowed", BUCKET_DATA, {}, CLOSED),
+    ("source-not-allowed", HUB_MODEL | {"model.source": "hf://our-org-evil/llama"}, HUB_MODEL, FENCED),
+    ("source-not-allowed", HUB_DATA | {"data.source": "hf://datasets/our-org/settings"}, HUB_DATA, FENCED),
+    ("source-not-allowed", {"data.source": "s3://ours/ab"}, BUCKET_DATA, FENCED),
+    ("source-not-allowed", hub_sets("s3://ours/a/b", "s3://theirs/a"), hub_sets("s3://ours/a/b", "pvc://theirs/a"), FENCED),
+    ("no-effect-hub-token", {"fetch.hubTokenSecretRef.name": "hub"}, HUB_DATA | {"fetch.hubTokenSecretRef.name": "hub"}, None),
+    ("no-effect-s3-secret", HUB_DATA | {"fetch.s3SecretRef.name": "keys"}, BUCKET_DATA | {"fetch.s3SecretRef.name": "keys"}, None),
 ]
 
 
@@ -326,6 +452,10 @@ def test_the_plain_manifest_is_accepted_without_a_word():
 
 
 def test_profiles_that_allow_are_respected():
+    assert not judged(manifest(HUB_MODEL | BUCKET_DATA), CPU)
+    assert not judged(manifest(HUB_MODEL | BUCKET_DATA), FENCED)
+    assert not judged(manifest(HUB_MODEL | BUCKET_DATA), None)
+    assert not judged(manifest({}), CLOSED)
     assert not judged(manifest({"model.allowRemoteCode": True}), TRUSTING)
     assert not judged(manifest({"model.allowRemoteCode": True}), None)
     assert not judged(manifest({F + "offloadParams": True}), GPU)

@@ -1,0 +1,134 @@
+"""The table of fine-tuning methods: which PEFT method each is, where its settings stand, and what it can do here.
+
+Rules, plan, trainer and documentation read it; nothing else says what a method can do. What stands in it was measured with PEFT
+0.21.2 in this trainer (tests/unit/trainer_train/test_methods.py): a supported method lowers the loss, gives every trained parameter
+a gradient, ends on the same weights on any number of ranks that the table allows, resumes to the same bytes, and writes an adapter
+that PEFT loads with every tensor equal and the same logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from finetune_job.api.method import MethodType
+
+
+class Family(Enum):
+    """Where a method's settings stand."""
+
+    FULL = "method"
+    """No adapter, no settings."""
+    LORA = "method.lora"
+    OTHER = "method.settings"
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method is and can do."""
+
+    family: Family
+    peft_type: str | None
+    """PEFT's name; None: no adapter."""
+    targets_all_linear: bool = True
+    """Whether it adapts every linear layer where the user names no modules; otherwise PEFT's own choice for the model."""
+    merges: bool = False
+    """Whether the trained adapter can be merged into the base, or needs no merge."""
+    one_rank: str = ""
+    """Why it cannot be sharded; empty: it can, by either version of FSDP."""
+    refused: str = ""
+    """Why it is not supported at all; empty: it is."""
+
+
+_SHARED = "its layers share one trained parameter, which two FSDP units cannot both hold"
+_PROMPT = (
+    "it puts virtual tokens before each sequence, which shift the labels, and which only the first of the documents packed into a "
+    "sequence would see"
+)
+
+
+def _other(kind: MethodType, *, targets_all_linear: bool = True, one_rank: str = "", refused: str = "") -> Method:
+    return Method(Family.OTHER, kind.name, targets_all_linear=targets_all_linear, one_rank=one_rank, refused=refused)
+
+
+METHODS: dict[MethodType, Method] = {
+    MethodType.LORA: Method(Family.LORA, "LORA", merges=True),
+    MethodType.QLORA: Method(Family.LORA, "LORA", merges=True),
+    MethodType.DORA: Method(Family.LORA, "LORA", merges=True),
+    MethodType.FULL: Method(Family.FULL, None, merges=True),
+    **{
+        kind: _other(kind)
+        for kind in (
+            MethodType.LOHA,
+            MethodType.LOKR,
+            MethodType.VERA,
+            MethodType.OFT,
+            MethodType.BOFT,
+            MethodType.HRA,
+            MethodType.FOURIERFT,
+            MethodType.MISS,
+            MethodType.HIRA,
+            MethodType.SHIRA,
+            MethodType.C3A,
+            MethodType.WAVEFT,
+            MethodType.DELORA,
+            MethodType.GRALORA,
+            MethodType.ROAD,
+            MethodType.GLORA,
+            MethodType.PVERA,
+            MethodType.FROD,
+            MethodType.PSOFT,
+            MethodType.PEANUT,
+            MethodType.SUPERTUNING,
+            MethodType.DEFT,
+        )
+    },
+    **{
+        kind: _other(kind, targets_all_linear=False)
+        for kind in (MethodType.IA3, MethodType.LN_TUNING, MethodType.BEFT, MethodType.TRAINABLE_TOKENS)
+    },
+    **{
+        kind: _other(kind, one_rank=_SHARED)
+        for kind in (MethodType.VBLORA, MethodType.UNILORA, MethodType.TINYLORA, MethodType.LILY)
+    },
+    **{
+        kind: _other(kind, refused=_PROMPT)
+        for kind in (
+            MethodType.PROMPT_TUNING,
+            MethodType.MULTITASK_PROMPT_TUNING,
+            MethodType.P_TUNING,
+            MethodType.PREFIX_TUNING,
+            MethodType.CPT,
+            MethodType.CARTRIDGE,
+            MethodType.ADAPTION_PROMPT,
+        )
+    },
+    MethodType.ADALORA: _other(
+        MethodType.ADALORA,
+        refused="after every step it moves ranks between layers, with a state of its own that no checkpoint holds; without that "
+        "its matrices stay at their first rank",
+    ),
+    MethodType.XLORA: _other(
+        MethodType.XLORA, refused="it mixes adapters that have already been trained, and computes every batch twice"
+    ),
+    MethodType.RANDLORA: _other(
+        MethodType.RANDLORA, refused="its weights after a few steps depend on the number of ranks, by far more than rounding"
+    ),
+    MethodType.OSF: _other(
+        MethodType.OSF,
+        refused="it projects each gradient with the whole matrix, of which a rank has a part: two ranks end elsewhere than one",
+    ),
+    MethodType.ADAMSS: _other(
+        MethodType.ADAMSS, refused="it clusters the weights with scikit-learn, which the trainer image does not have"
+    ),
+    MethodType.SHADOW: _other(
+        MethodType.SHADOW, refused="it hands other objects than tensors from layer to layer, which losses and FSDP cannot read"
+    ),
+    MethodType.POLY: _other(MethodType.POLY, refused="it wants the number of a task with each record, which records do not have"),
+}
+"""Every method that a manifest can name."""
+
+
+def supported(family: Family) -> list[MethodType]:
+    """The methods of a family that are not refused, in the table's order."""
+    return [kind for kind, method in METHODS.items() if method.family is family and not method.refused]

@@ -1,0 +1,67 @@
+"""The part of a plan that says what is trained."""
+
+from __future__ import annotations
+
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.method import ALL_LINEAR, LoraSpec, MethodType, QuantizationSpec, QuantType
+from finetune_job.methods import METHODS, Family
+from finetune_job.plan.choices import Choices, number
+from finetune_job.plan.resolve_sharding import holds_adapters_as_the_base
+from finetune_job.plan.run_plan import (
+    AdapterPlan,
+    LoraPlan,
+    MethodPlan,
+    QuantizationPlan,
+)
+
+
+def method_plan(spec: FineTuneJobSpec, choices: Choices) -> MethodPlan:
+    kind = spec.method.type
+    as_base = holds_adapters_as_the_base(spec)
+    family = METHODS[kind].family
+    return MethodPlan(
+        type=kind,
+        lora=_lora(spec.method.lora or LoraSpec(), kind, choices, as_base=as_base) if family is Family.LORA else None,
+        adapter=AdapterPlan(settings=spec.method.settings or {}, autocast_adapter_dtype=not as_base)
+        if family is Family.OTHER
+        else None,
+        quantization=_quantization(spec.method.quantization or QuantizationSpec(), choices) if kind is MethodType.QLORA else None,
+    )
+
+
+def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool) -> LoraPlan:
+    pick = choices.pick
+    return LoraPlan(
+        r=lora.r,
+        lora_alpha=pick("method.lora.loraAlpha", lora.lora_alpha, 2 * lora.r, "twice the rank"),
+        lora_dropout=float(pick("method.lora.loraDropout", lora.lora_dropout, "0", "adapters seldom need dropout")),
+        target_modules=tuple(
+            pick("method.lora.targetModules", lora.target_modules, [ALL_LINEAR], "every linear layer but the output head")
+        ),
+        exclude_modules=tuple(lora.exclude_modules or ()),
+        layers_to_transform=None if lora.layers_to_transform is None else tuple(lora.layers_to_transform),
+        init_lora_weights=lora.init_lora_weights,
+        modules_to_save=tuple(lora.modules_to_save or ()),
+        rank_pattern=lora.rank_pattern or {},
+        alpha_pattern=lora.alpha_pattern or {},
+        lora_plus_ratio=number(lora.lora_plus_ratio),
+        use_rslora=lora.use_rslora,
+        use_dora=kind is MethodType.DORA,
+        bias=lora.bias,
+        autocast_adapter_dtype=pick(
+            "method.lora.autocastAdapterDtype",
+            lora.autocast_adapter_dtype,
+            not as_base,
+            "a flat unit has one element type" if as_base else "small updates vanish in 16 bits",
+        ),
+    )
+
+
+def _quantization(quantization: QuantizationSpec, choices: Choices) -> QuantizationPlan:
+    return QuantizationPlan(
+        bits=quantization.bits,
+        quant_type=choices.pick("method.quantization.quantType", quantization.quant_type, QuantType.NF4, "made for normal weights"),
+        double_quant=choices.pick("method.quantization.doubleQuant", quantization.double_quant, True, "saves 0.4 bits a weight"),
+        compute_dtype=quantization.compute_dtype,
+        quant_storage=quantization.quant_storage,
+    )

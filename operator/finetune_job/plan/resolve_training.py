@@ -1,0 +1,98 @@
+"""The part of a plan that says how is optimised, saved and evaluated."""
+
+from __future__ import annotations
+
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.method import MethodType
+from finetune_job.api.training import ActivationCheckpointing, EvaluationSpec, OptimizerName, Scheduler
+from finetune_job.plan.choices import Choices
+from finetune_job.plan.run_plan import (
+    CheckpointPlan,
+    EarlyStoppingPlan,
+    EvaluationPlan,
+    TrainingPlan,
+)
+
+LARGEST_CHOSEN_MICRO_BATCH = 8
+"""Sequences; beyond this the memory of activations grows faster than the throughput."""
+
+
+ADAM_BETAS, ADAM_EPSILON, MOMENTUM = ("0.9", "0.999"), "1e-8", "0.9"
+"""What their papers recommend (Kingma and Ba, 2015; Sutskever et al., 2013), and torch's defaults where it has one."""
+MIN_LEARNING_RATE_RATIO, DECAY_RATIO = "0", "0.2"
+
+
+def training_plan(spec: FineTuneJobSpec, choices: Choices) -> TrainingPlan:
+    training = spec.training
+    full = spec.method.type is MethodType.FULL
+    per_rank = training.global_batch_size // world_size(spec)
+    micro = choices.pick(
+        "training.microBatchSize", training.micro_batch_size, chosen_micro_batch(per_rank), "largest divisor of the share of a rank"
+    )
+    return TrainingPlan(
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=per_rank // micro,
+        learning_rate=float(
+            choices.pick("training.learningRate", training.learning_rate, "2e-5" if full else "2e-4", "usual for this method")
+        ),
+        optimizer=choices.pick("training.optimizer", training.optimizer, OptimizerName.ADAMW, "usual for transformers"),
+        adam_betas=(float(training.adam_beta1 or ADAM_BETAS[0]), float(training.adam_beta2 or ADAM_BETAS[1])),
+        adam_epsilon=float(training.adam_epsilon or ADAM_EPSILON),
+        momentum=float(training.momentum or MOMENTUM),
+        scheduler=choices.pick("training.scheduler", training.scheduler, Scheduler.COSINE, "ends at zero"),
+        min_learning_rate_ratio=float(training.min_learning_rate_ratio or MIN_LEARNING_RATE_RATIO),
+        decay_ratio=float(training.decay_ratio or DECAY_RATIO),
+        warmup_ratio=float(choices.pick("training.warmupRatio", training.warmup_ratio, "0.03", "Adam's moments settle first")),
+        weight_decay=float(choices.pick("training.weightDecay", training.weight_decay, "0", "little is trained for long")),
+        max_grad_norm=float(choices.pick("training.maxGradNorm", training.max_grad_norm, "1.0", "one bad batch cannot ruin a run")),
+        precision=training.precision,
+        activation_checkpointing=choices.pick(
+            "training.activationCheckpointing",
+            training.activation_checkpointing,
+            ActivationCheckpointing.NONE,
+            "recomputation costs an adapter run half again its time",
+        ),
+        compile=training.compile,
+        step_timeout_seconds=training.step_timeout_seconds,
+        trackers=tuple(training.trackers or ()),
+        seed=training.seed,
+    )
+
+
+def checkpoint_plan(spec: FineTuneJobSpec, choices: Choices) -> CheckpointPlan:
+    is_large = spec.method.type is MethodType.FULL
+    return CheckpointPlan(
+        every_steps=spec.checkpoint.every_steps,
+        every_seconds=spec.checkpoint.every_seconds,
+        asynchronous=choices.pick(
+            "checkpoint.asynchronous",
+            spec.checkpoint.asynchronous,
+            is_large,
+            "the state is large" if is_large else "an adapter's state is written in less than a second",
+        ),
+        keep=spec.checkpoint.keep,
+    )
+
+
+def evaluation_plan(evaluation: EvaluationSpec) -> EvaluationPlan:
+    stopping = evaluation.early_stopping
+    return EvaluationPlan(
+        every_steps=evaluation.every_steps,
+        early_stopping=None
+        if stopping is None
+        else EarlyStoppingPlan(patience=stopping.patience, min_delta=float(stopping.min_delta)),
+        load_best_model_at_end=evaluation.load_best_model_at_end,
+    )
+
+
+def world_size(spec: FineTuneJobSpec) -> int:
+    """Number of ranks."""
+    return spec.parallelism.nodes * spec.parallelism.processes_per_node
+
+
+def chosen_micro_batch(sequences_per_rank: int) -> int:
+    """The largest divisor of a rank's share of the global batch, up to `LARGEST_CHOSEN_MICRO_BATCH`."""
+    return max(size for size in range(1, LARGEST_CHOSEN_MICRO_BATCH + 1) if max(sequences_per_rank, 1) % size == 0)

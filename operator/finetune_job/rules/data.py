@@ -1,0 +1,158 @@
+"""What records a job may name, and which settings of `data` belong together."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from finetune_job.api.data import DataFormat, LossOn
+from finetune_job.plan.sources import named_sources
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import OURS, Problem, rule
+
+_SOURCE = "data.source"
+_REVISION = "data.revision"
+_DATASETS = "data.datasets"
+_VALIDATION = "data.validation.source"
+_FORMAT = "data.format"
+_TEMPLATE = "data.chatTemplate"
+_LOSS_ON = "data.lossOn"
+
+_LARGEST_WEIGHT = 100
+"""Occurrences of a record in one pass; beyond it a run only repeats itself."""
+_UNKNOWN_SOURCE = "pvc://data/train.jsonl"
+"""Stands where only the user can know the place."""
+
+
+@rule(
+    "source-or-datasets",
+    "Training data is named in one way",
+    reads=(_SOURCE, _REVISION, _DATASETS),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def source_or_datasets(context: RuleContext) -> Problem | None:
+    data = context.spec.data
+    if data.datasets is None:
+        if data.source is not None:
+            return None
+        return Problem(
+            field=_SOURCE,
+            value=None,
+            message="neither source nor datasets names the training data",
+            fix=f'set {_SOURCE} to a file or directory, such as "{_UNKNOWN_SOURCE}", or list several in {_DATASETS}',
+            changes={_SOURCE: _UNKNOWN_SOURCE},
+        )
+    field, value = (_SOURCE, data.source) if data.source is not None else (_REVISION, data.revision)
+    if value is None:
+        return None
+    return Problem(
+        field=field,
+        value=value,
+        message=f"{_DATASETS} names the training data, too, and each of them has its own source and revision",
+        fix=f"move it into {_DATASETS}, or remove {_DATASETS}",
+        changes={_SOURCE: None, _REVISION: None},
+    )
+
+
+@rule(
+    "chat-template-without-chat",
+    "A chat template renders chats",
+    reads=(_TEMPLATE, _FORMAT),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def chat_template_without_chat(context: RuleContext) -> Problem | None:
+    data = context.spec.data
+    if data.chat_template is None or data.format is DataFormat.CHAT:
+        return None
+    shown = data.chat_template if len(data.chat_template) <= 60 else f"{data.chat_template[:57]}..."
+    return Problem(
+        field=_TEMPLATE,
+        value=shown,
+        message=f"records of format {data.format} are no chats, so nothing would be rendered with it",
+        fix=f"set {_FORMAT}: Chat if the records hold messages, or remove {_TEMPLATE}",
+        changes={_TEMPLATE: None},
+    )
+
+
+@rule(
+    "assistant-loss-without-chat",
+    "Only a chat has turns of an assistant",
+    reads=(_LOSS_ON, _FORMAT),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def assistant_loss_without_chat(context: RuleContext) -> Problem | None:
+    data = context.spec.data
+    if data.loss_on is not LossOn.ASSISTANT or data.format is DataFormat.CHAT:
+        return None
+    instead = LossOn.ALL if data.format is DataFormat.TEXT else LossOn.COMPLETION
+    return Problem(
+        field=_LOSS_ON,
+        value=data.loss_on,
+        message=f"records of format {data.format} have no turns, so no token would be supervised",
+        fix=f"set {_LOSS_ON}: {instead}, or {_FORMAT}: Chat if the records hold messages",
+        changes={_LOSS_ON: instead},
+    )
+
+
+@rule(
+    "dataset-weight-range",
+    "A weight says how often a record occurs in a pass",
+    reads=(_DATASETS,),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def dataset_weight_range(context: RuleContext) -> Problem | None:
+    datasets = context.spec.data.datasets or []
+    is_wrong = [not 0 < Decimal(dataset.weight) <= _LARGEST_WEIGHT for dataset in datasets]
+    if not any(is_wrong):
+        return None
+    number = is_wrong.index(True)
+    written = [dataset.model_dump(mode="json", by_alias=True, exclude_unset=True) for dataset in datasets]
+    return Problem(
+        field=_DATASETS,
+        value=datasets[number].weight,
+        message=f"weight of {_DATASETS}[{number}], {datasets[number].source}: a record occurs more than 0 and at most "
+        f"{_LARGEST_WEIGHT} times in a pass",
+        fix='write a weight such as "2" (each record twice) or "0.5" (every other record), or remove the data set',
+        changes={
+            _DATASETS: [{**dataset, "weight": "1"} if wrong else dataset for dataset, wrong in zip(written, is_wrong, strict=True)]
+        },
+    )
+
+
+@rule(
+    "csv-with-chat",
+    "A table of texts holds no chats",
+    reads=(_FORMAT, _SOURCE, _DATASETS, _VALIDATION),
+    sources=("RFC 4180: a field is a text, and the turns of a chat are a list",),
+    evidence="source",
+    holds_for=OURS,
+)
+def csv_with_chat(context: RuleContext) -> Problem | None:
+    if context.spec.data.format is not DataFormat.CHAT:
+        return None
+    tables = [named for named in named_sources(context.spec) if not named.is_model and named.source.lower().endswith(".csv")]
+    if not tables:
+        return None
+    return Problem(
+        field=_FORMAT,
+        value=DataFormat.CHAT,
+        message=f"{tables[0].field} is {tables[0].source}, and a CSV file cannot hold the turns of a chat",
+        fix=f"write the chats as JSON Lines (.jsonl) or Parquet, or set {_FORMAT}: PromptCompletion",
+        changes={_FORMAT: DataFormat.PROMPT_COMPLETION},
+    )
+
+
+RULES = (
+    source_or_datasets,
+    chat_template_without_chat,
+    assistant_loss_without_chat,
+    dataset_weight_range,
+    csv_with_chat,
+)

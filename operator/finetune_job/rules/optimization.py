@@ -1,0 +1,166 @@
+"""Settings of the optimizer."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from finetune_job.api.method import MethodType
+from finetune_job.api.training import OptimizerName
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.effective import effective_plan
+
+_OPTIMIZER = "training.optimizer"
+_BETAS = ("training.adamBeta1", "training.adamBeta2")
+_EPSILON = "training.adamEpsilon"
+_MOMENTUM = "training.momentum"
+_DECAY = "training.weightDecay"
+_ORIGINAL = "parallelism.fsdp.useOrigParams"
+_VERSION = "parallelism.fsdp.version"
+_SMALLEST = Decimal("1.2e-38")
+"""Below float32's smallest normal number a device may take a number for zero."""
+
+
+@rule(
+    "adam-beta-range",
+    "A decay of moments stays below 1",
+    reads=_BETAS,
+    sources=("torch: torch/optim/adamw.py, AdamW.__init__",),
+    evidence="source",
+    holds_for="every version",
+)
+def adam_beta_range(context: RuleContext) -> Problem | None:
+    training = context.spec.training
+    written = dict(zip(_BETAS, (training.adam_beta1, training.adam_beta2), strict=True))
+    wrong = {field: value for field, value in written.items() if value is not None and Decimal(value) >= 1}
+    if not wrong:
+        return None
+    field, value = next(iter(wrong.items()))
+    return Problem(
+        field=field,
+        value=value,
+        message="at 1 and above the moments forget nothing and take up nothing new; torch refuses it",
+        fix=f'write a number below 1 such as "0.9" or "0.999", or remove {field}',
+        changes=dict.fromkeys(wrong),
+    )
+
+
+@rule(
+    "adam-epsilon-zero",
+    "Adam needs a positive epsilon",
+    reads=(_EPSILON,),
+    sources=("Kingma and Ba, 2015, Adam: the update is m / (sqrt(v) + epsilon)", "PEFT: lora_B starts at zero"),
+    evidence="source",
+    holds_for="every version",
+)
+def adam_epsilon_zero(context: RuleContext) -> Problem | None:
+    written = context.spec.training.adam_epsilon
+    if written is None or Decimal(written) >= _SMALLEST:
+        return None
+    return Problem(
+        field=_EPSILON,
+        value=written,
+        message="a gradient that is exactly zero, as that of lora_A is at the first step, gives 0 / 0, and the weights become NaN",
+        fix=f'write a small number such as "1e-8", or remove {_EPSILON}',
+        changes={_EPSILON: None},
+    )
+
+
+@rule(
+    "momentum-range",
+    "Momentum stays below 1",
+    reads=(_MOMENTUM,),
+    sources=("Sutskever et al., 2013, On the importance of initialization and momentum in deep learning",),
+    evidence="source",
+    holds_for="every version",
+)
+def momentum_range(context: RuleContext) -> Problem | None:
+    written = context.spec.training.momentum
+    if written is None or Decimal(written) < 1:
+        return None
+    return Problem(
+        field=_MOMENTUM,
+        value=written,
+        message="at 1 and above the sum of past gradients never fades, and the steps grow without bound",
+        fix=f'write a number below 1 such as "0.9", or remove {_MOMENTUM}',
+        changes={_MOMENTUM: None},
+    )
+
+
+@rule(
+    "no-effect-momentum",
+    "Only SGD has a momentum of its own",
+    severity="warning",
+    reads=(_MOMENTUM, _OPTIMIZER),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def no_effect_momentum(context: RuleContext) -> Problem | None:
+    training = context.spec.training
+    if training.momentum is None or training.optimizer is OptimizerName.SGD:
+        return None
+    return Problem(
+        field=_MOMENTUM,
+        value=training.momentum,
+        message="NoEffect: the first moment of AdamW and RAdam is governed by adamBeta1",
+        fix=f"set {_BETAS[0]}, or {_OPTIMIZER} to {OptimizerName.SGD}, or remove {_MOMENTUM}",
+        changes={_MOMENTUM: None},
+    )
+
+
+@rule(
+    "no-effect-adam-settings",
+    "SGD has no betas and no epsilon",
+    severity="warning",
+    reads=(*_BETAS, _EPSILON, _OPTIMIZER),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def no_effect_adam_settings(context: RuleContext) -> Problem | None:
+    training = context.spec.training
+    written = dict(zip((*_BETAS, _EPSILON), (training.adam_beta1, training.adam_beta2, training.adam_epsilon), strict=True))
+    unused = [field for field, value in written.items() if value is not None]
+    if training.optimizer is not OptimizerName.SGD or not unused:
+        return None
+    return Problem(
+        field=unused[0],
+        value=written[unused[0]],
+        message="NoEffect: SGD keeps no such moments",
+        fix=f"set {_MOMENTUM}, or {_OPTIMIZER} to {OptimizerName.ADAMW}, or remove {', '.join(unused)}",
+        changes=dict.fromkeys(unused),
+    )
+
+
+@rule(
+    "fsdp1-flat-weight-decay",
+    "A flat parameter decays as a whole",
+    reads=(_DECAY, _VERSION, _ORIGINAL, "method.type"),
+    sources=("torch: torch/distributed/fsdp/fully_sharded_data_parallel.py, use_orig_params",),
+    evidence="source",
+    holds_for="torch >= 2.0, FSDP 1 only",
+)
+def fsdp1_flat_weight_decay(context: RuleContext) -> Problem | None:
+    plan = effective_plan(context)
+    fsdp = plan.parallelism.fsdp
+    is_flat = fsdp.version == 1 and not fsdp.use_orig_params
+    if plan.method.type is not MethodType.FULL or not is_flat or plan.training.weight_decay == 0:
+        return None
+    return Problem(
+        field=_ORIGINAL,
+        value=context.spec.parallelism.fsdp.use_orig_params,
+        message="the matrices of a layer decay but its biases and normalisation weights do not, and one flat parameter holds both",
+        fix=f"set {_ORIGINAL} to true, or {_VERSION} to 2",
+        changes={_ORIGINAL: True},
+    )
+
+
+RULES = (
+    adam_beta_range,
+    adam_epsilon_zero,
+    momentum_range,
+    no_effect_momentum,
+    no_effect_adam_settings,
+    fsdp1_flat_weight_decay,
+)

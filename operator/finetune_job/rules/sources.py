@@ -1,0 +1,272 @@
+"""Sources outside the cluster: what `hf://` and `s3://` may name, and which of them a profile lets through."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_job.api.base import HUB_DATASETS, BucketPath, ClaimPath, HubPath, parse_source
+from finetune_job.api.fetch import SecretKeyRef, SecretRef
+from finetune_job.plan.sources import NamedSource, named_sources, training_sets
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import OURS, Problem, rule
+
+_DATASETS = "data.datasets"
+_SOURCES = ("model.source", "data.source", _DATASETS, "data.validation.source")
+_REVISIONS = ("model.revision", "data.revision", _DATASETS, "data.validation.revision")
+_NO_COMMIT = "0" * 40
+"""Stands where only the user can know the commit; no repository has it, so fetching it fails by name."""
+_NUMBER = re.compile(r"data\.datasets\[(\d+)\]")
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """A source as it should be written."""
+
+    named: NamedSource
+    source: str
+    revision: str | None
+
+
+def _field(path: str) -> str:
+    """The field that a finding names: findings know lists as a whole."""
+    return _DATASETS if _NUMBER.match(path) else path
+
+
+def _changes(context: RuleContext, edits: Sequence[_Edit]) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    datasets = [
+        dataset.model_dump(mode="json", by_alias=True, exclude_unset=True) for _, dataset in training_sets(context.spec.data)
+    ]
+    for edit in edits:
+        number = _NUMBER.match(edit.named.field)
+        if number is None:
+            written: dict[str, str | None] = {edit.named.field: edit.source, edit.named.revision_field: edit.revision}
+            before = {edit.named.field: edit.named.source, edit.named.revision_field: edit.named.revision}
+            changes |= {path: value for path, value in written.items() if value != before[path]}
+        else:
+            dataset = datasets[int(number[1])]
+            dataset["source"] = edit.source
+            dataset.pop("revision", None)
+            if edit.revision is not None:
+                dataset["revision"] = edit.revision
+            changes[_DATASETS] = datasets
+    return changes
+
+
+def _problem(context: RuleContext, edits: Sequence[_Edit], message: str, fix: str, *, of_revision: bool = False) -> Problem | None:
+    """What is wrong with the first of the sources, and changes that set all of them right."""
+    if not edits:
+        return None
+    first = edits[0].named
+    path = first.revision_field if of_revision else first.field
+    shown = f"{path} of {first.source}" if of_revision else f"{path}: {first.source}"
+    return Problem(
+        field=_field(path),
+        value=first.revision if of_revision else first.source,
+        message=f"{shown}: {message}",
+        fix=fix,
+        changes=_changes(context, edits),
+    )
+
+
+@rule(
+    "hub-source-without-revision",
+    "A repository on the Hub is read at a commit",
+    reads=_REVISIONS,
+    sources=("Hugging Face Hub: branches and tags can be moved, commits cannot",),
+    evidence="source",
+    holds_for=OURS,
+)
+def hub_source_without_revision(context: RuleContext) -> Problem | None:
+    edits = [
+        _Edit(named, named.source, _NO_COMMIT)
+        for named in named_sources(context.spec)
+        if isinstance(parse_source(named.source), HubPath) and named.revision is None
+    ]
+    return _problem(
+        context,
+        edits,
+        "without a commit, a restarted job could read other files than it started with",
+        "set it to the 40 digits of the commit, which the repository's page shows under Files and versions",
+        of_revision=True,
+    )
+
+
+@rule(
+    "revision-without-hub-source",
+    "Only a repository on the Hub has revisions",
+    reads=_REVISIONS,
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def revision_without_hub_source(context: RuleContext) -> Problem | None:
+    edits = [
+        _Edit(named, named.source, None)
+        for named in named_sources(context.spec)
+        if not isinstance(parse_source(named.source), HubPath) and named.revision is not None
+    ]
+    return _problem(
+        context,
+        edits,
+        "a claim or a bucket has no commits, so the revision would be ignored",
+        "remove it; what lies in a bucket is recorded when it is copied",
+        of_revision=True,
+    )
+
+
+@rule(
+    "model-source-is-dataset",
+    "A model is not a data set",
+    reads=("model.source",),
+    sources=("Hugging Face Hub: models and data sets are repositories of different kinds",),
+    evidence="source",
+    holds_for=OURS,
+)
+def model_source_is_dataset(context: RuleContext) -> Problem | None:
+    return _problem(
+        context,
+        [edit for edit in _model_edits(context) if edit.named.source.removeprefix("hf://").startswith(HUB_DATASETS)],
+        f"hf://{HUB_DATASETS} names a data set, and a base model is wanted",
+        "write hf://<organisation>/<model>",
+    )
+
+
+@rule(
+    "model-source-inside-repository",
+    "A model is a whole repository",
+    reads=("model.source",),
+    sources=("this product: what a model consists of is chosen from the top of its repository",),
+    evidence="source",
+    holds_for=OURS,
+)
+def model_source_inside_repository(context: RuleContext) -> Problem | None:
+    return _problem(
+        context,
+        [edit for edit in _model_edits(context) if _path_of(edit.named) != ""],
+        "it names a directory inside a repository, and models are read from the top of theirs",
+        "write hf://<organisation>/<model>; copy a model in a directory to a claim or a bucket",
+    )
+
+
+def _model_edits(context: RuleContext) -> list[_Edit]:
+    """The model's source as a whole repository of the Hub, where it lies on the Hub."""
+    return [
+        _Edit(named, f"hf://{place.repository}", named.revision)
+        for named in named_sources(context.spec)
+        if named.is_model and isinstance(place := parse_source(named.source), HubPath)
+    ]
+
+
+def _path_of(named: NamedSource) -> str:
+    place = parse_source(named.source)
+    return place.path if isinstance(place, HubPath) else ""
+
+
+@rule(
+    "data-source-is-model",
+    "Records do not come from a model's repository",
+    reads=("data.source", _DATASETS, "data.validation.source"),
+    sources=("Hugging Face Hub: models and data sets are repositories of different kinds",),
+    evidence="source",
+    holds_for=OURS,
+)
+def data_source_is_model(context: RuleContext) -> Problem | None:
+    edits = [
+        _Edit(named, f"hf://{HUB_DATASETS}{named.source.removeprefix('hf://')}", named.revision)
+        for named in named_sources(context.spec)
+        if not named.is_model and isinstance(place := parse_source(named.source), HubPath) and not place.is_dataset
+    ]
+    return _problem(
+        context,
+        edits,
+        "hf:// without datasets/ names a model",
+        f"write {edits[0].source}" if edits else "",
+    )
+
+
+@rule(
+    "source-not-allowed",
+    "The profile lets only some sources through",
+    reads=_SOURCES,
+    sources=("this product's FineTuneProfile",),
+    evidence="source",
+    holds_for=OURS,
+)
+def source_not_allowed(context: RuleContext) -> Problem | None:
+    allowed = None if context.profile is None else context.profile.fetch.allowed_sources
+    if allowed is None:
+        return None
+    edits = [
+        _Edit(named, f"pvc://{'models' if named.is_model else 'data'}/{named.source.rstrip('/').rpartition('/')[2]}", None)
+        for named in named_sources(context.spec)
+        if not isinstance(parse_source(named.source), ClaimPath) and not any(_begins(named.source, each) for each in allowed)
+    ]
+    listed = ", ".join(allowed) or "no source outside the cluster"
+    return _problem(context, edits, f"the profile allows {listed}", "copy it to a claim, or ask for a profile that allows it")
+
+
+def _begins(source: str, beginning: str) -> bool:
+    """Whether whole segments of `source` are those of `beginning`: hf://our-org is no beginning of hf://our-organisation/model."""
+    scheme, separator, rest = beginning.partition("://")
+    source_scheme, _, source_rest = source.partition("://")
+    if not separator or scheme != source_scheme:
+        return False
+    wanted = [part for part in rest.split("/") if part]
+    return source_rest.split("/")[: len(wanted)] == wanted
+
+
+@rule(
+    "no-effect-hub-token",
+    "A Hub token is for hf:// sources",
+    severity="warning",
+    reads=("fetch.hubTokenSecretRef", *_SOURCES),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def no_effect_hub_token(context: RuleContext) -> Problem | None:
+    return _unused(context, "fetch.hubTokenSecretRef", context.spec.fetch.hub_token_secret_ref, HubPath)
+
+
+@rule(
+    "no-effect-s3-secret",
+    "S3 keys are for s3:// sources",
+    severity="warning",
+    reads=("fetch.s3SecretRef", *_SOURCES),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def no_effect_s3_secret(context: RuleContext) -> Problem | None:
+    return _unused(context, "fetch.s3SecretRef", context.spec.fetch.s3_secret_ref, BucketPath)
+
+
+def _unused(
+    context: RuleContext, path: str, secret: SecretKeyRef | SecretRef | None, kind: type[HubPath] | type[BucketPath]
+) -> Problem | None:
+    scheme = "hf://" if kind is HubPath else "s3://"
+    if secret is None or any(isinstance(parse_source(named.source), kind) for named in named_sources(context.spec)):
+        return None
+    return Problem(
+        field=path,
+        value=secret.name,
+        message=f"NoEffect: no source begins with {scheme}",
+        fix=f"remove {path}",
+        changes={path: None},
+    )
+
+
+RULES = (
+    hub_source_without_revision,
+    revision_without_hub_source,
+    model_source_is_dataset,
+    model_source_inside_repository,
+    data_source_is_model,
+    source_not_allowed,
+    no_effect_hub_token,
+    no_effect_s3_secret,
+)
