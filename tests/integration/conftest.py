@@ -42,10 +42,14 @@ OperatorFactory = Callable[..., OperatorProcess]
 
 @pytest.fixture(scope="session")
 def installed(control_plane: ClusterAccess, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """`helm install` with default values. No node runs the Deployment; tests start the operator themselves."""
+    """`helm install` with default values. No node would run the Deployment; tests start the operator themselves."""
     if control_plane.kubectl("get", "nodes", "--output", "name"):
         pytest.skip(f"these tests act as kubelets, so the cluster that {EXISTING_VARIABLE} names must have no nodes")
-    control_plane.helm("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM, "--create-namespace")
+    # `--wait` has helm wait until the definitions are served; the default profile, a hook, comes after.
+    control_plane.helm(
+        *("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM, "--create-namespace"),
+        *("--set", "replicas=0", "--wait", "--timeout", "3m"),
+    )
     kube = Kube(control_plane.kubeconfig)
     wait_until(lambda: kube.get("ServiceAccount", SYSTEM, RELEASE), "the chart's ServiceAccount", 60)
     token = control_plane.kubectl("create", "token", RELEASE, "--namespace", SYSTEM, "--duration", "2h").strip()

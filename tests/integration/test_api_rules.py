@@ -39,6 +39,15 @@ def test_spec_is_frozen_once_the_job_has_started(workload: Workload, operator: O
     workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"maxRestarts": 7}}})
 
 
+def test_settings_without_a_schema_are_frozen_too(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply(method={"type": "LoHa", "settings": {"r": 4, "targetModules": ["q_proj"]}}, merge={"enabled": False})
+    operator()
+    workload.wait_for_pods(Role.PREFLIGHT)
+    for change in ({"r": 8}, {"alpha": 16}, {"targetModules": ["v_proj"]}):
+        with pytest.raises(RefusedError, match=r"spec\.method cannot change after the job has started"):
+            workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"method": {"settings": change}}})
+
+
 def test_unknown_and_malformed_fields_are_refused_at_the_door(workload: Workload) -> None:
     with pytest.raises(RefusedError, match="unknown field"):
         workload.apply("unknown", surprise=1)

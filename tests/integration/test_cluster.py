@@ -7,13 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.support.cluster.access import ClusterAccess
-from tests.support.cluster.binaries import PREBUILT_VARIABLE
+from tests.support.cluster.binaries import PREBUILT_VARIABLE, Binaries
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.errors import ClusterError, wait_until
 from tests.support.cluster.existing import EXISTING_VARIABLE, ExistingCluster, existing_kubeconfig
@@ -113,7 +114,7 @@ def test_existing_cluster_without_its_kubeconfig_is_refused(tmp_path: Path, monk
 def test_component_that_ends_is_named_with_its_log_and_the_logs_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for program in ("kube", "coredns", "helm", "probe"):
+    for program in (field.name for field in fields(Binaries)):
         (tmp_path / program).write_text("#!/bin/sh\nif [ $1 = etcd ]; then exec sleep 600; fi\necho no such luck; exit 7\n")
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv(PREBUILT_VARIABLE, str(tmp_path))

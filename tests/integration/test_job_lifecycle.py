@@ -63,6 +63,27 @@ def test_refused_job_shows_its_finding_and_takes_no_pod(workload: Workload, oper
     workload.wait_for_pods(Role.PREFLIGHT)
 
 
+def test_sources_elsewhere_are_fetched_first_by_the_one_pod_with_credentials(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply(
+        model={"source": "hf://org/base", "revision": "0" * 40}, fetch={"hubTokenSecretRef": {"name": "hub-token", "key": "read"}}
+    )
+    operator()
+    (pod,) = workload.wait_for_pods(Role.FETCH)
+    variables = {variable["name"]: variable for variable in pod["spec"]["containers"][0]["env"]}
+    assert variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub-token", "key": "read", "optional": False}
+    assert [mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"] if "/claims/" in mount["mountPath"]] == [
+        "/claims/workspace"
+    ]
+    workload.fail(pod, FailureClass.USER_MODEL, "the hub answered 401")
+    refused = workload.wait_for("Fetched", "False", "FetchRefused")
+    assert "the hub answered 401" in refused["message"]
+    workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"retry": 1}}})
+    workload.succeed(Role.FETCH, 1)
+    workload.wait_for("Fetched")
+    (pod,) = workload.wait_for_pods(Role.PREFLIGHT)
+    assert "secretKeyRef" not in str(pod["spec"])
+
+
 def test_missing_claim_stalls_until_it_is_there(workload: Workload, operator: OperatorFactory) -> None:
     workload.apply(output={"destination": "pvc://later/tuned"})
     operator()

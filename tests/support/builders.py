@@ -38,6 +38,7 @@ from finetune_operator.decide.observed import (
     PodView,
     ProfileView,
 )
+from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
 
 T0 = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 """Now, in unit tests."""
@@ -156,15 +157,20 @@ class ObservedBuilder:
         status = FineTuneJobStatus(conditions=initial_conditions(generation=1, now=timestamp(after(-600))))
         plan = PlanStatus(hash=plan_sha256(self.job.plan()), trainer_image=self.job.profile.trainer_image)
         builder = replace(self, status=status.model_copy(update={"start_time": timestamp(after(-600)), "plan": plan}))
-        for stage in (ConditionType.PREPARED, ConditionType.TRAINED, ConditionType.MERGED):
+        for stage in CONDITION.values():
             builder = builder.condition(stage, None, Reason.PENDING)
         return builder.condition(ConditionType.VALIDATED, True, Reason.ACCEPTED).condition(
             ConditionType.STALLED, False, Reason.HEALTHY
         )
 
+    def fetching(self) -> ObservedBuilder:
+        """The plan is stored, fetch comes next."""
+        builder = replace(self.frozen(), plan_json=canonical_json(self.job.plan()), role=Role.FETCH)
+        return builder.condition(ConditionType.FETCHED, None, Reason.WAITING_FOR_PODS)
+
     def started(self) -> ObservedBuilder:
-        """The plan is stored, preflight comes next."""
-        builder = replace(self.frozen(), plan_json=canonical_json(self.job.plan()))
+        """The plan is stored, there was nothing to fetch, preflight comes next."""
+        builder = replace(self.fetching().condition(ConditionType.FETCHED, True, Reason.SKIPPED), role=Role.PREFLIGHT)
         return builder.condition(ConditionType.PREPARED, None, Reason.WAITING_FOR_PODS)
 
     def prepared(self) -> ObservedBuilder:
@@ -184,8 +190,7 @@ class ObservedBuilder:
 
     def attempt(self, number: int) -> ObservedBuilder:
         """Set the number of the current attempt of the role that is due."""
-        name = {Role.PREFLIGHT: "preflight_attempt", Role.TRAIN: "attempt", Role.MERGE: "merge_attempt"}[self.role]
-        return self.with_status(**{name: number})
+        return self.with_status(**{ATTEMPT_FIELD[self.role]: number})
 
     def restarts(self, counted: int = 0, uncounted: int = 0) -> ObservedBuilder:
         return self.with_status(restarts=Restarts(counted=counted, uncounted=uncounted))
@@ -298,8 +303,7 @@ class ObservedBuilder:
         )
 
     def _attempt(self) -> int:
-        status = self.status
-        return {Role.PREFLIGHT: status.preflight_attempt, Role.TRAIN: status.attempt, Role.MERGE: status.merge_attempt}[self.role]
+        return attempt_of(self.status, self.role)
 
     def _nodes(self) -> int:
         return self.job.parse().spec.parallelism.nodes if self.role is Role.TRAIN else 1

@@ -1,4 +1,4 @@
-"""`python -m finetune_trainer {preflight,train,merge}`: one role of a job, told everything by the plan and these arguments."""
+"""`python -m finetune_trainer {fetch,preflight,train,merge}`: one role, told everything by the plan and these arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,20 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _fetch(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
+    from finetune_trainer.fetch.online import go_online
+
+    go_online()
+    from finetune_trainer.fetch.run import fetch
+
+    return fetch(context)
+
+
 def _preflight(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
+    from finetune_trainer.process_start import keep_torch_out
+
+    if not context.plan.model.allow_remote_code:
+        keep_torch_out()
     from finetune_trainer.preflight.run import run
 
     return run(context)
@@ -62,6 +75,7 @@ def _merge(context: RunContext, _arguments: argparse.Namespace) -> TerminationRe
 
 
 ROLES: dict[Role, Callable[[RunContext, argparse.Namespace], TerminationReport]] = {
+    Role.FETCH: _fetch,
     Role.PREFLIGHT: _preflight,
     Role.TRAIN: _train,
     Role.MERGE: _merge,

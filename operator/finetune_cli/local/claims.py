@@ -10,6 +10,7 @@ from pathlib import Path
 from finetune_cli.local.errors import LocalError
 from finetune_job.api.base import ClaimPath
 from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.sources import input_locations
 
 OUTPUT_CLAIM = "output-directory"
 """Name under which `--output-dir` appears in a plan."""
@@ -44,17 +45,14 @@ def parse_claims(written: Sequence[str]) -> dict[str, Path]:
 
 def claims_of(plan: RunPlan) -> list[ClaimUse]:
     """Every claim that the plan names, once; inputs first."""
-    named: list[tuple[str, ClaimPath | None, bool]] = [
-        ("spec.model.source", plan.model.location, True),
-        ("spec.data.source", plan.data.train, True),
-        ("spec.data.validation.source", plan.data.validation, True),
+    named: list[tuple[str, ClaimPath, bool]] = [
+        *((field, location, location.claim != plan.workspace.claim) for field, location in input_locations(plan)),
         ("spec.workspace", plan.workspace, False),
         ("spec.output.destination", plan.output, False),
     ]
     uses: dict[str, ClaimUse] = {}
     for field, location, is_input in named:
-        if location is not None:
-            uses.setdefault(location.claim, ClaimUse(location.claim, field, is_input))
+        uses.setdefault(location.claim, ClaimUse(location.claim, field, is_input))
     return list(uses.values())
 
 

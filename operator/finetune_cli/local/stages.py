@@ -19,7 +19,11 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_job.progress import Progress
 from finetune_operator.decide.restart_policy import Verdict, after, backoff_seconds, verdict
 
-ROLES = (Role.PREFLIGHT, Role.TRAIN, Role.MERGE)
+
+def roles_of(plan: RunPlan) -> tuple[Role, ...]:
+    """The roles that this plan needs, in order; nothing is fetched where everything lies on claims."""
+    fetch = () if plan.fetch is None else (Role.FETCH,)
+    return (*fetch, Role.PREFLIGHT, Role.TRAIN, Role.MERGE)
 
 
 class Audience(Protocol):
@@ -71,7 +75,7 @@ class LocalRun:
 
     def execute(self, max_restarts: int, interruption: Interruption) -> ExitCode:
         """Run the roles that have not ended with success yet."""
-        for role in ROLES:
+        for role in roles_of(self.plan):
             while role not in self.record.finished:
                 report = self._attempt(role, interruption)
                 step = next_step(self.record, report, role, max_restarts, interrupted=interruption.requested)

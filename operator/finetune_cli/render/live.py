@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,12 @@ from finetune_job.names import Role
 from finetune_job.progress import Progress
 from finetune_job.rules.rule import Finding
 
-_WORDS = {Role.PREFLIGHT: "checking model and data", Role.TRAIN: "training", Role.MERGE: "merging and verifying"}
+_WORDS = {
+    Role.FETCH: "fetching model and data",
+    Role.PREFLIGHT: "checking model and data",
+    Role.TRAIN: "training",
+    Role.MERGE: "merging and verifying",
+}
 
 
 class LiveView:
@@ -89,4 +95,6 @@ def _facts(progress: Progress) -> str:
         parts.append(f"held out {progress.eval_loss:.3f}")
     if progress.tokens_per_second is not None:
         parts.append(f"{progress.tokens_per_second:.0f} tokens/s")
+    if progress.seconds_left:
+        parts.append(f"{timedelta(seconds=round(progress.seconds_left))} left")
     return "  ".join(parts)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune_job.api.base import claim_path
+from finetune_job.api.base import ClaimPath, claim_path, parse_source
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.output import RetainPolicy, VolumeClaimTemplate
 from finetune_job.names import workspace_claim_name
+from finetune_job.plan.sources import named_sources
 from finetune_operator.children.ownership import Owner, metadata
 
 
@@ -18,9 +19,8 @@ def workspace_claim_of(spec: FineTuneJobSpec, job_name: str) -> str:
 
 def claims_named_by(spec: FineTuneJobSpec, job_name: str) -> dict[str, str]:
     """Every claim that the job's pods mount, with the field that names it first."""
-    fields = [("spec.model.source", claim_path(spec.model.source).claim), ("spec.data.source", claim_path(spec.data.source).claim)]
-    if spec.data.validation is not None:
-        fields.append(("spec.data.validation.source", claim_path(spec.data.validation.source).claim))
+    sources = [(f"spec.{named.field}", parse_source(named.source)) for named in named_sources(spec)]
+    fields = [(field, source.claim) for field, source in sources if isinstance(source, ClaimPath)]
     fields.append(("spec.output.destination", claim_path(spec.output.destination).claim))
     made = spec.workspace.claim_name is None
     field = "spec.workspace.volumeClaimTemplate" if made else "spec.workspace.claimName"

@@ -1,7 +1,8 @@
-"""What the two Jobs of a single CPU pod, preflight and merge, have in common."""
+"""What the Jobs of a single CPU pod (fetch, preflight, merge) have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from finetune_job.names import Role, batch_job_name
@@ -11,7 +12,9 @@ from finetune_operator.children.ownership import metadata
 from finetune_operator.children.pod_template import plan_arguments, pod_template
 
 
-def single_pod_job(run: FrozenRun, role: Role, attempt: int, grace_period_seconds: int) -> dict[str, Any]:
+def single_pod_job(
+    run: FrozenRun, role: Role, attempt: int, grace_period_seconds: int, environment: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     """A Job of one pod that is never replaced: the operator decides what follows a failure."""
     spec = {
         "completions": 1,
@@ -25,6 +28,7 @@ def single_pod_job(run: FrozenRun, role: Role, attempt: int, grace_period_second
             attempt,
             arguments=plan_arguments(run, role, attempt),
             grace_period_seconds=grace_period_seconds,
+            environment=environment,
         ),
     }
     name = batch_job_name(run.owner.name, role, attempt)

@@ -1,14 +1,17 @@
 """What the pods of all roles share: one container, the plan, the claims, scratch space, resources, identity.
 
-No settings travel in environment variables: a container reads the plan and nothing else. No pod holds Kubernetes credentials.
+No settings travel in environment variables: a container reads the plan and nothing else; what variables hold are credentials that
+the kubelet fills in, of the fetch pod alone. No pod holds Kubernetes credentials.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from finetune_job.names import CLAIMS_MOUNT, PLAN_KEY, PLAN_MOUNT, Role, plan_configmap_name
 from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.sources import input_locations
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.ownership import labels
 from finetune_operator.children.security import container_security_context, pod_security_context
@@ -29,10 +32,12 @@ def pod_template(
     *,
     arguments: list[str],
     grace_period_seconds: int,
+    environment: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Template of a role's pods. `arguments` follow the image's entry point (`tini -- python -m finetune_trainer`)."""
     plan, placement = run.plan, run.placement
     resources = {
+        Role.FETCH: placement.resources.fetch,
         Role.PREFLIGHT: placement.resources.preflight,
         Role.TRAIN: placement.resources.train,
         Role.MERGE: placement.resources.merge,
@@ -63,7 +68,7 @@ def pod_template(
         "image": placement.trainer_image,
         "imagePullPolicy": placement.image_pull_policy,
         "args": arguments,
-        "env": [{"name": "HOME", "value": SCRATCH_MOUNT}],
+        "env": [{"name": "HOME", "value": SCRATCH_MOUNT}, *environment],
         "resources": {"requests": dict(amounts), "limits": dict(amounts)},
         "securityContext": container_security_context(),
         "terminationMessagePath": "/dev/termination-log",
@@ -108,14 +113,14 @@ def index_variable() -> dict[str, Any]:
 def claim_access(plan: RunPlan, role: Role) -> dict[str, bool]:
     """Claims that a role's pods mount, each once, with whether they may write to it.
 
-    Training reads prepared data from the workspace and leaves its weights there, so its pods mount neither the raw data nor
-    the output. A claim is writable where it is workspace or output too.
+    Fetching writes to the workspace and sees nothing else. Training reads prepared data from the workspace and leaves its weights
+    there, so its pods mount neither the raw data nor the output. A claim is writable where it is workspace or output too.
     """
+    if role is Role.FETCH:
+        return {plan.workspace.claim: True}
     readable = {plan.model.location.claim}
     writable = {plan.workspace.claim}
     if role is not Role.TRAIN:
-        readable.add(plan.data.train.claim)
-        if plan.data.validation is not None:
-            readable.add(plan.data.validation.claim)
+        readable |= {location.claim for _, location in input_locations(plan)}
         writable.add(plan.output.claim)
     return {claim: claim in writable for claim in readable | writable}

@@ -27,6 +27,8 @@ RETRY: dict[FailureClass, Retry] = {
     FailureClass.PLAN_MISMATCH: Retry.NEVER,
     FailureClass.COLLECTIVE: Retry.COUNTED,
     FailureClass.INTERNAL: Retry.COUNTED,
+    FailureClass.STALLED: Retry.COUNTED,
+    FailureClass.SOURCE_UNAVAILABLE: Retry.COUNTED,
     FailureClass.CHECKPOINT_INVALID: Retry.COUNTED,
     # The next attempt removes what an interrupted save left behind, which may be what filled the disk.
     FailureClass.DISK_FULL: Retry.COUNTED,

@@ -9,10 +9,20 @@ from finetune_job.status.conditions import is_true
 from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.observed import Observed
 
-ATTEMPT_FIELD = {Role.PREFLIGHT: "preflight_attempt", Role.TRAIN: "attempt", Role.MERGE: "merge_attempt"}
+ATTEMPT_FIELD = {
+    Role.FETCH: "fetch_attempt",
+    Role.PREFLIGHT: "preflight_attempt",
+    Role.TRAIN: "attempt",
+    Role.MERGE: "merge_attempt",
+}
 """Where status holds the number of a role's current attempt."""
-CONDITION = {Role.PREFLIGHT: ConditionType.PREPARED, Role.TRAIN: ConditionType.TRAINED, Role.MERGE: ConditionType.MERGED}
-"""The condition that a role's Job brings about."""
+CONDITION = {
+    Role.FETCH: ConditionType.FETCHED,
+    Role.PREFLIGHT: ConditionType.PREPARED,
+    Role.TRAIN: ConditionType.TRAINED,
+    Role.MERGE: ConditionType.MERGED,
+}
+"""The condition that a role's Job brings about, in the order of the roles."""
 
 
 def is_terminal(status: FineTuneJobStatus) -> bool:
@@ -27,11 +37,7 @@ def is_started(status: FineTuneJobStatus) -> bool:
 
 def current_role(status: FineTuneJobStatus) -> Role:
     """The role whose Job runs or is to run next."""
-    if not is_true(status.conditions, ConditionType.PREPARED):
-        return Role.PREFLIGHT
-    if not is_true(status.conditions, ConditionType.TRAINED):
-        return Role.TRAIN
-    return Role.MERGE
+    return next((role for role, condition in CONDITION.items() if not is_true(status.conditions, condition)), Role.MERGE)
 
 
 def attempt_of(status: FineTuneJobStatus, role: Role) -> int:

@@ -24,7 +24,7 @@ from finetune_operator.children.plan_configmap import plan_configmap
 from finetune_operator.decide.clock import timestamp
 from finetune_operator.decide.draft import TEXT_LIMIT, Draft
 from finetune_operator.decide.observed import Observed
-from finetune_operator.decide.stage import is_started
+from finetune_operator.decide.stage import CONDITION, is_started
 
 FINDINGS_LIMIT = 64
 LOOK_AGAIN_SECONDS = 30.0
@@ -33,8 +33,8 @@ LOOK_AGAIN_SECONDS = 30.0
 
 def is_established(status: FineTuneJobStatus) -> bool:
     """Whether the ConfigMap with the frozen plan has been seen; from here on its loss is a loss."""
-    prepared = find(status.conditions, ConditionType.PREPARED)
-    return is_started(status) and prepared is not None and prepared.reason not in (Reason.NOT_OBSERVED, Reason.PENDING)
+    first = find(status.conditions, ConditionType.FETCHED)
+    return is_started(status) and first is not None and first.reason not in (Reason.NOT_OBSERVED, Reason.PENDING)
 
 
 def validate_stage(observed: Observed, draft: Draft) -> None:
@@ -44,7 +44,7 @@ def validate_stage(observed: Observed, draft: Draft) -> None:
         return
     draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
     draft.condition(ConditionType.FINISHED, False, Reason.RUNNING)
-    for stage in (ConditionType.PREPARED, ConditionType.TRAINED, ConditionType.MERGED):
+    for stage in CONDITION.values():
         draft.condition(stage, None, Reason.PENDING)
     status = observed.job.status
     digest = plan_sha256(plan)
@@ -107,7 +107,7 @@ def _freeze(observed: Observed, draft: Draft, plan: RunPlan, digest: str) -> Non
 
 
 def _store(observed: Observed, draft: Draft, plan: RunPlan) -> None:
-    """Create what every stage needs; once it is seen, hand over to preflight."""
+    """Create what every stage needs; once it is seen, hand over to the first role."""
     job = observed.job
     owner = Owner(job.namespace, job.name, job.uid)
     if observed.plan is None:
@@ -119,7 +119,11 @@ def _store(observed: Observed, draft: Draft, plan: RunPlan) -> None:
             draft.wake_after(1.0)
             return
     if observed.plan is not None:
-        draft.condition(ConditionType.PREPARED, None, Reason.WAITING_FOR_PODS, "The plan is stored.")
+        if plan.fetch is not None:
+            draft.condition(ConditionType.FETCHED, None, Reason.WAITING_FOR_PODS, "The plan is stored.")
+        else:
+            draft.condition(ConditionType.FETCHED, True, Reason.SKIPPED, "Model and data lie on claims.")
+            draft.condition(ConditionType.PREPARED, None, Reason.WAITING_FOR_PODS, "The plan is stored.")
 
 
 def missing_claims(observed: Observed, *, template_counts: bool) -> str:

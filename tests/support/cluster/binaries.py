@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.support.cluster.cache import cache_root
 
 PREBUILT_VARIABLE = "FINETUNE_TEST_BINARIES"
-"""Environment variable that names a directory of ready executables (kube, coredns, helm, probe)."""
+"""Environment variable that names a directory of ready executables (kube, coredns, helm, probe, versitygw)."""
 
 KUBERNETES_VERSION = "1.36.3"
 """Release that the executables report; `cluster_go/go.mod` requires the same one.
@@ -94,6 +94,14 @@ _PROBE = _Module(
     programs=("probe",),
     flags=(*_FLAGS, "-ldflags", "-s -w"),
 )
+_S3 = _Module(
+    name="s3-bin",
+    sources=_GO_SOURCES / "s3",
+    packages=("github.com/versity/versitygw/cmd/versitygw",),
+    programs=("versitygw",),
+    flags=(*_FLAGS, "-ldflags", "-s -w"),
+)
+_MODULES = (_CLUSTER, _PROBE, _S3)
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,8 @@ class Binaries:
     helm: Path
     probe: Path
     """Static program of the test cluster's own image."""
+    versitygw: Path
+    """S3 server that keeps objects as files."""
 
 
 def find_binaries() -> Binaries | None:
@@ -116,7 +126,7 @@ def find_binaries() -> Binaries | None:
     """
     prebuilt = os.environ.get(PREBUILT_VARIABLE)
     paths: dict[str, Path] = {}
-    for module in (_CLUSTER, _PROBE):
+    for module in _MODULES:
         directory = Path(prebuilt).absolute() if prebuilt else module.directory()
         paths |= {program: directory / program for program in module.programs}
     absent = [name for name, path in paths.items() if not os.access(path, os.X_OK)]
@@ -137,7 +147,7 @@ def ensure_binaries() -> Binaries:
     found = find_binaries()
     if found is not None:
         return found
-    for module in (_CLUSTER, _PROBE):
+    for module in _MODULES:
         with _locked(cache_root() / f"{module.name}.lock"):
             if not module.directory().exists():
                 _build(module)
@@ -161,7 +171,7 @@ def _build(module: _Module) -> None:
     if go is None:
         raise BuildError(
             f"the program 'go' is not on PATH, and {module.directory()} is not built: install Go 1.26, or set "
-            f"{PREBUILT_VARIABLE} to a directory that holds kube, coredns, helm and probe"
+            f"{PREBUILT_VARIABLE} to a directory that holds kube, coredns, helm, probe and versitygw"
         )
     target = module.directory()
     target.parent.mkdir(parents=True, exist_ok=True)

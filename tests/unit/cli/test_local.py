@@ -19,7 +19,7 @@ from finetune_cli.local.launch import Launch, outcome
 from finetune_cli.local.place import freeze, held, place_of, start_fresh
 from finetune_cli.local.progress import OBSERVE_FILE, read_progress
 from finetune_cli.local.record import RunRecord, read_record, write_record
-from finetune_cli.local.stages import next_step
+from finetune_cli.local.stages import next_step, roles_of
 from finetune_cli.local.summary import Losses, Summary, losses, summarise
 from finetune_cli.render.summary import summary_text
 from finetune_job.api.job import parse_job
@@ -109,6 +109,16 @@ def test_the_command_of_a_role():
 def test_how_a_role_ended(code, said, expected):
     found = outcome(Role.TRAIN, 0, code, said, Path("train-0.log"))
     assert (found.outcome, found.failure) == expected
+
+
+def test_only_what_lies_elsewhere_is_fetched():
+    assert roles_of(PLAN) == (Role.PREFLIGHT, Role.TRAIN, Role.MERGE)
+    document = yaml.safe_load(ACCEPTED)
+    document["spec"]["model"]["source"] = "s3://models/base"
+    plan = local_plan(parse_job(document), own_output=False)
+    assert roles_of(plan) == (Role.FETCH, Role.PREFLIGHT, Role.TRAIN, Role.MERGE)
+    uses = claims_of(plan)
+    assert [(use.name, use.is_input) for use in uses] == [("workspace", False), ("data", True), ("out", False)]
 
 
 def test_what_follows_an_end():

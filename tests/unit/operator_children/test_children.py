@@ -11,6 +11,7 @@ from finetune_job.api.output import RetainPolicy, VolumeClaimTemplate
 from finetune_job.names import LABEL_ROLE, PLAN_KEY, TRAIN_GRACE_PERIOD_SECONDS, Role, master_address
 from finetune_job.plan.digest import canonical_json, plan_sha256
 from finetune_operator.children.claims import claims_named_by, workspace_claim
+from finetune_operator.children.fetch_job import fetch_job
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.merge_job import merge_job
 from finetune_operator.children.ownership import Owner
@@ -22,7 +23,7 @@ from finetune_operator.children.train_job import train_job
 from tests.support.builders import UID, JobBuilder, a_job
 
 OWNER = Owner("team", "tune", UID)
-BUILDERS = {Role.PREFLIGHT: preflight_job, Role.TRAIN: train_job, Role.MERGE: merge_job}
+BUILDERS = {Role.FETCH: fetch_job, Role.PREFLIGHT: preflight_job, Role.TRAIN: train_job, Role.MERGE: merge_job}
 
 
 def run_of(job: JobBuilder) -> FrozenRun:
@@ -113,7 +114,7 @@ def test_the_arguments_of_a_training_pod() -> None:
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-@pytest.mark.parametrize("role", [Role.PREFLIGHT, Role.MERGE])
+@pytest.mark.parametrize("role", [Role.FETCH, Role.PREFLIGHT, Role.MERGE])
 def test_the_arguments_of_a_cpu_pod(role: Role) -> None:
     run = run_of(a_job())
     arguments = pod_spec(BUILDERS[role](run, 1))["containers"][0]["args"]
@@ -173,6 +174,7 @@ def test_the_plans_config_map_holds_its_canonical_json() -> None:
 @pytest.mark.parametrize(
     ("role", "expected"),
     [
+        (Role.FETCH, {"scratch": True}),
         (Role.PREFLIGHT, {"models": False, "data": False, "held-out": False, "scratch": True, "results": True}),
         (Role.TRAIN, {"models": False, "scratch": True}),
         (Role.MERGE, {"models": False, "data": False, "held-out": False, "scratch": True, "results": True}),
@@ -181,6 +183,28 @@ def test_the_plans_config_map_holds_its_canonical_json() -> None:
 def test_a_role_may_write_to_workspace_and_output_only(role: Role, expected: dict[str, bool]) -> None:
     job = a_job().spec("data.validation", {"source": "pvc://held-out/x.jsonl"})
     assert claim_access(job.plan(), role) == expected
+
+
+def test_only_the_fetch_pod_is_given_credentials_and_by_the_kubelet() -> None:
+    job = (
+        a_job()
+        .spec("model", {"source": "hf://org/base", "revision": "a" * 40})
+        .spec("data.source", "s3://bucket/train.jsonl")
+        .spec("fetch", {"hubTokenSecretRef": {"name": "hub", "key": "read"}, "s3SecretRef": {"name": "store"}})
+    )
+    run = run_of(job)
+    (container,) = pod_spec(fetch_job(run, 0))["containers"]
+    given = {variable["name"]: variable["valueFrom"]["secretKeyRef"] for variable in container["env"] if "valueFrom" in variable}
+    assert given == {
+        "HF_TOKEN": {"name": "hub", "key": "read", "optional": False},
+        "AWS_ACCESS_KEY_ID": {"name": "store", "key": "AWS_ACCESS_KEY_ID", "optional": False},
+        "AWS_SECRET_ACCESS_KEY": {"name": "store", "key": "AWS_SECRET_ACCESS_KEY", "optional": False},
+        "AWS_SESSION_TOKEN": {"name": "store", "key": "AWS_SESSION_TOKEN", "optional": True},
+    }
+    for role, build in BUILDERS.items():
+        if role is not Role.FETCH:
+            assert "secretKeyRef" not in str(build(run, 0))
+    assert claim_access(job.plan(), Role.PREFLIGHT) == {"scratch": True, "results": True}
 
 
 @pytest.mark.parametrize("role", Role)

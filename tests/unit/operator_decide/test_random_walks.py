@@ -26,6 +26,8 @@ FAILURES = [
     FailureClass.DEVICE_OUT_OF_MEMORY,
     FailureClass.CHECKPOINT_INVALID,
     FailureClass.USER_DATA,
+    FailureClass.STALLED,
+    FailureClass.SOURCE_UNAVAILABLE,
 ]
 Event = Callable[[SimulatedCluster, int], object]
 WEIGHTED_EVENTS: list[tuple[int, Event]] = [
@@ -73,7 +75,9 @@ def come_to_rest(cluster: SimulatedCluster) -> None:
 
 
 def a_cluster(nodes: int) -> SimulatedCluster:
-    return SimulatedCluster(a_job().nodes(nodes).run(maxRestarts=2, ttlSecondsAfterFinished=3600))
+    """The larger gang has its data elsewhere, so its walks begin with a fetch."""
+    job = a_job().nodes(nodes).run(maxRestarts=2, ttlSecondsAfterFinished=3600)
+    return SimulatedCluster(job.spec("data.source", "s3://bucket/train.jsonl") if nodes > 1 else job)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -105,6 +109,14 @@ def test_an_undisturbed_job_succeeds_with_one_job_per_role() -> None:
     assert is_true(cluster.status.conditions, ConditionType.SUCCEEDED)
     jobs = [name for kind, name in cluster.created if kind == "Job"]
     assert jobs == [f"tune-{role}-0" for role in (Role.PREFLIGHT, Role.TRAIN, Role.MERGE)]
+
+
+def test_a_job_with_sources_elsewhere_fetches_them_first() -> None:
+    cluster = SimulatedCluster(a_job().spec("data.source", "s3://bucket/train.jsonl"))
+    cluster.settle()
+    assert is_true(cluster.status.conditions, ConditionType.SUCCEEDED)
+    jobs = [name for kind, name in cluster.created if kind == "Job"]
+    assert jobs == [f"tune-{role}-0" for role in Role]
 
 
 def test_a_job_with_a_workspace_template_makes_its_claim_before_any_pod() -> None:

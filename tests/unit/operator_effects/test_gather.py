@@ -38,8 +38,11 @@ def claim(name: str) -> dict[str, Any]:
 
 
 def training(attempt: int) -> dict[str, Any]:
-    prepared = {"type": "Prepared", "status": "True", "reason": "Completed", "lastTransitionTime": objects.CREATED}
-    return {"startTime": objects.CREATED, "plan": PLAN, "attempt": attempt, "conditions": [prepared]}
+    done = [
+        {"type": kind, "status": "True", "reason": "Completed", "lastTransitionTime": objects.CREATED}
+        for kind in ("Fetched", "Prepared")
+    ]
+    return {"startTime": objects.CREATED, "plan": PLAN, "attempt": attempt, "conditions": done}
 
 
 def test_absent_job_gives_nothing() -> None:

@@ -1,0 +1,123 @@
+"""The fetch role against a real S3 server."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+
+from finetune_job.api.base import BucketPath
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec
+from finetune_job.failures import FailureClass
+from finetune_job.plan.digest import plan_sha256
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import JobIdentity
+from finetune_trainer.context import RunContext
+from finetune_trainer.errors import DataError, TrainerError
+from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
+from finetune_trainer.fetch.errors import SourceUnavailableError
+from finetune_trainer.fetch.retry import Patience
+from finetune_trainer.fetch.run import fetch
+from tests.support.cluster.binaries import ensure_binaries
+from tests.support.s3 import REGION, SECRET_KEY, S3Server, running_s3
+from tests.unit.rules.manifests import manifest
+
+QUICK = Patience(attempts=2, first_seconds=0.01)
+WEIGHTS = hashlib.shake_256(b"weights").digest(40_000_000)
+"""Several ranges long."""
+OBJECTS = {
+    "base/config.json": b"{}",
+    "base/model.safetensors": WEIGHTS,
+    "base/pytorch_model.bin": b"p",
+    "base-evil/config.json": b"evil",
+    "sets/train.jsonl": b"{}\n",
+}
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with running_s3(ensure_binaries().versitygw, tmp_path_factory.mktemp("s3")) as server:
+        server.upload("inputs", OBJECTS)
+        yield server
+
+
+@pytest.fixture
+def signed(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    for name, value in (s3.environment() | {"NO_PROXY": "127.0.0.1"}).items():
+        monkeypatch.setenv(name, value)
+    return s3
+
+
+def context_of(s3: S3Server, directory: Path, **changes: Any) -> RunContext:
+    settings = FetchSettings(s3_endpoint=s3.address, s3_region=REGION)
+    sources = {"model.source": "s3://inputs/base", "data.source": "s3://inputs/sets/train.jsonl"}
+    spec = FineTuneJobSpec.model_validate(manifest(sources | changes))
+    profile = FineTuneProfileSpec(trainer_image="trainer@sha256:0", fetch=settings)
+    plan = resolve(JobIdentity(namespace="team", name="tuned", uid="0123456789"), spec, profile)
+    context = RunContext(plan, plan_sha256(plan), directory / "claims", 0)
+    context.workspace.root.mkdir(parents=True)
+    return context
+
+
+def test_model_and_data_arrive_byte_for_byte(signed: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    context = context_of(signed, tmp_path)
+    caplog.set_level("INFO")
+    report = fetch(context, QUICK)
+    assert {path.name: path.read_bytes() for path in context.base_model.iterdir()} == {
+        "config.json": b"{}",
+        "model.safetensors": WEIGHTS,
+    }
+    train = context.path(context.plan.data.train[0].location)
+    assert {path.name: path.read_bytes() for path in train.iterdir()} == {"train.jsonl": b"{}\n"}
+    assert int(report.facts["transferred_bytes"]) == len(WEIGHTS) + len(b"{}") + len(b"{}\n")
+    assert fetch(context, QUICK).facts["transferred_bytes"] == "0"
+    kept = [path.read_bytes() for path in context.workspace.sources.glob("*.json")]
+    assert not any(SECRET_KEY.encode() in text for text in [*kept, caplog.text.encode(), report.model_dump_json().encode()])
+
+
+@pytest.mark.parametrize("wrong", [{"AWS_SECRET_ACCESS_KEY": "wrong"}, {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}])
+def test_refused_keys_name_the_field(
+    signed: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]
+) -> None:
+    for name, value in wrong.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TrainerError) as caught:
+        fetch(context_of(signed, tmp_path), QUICK)
+    assert caught.value.failure is FailureClass.USER_MODEL
+    assert "spec.model.source" in str(caught.value)
+    assert "spec.fetch.s3SecretRef" in caught.value.hint
+
+
+@pytest.mark.parametrize("source", ["s3://inputs/sets/missing.jsonl", "s3://no-such-bucket/train.jsonl"])
+def test_what_is_not_there_is_named(signed: S3Server, tmp_path: Path, source: str) -> None:
+    with pytest.raises(TrainerError) as caught:
+        fetch(context_of(signed, tmp_path, **{"data.source": source}), QUICK)
+    assert caught.value.failure is FailureClass.USER_DATA
+    assert source in str(caught.value)
+
+
+def test_an_object_that_changes_while_it_is_copied_is_not_mixed(signed: S3Server) -> None:
+    key = "changing/train.jsonl"
+    signed.upload("inputs", {key: WEIGHTS})
+    store = open_bucket("inputs", signed.address, REGION, signed.environment())
+    remote = BucketPrefix(store, BucketPath(bucket="inputs", prefix=key), "spec.data.source", DataError, signed=True)
+    [file] = remote.files()
+    signed.upload("inputs", {key: WEIGHTS[::-1]})
+    with pytest.raises(SourceUnavailableError, match="changed"):
+        list(remote.read(file, 0))
+
+
+def test_a_listing_of_more_than_one_page_is_whole(signed: S3Server) -> None:
+    number = 1_100
+    store = signed.bucket("many")
+    with ThreadPoolExecutor(8) as executor:
+        list(executor.map(lambda each: obstore.put(store, f"part/{each:05}.jsonl", b"x"), range(number)))
+    opened = open_bucket("many", signed.address, REGION, signed.environment())
+    files = BucketPrefix(opened, BucketPath(bucket="many", prefix="part"), "spec.data.source", DataError, signed=True).files()
+    assert sorted(file.path for file in files) == [f"{each:05}.jsonl" for each in range(number)]

@@ -1,0 +1,63 @@
+"""Fetch: model and data from outside the cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from finetune_job.failures import FailureClass
+from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.decide.reconcile import reconcile
+from tests.support.builders import T0, JobBuilder, a_job, observing
+from tests.unit.operator_decide.reading import condition, created, deleted, message, written
+
+
+def fetched_job() -> JobBuilder:
+    return a_job().spec("model", {"source": "hf://org/base", "revision": "a" * 40})
+
+
+def test_the_fetch_job_comes_before_every_other() -> None:
+    actions = reconcile(observing(fetched_job()).fetching().build(), T0)
+    assert created(actions) == ["Job/tune-fetch-0"]
+    assert condition(actions, ConditionType.FETCHED) == ("Unknown", Reason.WAITING_FOR_PODS)
+    assert written(actions).phase == "Fetching"
+
+
+def test_a_job_whose_sources_lie_on_claims_skips_it() -> None:
+    seen = replace(observing(a_job()).frozen(), plan_json=observing(a_job()).started().plan_json)
+    actions = reconcile(seen.build(), T0)
+    assert condition(actions, ConditionType.FETCHED) == ("True", Reason.SKIPPED)
+    assert condition(actions, ConditionType.PREPARED) == ("Unknown", Reason.WAITING_FOR_PODS)
+    assert written(actions).phase == "Preflight"
+
+
+def test_success_hands_over_to_preflight() -> None:
+    seen = observing(fetched_job()).fetching().succeeded(bytes="10")
+    actions = reconcile(seen.build(), T0)
+    assert condition(actions, ConditionType.FETCHED) == ("True", Reason.COMPLETED)
+    assert created(reconcile(replace(seen, status=written(actions)).build(), T0)) == ["Job/tune-preflight-0"]
+
+
+@pytest.mark.parametrize("failure", [FailureClass.USER_MODEL, FailureClass.USER_DATA])
+def test_a_source_that_is_closed_waits_for_a_human(failure: FailureClass) -> None:
+    seen = observing(fetched_job()).fetching().failed_pod(0, failure, message="401 from the hub").batch_job_failed()
+    actions = reconcile(seen.build(), T0)
+    assert condition(actions, ConditionType.STALLED) == ("True", Reason.FETCH_REFUSED)
+    assert condition(actions, ConditionType.FETCHED) == ("False", Reason.FETCH_REFUSED)
+    assert "401 from the hub" in message(actions, ConditionType.STALLED)
+    refused = replace(seen, status=written(actions))
+    assert reconcile(refused.build(), T0).status is None
+    retried = replace(refused, job=fetched_job().run(retry=1))
+    again = reconcile(retried.build(), T0)
+    assert (written(again).fetch_attempt, written(again).retry_handled) == (1, 1)
+    assert deleted(again) == ["Job/tune-fetch-0"]
+
+
+def test_a_hub_that_does_not_answer_is_asked_again_within_the_budget() -> None:
+    seen = observing(fetched_job().run(maxRestarts=1)).fetching().failed_pod(0, FailureClass.SOURCE_UNAVAILABLE, message="503")
+    actions = reconcile(seen.batch_job_failed().build(), T0)
+    assert (written(actions).fetch_attempt, written(actions).restarts.counted) == (1, 1)
+    assert deleted(actions) == ["Job/tune-fetch-0"]
+    exhausted = seen.restarts(counted=1).batch_job_failed()
+    assert condition(reconcile(exhausted.build(), T0), ConditionType.FINISHED) == ("True", Reason.RESTARTS_EXHAUSTED)

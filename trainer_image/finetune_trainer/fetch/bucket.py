@@ -1,0 +1,177 @@
+"""`s3://` sources, asked for with obstore: an object, or all objects below a prefix, each read in the version that was listed."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import obstore
+from obstore.exceptions import (
+    BaseError,
+    GenericError,
+    InvalidPathError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import ObjectStore, S3Store
+
+from finetune_job.api.base import BucketPath
+from finetune_trainer.errors import TrainerError
+from finetune_trainer.fetch.errors import SourceUnavailableError, TransientError
+from finetune_trainer.fetch.remote import RemoteFile
+
+DEFAULT_REGION = "us-east-1"
+RANGE_BYTES = 16 * 1024**2
+"""Of one request: many at once are what an object store is fast with."""
+RANGES_AT_ONCE = 4
+"""Requests in flight for one file; with eight files at a time they hold half a gibibyte at most."""
+_CONNECT = timedelta(seconds=30)
+_REQUEST = timedelta(seconds=300)
+"""For one range, so that a line of half a megabit per second is still fast enough."""
+_STATUS = re.compile(r"status code: (\d\d\d)")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_PASSING = frozenset({408, 429, 500, 502, 503, 504})
+_DENIED = frozenset({401, 403})
+_NOT_FOUND = frozenset({404, 410})
+
+
+def open_bucket(bucket: str, endpoint: str | None, region: str | None, environment: Mapping[str, str]) -> ObjectStore:
+    """A bucket with the credentials of the environment; without any, requests are not signed, as public buckets allow.
+
+    `endpoint` and `region`: None leaves them to the environment's AWS_ENDPOINT_URL and AWS_REGION.
+    """
+    address = endpoint or environment.get("AWS_ENDPOINT_URL")
+    key, secret = environment.get("AWS_ACCESS_KEY_ID"), environment.get("AWS_SECRET_ACCESS_KEY")
+    settings: dict[str, str] = {"region": region or environment.get("AWS_REGION") or DEFAULT_REGION}
+    if address:
+        settings["endpoint"] = address
+    if key and secret:
+        settings |= {"access_key_id": key, "secret_access_key": secret}
+        if token := environment.get("AWS_SESSION_TOKEN"):
+            settings["session_token"] = token
+    return S3Store(
+        bucket,
+        config=settings,  # type: ignore[arg-type]
+        skip_signature=not (key and secret),
+        client_options={
+            "allow_http": bool(address and address.startswith("http://")),
+            "connect_timeout": _CONNECT,
+            "timeout": _REQUEST,
+        },
+        # Failures are counted, told and waited for in one place: retry.py.
+        retry_config={"max_retries": 0},
+    )
+
+
+class BucketPrefix:
+    """One object, or the objects below a prefix."""
+
+    def __init__(self, store: ObjectStore, place: BucketPath, field: str, refusal: type[TrainerError], *, signed: bool) -> None:
+        """`field`: where the manifest names the source. `refusal`: what is raised where the source is not there or not for us.
+        `signed`: whether there are credentials.
+        """
+        self._store, self._place, self._refusal, self._signed = store, place, refusal, signed
+        self._shown = f"{field}: s3://{place.bucket}/{place.prefix}"
+
+    def files(self) -> list[RemoteFile]:
+        """The object of that name, else everything below it. Raises TransientError, TrainerError."""
+        try:
+            single = self._single()
+            if single is not None:
+                return [single]
+            prefix = f"{self._place.prefix}/" if self._place.prefix else ""
+            found = [
+                self._remote_file(meta, str(meta["path"]).removeprefix(prefix))
+                for page in obstore.list(self._store, self._place.prefix or None)
+                for meta in page
+                if str(meta["path"]) != self._place.prefix and not str(meta["path"]).endswith("/")
+            ]
+        except (BaseError, OSError, ValueError) as error:
+            raise self._failure(error) from None
+        if not found:
+            raise self._refusal(f"{self._shown}: there is no such object and nothing below it", "correct the bucket or the prefix")
+        return found
+
+    def _single(self) -> RemoteFile | None:
+        if not self._place.prefix:
+            return None
+        try:
+            meta = obstore.head(self._store, self._place.prefix)
+        except (FileNotFoundError, PermissionDeniedError, UnauthenticatedError):
+            # Who may list but not read, and who names a prefix, both learn what is wrong from the listing.
+            return None
+        return self._remote_file(meta, self._place.prefix.rpartition("/")[2])
+
+    def _remote_file(self, meta: obstore.ObjectMeta, path: str) -> RemoteFile:
+        tag = meta["e_tag"]
+        if not tag:
+            raise SourceUnavailableError(
+                f"{self._shown}: {meta['path']} has no ETag, so that a change of it could not be seen", "use another object store"
+            )
+        return RemoteFile(path=path, size=meta["size"], version=tag, address=meta["path"])
+
+    def read(self, file: RemoteFile, offset: int) -> Iterator[bytes | memoryview]:
+        """The bytes from `offset` on, some ranges ahead. Raises TransientError, TrainerError."""
+        starts = iter(range(offset, file.size, RANGE_BYTES))
+        ahead: deque[Future[obstore.Bytes]] = deque()
+        executor = ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="range")
+        try:
+            for start in starts:
+                ahead.append(executor.submit(self._range, file, start, min(start + RANGE_BYTES, file.size)))
+                if len(ahead) == RANGES_AT_ONCE:
+                    yield memoryview(ahead.popleft().result())
+            while ahead:
+                yield memoryview(ahead.popleft().result())
+        except (BaseError, OSError, ValueError) as error:
+            raise self._failure(error) from None
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+    def _range(self, file: RemoteFile, start: int, end: int) -> obstore.Bytes:
+        answer = obstore.get(self._store, file.address, options={"range": (start, end), "if_match": file.version})
+        return answer.bytes()
+
+    def _failure(self, error: Exception) -> Exception:
+        match error:
+            case PermissionDeniedError() | UnauthenticatedError():
+                return self._denied("")
+            case FileNotFoundError():
+                return self._not_found("")
+            case PreconditionError():
+                return SourceUnavailableError(
+                    f"{self._shown}: an object changed while it was copied", "let nothing write below the prefix during a run"
+                )
+            case InvalidPathError() | ValueError():
+                return self._refusal(f"{self._shown}: holds a key that is no path", "rename the object")
+        # The text itself is not passed on: it holds what was sent, down to the string that was signed.
+        text = str(error) if isinstance(error, GenericError) else ""
+        status, code = _STATUS.search(text), _CODE.search(text)
+        if status is None:
+            return TransientError(f"the object store did not answer ({type(error).__name__})")
+        said = f" (HTTP status {status[1]}{f', {code[1]}' if code else ''})"
+        match int(status[1]):
+            case number if number in _PASSING:
+                return TransientError(f"the object store is busy or broken{said}")
+            case number if number in _DENIED:
+                return self._denied(said)
+            case number if number in _NOT_FOUND:
+                return self._not_found(said)
+        return SourceUnavailableError(
+            f"{self._shown}: the object store refuses the request{said}",
+            "check s3Endpoint and s3Region of the profile's spec.fetch",
+        )
+
+    def _not_found(self, said: str) -> Exception:
+        return self._refusal(f"{self._shown}: there is no such bucket or object{said}", "correct the bucket or the key")
+
+    def _denied(self, said: str) -> Exception:
+        keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        if self._signed:
+            hint = f"the keys of spec.fetch.s3SecretRef (on your own machine: {keys}) may not list and read it"
+        else:
+            hint = f"name a Secret with {keys} in spec.fetch.s3SecretRef (on your own machine: set them)"
+        return self._refusal(f"{self._shown}: access is refused{said}", hint)

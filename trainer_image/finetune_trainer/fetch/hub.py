@@ -1,0 +1,148 @@
+"""`hf://` sources, asked for with huggingface_hub: one commit of a repository, whose listing names the content of every file.
+
+Importing this module imports huggingface_hub, which reads its settings from the environment then and only then: see online.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+import httpx2
+from huggingface_hub import HfApi, get_session, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers  # type: ignore[attr-defined]
+
+from finetune_job.api.base import HubPath
+from finetune_trainer.errors import TrainerError
+from finetune_trainer.fetch.errors import SourceUnavailableError, TransientError
+from finetune_trainer.fetch.remote import Digest, DigestKind, RemoteFile
+
+SILENCE_SECONDS = 60.0
+"""Longest time without a byte before a request counts as failed."""
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
+_DENIED = frozenset({401, 403})
+_NOT_FOUND = frozenset({404, 410})
+
+
+class HubRepository:
+    """One repository at one commit."""
+
+    def __init__(
+        self,
+        place: HubPath,
+        revision: str,
+        *,
+        token: str | None,
+        endpoint: str | None,
+        field: str,
+        refusal: type[TrainerError],
+    ) -> None:
+        """`field`: where the manifest names the source. `refusal`: what is raised where the source is not there or not for us."""
+        self._place, self._revision, self._token, self._refusal = place, revision, token, refusal
+        self._kind = "dataset" if place.is_dataset else "model"
+        self._shown = f"{field}: {self._kind} {place.repository} at {revision}"
+        # False: no token at all, rather than one that a login has left in the home directory.
+        self._api = HfApi(endpoint=endpoint, token=token or False)
+        get_session().timeout = httpx2.Timeout(SILENCE_SECONDS)
+
+    def files(self) -> list[RemoteFile]:
+        """The files below the named path. Raises TransientError, TrainerError."""
+        try:
+            return [self._remote_file(entry) for entry in self._entries()]
+        except HfHubHTTPError as error:
+            raise self._failure(error.response) from None
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise TransientError(f"{self._shown}: the Hub did not answer ({type(error).__name__})") from None
+
+    def _entries(self) -> list[RepoFile]:
+        repository, path = self._place.repository, self._place.path
+        found = self._api.repo_info(repository, revision=self._revision, repo_type=self._kind).sha
+        if found != self._revision:
+            raise SourceUnavailableError(
+                f"{self._shown}: the Hub answers with commit {found}", "check the endpoint of the profile's spec.fetch.hubEndpoint"
+            )
+        if path:
+            named = self._api.get_paths_info(repository, [path], revision=self._revision, repo_type=self._kind)
+            if not named:
+                raise self._refusal(f"{self._shown} holds no {path}", "correct the path, or the revision")
+            if isinstance(named[0], RepoFile):
+                return [named[0]]
+        tree = self._api.list_repo_tree(repository, path or None, recursive=True, revision=self._revision, repo_type=self._kind)
+        return [entry for entry in tree if isinstance(entry, RepoFile)]
+
+    def _remote_file(self, entry: RepoFile) -> RemoteFile:
+        folder = f"{self._place.path}/"
+        if entry.path == self._place.path:
+            path = entry.path.rpartition("/")[2]
+        else:
+            path = entry.path.removeprefix(folder) if self._place.path else entry.path
+        if entry.lfs is not None:
+            digest = Digest(DigestKind.SHA256, entry.lfs.sha256)
+        else:
+            digest = Digest(DigestKind.GIT_BLOB, entry.blob_id)
+        return RemoteFile(path=path, size=entry.size, version=digest.hexadecimal, address=entry.path, digest=digest)
+
+    def read(self, file: RemoteFile, offset: int) -> Iterator[bytes | memoryview]:
+        """The bytes of a file from `offset` on. Raises TransientError, TrainerError."""
+        url = hf_hub_url(
+            self._place.repository, file.address, repo_type=self._kind, revision=self._revision, endpoint=self._api.endpoint
+        )
+        headers = build_hf_headers(token=self._token or False) | {"Accept-Encoding": "identity"}
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+        try:
+            with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+                if response.status_code >= httpx2.codes.BAD_REQUEST:
+                    raise self._failure(response)
+                # A server may send the whole file although a part was asked for.
+                skip = offset if response.status_code == httpx2.codes.OK else 0
+                for chunk in response.iter_bytes():
+                    if skip < len(chunk):
+                        yield memoryview(chunk)[skip:]
+                    skip = max(skip - len(chunk), 0)
+        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
+            raise TransientError(f"the connection failed ({type(error).__name__})") from None
+
+    def _failure(self, response: httpx2.Response) -> Exception:
+        status = response.status_code
+        hub = httpx2.URL(self._api.endpoint)
+        elsewhere = (response.url.host, response.url.port) != (hub.host, hub.port)
+        if status in _PASSING or (elsewhere and status in _DENIED):
+            # The Hub sends us on with a signed address; one that is refused has run out, and the next one will not have.
+            return TransientError(f"HTTP status {status}", _retry_after(response))
+        if status in _DENIED:
+            return self._refusal(f"{self._shown}: access is refused (HTTP status {status})", self._access_hint())
+        if status in _NOT_FOUND:
+            return self._refusal(
+                f"{self._shown}: there is none (HTTP status {status})",
+                f"correct the name or the revision; the Hub hides private ones, so otherwise {self._access_hint()}",
+            )
+        return SourceUnavailableError(f"{self._shown}: HTTP status {status}", "try again later")
+
+    def _access_hint(self) -> str:
+        if self._token is None:
+            return (
+                "name a Secret with an access token in spec.fetch.hubTokenSecretRef (on your own machine: set HF_TOKEN), "
+                "and accept the terms of a gated repository"
+            )
+        return (
+            "the token of spec.fetch.hubTokenSecretRef (on your own machine: HF_TOKEN) may not read it: "
+            "check its rights, its expiry, and that the terms of a gated repository are accepted"
+        )
+
+
+def _retry_after(response: httpx2.Response) -> float | None:
+    """Seconds that the server asks to wait: either form of Retry-After (RFC 9110, section 10.2.3), or the Hub's RateLimit."""
+    text = response.headers.get("Retry-After", "").strip()
+    limit = parse_ratelimit_headers(response.headers)
+    if not text and limit is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds)
+    if text.isdigit():
+        return float(text)
+    try:
+        return max((parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds(), 0.0)
+    except (ValueError, TypeError):
+        return None

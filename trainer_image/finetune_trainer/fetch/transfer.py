@@ -1,0 +1,161 @@
+"""One file from a source to the staging directory: continued, retried, proven."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from finetune_trainer.fetch.errors import SourceUnavailableError, StoppedError, TransientError, WrongBytesError
+from finetune_trainer.fetch.manifest import FetchedFile
+from finetune_trainer.fetch.remote import DigestKind, Remote, RemoteFile
+from finetune_trainer.fetch.retry import Attempts, Patience
+from finetune_trainer.fetch.staging import Staging
+
+SYNC_BYTES = 64 * 1024**2
+"""Bytes between two fsyncs; what a power cut can cost of a file that was being written."""
+PROGRESS_BYTES = 1024**2
+"""A request that brings fewer bytes than this before it fails counts as one that brought nothing."""
+WRONG_BYTES_LIMIT = 3
+"""Times that a file may come whole and wrong."""
+_READ_BYTES = 1024**2
+
+
+def resume_point(length: int, sync_bytes: int) -> int:
+    """PURE. How much of a beginning of that length is certainly on the disk.
+
+    Bytes beyond a multiple of `sync_bytes` are written only once everything before it is durable, so the latest multiple before
+    the end is. (At the end itself the fsync may not have happened.)
+    """
+    return max(length - 1, 0) // sync_bytes * sync_bytes
+
+
+class _Landing:
+    """A partial file that grows, and the digests of its bytes."""
+
+    def __init__(self, path: Path, file: RemoteFile, sync_bytes: int) -> None:
+        self._remote, self._sync_bytes = file, sync_bytes
+        self._file = path.open("r+b" if path.exists() else "w+b")
+        self._restart_digests()
+        self._go_on(resume_point(min(path.stat().st_size, file.size), sync_bytes))
+
+    def __enter__(self) -> _Landing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def _restart_digests(self) -> None:
+        self.offset = 0
+        self._sha256 = hashlib.sha256()
+        self._git = hashlib.sha1(f"blob {self._remote.size}\0".encode(), usedforsecurity=False)
+        self._needs_git = self._remote.digest is not None and self._remote.digest.kind is DigestKind.GIT_BLOB
+
+    def _count(self, chunk: bytes | memoryview) -> None:
+        self._sha256.update(chunk)
+        if self._needs_git:
+            self._git.update(chunk)
+        self.offset += len(chunk)
+
+    def _go_on(self, length: int) -> None:
+        while self.offset < length:
+            chunk = self._file.read(min(_READ_BYTES, length - self.offset))
+            if not chunk:
+                break
+            self._count(chunk)
+        self._file.seek(self.offset)
+        self._file.truncate()
+
+    def write(self, chunk: bytes | memoryview) -> None:
+        """Append. Raises TransientError where the file would grow beyond what was listed; it then starts again."""
+        if self.offset + len(chunk) > self._remote.size:
+            self.restart()
+            raise TransientError(f"more than the listed {self._remote.size} bytes came")
+        while len(chunk):
+            room = self._sync_bytes - self.offset % self._sync_bytes
+            self._file.write(chunk[:room])
+            self._count(chunk[:room])
+            chunk = chunk[room:]
+            if self.offset % self._sync_bytes == 0:
+                self._sync()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def restart(self) -> None:
+        """Forget all bytes."""
+        self._restart_digests()
+        self._file.seek(0)
+        self._file.truncate()
+
+    def seal(self) -> str:
+        """Make the bytes durable; their SHA-256. Forgets them and raises WrongBytesError where the source lists others."""
+        self._sync()
+        announced, sha256 = self._remote.digest, self._sha256.hexdigest()
+        found = self._git.hexdigest() if self._needs_git else sha256
+        if announced is not None and announced.hexadecimal != found:
+            self.restart()
+            raise WrongBytesError(f"{announced.kind} of the bytes that came is {found}, the source lists {announced.hexadecimal}")
+        return sha256
+
+
+@dataclass(frozen=True)
+class Conduct:
+    """How files are taken."""
+
+    patience: Patience
+    stop: threading.Event
+    """Set once another file has failed."""
+    received: Callable[[int], None]
+    """Told the number of bytes of each piece that came."""
+    sync_bytes: int = SYNC_BYTES
+
+
+def take(remote: Remote, file: RemoteFile, staging: Staging, conduct: Conduct) -> FetchedFile:
+    """Bring one file.
+
+    Raises SourceUnavailableError, StoppedError, OSError, and whatever the source raises as final.
+    """
+    complete = staging.complete(file)
+    if complete is not None:
+        return complete
+    attempts, wrong = Attempts(file.address, conduct.patience, conduct.stop), 0
+    with _Landing(staging.partial(file), file, conduct.sync_bytes) as landing:
+        while True:
+            before = landing.offset
+            try:
+                if landing.offset < file.size:
+                    _receive(remote, file, landing, conduct)
+                sha256 = landing.seal()
+                break
+            except WrongBytesError as error:
+                wrong += 1
+                if wrong == WRONG_BYTES_LIMIT:
+                    raise SourceUnavailableError(
+                        f"{file.address}: {error}, {wrong} times in a row",
+                        "something between the source and this pod changes what passes, or the source itself is damaged",
+                    ) from None
+                attempts.failed(error)
+            except TransientError as error:
+                if landing.offset - before >= PROGRESS_BYTES:
+                    attempts.progressed()
+                attempts.failed(error)
+    return staging.keep(file, sha256)
+
+
+def _receive(remote: Remote, file: RemoteFile, landing: _Landing, conduct: Conduct) -> None:
+    chunks = remote.read(file, landing.offset)
+    with closing(chunks):  # type: ignore[type-var]
+        for chunk in chunks:
+            if conduct.stop.is_set():
+                raise StoppedError
+            landing.write(chunk)
+            conduct.received(len(chunk))
+    if landing.offset < file.size:
+        raise TransientError(f"the transfer ended after {landing.offset} of {file.size} bytes")
