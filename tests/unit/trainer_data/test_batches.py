@@ -11,7 +11,7 @@ X = -100
 
 def split():
     """Two sequences: documents of 3 and 2 tokens packed, and one of 9 tokens alone."""
-    return PreparedSplit(
+    return PreparedSplit.of(
         SplitArrays(
             tokens=np.array([11, 12, 13, 21, 22, 31, 32, 33, 34, 35, 36, 37, 38, 39], dtype=np.int32),
             supervised=np.array([0, 0, 1, 0, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1], dtype=bool),

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune_trainer.data.batches import PreparedSplit
 from finetune_trainer.data.shards import SplitArrays
-from finetune_trainer.train.loss import summed_loss
+from finetune_trainer.objective.next_token import NextToken
 
 FIRST, SECOND, OTHER = [5, 6, 7, 8, 9], [3, 4, 5, 6, 3, 2], [9, 9, 1, 1, 30, 31]
 
@@ -22,7 +22,7 @@ def packed(*documents):
         sequence_ends=np.array([len(documents)]),
         supervised_tokens=np.array([num_tokens - len(documents)]),
     )
-    return PreparedSplit(arrays, pad_token_id=0).batch([0])
+    return PreparedSplit.of(arrays, pad_token_id=0).batch([0])
 
 
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
@@ -57,7 +57,7 @@ def test_a_document_has_the_logits_that_it_has_alone(model):
 
 def test_the_training_loss_of_a_packed_row_is_the_sum_of_its_documents(model):
     def loss(*documents):
-        return float(summed_loss(model, packed(*documents), torch.device("cpu"), None).detach())
+        return float(NextToken().weighted_loss(model, packed(*documents), 1.0, torch.device("cpu"), None).detach())
 
     assert loss(FIRST, SECOND, OTHER) == pytest.approx(loss(FIRST) + loss(SECOND) + loss(OTHER), rel=1e-5)
 

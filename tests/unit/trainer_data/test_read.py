@@ -39,7 +39,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
         ('{"prompt": "p"}', "completion", "is missing", '{"prompt": "...", "completion": "..."}'),
         ('{"promt": "p", "completion": "c"}', "prompt", "is missing", "rename 'promt' to 'prompt'"),
         ('{"text": "t"}', "prompt", "is missing", "set spec.data.format: Text"),
-        ('{"messages": []}', "prompt", "is missing", "template"),
+        ('{"messages": []}', "prompt", "is missing", "set spec.data.format: Chat"),
         ('{"prompt": 3, "completion": "c"}', "prompt", "is a number, not a text", "write"),
         ('{"prompt": "p", "completion": null}', "completion", "is a null, not a text", "write"),
         ('{"prompt": "p", "completion": ["c"]}', "completion", "is a list, not a text", "write"),

@@ -1,14 +1,16 @@
 """Prepared data is whole or not there: every truncation and every flipped byte is refused, and no crash leaves half of it."""
 
+import io
 import shutil
 
 import numpy as np
 import pytest
 
 from finetune_job.failures import FailureClass
-from finetune_trainer.data import shards
+from finetune_trainer.data import shard_writer, shards
 from finetune_trainer.data.batches import PreparedData
-from finetune_trainer.data.shards import TRAIN, VALIDATION, PreparedDataError, SplitArrays, write_prepared
+from finetune_trainer.data.shard_writer import write_prepared
+from finetune_trainer.data.shards import TRAIN, VALIDATION, PreparedDataError, SplitArrays
 from finetune_trainer.errors import classify
 
 
@@ -52,15 +54,12 @@ def test_every_flipped_byte_is_refused(tmp_path):
     directory, _ = written(tmp_path)
     for path in all_files(directory):
         content = path.read_bytes()
-        # Every byte of the manifest and of the data; of numpy's padded headers, every fifth.
-        step = 1 if path.suffix == ".json" else 5
-        for position in {*range(0, len(content), step), *range(max(len(content) - 40, 0), len(content))}:
-            for bit in (0x01, 0x20):
-                changed = bytearray(content)
-                changed[position] ^= bit
-                path.write_bytes(changed)
-                with pytest.raises(PreparedDataError):
-                    PreparedData.open(directory)
+        for position in range(len(content)):
+            changed = bytearray(content)
+            changed[position] ^= 0x20 if position % 2 else 0x01
+            path.write_bytes(changed)
+            with pytest.raises(PreparedDataError):
+                PreparedData.open(directory)
         path.write_bytes(content)
     PreparedData.open(directory)
 
@@ -91,13 +90,13 @@ def test_a_refusal_is_the_datas_failure_with_a_hint(tmp_path):
     assert "run preflight again" in hint
 
 
-@pytest.mark.parametrize("failing", ["publish_directory", "write_durably", "sync_file"])
+@pytest.mark.parametrize("failing", ["publish_directory", "write_durably", "sync_directory"])
 def test_a_failed_write_leaves_the_old_data_or_none_and_no_leftovers(tmp_path, monkeypatch, failing):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(shards, failing, fail)
+        broken.setattr(shard_writer, failing, fail)
         with pytest.raises(OSError, match="No space"):
             written(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -109,3 +108,44 @@ def test_a_killed_preparation_is_cleared_away_by_the_next(tmp_path):
     _, second = written(tmp_path)
     assert first == second
     assert [path.name for path in tmp_path.iterdir()] == ["prepared"]
+
+
+@pytest.mark.parametrize("tokens_per_shard", [1, 2, 3, 5, 6])
+def test_documents_are_read_whole_across_shards(tmp_path, monkeypatch, tokens_per_shard):
+    monkeypatch.setattr(shards, "TOKENS_PER_SHARD", tokens_per_shard)
+    monkeypatch.setattr(shard_writer, "TOKENS_PER_SHARD", tokens_per_shard)
+    directory, _ = written(tmp_path, num_tokens=11)
+    train = PreparedData.open(directory).train
+    assert len(list((directory / TRAIN).glob(shards.shard_name(None)))) == -(-11 // tokens_per_shard)
+    assert [train.document(index) for index in range(2)] == [[1, 2], [3, 4, 5, 6, 7, 8, 9, 10, 11]]
+    assert train.batch([0]).labels[0, :11].tolist() == [-100, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_a_shard_that_becomes_shorter_in_use_is_an_error_and_not_zeros(tmp_path):
+    directory, _ = written(tmp_path, num_tokens=11)
+    train = PreparedData.open(directory).train
+    shard = directory / TRAIN / shards.shard_name(0)
+    shard.write_bytes(shard.read_bytes()[:-4])
+    with pytest.raises(PreparedDataError, match="became shorter"):
+        train.document(1)
+
+
+def test_ids_and_mask_survive_their_common_form():
+    tokens, supervised = np.array([0, 0, 7, 7, 2**31 - 1]), np.array([True, False, True, False, False])
+    ids, mask = shards.decode(shards.encode(tokens, supervised))
+    assert (ids.tolist(), mask.tolist()) == (tokens.tolist(), supervised.tolist())
+
+
+def test_counts_are_read_in_blocks_wherever_the_documents_lie(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_writer, "COPY_BYTES", 10 * shard_writer.COUNTS_TYPE.itemsize)
+    lengths = np.arange(1, 101)
+    with shard_writer.Staging(tmp_path / "prepared") as staging:
+        writer = staging.split(TRAIN)
+        for part in np.split(lengths, [30, 31, 80]):
+            writer.append_documents(io.BytesIO(bytes(4 * int(part.sum()))), part, part - 1)
+        for documents in (np.arange(100), np.array([0, 9, 10, 55, 99]), np.array([99]), np.arange(3, 100, 17)):
+            tokens, supervised = writer.counts(documents)
+            assert tokens.tolist() == lengths[documents].tolist()
+            assert supervised.tolist() == (lengths[documents] - 1).tolist()
+        with pytest.raises(IndexError, match="document 100 is not"):
+            writer.counts(np.array([100]))

@@ -1,6 +1,6 @@
 """Tokenizers small enough to write the expected ids by hand."""
 
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 WORDS = {"</s>": 0, "<s>": 1, "a": 2, "b": 3, "c": 4, "d": 5, "e": 6}
@@ -21,3 +21,17 @@ def merging_tokenizer():
     vocabulary = {**WORDS, "ab": 7}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def byte_tokenizer(special_tokens=(), merges=(), chat_template=None, **roles):
+    """A token per byte, so that any text is told back exactly.
+
+    merges: pairs of byte texts that are one token. roles: such as eos_token="<|im_end|>".
+    """
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*symbols, *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special_tokens))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **roles)

@@ -64,6 +64,37 @@ def test_a_flat_unit_of_base_and_adapter_is_held_in_one_element_type(context):
     assert run(context({"parallelism.fsdp": fsdp, "model.dtype": "bfloat16"})).outcome is Outcome.SUCCEEDED
 
 
+@pytest.mark.parametrize("init", ["ZeroB", "gaussian", "orthogonal", "Random"])
+def test_layers_exclusions_and_first_values_are_peft_s_own_and_can_be_merged(context, init):
+    targets = ["q_proj", "k_proj", "down_proj", "up_proj"]
+    lora = {"targetModules": targets, "layersToTransform": [1], "excludeModules": ["q_proj"], "initLoraWeights": init}
+    job = context({"method.lora": lora})
+    assert run(job).outcome is Outcome.SUCCEEDED
+    adapted = {name.split(".lora_")[0] for name in report_of(job).trainable}
+    assert len(adapted) == 3
+    assert all("layers.1." in name and "q_proj" not in name for name in adapted)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_other_methods_are_accepted_and_their_settings_read(context, version):
+    settings = {"r": 4, "alpha": 8, "targetModules": ["q_proj"], "moduleDropout": "0.25"}
+    job = context({"method": {"type": "LoHa", "settings": settings}, "merge.enabled": False, "parallelism.fsdp.version": version})
+    assert run(job).outcome is Outcome.SUCCEEDED
+    report = report_of(job)
+    assert {name.rsplit(".", 2)[1] for name in report.trainable} == {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}
+    assert all(".q_proj." in name for name in report.trainable)
+    assert len(report.saved_tensors) == len(report.trainable) == 8
+
+
+def test_a_method_without_settings_adapts_every_linear_layer(context):
+    job = context({"method": {"type": "LoKr"}, "merge.enabled": False})
+    run(job)
+    assert {name.split(".")[-3] for name in report_of(job).trainable} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+
+
 def test_full_fine_tuning_trains_everything(context):
     job = context({"method": {"type": "Full"}})
     assert run(job).outcome is Outcome.SUCCEEDED

@@ -10,6 +10,7 @@ def facts(num_sequences=100, largest_token_id=9, longest_document=10):
     return SplitFacts(
         num_records=200,
         num_dropped=20,
+        num_occurrences=180,
         num_sequences=num_sequences,
         num_tokens=1000,
         num_supervised_tokens=500,

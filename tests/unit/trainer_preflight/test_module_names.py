@@ -5,7 +5,7 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from finetune_job.api.method import LoraBias
+from finetune_job.api.method import LoraBias, LoraInit
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_trainer.preflight.module_names import check_names
 
@@ -22,6 +22,10 @@ def lora(**changes):
         "modules_to_save": (),
         "rank_pattern": {},
         "alpha_pattern": {},
+        "exclude_modules": (),
+        "layers_to_transform": None,
+        "init_lora_weights": LoraInit.ZERO_B,
+        "lora_plus_ratio": None,
         "use_rslora": False,
         "use_dora": False,
         "bias": LoraBias.NONE,
@@ -47,6 +51,15 @@ def test_a_pattern_matches_exactly_where_pefts_does(pattern):
 def test_a_pattern_that_is_no_regular_expression_matches_nothing():
     (finding,) = check_names(lora(alpha_pattern={"q_proj(": 4}), ADAPTABLE, MODULES)
     assert (finding.rule, finding.field) == ("adapter-pattern-unmatched", "spec.method.lora.alphaPattern")
+
+
+def test_layers_and_exclusions_that_do_not_exist_are_found():
+    assert check_names(lora(layers_to_transform=(0, 10), exclude_modules=("q_proj",)), ADAPTABLE, MODULES) == []
+    findings = check_names(lora(layers_to_transform=(0, 3), exclude_modules=("q_porj",)), ADAPTABLE, MODULES)
+    assert [(finding.field.rsplit(".", 1)[1], finding.value) for finding in findings] == [
+        ("excludeModules", "q_porj"),
+        ("layersToTransform", "3"),
+    ]
 
 
 def test_every_wrong_name_is_reported():

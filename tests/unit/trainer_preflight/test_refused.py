@@ -50,6 +50,51 @@ def test_one_wrong_target_among_right_ones_is_found_with_its_near_match(context)
     assert "v_proj" in finding.fix.split("?")[0]
 
 
+def loha(settings, **changes):
+    return {"method": {"type": "LoHa", "settings": settings}, "merge.enabled": False, **changes}
+
+
+def test_a_setting_that_the_method_does_not_have_is_found_with_its_near_match(context):
+    finding = only(context(loha({"targetModule": ["q_proj"]})), "method-setting-invalid")
+    assert (finding.field, finding.value) == ("spec.method.settings.targetModule", "['q_proj']")
+    assert "targetModules" in finding.fix.split("?")[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [({"r": "8"}, "a whole number"), ({"moduleDropout": "much"}, "a number in quotes"), ({"initWeights": 1}, "true or false")],
+)
+def test_a_setting_of_the_wrong_type_is_refused(context, settings, wanted):
+    finding = only(context(loha(settings)), "method-setting-invalid")
+    assert finding.field == f"spec.method.settings.{next(iter(settings))}"
+    assert wanted in finding.fix
+
+
+def test_a_target_of_another_method_that_does_not_exist_is_refused(context):
+    finding = only(context(loha({"targetModules": ["q_proj", "v_porj"]})), "target-module-unknown")
+    assert (finding.field, finding.value) == ("spec.method.settings.targetModules", "v_porj")
+
+
+def test_settings_that_peft_refuses_for_this_model_are_refused(context):
+    job = context({"method": {"type": "C3A", "settings": {"blockSize": 7}}, "merge.enabled": False})
+    assert only(job, "model-settings-conflict").field == "spec.method.settings"
+
+
+def test_adapters_that_fsdp1_would_hold_in_16_bits_are_refused_by_what_is_stored(context, model):
+    in_16_bits = LlamaForCausalLM.from_pretrained(model, dtype="bfloat16")
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    in_16_bits.save_pretrained(model)
+    finding = only(context(loha({}, **{"parallelism.fsdp.version": 1})), "model-settings-conflict")
+    assert finding.field == "spec.parallelism.fsdp.version"
+
+
+def test_compiling_without_a_compiler_is_refused(context, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    finding = only(context({"training.compile": True}), "compile-without-compiler")
+    assert (finding.field, finding.value) == ("spec.training.compile", "true")
+
+
 def test_a_target_that_is_no_layer_is_refused(context):
     assert only(context({"method.lora.targetModules": ["mlp"]}), "target-module-unknown").value == "mlp"
 

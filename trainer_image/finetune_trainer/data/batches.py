@@ -14,7 +14,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from finetune_trainer.data.shards import TRAIN, VALIDATION, SplitArrays, map_split, read_manifest, verify_files
+from finetune_trainer.data.shards import (
+    TRAIN,
+    VALIDATION,
+    SplitArrays,
+    SplitTables,
+    TokenShards,
+    TokenSource,
+    map_tables,
+    read_manifest,
+    verify_files,
+)
 
 IGNORED_LABEL = -100
 """Label of a token that is not supervised; the value that transformers and torch's cross_entropy ignore."""
@@ -40,45 +50,57 @@ class Batch:
 class PreparedSplit:
     """The sequences of one split."""
 
-    def __init__(self, arrays: SplitArrays, pad_token_id: int) -> None:
-        self._arrays = arrays
+    def __init__(self, tables: SplitTables, tokens: TokenSource, pad_token_id: int) -> None:
+        self._tables = tables
+        self._tokens = tokens
         self._pad_token_id = pad_token_id
+
+    @classmethod
+    def of(cls, arrays: SplitArrays, pad_token_id: int) -> PreparedSplit:
+        """A split in memory."""
+        return cls(arrays.tables, arrays, pad_token_id)
 
     @property
     def num_sequences(self) -> int:
-        return len(self._arrays.sequence_ends)
+        return len(self._tables.sequence_ends)
 
     @property
     def num_documents(self) -> int:
-        return len(self._arrays.document_ends)
+        """Different ones; a sequence may hold one that another holds too, where the data set's weight is above 1."""
+        return len(self._tables.document_ends)
 
     @property
     def num_tokens(self) -> int:
-        return len(self._arrays.tokens)
+        """Of the documents, each counted once."""
+        return int(self._tables.document_ends[-1])
 
     @property
     def num_supervised_tokens(self) -> int:
-        return int(self._arrays.supervised_tokens.sum())
+        """Of all sequences."""
+        return int(self._tables.supervised_tokens.sum())
 
     def supervised_tokens(self, indices: Sequence[int]) -> int:
         """Supervised tokens of these sequences together, without reading their tokens."""
-        return int(sum(self._arrays.supervised_tokens[index] for index in indices))
+        return int(sum(self._tables.supervised_tokens[index] for index in indices))
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """These sequences as rows, in this order, padded to the longest. Raises IndexError for one that does not exist."""
-        bounds = [self._document_bounds(index) for index in indices]
-        longest = max(int(ends[-1] - ends[0]) for ends in bounds)
-        shape = (len(bounds), -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
+        rows = [self._bounds(index) for index in indices]
+        longest = max(sum(stop - start for start, stop in bounds) for bounds in rows)
+        shape = (len(rows), -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
         input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         position_ids = np.zeros(shape, dtype=np.int64)
-        for row, ends in enumerate(bounds):
-            start, length = int(ends[0]), int(ends[-1] - ends[0])
-            tokens = self._arrays.tokens[start : start + length]
-            input_ids[row, :length] = tokens
-            labels[row, :length] = np.where(self._arrays.supervised[start : start + length], tokens, IGNORED_LABEL)
-            for first, end in zip(ends, [*ends[1:], start + shape[1]], strict=True):
-                position_ids[row, first - start : end - start] = np.arange(end - first)
+        for row, bounds in enumerate(rows):
+            filled = 0
+            for start, stop in bounds:
+                tokens, supervised = self._tokens.read(start, stop)
+                place = slice(filled, filled + stop - start)
+                input_ids[row, place] = tokens
+                labels[row, place] = np.where(supervised, tokens, IGNORED_LABEL)
+                position_ids[row, place] = np.arange(stop - start)
+                filled = place.stop
+            position_ids[row, filled:] = np.arange(shape[1] - filled)
         return Batch(
             input_ids=torch.from_numpy(input_ids),
             labels=torch.from_numpy(labels),
@@ -88,20 +110,22 @@ class PreparedSplit:
 
     def document(self, index: int) -> list[int]:
         """Token ids of one document. Raises IndexError."""
-        ends = self._arrays.document_ends
-        if not 0 <= index < len(ends):
-            raise IndexError(f"document {index} is not in 0..{len(ends) - 1}")
-        start = int(ends[index - 1]) if index else 0
-        return [int(token) for token in self._arrays.tokens[start : int(ends[index])]]
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} is not in 0..{self.num_documents - 1}")
+        return [int(token) for token in self._tokens.read(*self._document_bounds(index))[0]]
 
-    def _document_bounds(self, sequence: int) -> list[int]:
-        """Start of the sequence's first document, then the end of each of its documents, counted in tokens of the split."""
+    def _bounds(self, sequence: int) -> list[tuple[int, int]]:
+        """Start and stop of each document of the sequence, counted in tokens of the split."""
         if not 0 <= sequence < self.num_sequences:
             raise IndexError(f"sequence {sequence} is not in 0..{self.num_sequences - 1}")
-        sequence_ends, document_ends = self._arrays.sequence_ends, self._arrays.document_ends
-        first = int(sequence_ends[sequence - 1]) if sequence else 0
-        start = int(document_ends[first - 1]) if first else 0
-        return [start, *(int(end) for end in document_ends[first : int(sequence_ends[sequence])])]
+        ends = self._tables.sequence_ends
+        first = int(ends[sequence - 1]) if sequence else 0
+        documents = self._tables.sequence_documents[first : int(ends[sequence])]
+        return [self._document_bounds(int(document)) for document in documents]
+
+    def _document_bounds(self, document: int) -> tuple[int, int]:
+        ends = self._tables.document_ends
+        return int(ends[document - 1]) if document else 0, int(ends[document])
 
 
 @dataclass(frozen=True)
@@ -116,11 +140,14 @@ class PreparedData:
 
     @classmethod
     def open(cls, directory: Path) -> PreparedData:
-        """Map the data under `directory`. Raises PreparedDataError where any byte is not what was written."""
+        """Open the data under `directory`. Raises PreparedDataError where any byte is not what was written."""
         manifest = read_manifest(directory)
         verify_files(directory, manifest)
         pad_token_id = int(manifest["pad_token_id"])
-        splits = {split: PreparedSplit(map_split(directory, split), pad_token_id) for split in manifest["splits"]}
+        splits = {
+            split: PreparedSplit(map_tables(directory, split), TokenShards(directory, split), pad_token_id)
+            for split in manifest["splits"]
+        }
         return cls(train=splits[TRAIN], validation=splits.get(VALIDATION), data_hash=manifest["data_hash"])
 
     def verification_prompts(self, n: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from finetune_job.api.base import ClaimPath
 from finetune_job.rules.rule import Finding
-from finetune_trainer.data.read import RecordProblem
+from finetune_trainer.data.read import NoRecordFilesError, RecordProblem
 
 MAX_KINDS = 10
 """Kinds of mistakes reported per file; a file with more is most likely another kind of file."""
@@ -16,55 +16,66 @@ MAX_KINDS = 10
 
 @dataclass(frozen=True)
 class SplitSource:
-    """One file of records: where it is, and where the user named it."""
+    """A file or directory of records: where it is, and where the user named it."""
 
     split: str
     location: ClaimPath
     path: Path
     field: str
-    """`spec.data.source` or `spec.data.validation.source`."""
+    """Such as `spec.data.source`."""
+    written: str = ""
+    """As the user wrote it; empty where it is the location itself."""
 
     @property
     def address(self) -> str:
-        """`pvc://claim/path`, as the user wrote it."""
-        return f"pvc://{self.location.claim}/{self.location.path}"
+        """What the user calls it."""
+        return self.written or f"pvc://{self.location.claim}/{self.location.path}"
+
+    def name(self, file: Path | str) -> str:
+        """What the user calls a file of it."""
+        below = Path(file).relative_to(self.path) if Path(file).is_relative_to(self.path) else Path()
+        return self.address if below == Path() else f"{self.address}/{below}"
 
 
 def unreadable(source: SplitSource, error: OSError) -> Finding:
-    """The file is missing, a directory, or may not be read."""
+    """The file is missing, or may not be read."""
+    if isinstance(error, NoRecordFilesError):
+        fix = "name a directory with such files, or the file itself if it is JSON Lines of another name"
+        return _finding(source, "data-file-missing", str(error.strerror), fix)
     if isinstance(error, FileNotFoundError):
         missing = f"the file does not exist on claim {source.location.claim}"
         siblings = sorted(path.name for path in source.path.parent.glob("*")) if source.path.parent.is_dir() else []
         beside = f"; its directory holds {', '.join(siblings[:8])}" if siblings else ""
         return _finding(source, "data-file-missing", missing + beside, "put the file there or correct the path")
-    if isinstance(error, IsADirectoryError):
-        return _finding(source, "data-file-unreadable", "is a directory", "name one JSON Lines file in it")
+    file = "" if error.filename is None else f"{source.name(error.filename)} "
     return _finding(
         source,
         "data-file-unreadable",
-        f"cannot be read ({error.strerror or error})",
+        f"{file}cannot be read ({error.strerror or error})",
         "let the group of the pods (the profile's fsGroup) read the file",
     )
 
 
 def empty(source: SplitSource) -> Finding:
     """No record at all."""
-    return _finding(source, "data-empty", "the file holds no record", "name a file with at least one record per line")
+    what = "its files hold" if source.path.is_dir() else "the file holds"
+    return _finding(source, "data-empty", f"{what} no record", "name a source with at least one record")
 
 
 def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
-    """A finding per kind of mistake: its first line, and on how many lines it was found."""
+    """A finding per kind of mistake: its first place, and in how many records it was found."""
     findings = []
     for problem, count in problems:
         key = f" key {problem.key!r}" if problem.key else ""
-        more = f" (and the same on {count - 1} more lines)" if count > 1 else ""
+        more = f" (and the same on {count - 1} more {problem.unit}s)" if count > 1 else ""
+        file = source.address if problem.file is None else source.name(problem.file)
         findings.append(
             Finding(
                 rule="data-record-invalid",
                 severity="error",
                 field=source.field,
                 value=problem.value,
-                message=f"{source.address} line {problem.line}:{key} {problem.reason}{more}",
+                message=f"{file} {problem.unit} {problem.line}:{key} {problem.reason}{more}",
                 fix=problem.fix,
             )
         )
@@ -86,6 +97,31 @@ def too_long(source: SplitSource, num_records: int, num_dropped: int, shortest: 
         value=str(limit),
         message=f"{message}; the shortest of them has {shortest}",
         fix=f"raise spec.data.maxSequenceLength to {shortest} or more, or split long records",
+    )
+
+
+def never_used(source: SplitSource, weight: float, num_records: int) -> Finding:
+    """The weight is so small that no record occurs in a pass."""
+    return Finding(
+        rule="data-weight-without-records",
+        severity="error",
+        field=source.field.removesuffix("source") + "weight",
+        value=f"{weight:g}",
+        message=f"{source.address} has {num_records} records, and with this weight none of them occurs in a pass",
+        fix=f"set the weight to {1 / num_records:.6f} or more, or remove the data set",
+    )
+
+
+def also_held_out(source: SplitSource, num_records: int, num_all: int) -> Finding:
+    """Training records that are held out too, token for token."""
+    return Finding(
+        rule="data-held-out-in-training",
+        severity="warning",
+        field=source.field,
+        value=source.address,
+        message=f"{num_records} of its {num_all} records are held out in spec.data.validation too, so the held-out loss will look"
+        " better than it is",
+        fix="remove these records from the training data or from the held-out data",
     )
 
 

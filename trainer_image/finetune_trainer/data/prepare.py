@@ -1,45 +1,64 @@
 """Source files + tokenizer -> prepared data on the workspace, or findings that say what is wrong with the records.
 
-Called by preflight, once per job; a second call with the same inputs reuses what the first one wrote. Checking and writing are
-apart, so that nothing is written where anything else speaks against the run.
-The pieces: read.py, tokenize.py, pack.py, shards.py.
+Called by preflight, once per job; a second call with the same inputs reuses what the first one wrote. Nothing takes the final name
+where anything speaks against the run: what is made lies in a temporary directory until it is published.
+
+Memory does not grow with the data: parts of files go to processes that leave tokens on disk (parts.py, workers.py), these are
+joined in the order of the records (shard_writer.py), so that the bytes depend neither on the number of processes nor on the
+machine, and the sequences are planned window by window (pack_plan.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from types import TracebackType
+from typing import Any, Self
 
 from finetune_job.plan.run_plan import DataPlan
 from finetune_job.rules.rule import Finding
-from finetune_trainer.data.findings import MAX_KINDS, SplitSource, empty, too_long, unreadable, wrong_records
-from finetune_trainer.data.pack import one_document_each, pack
-from finetune_trainer.data.read import Record, RecordProblem, read_records
-from finetune_trainer.data.shards import (
-    TRAIN,
-    VALIDATION,
-    PreparedDataError,
-    SplitArrays,
-    read_manifest,
-    verify_files,
-    write_prepared,
+from finetune_trainer.data.cpus import available_cpus
+from finetune_trainer.data.overlap import HeldOut
+from finetune_trainer.data.pack_plan import plan_windows
+from finetune_trainer.data.parts import (
+    PART_BYTES,
+    PartResult,
+    PartSettings,
+    PartTask,
+    documents_file,
+    parts_of,
+    read_documents,
+    tokens_file,
 )
-from finetune_trainer.data.tokenize import Tokenizer, tokenize
+from finetune_trainer.data.progress import PreparingProgress
+from finetune_trainer.data.shard_writer import Staging
+from finetune_trainer.data.shards import TRAIN, VALIDATION, PreparedDataError, read_manifest, verify_files
+from finetune_trainer.data.sources import DatasetFacts, Source, list_sources, refuse_changed
+from finetune_trainer.data.tokenize import Tokenizer
+from finetune_trainer.data.workers import MAX_WORKERS, in_this_process, in_workers
 from finetune_trainer.files import file_sha256
 
-RECORDS_AT_ONCE = 1024
-"""Records held as text at a time; the tokenizer is fastest on batches."""
+log = logging.getLogger(__name__)
 
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
+WORTH_WORKERS_BYTES = 2 * PART_BYTES
+"""Less is prepared in this process, because the others take a second to start."""
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
 """Patterns of files that decide how text becomes tokens."""
 
 
@@ -50,9 +69,13 @@ class SplitFacts:
     num_records: int
     num_dropped: int
     """Longer than maxSequenceLength."""
+    num_occurrences: int
+    """Records of one pass: those that are kept, each as often as its data set's weight says."""
     num_sequences: int
     num_tokens: int
+    """Of one pass."""
     num_supervised_tokens: int
+    """Of one pass."""
     longest_document: int
     """Tokens of the longest record that is kept."""
     largest_token_id: int
@@ -60,80 +83,117 @@ class SplitFacts:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Checked data that is ready to be written, or that stands on the workspace already."""
+    """Checked data that is ready to be published, or that stands on the workspace already. As a context it leaves nothing behind
+    that was not published.
+    """
 
     findings: tuple[Finding, ...]
     splits: Mapping[str, SplitFacts]
     """Splits without an error."""
-    arrays: Mapping[str, SplitArrays]
+    datasets: tuple[DatasetFacts, ...]
     inputs: Mapping[str, Any]
-    """What decided the arrays: equal inputs, equal data."""
+    """What decided the data: equal inputs, equal data."""
     pad_token_id: int
+    staging: Staging | None
+    """None where nothing is to be published."""
     written_data_hash: str = ""
-    """Data hash of what stands there already; empty where it has to be written."""
+    """Data hash of what stands there already; empty where it has to be published."""
+
+    def publish(self) -> str:
+        """Give the data its final name; the data hash. There must be no error finding. Raises OSError as the file system does."""
+        if self.staging is None:
+            return self.written_data_hash
+        return self.staging.publish(
+            {
+                "inputs": self.inputs,
+                "pad_token_id": self.pad_token_id,
+                "splits": {split: asdict(facts) for split, facts in self.splits.items()},
+                "datasets": [asdict(facts) for facts in self.datasets],
+                "warnings": [finding.model_dump(mode="json") for finding in self.findings],
+            }
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.staging is not None:
+            self.staging.discard()
 
 
-def split_sources(plan: DataPlan, claims_root: Path) -> list[SplitSource]:
-    """The files that the plan names."""
-    sources = [SplitSource(TRAIN, plan.train, claims_root / plan.train.claim / plan.train.path, "spec.data.source")]
-    if plan.validation:
-        path = claims_root / plan.validation.claim / plan.validation.path
-        sources.append(SplitSource(VALIDATION, plan.validation, path, "spec.data.validation.source"))
-    return sources
+def prepare(
+    plan: DataPlan,
+    claims_root: Path,
+    model_directory: Path,
+    tokenizer: Tokenizer | None,
+    directory: Path,
+    *,
+    allow_remote_code: bool = False,
+    num_workers: int | None = None,
+) -> Preparation:
+    """Read, check and tokenise the plan's records, unless `directory` holds the same already.
 
-
-def prepare(plan: DataPlan, claims_root: Path, model_directory: Path, tokenizer: Tokenizer | None, directory: Path) -> Preparation:
-    """Read, check and tokenise the plan's records, unless `directory` holds the same already. Writes nothing.
-
-    Without a tokenizer (it did not load) the records are only checked.
+    tokenizer: of `model_directory`. Without it (it did not load, or there is nowhere to write) the records are only checked.
+    num_workers: None for as many as there are CPUs, and none for little data; 0 for this process alone. It changes no byte.
+    Raises OSError where the workspace fails, WorkerError where a process died, DataError where a file changed meanwhile.
     """
-    sources = split_sources(plan, claims_root)
-    findings: list[Finding] = []
-    digests: dict[str, str] = {}
-    for source in sources:
-        try:
-            digests[source.split] = file_sha256(source.path)
-        except OSError as error:
-            findings.append(unreadable(source, error))
-    inputs = _inputs(plan, digests, model_directory)
+    sources = list_sources(plan, claims_root)
+    inputs = _inputs(plan, sources, model_directory)
     pad_token_id = -1 if tokenizer is None else int(tokenizer.eos_token_id)
-    if tokenizer is not None and not findings:
+    if tokenizer is not None and all(source.error is None for source in sources):
         reusable = _reusable(directory, inputs, pad_token_id)
         if reusable is not None:
             return reusable
-    splits: dict[str, SplitFacts] = {}
-    arrays: dict[str, SplitArrays] = {}
-    for source in sources:
-        if source.split in digests:
-            built, found = _build(source, plan, tokenizer)
+    with ExitStack() as stack:
+        staging = stack.enter_context(Staging(directory)) if tokenizer is not None else None
+        settings = PartSettings(plan.format, plan.loss_on, plan.max_sequence_length, plan.chat_template)
+        tasks = _tasks(sources, settings, staging)
+        total = sum(path.stat().st_size for source in sources for path in source.files)
+        if num_workers is None:
+            num_workers = 0 if total < WORTH_WORKERS_BYTES else min(available_cpus(), MAX_WORKERS)
+        if num_workers and tokenizer is not None:
+            results = in_workers(tasks, num_workers, model_directory, allow_remote_code)
+        else:
+            results = in_this_process(tasks, tokenizer)
+        with PreparingProgress(total) as progress, closing(results):
+            _consume(results, sources, staging, progress)
+        refuse_changed(sources)
+        findings: list[Finding] = []
+        splits: dict[str, SplitFacts] = {}
+        for split in (TRAIN, VALIDATION):
+            members = [source for source in sources if source.named.split == split]
+            found = [finding for source in members for finding in source.findings(plan.max_sequence_length, tokenizer is not None)]
             findings += found
-            if built is not None:
-                arrays[source.split], splits[source.split] = built
-    return Preparation(tuple(findings), splits, arrays, inputs, pad_token_id)
+            if staging is not None and members and not any(finding.severity == "error" for finding in found):
+                splits[split] = _write_plan(staging, split, members, plan)
+        datasets = tuple(source.facts() for source in sources)
+        _log(splits, datasets, plan.max_sequence_length)
+        stack.pop_all()
+    return Preparation(tuple(findings), splits, datasets, inputs, pad_token_id, staging)
 
 
-def write(preparation: Preparation, directory: Path) -> str:
-    """Write what was prepared; the data hash. Must have no error finding. Raises OSError as the file system does."""
-    if preparation.written_data_hash:
-        return preparation.written_data_hash
-    facts = {
-        "inputs": preparation.inputs,
-        "pad_token_id": preparation.pad_token_id,
-        "splits": {split: asdict(facts) for split, facts in preparation.splits.items()},
-        "warnings": [finding.model_dump(mode="json") for finding in preparation.findings],
-    }
-    return write_prepared(directory, preparation.arrays, facts)
-
-
-def _inputs(plan: DataPlan, digests: Mapping[str, str], model_directory: Path) -> dict[str, Any]:
+def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path) -> dict[str, Any]:
     """Everything that decides the prepared bytes: equal inputs, equal data."""
     files = sorted({path for pattern in TOKENIZER_FILES for path in model_directory.glob(pattern) if path.is_file()})
-    tokenizer_digest = hashlib.sha256(json.dumps([[path.name, file_sha256(path)] for path in files]).encode()).hexdigest()
+    tokenizer_digest = hashlib.sha256(
+        json.dumps([[str(path.relative_to(model_directory)), file_sha256(path)] for path in files]).encode()
+    ).hexdigest()
     return {
-        "sources": dict(digests),
+        "sources": [
+            {
+                "split": source.named.split,
+                "weight": source.weight,
+                # The name of a single file decides nothing but its kind; within a directory names decide the order.
+                "files": [
+                    [path.suffix if path == source.named.path else str(path.relative_to(source.named.path)), digest]
+                    for path, digest in source.files.items()
+                ],
+            }
+            for source in sources
+        ],
         "tokenizer": tokenizer_digest,
         "libraries": {name: version(name) for name in ("transformers", "tokenizers")},
-        "settings": plan.model_dump(mode="json", include={"format", "max_sequence_length", "packing", "loss_on"}),
+        "settings": plan.model_dump(mode="json", exclude={"train", "validation"}),
     }
 
 
@@ -148,86 +208,74 @@ def _reusable(directory: Path, inputs: Mapping[str, Any], pad_token_id: int) -> 
     return Preparation(
         findings=tuple(Finding.model_validate(finding) for finding in manifest["warnings"]),
         splits={split: SplitFacts(**facts) for split, facts in manifest["splits"].items()},
-        arrays={},
+        datasets=tuple(DatasetFacts(**facts) for facts in manifest["datasets"]),
         inputs=inputs,
         pad_token_id=pad_token_id,
+        staging=None,
         written_data_hash=manifest["data_hash"],
     )
 
 
-def _build(
-    source: SplitSource, plan: DataPlan, tokenizer: Tokenizer | None
-) -> tuple[tuple[SplitArrays, SplitFacts] | None, list[Finding]]:
-    tokens, supervised, lengths = array("i"), bytearray(), array("q")
-    too_long_lengths: list[int] = []
-    problems: dict[tuple[str, str], tuple[RecordProblem, int]] = {}
-    num_records = 0
-    try:
-        for block in _blocks(read_records(source.path, plan.format)):
-            records = [item for item in block if isinstance(item, Record)]
-            for problem in (item for item in block if isinstance(item, RecordProblem)):
-                first, count = problems.get((problem.key, problem.fix), (problem, 0))
-                problems[problem.key, problem.fix] = (first, count + 1)
-            num_records += len(records)
-            if tokenizer is None or problems:
-                continue
-            for document in tokenize(tokenizer, records, plan.loss_on):
-                if len(document.input_ids) > plan.max_sequence_length:
-                    too_long_lengths.append(len(document.input_ids))
-                    continue
-                tokens.extend(document.input_ids)
-                supervised.extend(document.supervised)
-                lengths.append(len(document.input_ids))
-    except OSError as error:
-        return None, [unreadable(source, error)]
-    if problems:
-        return None, wrong_records(source, list(problems.values())[:MAX_KINDS])
-    if num_records == 0:
-        return None, [empty(source)]
-    findings = []
-    if too_long_lengths:
-        num_dropped = len(too_long_lengths)
-        findings.append(too_long(source, num_records, num_dropped, min(too_long_lengths), plan.max_sequence_length))
-    if not lengths:
-        return None, findings
-    sequences = pack(lengths, plan.max_sequence_length) if plan.packing else one_document_each(len(lengths))
-    arrays = _arrays(np.frombuffer(tokens, np.int32), np.frombuffer(supervised, np.bool_), np.asarray(lengths), sequences)
-    facts = SplitFacts(
-        num_records=num_records,
-        num_dropped=len(too_long_lengths),
-        num_sequences=len(sequences),
-        num_tokens=len(tokens),
-        num_supervised_tokens=int(arrays.supervised_tokens.sum()),
-        longest_document=max(lengths),
-        largest_token_id=max(tokens),
+def _tasks(sources: list[Source], settings: PartSettings, staging: Staging | None) -> Iterator[PartTask]:
+    """Everything to do. Held-out records first, so that training records can be compared with them."""
+    order = sorted(range(len(sources)), key=lambda number: (sources[number].named.split != VALIDATION, number))
+    count = 0
+    for number in order:
+        for path in sources[number].files:
+            for part in parts_of(number, path):
+                is_spoilt = any(source.problems for source in sources) and not settings.problems_need_tokens
+                result = None if staging is None or is_spoilt else staging.scratch / f"part-{count}"
+                yield PartTask(part, settings, result)
+                count += 1
+
+
+def _consume(
+    results: Iterator[tuple[PartTask, PartResult]], sources: list[Source], staging: Staging | None, progress: PreparingProgress
+) -> None:
+    held_out = HeldOut()
+    for task, result in results:
+        source = sources[task.part.source]
+        source.add(task.part, result)
+        if task.result is not None:
+            if staging is not None and not source.problems and source.error is None:
+                documents = read_documents(task.result)
+                if source.named.split == VALIDATION:
+                    held_out.add(documents["digest"])
+                else:
+                    source.num_held_out += held_out.count(documents["digest"])
+                with tokens_file(task.result).open("rb") as tokens:
+                    staging.split(source.named.split).append_documents(tokens, documents["length"], documents["supervised"])
+            tokens_file(task.result).unlink()
+            documents_file(task.result).unlink()
+        progress.advance(task.part.num_bytes)
+
+
+def _write_plan(staging: Staging, split: str, members: list[Source], plan: DataPlan) -> SplitFacts:
+    writer = staging.split(split)
+    weighted = [source.weighted for source in members]
+    windows = plan_windows(weighted, writer, plan.max_sequence_length, plan.packing)
+    counts = writer.write_plan(windows)
+    return SplitFacts(
+        num_records=sum(source.found.num_records for source in members),
+        num_dropped=sum(source.found.num_dropped for source in members),
+        num_occurrences=counts.num_occurrences,
+        num_sequences=counts.num_sequences,
+        num_tokens=counts.num_tokens,
+        num_supervised_tokens=counts.num_supervised_tokens,
+        longest_document=max(source.found.longest_document for source in members),
+        largest_token_id=max(source.found.largest_token_id for source in members),
     )
-    return (arrays, facts), findings
 
 
-def _blocks(items: Iterator[Record | RecordProblem]) -> Iterator[list[Record | RecordProblem]]:
-    while block := list(islice(items, RECORDS_AT_ONCE)):
-        yield block
-
-
-def _arrays(tokens: Any, supervised: Any, lengths: Any, sequences: Sequence[Sequence[int]]) -> SplitArrays:
-    """Documents rearranged so that each sequence is one stretch of the token array, which a batch can map with one read.
-
-    Copied document by document: index arrays over all tokens would take ten times the memory of the tokens.
-    """
-    order = np.asarray([document for sequence in sequences for document in sequence], dtype=np.int64)
-    sequence_ends = np.cumsum([len(sequence) for sequence in sequences])
-    starts = np.cumsum(lengths) - lengths
-    document_ends = np.cumsum(lengths[order])
-    moved_tokens, moved_supervised = np.empty_like(tokens), np.empty_like(supervised)
-    for document, end in zip(order.tolist(), document_ends.tolist(), strict=True):
-        start, length = int(starts[document]), int(lengths[document])
-        moved_tokens[end - length : end] = tokens[start : start + length]
-        moved_supervised[end - length : end] = supervised[start : start + length]
-    sequence_starts = np.concatenate([[0], document_ends[sequence_ends - 1][:-1]])
-    return SplitArrays(
-        tokens=moved_tokens,
-        supervised=moved_supervised,
-        document_ends=document_ends,
-        sequence_ends=sequence_ends,
-        supervised_tokens=np.add.reduceat(moved_supervised, sequence_starts, dtype=np.int64),
-    )
+def _log(splits: Mapping[str, SplitFacts], datasets: tuple[DatasetFacts, ...], max_sequence_length: int) -> None:
+    for facts in datasets:
+        log.info(
+            "%s (%s): %d records, %d of them dropped, %d tokens, %d supervised; weight %g: %d records in a pass",
+            facts.source, facts.split, facts.num_records, facts.num_dropped, facts.num_tokens, facts.num_supervised_tokens,
+            facts.weight, facts.num_occurrences,
+        )  # fmt: skip
+    for split, counts in splits.items():
+        filled = counts.num_tokens / (counts.num_sequences * max_sequence_length)
+        log.info(
+            "%s: %d sequences of up to %d tokens, %.1f %% full", split, counts.num_sequences, max_sequence_length, filled * 100
+        )

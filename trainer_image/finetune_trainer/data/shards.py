@@ -2,40 +2,43 @@
 
     prepared/
       manifest.json                  last, so that data without it is not data
-      train/, validation/            one directory per split, see SPLIT_FILES
+      train/, validation/            one directory per split:
+        tokens-00000.i4, ...         tokens of all documents, document after document; see TOKENS_PER_SHARD
+        <table>.i8                   one array of int64 each; see TABLES
 
-Each data shard is a plain numpy array that readers map instead of loading. Written to a temporary directory and renamed, so that
-the name `prepared` only ever holds complete data. The manifest holds size and SHA-256 of each shard and a digest of itself: the
-data hash, which names the data in status and reports. Written by prepare.py, read by batches.py.
+Each file is a plain little-endian array. A token that the loss does not count is stored as the bitwise complement of its id, so
+that one read gives ids and mask. Sequences are lists of documents, so nothing is rearranged, and a document that occurs twice lies
+here once. Written to a temporary directory and renamed, so that the name `prepared` only ever holds complete data. The manifest
+holds size and SHA-256 of each file and a digest of itself: the data hash, which names the data in status and reports. Written
+through shard_writer.py, read by batches.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune_trainer.data.cpus import available_cpus
 from finetune_trainer.errors import DataError
-from finetune_trainer.files import (
-    TEMPORARY_MARK,
-    file_sha256,
-    publish_directory,
-    sync_directory,
-    sync_file,
-    temporary_beside,
-    write_durably,
-)
+from finetune_trainer.files import file_sha256
 
 MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 TRAIN, VALIDATION = "train", "validation"
+TOKEN_TYPE, TABLE_TYPE = np.dtype("<i4"), np.dtype("<i8")
+TOKENS_PER_SHARD = 1 << 28
+"""Every shard but the last holds as many: 1 GiB."""
+TABLES = ("document_ends", "sequence_documents", "sequence_ends", "supervised_tokens")
+"""Fields of SplitArrays that are files of their own."""
 
 Array = NDArray[Any]
 
@@ -47,14 +50,36 @@ class PreparedDataError(DataError):
         super().__init__(f"{path}: {reason}", f"delete {prepared} and run preflight again, it prepares the data anew")
 
 
+class TokenSource(Protocol):
+    """Tokens of a split, wherever they lie."""
+
+    def read(self, start: int, stop: int) -> tuple[Array, Array]:
+        """Ids int32 and mask bool of the tokens [start, stop) of the split."""
+        ...
+
+
+@dataclass(frozen=True)
+class SplitTables:
+    """Documents and sequences of one split.
+
+    `document_ends` [num_documents]: exclusive end of each document in the tokens;
+    `sequence_documents` [num_occurrences]: documents of the sequences, sequence after sequence;
+    `sequence_ends` [num_sequences]: exclusive end of each sequence in `sequence_documents`;
+    `supervised_tokens` [num_sequences]. All int64.
+    """
+
+    document_ends: Array
+    sequence_documents: Array
+    sequence_ends: Array
+    supervised_tokens: Array
+
+
 @dataclass(frozen=True)
 class SplitArrays:
-    """One split, ready to be written. Documents and sequences lie in order, without gaps.
+    """A split in memory whose sequences hold its documents in order, each once. Documents lie without gaps.
 
-    `tokens` int32 [num_tokens]; `supervised` bool [num_tokens]: whether the loss counts the prediction of this token;
-    `document_ends` int64 [num_documents]: exclusive end of each document in `tokens`;
-    `sequence_ends` int64 [num_sequences]: exclusive end of each sequence in `document_ends`;
-    `supervised_tokens` int64 [num_sequences].
+    `tokens` int32 [num_tokens]; `supervised` bool [num_tokens]: whether the loss counts the prediction of this token; the others
+    as in SplitTables.
     """
 
     tokens: Array
@@ -63,52 +88,54 @@ class SplitArrays:
     sequence_ends: Array
     supervised_tokens: Array
 
+    @property
+    def tables(self) -> SplitTables:
+        documents = np.arange(len(self.document_ends))
+        return SplitTables(self.document_ends, documents, self.sequence_ends, self.supervised_tokens)
 
-SPLIT_FILES: Mapping[str, str] = {
-    "tokens": "<i4",
-    "supervised": "|b1",
-    "document_ends": "<i8",
-    "sequence_ends": "<i8",
-    "supervised_tokens": "<i8",
-}
-"""Field of SplitArrays -> element type of its file `<field>.npy`."""
-
-
-def write_prepared(directory: Path, splits: Mapping[str, SplitArrays], facts: Mapping[str, Any]) -> str:
-    """Write `splits` and a manifest that also holds `facts` (JSON values) to `directory`; the data hash.
-
-    What stood there before is replaced; a crash at any moment leaves the old data, or none, but never half of the new.
-    Raises OSError as the file system does; the temporary directory is removed then.
-    """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(directory)
-    staging = temporary_beside(directory)
-    try:
-        files: dict[str, dict[str, Any]] = {}
-        for split, arrays in splits.items():
-            (staging / split).mkdir(parents=True)
-            for field, element_type in SPLIT_FILES.items():
-                path = staging / split / f"{field}.npy"
-                np.save(path, np.asarray(getattr(arrays, field), dtype=element_type), allow_pickle=False)
-                sync_file(path)
-                files[f"{split}/{field}.npy"] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-            sync_directory(staging / split)
-        body = {"version": FORMAT_VERSION, "files": files, **facts}
-        data_hash = _digest(body)
-        write_durably(staging / MANIFEST_FILE, _encoded({**body, "data_hash": data_hash}))
-        if directory.exists():
-            shutil.rmtree(directory)
-        publish_directory(staging, directory)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return data_hash
+    def read(self, start: int, stop: int) -> tuple[Array, Array]:
+        """See TokenSource."""
+        return self.tokens[start:stop], self.supervised[start:stop]
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove temporary directories of preparations that were killed. Only one preflight pod of a job runs at a time."""
-    for path in directory.parent.glob(f"{directory.name}{TEMPORARY_MARK}*"):
-        shutil.rmtree(path, ignore_errors=True)
+class TokenShards:
+    """The tokens of a split on disk. Read, not mapped: mapped pages would count as resident memory of every rank."""
+
+    def __init__(self, directory: Path, split: str) -> None:
+        self._prepared = directory
+        self._files = [path.open("rb", buffering=0) for path in sorted((directory / split).glob(shard_name(None)))]
+
+    def read(self, start: int, stop: int) -> tuple[Array, Array]:
+        """See TokenSource. Raises PreparedDataError where a file has become shorter since it was verified."""
+        stored = np.empty(stop - start, dtype=TOKEN_TYPE)
+        view, position, filled = stored.data.cast("B"), start, 0
+        while filled < len(view):
+            number, within = divmod(position, TOKENS_PER_SHARD)
+            file = self._files[number]
+            wanted = min(len(view) - filled, (TOKENS_PER_SHARD - within) * TOKEN_TYPE.itemsize)
+            got = os.preadv(file.fileno(), [view[filled : filled + wanted]], within * TOKEN_TYPE.itemsize)
+            if got == 0 or got % TOKEN_TYPE.itemsize:
+                raise PreparedDataError(Path(file.name), "became shorter while it was in use", self._prepared)
+            filled += got
+            position += got // TOKEN_TYPE.itemsize
+        return decode(stored)
+
+
+def shard_name(number: int | None) -> str:
+    """Name of a token shard; without a number, the pattern of all."""
+    return f"tokens-{'*' if number is None else f'{number:05d}'}.i4"
+
+
+def encode(tokens: Array, supervised: Array) -> Array:
+    """Ids and mask as they are stored."""
+    ids = np.asarray(tokens, dtype=TOKEN_TYPE)
+    return np.where(supervised, ids, ~ids)
+
+
+def decode(stored: Array) -> tuple[Array, Array]:
+    """Ids and mask of what is stored."""
+    supervised = stored >= 0
+    return np.where(supervised, stored, ~stored), supervised
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -122,7 +149,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise PreparedDataError(path, "holds no JSON object", directory)
     body = {key: value for key, value in manifest.items() if key != "data_hash"}
-    if manifest.get("data_hash") != _digest(body) or encoded != _encoded(manifest):
+    if manifest.get("data_hash") != manifest_digest(body) or encoded != encoded_manifest(manifest):
         raise PreparedDataError(path, "was changed after it was written", directory)
     if manifest["version"] != FORMAT_VERSION:
         raise PreparedDataError(path, f"has version {manifest['version']}, this trainer reads {FORMAT_VERSION}", directory)
@@ -130,9 +157,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def verify_files(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Compare size and SHA-256 of every shard with the manifest. Raises PreparedDataError naming the file."""
-    for name, expected in manifest["files"].items():
-        path = directory / name
+    """Compare size and SHA-256 of every file with the manifest, several at a time. Raises PreparedDataError naming the file."""
+
+    def verify(name: str) -> None:
+        path, expected = directory / name, manifest["files"][name]
         if not path.is_file():
             raise PreparedDataError(path, "is missing", directory)
         size = path.stat().st_size
@@ -141,18 +169,24 @@ def verify_files(directory: Path, manifest: Mapping[str, Any]) -> None:
         if file_sha256(path) != expected["sha256"]:
             raise PreparedDataError(path, "has other content than was written", directory)
 
-
-def map_split(directory: Path, split: str) -> SplitArrays:
-    """The arrays of one split, mapped read-only. Call after `verify_files`."""
-    return SplitArrays(
-        **{field: np.load(directory / split / f"{field}.npy", mmap_mode="r", allow_pickle=False) for field in SPLIT_FILES}
-    )
+    with ThreadPoolExecutor(available_cpus()) as threads:
+        list(threads.map(verify, sorted(manifest["files"])))
 
 
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_encoded(body)).hexdigest()
+def map_tables(directory: Path, split: str) -> SplitTables:
+    """The tables of one split, mapped read-only. Call after `verify_files`."""
+    return SplitTables(**{table: np.memmap(directory / split / table_name(table), TABLE_TYPE, mode="r") for table in TABLES})
 
 
-def _encoded(value: Mapping[str, Any]) -> bytes:
+def table_name(table: str) -> str:
+    return f"{table}.i8"
+
+
+def manifest_digest(body: Mapping[str, Any]) -> str:
+    """The data hash of a manifest without it."""
+    return hashlib.sha256(encoded_manifest(body)).hexdigest()
+
+
+def encoded_manifest(value: Mapping[str, Any]) -> bytes:
     """Canonical JSON, so that each change of a byte is a change of the content or of the form, and both are noticed."""
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode()

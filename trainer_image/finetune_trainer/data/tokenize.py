@@ -1,20 +1,24 @@
 """Records -> documents: token ids and which of them are supervised.
 
-The prompt is tokenised exactly as a caller will send it later, begin-of-sequence token included where the tokenizer adds one; the
-end-of-sequence token is appended and supervised, else the model would never learn to stop. Called by prepare.py.
+A prompt is tokenised exactly as a caller will send it later, begin-of-sequence token included where the tokenizer adds one; the
+end-of-sequence token is appended and supervised, else the model would never learn to stop. A chat is the text that its template
+writes and nothing more: the template decides about begin and end tokens, so that none is doubled. Called by prepare.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from finetune_job.api.data import LossOn
-from finetune_trainer.data.read import Record
+from finetune_trainer.data.chat import ChatError, ChatTemplate, RenderedChat, Tokenizer, chat_template, template_source
+from finetune_trainer.data.records import ASSISTANT, Record, RecordProblem, shown
 
-Tokenizer = Any
-"""transformers.PreTrainedTokenizerBase, not imported here because it takes seconds to load."""
+__all__ = ["Document", "Tokenizer", "tokenize"]
+
+Encoding = Any
+"""tokenizers.Encoding."""
 
 
 @dataclass(frozen=True)
@@ -25,32 +29,135 @@ class Document:
     supervised: list[bool]
 
 
-def tokenize(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> list[Document]:
-    """One document per record, in order, of any length. The tokenizer must have an end-of-sequence token."""
-    prompts = _with_start_tokens(tokenizer, [record.prompt for record in records])
-    wholes = _with_start_tokens(tokenizer, [record.prompt + record.completion for record in records])
-    documents = []
-    for record, prompt, whole in zip(records, prompts, wholes, strict=True):
+def tokenize(
+    tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn, written_template: str | None = None
+) -> list[Document | RecordProblem]:
+    """One document per record, in order, of any length, or why a chat cannot become one; never a problem for other formats.
+
+    The tokenizer must have an end-of-sequence token, and for chats be a fast one. written_template: spec.data.chatTemplate; None is
+    the tokenizer's own. All records are of one format.
+    """
+    if records and records[0].messages:
+        return _chats(tokenizer, records, loss_on, written_template)
+    return list(_texts(tokenizer, records, loss_on))
+
+
+def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> Iterable[Document]:
+    end = tokenizer.eos_token_id
+    (nothing,) = _ids(tokenizer, [""], special=True)
+    # An end token that the tokenizer itself puts after every text would stand between prompt and completion.
+    adds_end = bool(nothing) and nothing[-1] == end
+    no_prompt = nothing[:-1] if adds_end else nothing
+    asked = iter(_ids(tokenizer, [record.prompt for record in records if record.prompt], special=True))
+    wholes = _ids(tokenizer, [record.prompt + record.completion for record in records], special=True)
+    for record, whole in zip(records, wholes, strict=True):
+        prompt = next(asked) if record.prompt else no_prompt
+        if adds_end and record.prompt and prompt[-1] == end:
+            prompt = prompt[:-1]
+        if adds_end and whole[-1] == end:
+            whole = whole[:-1]
         # Where prompt and completion would share a token, the joint ids do not begin with the ids that the model sees when it is
         # asked; then both are tokenised apart. Elsewhere the joint form is the natural one (no space is added at the seam).
-        ids = whole if whole[: len(prompt)] == prompt else prompt + _plain(tokenizer, record.completion)
-        if not ids or ids[-1] != tokenizer.eos_token_id:
-            ids = [*ids, tokenizer.eos_token_id]
-        first_supervised = len(prompt) if loss_on is LossOn.COMPLETION and record.prompt else 0
-        documents.append(Document(ids, [number >= max(first_supervised, 1) for number in range(len(ids))]))
-    return documents
+        ids = whole if whole[: len(prompt)] == prompt else prompt + _ids(tokenizer, [record.completion], special=False)[0]
+        if not ids or ids[-1] != end:
+            ids.append(end)
+        first_supervised = max(len(prompt) if loss_on is LossOn.COMPLETION and record.prompt else 0, 1)
+        yield Document(ids, [False] * first_supervised + [True] * (len(ids) - first_supervised))
 
 
-def _plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+def _chats(
+    tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn, written_template: str | None
+) -> list[Document | RecordProblem]:
+    made: list[Document | RecordProblem] = []
+    rendered: list[tuple[int, RenderedChat, ChatTemplate]] = []
+    for number, record in enumerate(records):
+        try:
+            template = chat_template(tokenizer, template_source(tokenizer, written_template, has_tools=bool(record.tools)))
+            chat = _rendered(template, record, loss_on)
+        except ChatError as error:
+            made.append(_problem(record, error))
+        else:
+            rendered.append((number, chat, template))
+            made.append(Document([], []))
+    encodings = _encodings(tokenizer, [chat.text for _, chat, _ in rendered]) if rendered else []
+    for (number, chat, template), encoding in zip(rendered, encodings, strict=True):
+        try:
+            made[number] = _document(encoding, chat, template, loss_on)
+        except ChatError as error:
+            made[number] = _problem(records[number], error)
+    return made
 
 
-def _with_start_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Ids with the special tokens that the tokenizer puts before a text, without an end token that it may put after it."""
-    encoded = tokenizer(list(texts), add_special_tokens=True, verbose=False)["input_ids"]
-    added_end = _ends_with_eos(tokenizer, tokenizer("", add_special_tokens=True)["input_ids"])
-    return [ids[:-1] if added_end and _ends_with_eos(tokenizer, ids) else ids for ids in encoded]
+def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> RenderedChat:
+    """The chat with the turns that are supervised."""
+    if loss_on is LossOn.ALL:
+        return RenderedChat(template.render(record.messages, record.tools), ())
+    if all(message["role"] != ASSISTANT for message in record.messages):
+        fix = f"add the answer as a turn of the role {ASSISTANT!r}, or remove the record"
+        raise ChatError("messages", "holds no turn of the assistant, so there is nothing to learn", fix)
+    last_role = record.messages[-1]["role"]
+    if loss_on is LossOn.COMPLETION and last_role != ASSISTANT:
+        fix = "end each chat with the assistant's answer, or set spec.data.lossOn: Assistant"
+        raise ChatError("messages", f"ends with a turn of the role {last_role!r}, so there is no completion", fix)
+    chat = template.render_turns(record.messages, record.tools)
+    return RenderedChat(chat.text, chat.turns[-1:]) if loss_on is LossOn.COMPLETION else chat
 
 
-def _ends_with_eos(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-    return bool(ids) and ids[-1] == tokenizer.eos_token_id
+def _document(encoding: Encoding, chat: RenderedChat, template: ChatTemplate, loss_on: LossOn) -> Document:
+    ids = encoding.ids
+    if loss_on is LossOn.ALL:
+        return Document(ids, [False] + [True] * (len(ids) - 1))
+    supervised = [False] * len(ids)
+    for turn in chat.turns:
+        stops = set()
+        for start, stop in turn:
+            tokens = _tokens(encoding, chat.text, start, stop)
+            supervised[tokens.start : tokens.stop] = [True] * len(tokens)
+            stops.update(ids[tokens.start : tokens.stop])
+        if stops.isdisjoint(template.stops.values()):
+            _, end = turn[-1]
+            raise ChatError(
+                "messages",
+                f"the tokenizer splits the token that ends the assistant's turn ({chat.text[max(end - 20, 0) : end]!r})",
+                "use a template whose stop token is a special token of the tokenizer",
+            )
+    if supervised:
+        supervised[0] = False
+    return Document(ids, supervised)
+
+
+def _tokens(encoding: Encoding, text: str, start: int, stop: int) -> range:
+    """Numbers of the tokens that hold any of the characters [start, stop)."""
+    first = next((token for at in range(start, stop) if (token := encoding.char_to_token(at)) is not None), None)
+    if first is None:
+        return range(0)
+    last = next(token for at in range(stop - 1, start - 1, -1) if (token := encoding.char_to_token(at)) is not None)
+    if not text[stop - 1].isascii():  # a character may be several tokens, of which the first was found
+        offsets = encoding.offsets
+        while last + 1 < len(offsets) and offsets[last + 1][0] < stop:
+            last += 1
+    return range(first, last + 1)
+
+
+def _problem(record: Record, error: ChatError) -> RecordProblem:
+    value = "" if not record.messages else shown(repr(record.messages[-1].get("content")))
+    return RecordProblem(record.line, error.key, value, error.reason, error.fix, record.unit, record.file)
+
+
+def _ids(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+    if not tokenizer.is_fast:
+        return [list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]) for text in texts]
+    return [encoding.ids for encoding in _backend(tokenizer).encode_batch_fast(list(texts), add_special_tokens=special)]
+
+
+def _encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
+    return list(_backend(tokenizer).encode_batch(list(texts), add_special_tokens=False))
+
+
+def _backend(tokenizer: Tokenizer) -> Any:
+    """The tokenizer under transformers' wrapper, which copies every id several times: half of the time of short records."""
+    backend = tokenizer.backend_tokenizer
+    # tokenizer.json may ask for both; the wrapper turns them off on each call, too.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend

@@ -54,10 +54,10 @@ def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
         return None
     largest = facts.num_sequences // world_size * world_size
     ways = [f"set spec.training.globalBatchSize to {largest}"] if largest else []
-    if plan.data.packing and facts.num_records - facts.num_dropped >= batch:
-        ways.append(f"set spec.data.packing: false, which gives {facts.num_records - facts.num_dropped} sequences")
+    if plan.data.packing and facts.num_occurrences >= batch:
+        ways.append(f"set spec.data.packing: false, which gives {facts.num_occurrences} sequences")
     ways.append("give more records")
-    packed = f"{facts.num_records - facts.num_dropped} records make {facts.num_sequences} sequences"
+    packed = f"{facts.num_occurrences} records make {facts.num_sequences} sequences"
     return Finding(
         rule="fewer-sequences-than-batch",
         severity="error",

@@ -12,7 +12,7 @@ from finetune_job.rules.rule import Finding
 from finetune_trainer.merge.errors import MergeError
 from finetune_trainer.merge.headers import ADAPTER_FILE, CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.merge.plan import merge_plan
-from finetune_trainer.preflight.meta_model import ModelStructure
+from finetune_trainer.preflight.model_structure import ModelStructure
 
 
 def check_merge(plan: RunPlan, directory: Path, structure: ModelStructure) -> Finding | None:

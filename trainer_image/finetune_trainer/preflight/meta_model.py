@@ -6,9 +6,7 @@ cannot flatten. The checks are those that the trainer asserts again after wrappi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -22,31 +20,16 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.model.adapters import adapter_settings, attach, stored_names
+from finetune_trainer.model.compilation import missing_compiler
 from finetune_trainer.model.dtypes import resolve_dtypes
-from finetune_trainer.model.invariants import check_flat_units, check_trainable, trainable_shapes
-from finetune_trainer.model.load import build_on_meta, stored_dtype
+from finetune_trainer.model.invariants import check_adapter_bits, check_flat_units, check_trainable, trainable_shapes
+from finetune_trainer.model.load import build_on_meta, build_unwritten, stored_dtype
 from finetune_trainer.model.wrap_plan import layer_classes, unit_names
-from finetune_trainer.preflight.module_names import check_names
+from finetune_trainer.preflight.model_structure import ModelStructure
+from finetune_trainer.preflight.module_names import check_names, check_settings
 
 ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 """Module classes that PEFT's LoRA layers can stand in for (peft.tuners.lora.model, dispatchers)."""
-
-
-@dataclass(frozen=True)
-class ModelStructure:
-    """What the trainer will build."""
-
-    wrap_classes: tuple[str, ...]
-    fsdp_units: tuple[str, ...]
-    dtypes: dict[str, str]
-    trainable: dict[str, tuple[int, ...]]
-    saved_tensors: dict[str, tuple[int, ...]]
-    adapter_settings: dict[str, Any] | None
-    """Content of adapter_config.json; None for full fine-tuning."""
-    vocabulary_size: int
-    """Rows of the input embedding."""
-    max_positions: int | None
-    """Longest document that the model was made for, where its configuration says."""
 
 
 def inspect_structure(plan: RunPlan, directory: Path) -> tuple[ModelStructure | None, list[Finding]]:
@@ -58,20 +41,25 @@ def inspect_structure(plan: RunPlan, directory: Path) -> tuple[ModelStructure | 
     findings = _weights_fill(plan, directory)
     wrap_classes, found = _wrap_classes(plan, base)
     findings += found
+    findings += _compiler_is_missing(plan)
     if plan.data.packing and getattr(base, "_is_stateful", False):
         findings.append(_recurrent(base))
+    modules = [name for name, _ in base.named_modules()]
     if plan.method.lora is not None:
         adaptable = [name for name, module in base.named_modules() if isinstance(module, ADAPTABLE)]
-        findings += check_names(plan.method.lora, adaptable, [name for name, _ in base.named_modules()])
+        findings += check_names(plan.method.lora, adaptable, modules)
+    if plan.method.adapter is not None:
+        findings += check_settings(plan.method.type, plan.method.adapter, modules)
     vocabulary_size = int(base.get_input_embeddings().weight.shape[0])
     max_positions = getattr(base.config, "max_position_embeddings", None)
     if findings:
         return None, findings
     try:
-        model, saved_names = _trained(plan, base)
+        model, saved_names = _trained(plan, base, directory)
         check_trainable(model, plan)
         units = unit_names(model, plan.parallelism.fsdp)
         if plan.parallelism.fsdp.version == 1:
+            check_adapter_bits(plan, stored_dtype(directory))
             check_flat_units(model, units, use_orig_params=bool(plan.parallelism.fsdp.use_orig_params))
     except TrainerError as error:
         field = _named_field(error) or "spec.method"
@@ -91,14 +79,18 @@ def inspect_structure(plan: RunPlan, directory: Path) -> tuple[ModelStructure | 
     return structure, []
 
 
-def _trained(plan: RunPlan, base: PreTrainedModel) -> tuple[nn.Module, dict[str, str]]:
+def _trained(plan: RunPlan, base: PreTrainedModel, directory: Path) -> tuple[nn.Module, dict[str, str]]:
     """The model that is trained, and the file's name of each trained parameter."""
-    if plan.method.lora is None:
+    if not plan.method.trains_adapter:
         base.train()
         return base, {name: name for name, _ in base.named_parameters()}
+    if plan.method.adapter is not None:
+        # Some methods compute what they start from, with generators that the meta device does not have.
+        adapted = attach(build_unwritten(plan, directory), plan)
+        return adapted, stored_names(adapted)
     with torch.device("meta"):
         adapted = attach(base, plan)
-    if not plan.method.lora.autocast_adapter_dtype:
+    if not plan.method.autocast_adapter_dtype:
         _hold_as_the_base(adapted)
     return adapted, stored_names(adapted)
 
@@ -153,6 +145,25 @@ def _recurrent(base: PreTrainedModel) -> Finding:
         message=f"{type(base).__name__} has recurrent layers, whose state would run on from one record of a sequence into the next",
         fix="set spec.data.packing: false",
     )
+
+
+def _compiler_is_missing(plan: RunPlan) -> list[Finding]:
+    """Training runs in this image, too, so what is not here will not be there."""
+    has_gpu = torch.cuda.is_available() if plan.placement is None else plan.placement.gpu_resource_name is not None
+    device_type = "cuda" if has_gpu else "cpu"
+    missing = missing_compiler(device_type) if plan.training.compile else ()
+    if not missing:
+        return []
+    return [
+        Finding(
+            rule="compile-without-compiler",
+            severity="error",
+            field="spec.training.compile",
+            value="true",
+            message=f"torch.compile for {device_type} calls a compiler ({', '.join(missing)}), and the trainer image has none",
+            fix="set spec.training.compile: false, or use a trainer image with a compiler",
+        )
+    ]
 
 
 def _wrap_classes(plan: RunPlan, base: nn.Module) -> tuple[tuple[str, ...], list[Finding]]:

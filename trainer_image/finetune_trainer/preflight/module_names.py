@@ -10,9 +10,10 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 
-from finetune_job.api.method import ALL_LINEAR
-from finetune_job.plan.run_plan import LoraPlan
+from finetune_job.api.method import ALL_LINEAR, MethodType
+from finetune_job.plan.run_plan import AdapterPlan, LoraPlan
 from finetune_job.rules.rule import Finding
+from finetune_trainer.model.method_settings import TARGETS, camel_case, peft_fields
 
 
 def check_names(lora: LoraPlan, adaptable: Collection[str], modules: Collection[str]) -> list[Finding]:
@@ -27,6 +28,16 @@ def check_names(lora: LoraPlan, adaptable: Collection[str], modules: Collection[
             findings.append(
                 _unknown("target-module-unknown", field, name, adaptable, "names no linear layer or embedding of this model")
             )
+    for name in lora.exclude_modules:
+        if not any(_targets(name, module) for module in adaptable):
+            field = "spec.method.lora.excludeModules"
+            reason = "names no linear layer or embedding of this model, so it would exclude nothing"
+            findings.append(_unknown("target-module-unknown", field, name, adaptable, reason))
+    findings += [
+        _no_such_layer(number, adaptable)
+        for number in lora.layers_to_transform or ()
+        if not any(str(number) in module.split(".") for module in adaptable)
+    ]
     for name in lora.modules_to_save:
         if not any(module.endswith(name) for module in modules):
             field = "spec.method.lora.modulesToSave"
@@ -39,6 +50,41 @@ def check_names(lora: LoraPlan, adaptable: Collection[str], modules: Collection[
             if not _pattern_matches(pattern, adaptable)
         ]
     return findings
+
+
+def _no_such_layer(number: int, adaptable: Collection[str]) -> Finding:
+    last = max((int(part) for module in adaptable for part in module.split(".") if part.isdigit()), default=0)
+    return Finding(
+        rule="layer-number-unknown",
+        severity="error",
+        field="spec.method.lora.layersToTransform",
+        value=str(number),
+        message=f"the model has no layer {number}; PEFT would leave it out without a word",
+        fix=f"write numbers from 0 to {last}",
+    )
+
+
+def check_settings(method: MethodType, adapter: AdapterPlan, modules: Collection[str]) -> list[Finding]:
+    """A finding per setting that PEFT's configuration of this method does not take, and per target that names no module."""
+    values, wrong = peft_fields(method, adapter.settings)
+    findings = [
+        Finding(
+            rule="method-setting-invalid",
+            severity="error",
+            field=f"spec.method.settings.{problem.name}",
+            value=str(problem.value),
+            message=problem.reason,
+            fix=problem.fix,
+        )
+        for problem in wrong
+    ]
+    targets = values.get(TARGETS) or []
+    field = f"spec.method.settings.{camel_case(TARGETS)}"
+    return findings + [
+        _unknown("target-module-unknown", field, name, modules, "names no module of this model")
+        for name in (targets if isinstance(targets, list) else [])
+        if name != ALL_LINEAR and not any(_targets(name, module) for module in modules)
+    ]
 
 
 def _targets(name: str, module: str) -> bool:

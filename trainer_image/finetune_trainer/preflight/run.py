@@ -13,25 +13,25 @@ import time
 from finetune_job.failures import FailureClass, Outcome, ReportedFinding, TerminationReport
 from finetune_job.names import Role
 from finetune_job.rules.rule import Finding
+from finetune_trainer.checkpoint.optimizer_forms import FORMS
 from finetune_trainer.context import RunContext
-from finetune_trainer.data.prepare import Preparation, prepare, write
+from finetune_trainer.data.prepare import Preparation, prepare
 from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.files import write_durably
+from finetune_trainer.observe.trackers import unknown_trackers
 from finetune_trainer.preflight.fit import check_fit
-from finetune_trainer.preflight.merge_check import check_merge
-from finetune_trainer.preflight.meta_model import ModelStructure, inspect_structure
 from finetune_trainer.preflight.model_files import ModelFiles, inspect_model_files
+from finetune_trainer.preflight.model_process import check_model
+from finetune_trainer.preflight.model_structure import ModelStructure
 from finetune_trainer.preflight.report import ModelReport
 from finetune_trainer.preflight.storage import check_room, check_vacant, check_writable
-from finetune_trainer.preflight.tokenizer import load_tokenizer
+from finetune_trainer.preflight.tokenizer import check_chat_template, load_tokenizer
 from finetune_trainer.train.schedule import total_steps
 
 log = logging.getLogger(__name__)
 
-BYTES_PER_TRAINED_VALUE = 12
-"""In a checkpoint: the value and AdamW's two moments, float32 each."""
-BYTES_PER_SAVED_VALUE = 4
-"""In the trained result: float32 at most."""
+BYTES_PER_VALUE = 4
+"""Of a trained value and of its optimizer state: float32 at most."""
 
 
 def run(context: RunContext) -> TerminationReport:
@@ -39,6 +39,8 @@ def run(context: RunContext) -> TerminationReport:
     plan = context.plan
     findings = _storage(context)
     storage_is_ready = not findings
+    unknown = unknown_trackers(plan)
+    findings += [unknown] if unknown else []
     location = plan.model.location
     files = inspect_model_files(context.base_model, f"pvc://{location.claim}/{location.path}")
     findings += files.findings
@@ -46,27 +48,36 @@ def run(context: RunContext) -> TerminationReport:
     if context.base_model.is_dir():
         tokenizer, found = load_tokenizer(context.base_model, plan.model.allow_remote_code)
         findings += found
+        if tokenizer is not None:
+            found = check_chat_template(plan.data, tokenizer, context.base_model)
+            findings += found
+            tokenizer = None if _errors(found) else tokenizer
     if files.digest:
-        structure, found = inspect_structure(plan, context.base_model)
+        structure, found = check_model(plan, context.base_model)
         findings += found
-        unmergeable = check_merge(plan, context.base_model, structure) if structure else None
-        findings += [unmergeable] if unmergeable else []
-    data = prepare(plan.data, context.claims_root, context.base_model, tokenizer, context.workspace.prepared)
-    findings += data.findings
-    findings += check_fit(
-        plan,
-        data.splits,
-        structure.vocabulary_size if structure else None,
-        len(tokenizer) if tokenizer is not None else 0,
-        structure.max_positions if structure else None,
-    )
-    if structure is not None and storage_is_ready:
-        findings += _room(context, structure, files)
-    for finding in findings:
-        log.log(logging.ERROR if finding.severity == "error" else logging.WARNING, "%s: %s", finding.rule, finding.message)
-    if structure is None or _errors(findings):
-        return _refused(context, findings)
-    data_hash = write(data, context.workspace.prepared)
+    with prepare(
+        plan.data,
+        context.claims_root,
+        context.base_model,
+        tokenizer if storage_is_ready else None,
+        context.workspace.prepared,
+        allow_remote_code=plan.model.allow_remote_code,
+    ) as data:
+        findings += data.findings
+        findings += check_fit(
+            plan,
+            data.splits,
+            structure.vocabulary_size if structure else None,
+            len(tokenizer) if tokenizer is not None else 0,
+            structure.max_positions if structure else None,
+        )
+        if structure is not None and storage_is_ready:
+            findings += _room(context, structure, files)
+        for finding in findings:
+            log.log(logging.ERROR if finding.severity == "error" else logging.WARNING, "%s: %s", finding.rule, finding.message)
+        if structure is None or _errors(findings):
+            return _refused(context, findings)
+        data_hash = data.publish()
     report = _model_report(context, files=files, structure=structure, data=data, data_hash=data_hash, findings=findings)
     return _accepted(context, report)
 
@@ -89,11 +100,13 @@ def _room(context: RunContext, structure: ModelStructure, files: ModelFiles) -> 
     trained = sum(math.prod(shape) for shape in structure.trainable.values())
     found = []
     if not context.workspace.checkpoints.exists():
-        # One checkpoint more than is kept, because the newest is complete before the oldest goes; and the trained weights.
-        needed = (plan.checkpoint.keep + 1) * trained * BYTES_PER_TRAINED_VALUE + trained * BYTES_PER_SAVED_VALUE
+        # One checkpoint more than is kept, because the newest is complete before the oldest goes; the best; the trained weights.
+        checkpoints = plan.checkpoint.keep + 1 + plan.evaluation.load_best_model_at_end
+        values = checkpoints * (1 + len(FORMS[plan.training.optimizer].tensors)) + 1
+        needed = values * trained * BYTES_PER_VALUE
         found.append(check_room("spec.workspace", plan.workspace, context.claims_root, needed, "checkpoints and trained weights"))
     if not context.workspace.adapter.exists():
-        needed = (files.weight_bytes if plan.merge.enabled else 0) + trained * BYTES_PER_SAVED_VALUE
+        needed = (files.weight_bytes if plan.merge.enabled else 0) + trained * BYTES_PER_VALUE
         found.append(check_room("spec.output.destination", plan.output, context.claims_root, needed, "the results"))
     return [finding for finding in found if finding is not None]
 

@@ -1,11 +1,19 @@
-"""The tokenizer of the model directory, or why it cannot be used."""
+"""The tokenizer of the model directory and its chat template, or why they cannot be used."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from finetune_job.rules.rule import Finding
-from finetune_trainer.data.tokenize import Tokenizer
+from finetune_job.api.data import DataFormat
+from finetune_job.plan.run_plan import DataPlan
+from finetune_job.rules.rule import Finding, Severity
+from finetune_trainer.data.chat import PROBE, chat_template, template_source
+from finetune_trainer.data.records import Record, RecordProblem
+from finetune_trainer.data.tokenize import Tokenizer, tokenize
+
+_TODAY = "strftime_now"
+"""What transformers gives templates that want to know the date."""
 
 
 def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer | None, list[Finding]]:
@@ -38,3 +46,48 @@ def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer 
             )
         ]
     return tokenizer, []
+
+
+def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -> list[Finding]:
+    """What is wrong with the template for any chat: it is tried on a plain one. Nothing for other formats.
+
+    directory: of the model, for the tokens at which its generation stops.
+    """
+    if data.format is not DataFormat.CHAT:
+        return []
+    is_written = data.chat_template is not None
+
+    def finding(rule: str, severity: Severity, message: str, fix: str) -> Finding:
+        field = "spec.data.chatTemplate" if is_written else "spec.model.source"
+        value = (data.chat_template or directory.name)[:80]
+        return Finding(rule=rule, severity=severity, field=field, value=value, message=message, fix=fix)
+
+    (made,) = tokenize(tokenizer, [Record(1, "", "", PROBE)], data.loss_on, data.chat_template)
+    if isinstance(made, RecordProblem):
+        return [finding("chat-template-unusable", "error", made.reason, made.fix)]
+    begin = tokenizer.bos_token_id
+    if begin is not None and made.input_ids[:2] == [begin, begin]:
+        doubled = f"every chat begins with {tokenizer.bos_token!r} twice, which the model has never seen"
+        return [finding("chat-template-doubles-begin", "error", doubled, "write the begin token once in the template")]
+    found = []
+    template = chat_template(tokenizer, template_source(tokenizer, data.chat_template))
+    stop, number = list(template.stops.items())[-1]
+    known = _stops(tokenizer, directory)
+    if number not in known:
+        endless = f"turns end with {stop!r} ({number}), but generation stops at {sorted(known)}, so a server would not stop there"
+        fix = f"add {number} to eos_token_id in generation_config.json of the model"
+        found.append(finding("chat-stop-token-unknown", "warning", endless, fix))
+    if _TODAY in template.source:
+        dated = "the template writes the date of the preparation into every chat, so data prepared on another day is not the same"
+        found.append(finding("chat-template-dated", "warning", dated, f"remove {_TODAY} from the template"))
+    return found
+
+
+def _stops(tokenizer: Tokenizer, directory: Path) -> set[int]:
+    """Tokens at which a server of this model stops."""
+    stops = {int(tokenizer.eos_token_id)}
+    try:
+        written = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError):  # no such file, or one that says nothing
+        return stops
+    return stops.union(number for number in (written if isinstance(written, list) else [written]) if isinstance(number, int))

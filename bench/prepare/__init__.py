@@ -1,0 +1,1 @@
+"""How fast text becomes prepared data, and in how much memory."""

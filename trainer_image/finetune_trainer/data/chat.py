@@ -1,0 +1,290 @@
+"""A chat -> its text as the model's template writes it, and the spans of that text that the assistant says.
+
+A span goes from behind the header of the assistant's turn (what the template adds to ask for an answer) to the end of the token
+that ends the turn. Where the template marks what it generates, its marks are the spans. Elsewhere the chat is rendered a second
+time with marks around each content (marks.py), since templates drop, trim and rewrite what they are given. What is not certain is
+a problem of the record, never a guess: training on wrong tokens is worse than stopping.
+Called by tokenize.py for records and by preflight/tokenizer.py for the template itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+from typing import Any
+
+from finetune_trainer.data.marks import MarkError, Marks, marked, read_marks
+from finetune_trainer.data.records import ASSISTANT, Message
+
+Tokenizer = Any
+"""transformers.PreTrainedTokenizerBase, not imported here because it takes seconds to load."""
+Span = tuple[int, int]
+"""[start, stop) in characters of the rendered text."""
+Turn = tuple[Span, ...]
+"""What the assistant says in one turn, with the token that ends it; in more than one piece only where a template says so."""
+
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+"""The block by which a template says what the assistant generates; known to transformers' renderer alone."""
+OWN_TEMPLATE = "write a spec.data.chatTemplate that surrounds what the assistant says with {% generation %} and {% endgeneration %}"
+PROBE: tuple[Message, ...] = (
+    {"role": "user", "content": "first question"},
+    {"role": ASSISTANT, "content": "first answer"},
+    {"role": "user", "content": "second question"},
+    {"role": ASSISTANT, "content": "second answer"},
+)
+"""A chat that any template for chats can render."""
+
+
+class ChatError(ValueError):
+    """A chat cannot be rendered, or not be told apart into what is asked and what is answered."""
+
+    def __init__(self, key: str, reason: str, fix: str) -> None:
+        super().__init__(f"{reason}; {fix}")
+        self.key = key
+        """Key of the record, empty where the template is at fault whatever the record."""
+        self.reason = reason
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A chat as the model sees it, and what the assistant says in it, turn by turn."""
+
+    text: str
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ChatTemplate:
+    """A template together with what it was seen to write. Made by `chat_template`."""
+
+    source: str
+    variables: Mapping[str, Any]
+    """Special tokens, by the names under which templates know them."""
+    tracks_generation: bool
+    asking: str
+    """What stands between a question and its answer where an answer is asked for."""
+    headers: tuple[str, ...]
+    """What opens a turn of the assistant, the form that asks for an answer first; none where the question's end alone does."""
+    stops: Mapping[str, int]
+    """Tokens that end a turn of the assistant, and their ids: one, or another one after the last turn."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text of a chat. Raises ChatError where the template does."""
+        return _rendered(self.source, self.variables, messages, tools)[0]
+
+    def render_turns(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
+        """The text and every turn of the assistant in it. Raises ChatError."""
+        numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if self.tracks_generation:
+            text, pieces = _rendered(self.source, self.variables, messages, tools, track=True)
+            return RenderedChat(text, self._tracked(pieces, text, len(numbers)))
+        text = self.render(messages, tools)
+        marks = self._marks(messages, tools, text)
+        spans: list[Span] = []
+        for number in numbers:
+            spans.append(self._turn(text, marks, messages, number, spans[-1][1] if spans else 0))
+        return RenderedChat(text, tuple((span,) for span in spans))
+
+    def _tracked(self, spans: Sequence[Span], text: str, num_turns: int) -> tuple[Turn, ...]:
+        """The spans that the template marked, by turn: a turn ends with the stop token, and what is marked directly behind it
+        (an end-of-text token after the last turn) belongs to it.
+        """
+        turns: list[list[Span]] = []
+        for span in spans:
+            is_open = bool(turns) and not any(token in text[start:stop] for start, stop in turns[-1] for token in self.stops)
+            if turns and (is_open or turns[-1][-1][1] == span[0]):
+                turns[-1].append(span)
+            else:
+                turns.append([span])
+        num_ended = sum(any(token in text[start:stop] for start, stop in turn for token in self.stops) for turn in turns)
+        if num_ended != num_turns:
+            raise ChatError(
+                "messages",
+                f"the template's generation blocks hold the token that ends a turn ({' or '.join(map(repr, self.stops))}) in "
+                f"{num_ended} of {num_turns} turns of the assistant, so the model would not learn to stop",
+                "put {% generation %} directly behind the header of the assistant's turn and {% endgeneration %} behind the token "
+                "that ends it",
+            )
+        return tuple(map(tuple, turns))
+
+    def _marks(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], text: str) -> Marks:
+        # A template may look at how a question begins or ends, so that a mark there changes what it writes; marks around the
+        # answers alone are the next best.
+        for roles in (None, frozenset({ASSISTANT})):
+            try:
+                with_marks, first = marked(messages, text, roles)
+            except MarkError as error:
+                raise ChatError("messages", str(error), "remove the private use characters from the record") from error
+            marks = read_marks(self.render(with_marks, tools), first, len(messages))
+            if marks.text == text:
+                return marks
+        raise ChatError(
+            "messages", "the template rewrites what the assistant says, so it cannot be found in the text", OWN_TEMPLATE
+        )
+
+    def _turn(self, text: str, marks: Marks, messages: Sequence[Message], number: int, earliest: int) -> Span:
+        opened, closed = marks.opened[number], marks.closed[number]
+        key = f"messages[{number}]"
+        has_words = bool((messages[number]["content"] or "").strip())
+        if len(closed) > 1 or (has_words and not closed and not messages[number].get("tool_calls")):
+            shown = f"{len(closed)} times" if closed else "nowhere"
+            raise ChatError(key, f"the template writes what the assistant says {shown}, not once", OWN_TEMPLATE)
+        if closed:
+            content_end = closed[0]
+            before, asker = marks.last_closed(content_end)
+            after = marks.first_opened(content_end)
+        else:  # calls of tools without words
+            content_end = -1
+            before, asker = (max(marks.closed[number - 1], default=0), number - 1) if number else (0, -1)
+            after = min(marks.opened[number + 1], default=len(text)) if number + 1 < len(messages) else len(text)
+        content_start = opened[0] if len(opened) == 1 else -1
+        limit = content_start if content_start >= 0 else content_end if content_end >= 0 else after
+        start = -1
+        if asker >= 0 and before >= earliest:
+            start = self._after_question(text, before, messages[asker]["content"] or "", limit)
+        if start < 0:
+            start = self._after_header(text, max(before, earliest), limit)
+        if start < 0:
+            start = content_start
+        if start < 0:
+            raise ChatError(key, "it is not certain where in the rendered text this turn of the assistant begins", OWN_TEMPLATE)
+        return start, self._end(text, max(start, content_end), after, key)
+
+    def _after_question(self, text: str, end: int, question: str, limit: int) -> int:
+        """Behind what asks for an answer after the question whose words end at `end`, or -1: exactly what a caller will send."""
+        blank = question[len(question.rstrip()) :]
+        # The template may keep what is blank at the end of the question.
+        for at in (end + len(blank), end):
+            start = at + len(self.asking)
+            if text.startswith(self.asking, at) and text[end:at] in ("", blank) and start <= limit:
+                return start
+        return -1
+
+    def _after_header(self, text: str, earliest: int, limit: int) -> int:
+        """Behind the one header between `earliest` and `limit`, or -1."""
+        for header in self.headers:
+            if text.count(header, earliest, limit) == 1:
+                return text.index(header, earliest, limit) + len(header)
+        return -1
+
+    def _end(self, text: str, start: int, after: int, key: str) -> int:
+        """Behind the stop token that follows what was said up to `start` and precedes what is said from `after` on."""
+        found = [(at, token) for token in self.stops for at in [text.find(token, start, after)] if at >= 0]
+        if not found:
+            stops = " or ".join(map(repr, self.stops))
+            raise ChatError(
+                key,
+                f"the template does not end this turn of the assistant with {stops}, so the model would not learn to stop",
+                "write a spec.data.chatTemplate that ends every turn of the assistant with the same special token",
+            )
+        at, token = min(found)
+        if text[start:at].strip() and text.count(token, start, after) > 1:
+            raise ChatError(key, "it is not certain where in the rendered text this turn of the assistant ends", OWN_TEMPLATE)
+        return at + len(token)
+
+
+@lru_cache(maxsize=4)
+def chat_template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
+    """What `source` was seen to write for a plain chat. Raises ChatError, with an empty key, where it cannot be trained on."""
+    if not tokenizer.is_fast:
+        fix = "put the tokenizer.json of the model beside its config.json"
+        raise ChatError("", "the tokenizer is a slow one, which does not tell which characters a token stands for", fix)
+    variables = dict(tokenizer.special_tokens_map)
+
+    def seen(messages: Sequence[Message], *, prompt: bool = False) -> Marks:
+        with_marks, first = marked(messages, "", None)
+        return read_marks(_rendered(source, variables, with_marks, (), prompt=prompt)[0], first, len(messages))
+
+    try:
+        whole, asked, prompted = seen(PROBE), seen(PROBE[:1]), seen(PROBE[:1], prompt=True)
+    except ChatError as error:
+        raise ChatError("", error.reason, error.fix) from error
+    places = [*whole.opened, *whole.closed, asked.closed[0], prompted.closed[0]]
+    if any(len(place) != 1 for place in places):
+        raise ChatError("", "the template does not write each turn of a plain chat once", "write a spec.data.chatTemplate")
+    tails = whole.text[whole.closed[1][0] : whole.opened[2][0]], whole.text[whole.closed[3][0] :]
+    first_stop, last_stop = (_stop_token(tokenizer, tail) for tail in tails)
+    if first_stop is None or last_stop is None:
+        tail = tails[0] if first_stop is None else tails[1]
+        raise ChatError(
+            "",
+            f"the template writes {tail[:40]!r} after what the assistant says, which does not begin with a special token of the "
+            "tokenizer, so the model could not learn to stop",
+            f"write a spec.data.chatTemplate that ends each turn of the assistant with {tokenizer.eos_token!r}",
+        )
+    asked_text, prompted_text = asked.text[asked.closed[0][0] :], prompted.text[prompted.closed[0][0] :]
+    gaps = [whole.text[whole.closed[number][0] : whole.opened[number + 1][0]] for number in (2, 0)]
+    return ChatTemplate(
+        source=source,
+        variables=variables,
+        tracks_generation=bool(GENERATION.search(source)),
+        asking=prompted_text,
+        headers=_headers(tokenizer, asked_text, prompted_text, gaps),
+        stops={token: tokenizer.convert_tokens_to_ids(token) for token in (first_stop, last_stop)},
+    )
+
+
+def template_source(tokenizer: Tokenizer, written: str | None, *, has_tools: bool = False) -> str:
+    """`written` in the spec, or the tokenizer's template (some have another one for chats with tools). Raises ChatError."""
+    try:
+        return str(tokenizer.get_chat_template(written, [{}] if has_tools else None))
+    except ValueError as error:
+        raise ChatError(
+            "", "the tokenizer has no chat template", "set spec.data.chatTemplate, or use a model made for chats"
+        ) from error
+
+
+def _headers(tokenizer: Tokenizer, asked: str, prompted: str, gaps: Sequence[str]) -> tuple[str, ...]:
+    """What opens a turn of the assistant: `prompted` and `gaps` without the end of the user's turn, which `asked` shows.
+
+    The ends are compared token by token: "<|endoftext|>" and "<|assistant|>" share characters but nothing else.
+    """
+    encoded = [tokenizer(text, add_special_tokens=False, return_offsets_mapping=True) for text in (asked, prompted)]
+    pairs = zip(encoded[0]["input_ids"], encoded[1]["input_ids"], strict=False)
+    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    offsets = encoded[1]["offset_mapping"]
+    length = offsets[num_shared][0] if num_shared < len(offsets) else len(prompted)
+    headers = [text[length:] for text in (prompted, *gaps) if text[:length] == prompted[:length]]
+    return tuple(dict.fromkeys(header for header in headers if header.strip()))
+
+
+def _stop_token(tokenizer: Tokenizer, tail: str) -> str | None:
+    """The special token with which `tail` begins."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+    return max((token for token in added if tail.lstrip().startswith(token)), key=len, default=None)
+
+
+def _rendered(
+    source: str,
+    variables: Mapping[str, Any],
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    prompt: bool = False,
+    track: bool = False,
+) -> tuple[str, list[Span]]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    # Sandboxed, and a range() is bounded, but loops within loops are not: a hostile template can keep its own preflight busy.
+    try:
+        texts, spans = render_jinja_template(
+            conversations=[list(messages)],
+            tools=list(tools) or None,
+            chat_template=source,
+            return_assistant_tokens_mask=track,
+            add_generation_prompt=prompt,
+            **variables,
+        )
+    except Exception as error:
+        roles = ", ".join(str(message["role"]) for message in messages[:8])
+        raise ChatError(
+            "messages",
+            f"the chat template refuses a chat of the roles {roles}{' ...' if len(messages) > 8 else ''} "
+            f"({type(error).__name__}: {str(error)[:200]})",
+            "change the record to what the template accepts, or set spec.data.chatTemplate",
+        ) from error
+    return texts[0], spans[0] if track else []

@@ -1,0 +1,50 @@
+"""How far preparing data is: a bar on a terminal, a line in the log every so often elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+log = logging.getLogger(__name__)
+LOG_SECONDS = 10.0
+"""Between two lines of the log."""
+
+
+class PreparingProgress:
+    """Counts bytes of the source files."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total, self._done = total_bytes, 0
+        self._started = self._logged = time.monotonic()
+        is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=total_bytes, desc="preparing", unit="B", unit_scale=True) if is_terminal else None
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more are done."""
+        self._done += num_bytes
+        if self._bar is not None:
+            self._bar.update(num_bytes)
+        elif time.monotonic() - self._logged >= LOG_SECONDS:
+            self._logged = time.monotonic()
+            log.info("%s", line(self._done, self._total, self._logged - self._started))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        elif kind is None:
+            log.info("%s", line(self._done, self._total, time.monotonic() - self._started))
+
+
+def line(done: int, total: int, seconds: float) -> str:
+    """`prepared 120 of 1000 MB, 18.2 MB/s, 48 s left`."""
+    rate = done / max(seconds, 1e-9)
+    left = f", {(total - done) / rate:.0f} s left" if 0 < done < total else ""
+    return f"prepared {done / 1e6:.1f} of {total / 1e6:.1f} MB, {rate / 1e6:.1f} MB/s{left}"

@@ -1,0 +1,160 @@
+"""The sources that a plan names: their files, what was found in them, and what there is to say about each.
+
+Called by prepare.py.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from finetune_job.plan.run_plan import DataPlan
+from finetune_job.rules.rule import Finding
+from finetune_trainer.data.cpus import available_cpus
+from finetune_trainer.data.findings import (
+    MAX_KINDS,
+    SplitSource,
+    also_held_out,
+    empty,
+    never_used,
+    too_long,
+    unreadable,
+    wrong_records,
+)
+from finetune_trainer.data.pack_plan import WeightedDocuments
+from finetune_trainer.data.parts import Part, PartResult, ProblemKind
+from finetune_trainer.data.read import RecordProblem, lines_before, record_files
+from finetune_trainer.data.shards import TRAIN, VALIDATION
+from finetune_trainer.errors import DataError
+from finetune_trainer.files import file_sha256
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """Counts of one source."""
+
+    split: str
+    source: str
+    num_records: int
+    num_dropped: int
+    num_tokens: int
+    """Each record counted once."""
+    num_supervised_tokens: int
+    """Each record counted once."""
+    weight: float
+    num_occurrences: int
+    """Records of one pass."""
+
+
+Stamp = tuple[int, int]
+"""Size and time of the latest change of a file."""
+
+
+@dataclass
+class Source:
+    """What is known of one source while it is prepared."""
+
+    named: SplitSource
+    weight: float
+    files: dict[Path, str] = field(default_factory=dict)
+    """In the order of reading, with their digests."""
+    stamps: dict[Path, Stamp] = field(default_factory=dict)
+    """When their digests were taken."""
+    error: OSError | None = None
+    """It cannot be read."""
+    found: PartResult = field(default_factory=PartResult)
+    """Sums over its parts."""
+    problems: dict[ProblemKind, tuple[Part, RecordProblem, int]] = field(default_factory=dict)
+    """The first of each kind with its part, and how many there are."""
+    num_held_out: int = 0
+    """Training documents that are held out too."""
+
+    @property
+    def weighted(self) -> WeightedDocuments:
+        return WeightedDocuments(self.found.num_documents, self.weight)
+
+    def add(self, part: Part, result: PartResult) -> None:
+        """What was found in one of its parts, in order."""
+        found = self.found
+        for kind, (problem, count) in result.problems.items():
+            first_part, first, counted = self.problems.get(kind, (part, problem, 0))
+            self.problems[kind] = (first_part, first, counted + count)
+        self.error = self.error or result.unreadable
+        found.num_records += result.num_records
+        found.num_documents += result.num_documents
+        found.num_dropped += result.num_dropped
+        shortest = [length for length in (found.shortest_dropped, result.shortest_dropped) if length]
+        found.shortest_dropped = min(shortest, default=0)
+        found.num_tokens += result.num_tokens
+        found.num_supervised_tokens += result.num_supervised_tokens
+        found.longest_document = max(found.longest_document, result.longest_document)
+        found.largest_token_id = max(found.largest_token_id, result.largest_token_id)
+
+    def findings(self, max_sequence_length: int, was_tokenised: bool) -> list[Finding]:
+        """What there is to say about it when all of it was read."""
+        named, found = self.named, self.found
+        if self.error is not None:
+            return [unreadable(named, self.error)]
+        if self.problems:
+            shown = [(_in_file(part, problem), count) for part, problem, count in list(self.problems.values())[:MAX_KINDS]]
+            return wrong_records(named, shown)
+        if found.num_records == 0:
+            return [empty(named)]
+        findings = []
+        if found.num_dropped:
+            findings.append(too_long(named, found.num_records, found.num_dropped, found.shortest_dropped, max_sequence_length))
+        if was_tokenised and found.num_documents and not self.weighted.occurrences:
+            findings.append(never_used(named, self.weight, found.num_documents))
+        if self.num_held_out:
+            findings.append(also_held_out(named, self.num_held_out, found.num_documents))
+        return findings
+
+    def facts(self) -> DatasetFacts:
+        """Its counts."""
+        return DatasetFacts(
+            split=self.named.split,
+            source=self.named.address,
+            num_records=self.found.num_records,
+            num_dropped=self.found.num_dropped,
+            num_tokens=self.found.num_tokens,
+            num_supervised_tokens=self.found.num_supervised_tokens,
+            weight=self.weight,
+            num_occurrences=self.weighted.occurrences,
+        )
+
+
+def list_sources(plan: DataPlan, claims_root: Path) -> list[Source]:
+    """Every source with its files and their digests."""
+    planned = [*((TRAIN, dataset) for dataset in plan.train), *([(VALIDATION, plan.validation)] if plan.validation else [])]
+    sources = []
+    for split, dataset in planned:
+        path = claims_root / dataset.location.claim / dataset.location.path
+        sources.append(Source(SplitSource(split, dataset.location, path, dataset.field, dataset.source), dataset.weight))
+    with ThreadPoolExecutor(available_cpus()) as threads:
+        for source in sources:
+            try:
+                files = record_files(source.named.path)
+                source.stamps = {path: _stamp(path) for path in files}
+                source.files = dict(zip(files, threads.map(file_sha256, files), strict=True))
+            except OSError as error:
+                source.error = error
+    return sources
+
+
+def _stamp(path: Path) -> Stamp:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def refuse_changed(sources: list[Source]) -> None:
+    """What was read must be what the digests say. Raises DataError."""
+    for source in sources:
+        for path, stamp in source.stamps.items():
+            if source.error is None and _stamp(path) != stamp:
+                raise DataError(f"{source.named.address}: {path.name} was changed while it was read", "run preflight again")
+
+
+def _in_file(part: Part, problem: RecordProblem) -> RecordProblem:
+    """The problem with its line counted from the beginning of the file and not of the part."""
+    return replace(problem, line=problem.line + lines_before(part.path, part.span[0])) if part.span else problem

@@ -1,0 +1,82 @@
+"""`python -m finetune_trainer.preflight.model_process`: what will be trained and merged, found out in a process of its own.
+
+torch and the libraries around it take hundreds of MB for as long as a process lives, so the one that prepares the data, perhaps for
+an hour and with workers beside it, does without them (process_start.py). Called by run.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from finetune_job.failures import FailureClass
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.rules.rule import Finding
+from finetune_trainer.errors import TrainerError
+from finetune_trainer.preflight.model_structure import ModelStructure
+from finetune_trainer.process_start import NO_ADVICE, die_with, torch_is_kept_out
+
+Checked = tuple[ModelStructure | None, list[Finding]]
+ANSWER: TypeAdapter[Checked] = TypeAdapter(Checked)
+
+
+class ModelCheckError(TrainerError):
+    """The process that looks at the model ended before it had looked."""
+
+
+class ModelCheckKilledError(ModelCheckError):
+    """By SIGKILL, which is what the kernel does where memory runs out."""
+
+    failure = FailureClass.HOST_OUT_OF_MEMORY
+
+
+def check_model(plan: RunPlan, directory: Path) -> Checked:
+    """The structure, or None where it cannot be built, and every finding, of the merge too. Reads headers only.
+
+    Raises ModelCheckError where the process of its own fails.
+    """
+    if torch_is_kept_out():
+        return _in_own_process(plan, directory)
+    from finetune_trainer.preflight.merge_check import check_merge
+    from finetune_trainer.preflight.meta_model import inspect_structure
+
+    structure, findings = inspect_structure(plan, directory)
+    unmergeable = check_merge(plan, directory, structure) if structure else None
+    return structure, [*findings, unmergeable] if unmergeable else findings
+
+
+def _in_own_process(plan: RunPlan, directory: Path) -> Checked:
+    environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune_trainer.preflight.model_process", str(os.getpid()), str(directory)],
+        input=plan.model_dump_json().encode(),
+        stdout=subprocess.PIPE,
+        env=environment,
+        check=False,
+    )
+    if done.returncode in (-9, 128 + 9):
+        raise ModelCheckKilledError(
+            "the process that checks the model was killed (SIGKILL), most likely because memory ran out",
+            "raise the memory of the profile's resources.preflight",
+        )
+    if done.returncode != 0:
+        raise ModelCheckError(f"the process that checks the model ended with status {done.returncode}", "its log says why")
+    return ANSWER.validate_json(done.stdout)
+
+
+def main(parent: str, directory: str) -> int:
+    """Reads the plan from standard input, writes the answer to standard output; what libraries print goes to the log."""
+    die_with(int(parent))
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answer:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
+        answer.write(ANSWER.dump_json(check_model(plan, Path(directory))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
