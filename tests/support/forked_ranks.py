@@ -5,6 +5,8 @@ Ranks are forked from a server that does nothing else, so neither threads nor au
 
 from __future__ import annotations
 
+import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -18,7 +20,7 @@ from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from finetune_trainer.context import RunContext
 
@@ -30,6 +32,13 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "peft.tuners.lora",
 )
+
+
+class Disturbance(Protocol):
+    """Something that will happen to a rank; sent to the rank's process and armed there."""
+
+    def arm(self, rank: int) -> None:
+        """Prepare it in this process."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +54,32 @@ class Fault:
     def __str__(self) -> str:
         return f"{signal.Signals(self.signal).name}-{self.function}-{self.call}-rank{self.rank}"
 
+    def arm(self, rank: int) -> None:
+        if rank == self.rank:
+            before_call(self.function, self.call, lambda: os.kill(os.getpid(), self.signal))
 
-def run_gang(context: RunContext, faults: Sequence[Fault] = (), world_size: int | None = None) -> list[int]:
+
+def before_call(function: str, call: int, action: Callable[[], object]) -> None:
+    """In this process, do something before the `call`-th call (from 1) of `module:name` of the trainer."""
+    calls = itertools.count(1)
+
+    def counted(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if next(calls) == call:
+            action()
+        return original(*arguments, **named)
+
+    wrap(function, counted)
+
+
+def wrap(function: str, wrapper: Callable[..., Any]) -> None:
+    """In this process, let `wrapper(original, *arguments, **named)` stand for `module:name` of the trainer."""
+    module_name, _, name = function.partition(":")
+    module = import_module(f"finetune_trainer.{module_name}")
+    original = getattr(module, name)
+    setattr(module, name, functools.wraps(original)(partial(wrapper, original)))
+
+
+def run_gang(context: RunContext, faults: Sequence[Disturbance] = (), world_size: int | None = None) -> list[int]:
     """Exit code of each rank (negative: the signal). When one was killed the others are, too, as an agent would do."""
     world_size = world_size or context.plan.parallelism.world_size
     with tempfile.TemporaryDirectory() as directory:
@@ -97,33 +130,18 @@ def _exit_with(body: Callable[[], Any]) -> None:
     os._exit(code)
 
 
-def _train(context: RunContext, rank: int, world_size: int, store: str, faults: tuple[Fault, ...]) -> int:
+def _train(context: RunContext, rank: int, world_size: int, store: str, faults: tuple[Disturbance, ...]) -> int:
     from finetune_trainer.termination import exit_code
     from finetune_trainer.train.rank import run_rank
     from finetune_trainer.train.stop import StopRequest
 
-    for fault in faults:
-        if fault.rank == rank:
-            _arm(fault)
     stop = StopRequest()
     stop.install()
+    for fault in faults:
+        fault.arm(rank)
     return exit_code(
         run_rank(context, stop, rank=rank, world_size=world_size, local_rank=rank, node_rank=0, observe_port=0, init_method=store)
     )
-
-
-def _arm(fault: Fault) -> None:
-    module_name, _, name = fault.function.partition(":")
-    module = import_module(f"finetune_trainer.{module_name}")
-    original, calls = getattr(module, name), [0]
-
-    def faulty(*arguments: Any, **named: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == fault.call:
-            os.kill(os.getpid(), fault.signal)
-        return original(*arguments, **named)
-
-    setattr(module, name, faulty)
 
 
 def trained_files(context: RunContext) -> dict[str, bytes]:

@@ -17,7 +17,8 @@ from finetune_job.plan.digest import canonical_json
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_trainer.context import RunContext
-from finetune_trainer.data.shards import TRAIN, VALIDATION, SplitArrays, write_prepared
+from finetune_trainer.data.shard_writer import write_prepared
+from finetune_trainer.data.shards import TRAIN, VALIDATION, SplitArrays
 
 VOCABULARY = 264
 """256 bytes and a few special tokens."""

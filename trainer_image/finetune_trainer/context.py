@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from finetune_job.api.base import ClaimPath
 from finetune_job.layout import OutputLayout, WorkspaceLayout
+from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import PlanMismatchError
 
@@ -38,6 +39,11 @@ class RunContext:
     @property
     def base_model(self) -> Path:
         return self.path(self.plan.model.location)
+
+    @property
+    def learning_sha256(self) -> str:
+        """Digest of what this run learns, however many ranks learn it."""
+        return learning_sha256(self.plan)
 
 
 def read_plan(path: Path, sha256: str) -> RunPlan:

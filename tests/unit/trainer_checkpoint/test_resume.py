@@ -14,17 +14,19 @@ import torch
 
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_trainer.checkpoint.load import PieceReader, load, newest_valid
-from finetune_trainer.checkpoint.manifest import RunState
-from finetune_trainer.checkpoint.save import save
-from finetune_trainer.checkpoint.state import KINDS, set_optimizer_step
+from finetune_trainer.checkpoint.manifest import Origin, RunState
+from finetune_trainer.checkpoint.optimizer_state import described, restore_count, state_form
+from finetune_trainer.checkpoint.save import begin, commit
+from finetune_trainer.checkpoint.state import PARAMETER
 from finetune_trainer.context import RunContext
 from finetune_trainer.gang import Gang, joined
 from finetune_trainer.model.sharded import build
-from finetune_trainer.train.optimizers import adamw
+from finetune_trainer.objective.next_token import NextToken
+from finetune_trainer.train.optimizers import build_optimizer
 from tests.support.forked_ranks import Fault, run_gang, run_processes, trained_files
 from tests.support.tiny_model import run_context, tiny_spec
 
-PLAN, DATA = "p" * 64, "d" * 64
+ORIGIN = Origin(learning_sha256="p" * 64, data_hash="d" * 64)
 METHODS: dict[str, dict[str, Any]] = {
     "lora-fsdp2": {"method": {"type": "LoRA", "lora": {"r": 4, "loraDropout": "0.1"}}},
     "dora-fsdp1": {"method": {"type": "DoRA", "lora": {"r": 4}}, "parallelism": {"processesPerNode": 2, "fsdp": {"version": 1}}},
@@ -47,14 +49,14 @@ def undisturbed(claims: Path, method: str) -> dict[str, bytes]:
 KILLS = [
     ("lora-fsdp2", Fault("train.step:optimizer_step", call=1)),
     ("lora-fsdp2", Fault("train.step:optimizer_step", call=4, rank=1)),
-    ("lora-fsdp2", Fault("checkpoint.save:sync_file", call=2, rank=1)),
+    ("lora-fsdp2", Fault("checkpoint.rank_file:_header", call=2, rank=1)),
     ("lora-fsdp2", Fault("checkpoint.save:publish_directory", call=2)),
     ("lora-fsdp2", Fault("checkpoint.save:prune", call=2)),
     ("lora-fsdp2", Fault("train.export:publish_directory", call=1)),
     ("dora-fsdp1", Fault("train.step:optimizer_step", call=6, rank=1)),
     ("dora-fsdp1", Fault("checkpoint.save:write_durably", call=4)),
     ("full-fsdp2", Fault("train.step:optimizer_step", call=4)),
-    ("full-fsdp2", Fault("train.export:check_saved", call=1)),
+    ("full-fsdp2", Fault("train.export:_write_manifest", call=1)),
 ]
 
 
@@ -127,41 +129,41 @@ def rewrite(context: RunContext, source: Path | None, target: Path, ranks: int) 
 
 def _rewrite(context: RunContext, source: Path | None, target: Path, rank: int, ranks: int, store: str) -> None:
     with joined(rank, ranks, rank, store) as gang:
-        model = build(context.plan, context.base_model, gang)
-        optimizer = adamw(model.module, context.plan.training)
+        model = build(context.plan, context.base_model, gang, NextToken())
+        optimizer = build_optimizer(model.pieces, context.plan)
         if source is not None:
-            found = newest_valid(source, gang, PLAN, DATA)
+            found = newest_valid(source, gang, ORIGIN)
             assert found is not None
             load(*found, model.pieces, optimizer)
         else:
             torch.manual_seed(rank)
             for piece in model.pieces:
-                for kind in KINDS:
+                for kind in (PARAMETER, *state_form(optimizer).tensors):
                     with torch.no_grad():
                         piece.values(kind, optimizer).uniform_()
-            set_optimizer_step(optimizer, 5.0)
-        save(
+            restore_count(optimizer, described(optimizer).model_copy(update={"step": 5.0}))
+        writing = begin(
             target,
             step=5,
             found=model.pieces,
             optimizer=optimizer,
             gang=gang,
-            plan_sha256=PLAN,
-            data_hash=DATA,
+            origin=ORIGIN,
             state=RunState(),
-            keep=2,
+            best_step=None,
         )
+        commit(target, writing, gang, keep=2)
 
 
 def state_of(root: Path) -> dict[tuple[str, str], torch.Tensor]:
     alone = Gang(0, 1, 0, torch.device("cpu"), None)
-    found = newest_valid(root, alone, PLAN, DATA)
+    found = newest_valid(root, alone, ORIGIN)
     assert found is not None
     reader = PieceReader(*found)
     state = {}
     for name in reader.names:
         shape, dtype = reader.form(name)
-        for kind in KINDS:
+        for kind in (PARAMETER, *found[1].optimizer.tensors):
             state[kind, name] = torch.empty(shape, dtype=dtype)
             reader.read_into(kind, name, 0, state[kind, name].view(-1))
     return state

@@ -9,17 +9,18 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from finetune_trainer.checkpoint.manifest import Manifest, PieceEntry, read, verify_file
-from finetune_trainer.checkpoint.names import tensor_key
+from finetune_trainer.checkpoint.manifest import Manifest, Origin, PieceEntry, read, verify_file
+from finetune_trainer.checkpoint.names import MANIFEST, tensor_key
+from finetune_trainer.checkpoint.optimizer_state import check_kind, create_state, restore_count, state_form
 from finetune_trainer.checkpoint.retention import checkpoint_directories, remove_leftovers
-from finetune_trainer.checkpoint.state import KINDS, PARAMETER, Piece, create_moments, optimizer_step, set_optimizer_step
-from finetune_trainer.errors import CheckpointError, InvariantError
+from finetune_trainer.checkpoint.state import PARAMETER, Piece
+from finetune_trainer.errors import CheckpointError, ForeignCheckpointError
 from finetune_trainer.gang import Gang
 
 log = logging.getLogger(__name__)
 
 
-def newest_valid(root: Path, gang: Gang, plan_sha256: str, data_hash: str) -> tuple[Path, Manifest] | None:
+def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest] | None:
     """The newest checkpoint of which every byte is as written, agreed by all ranks; the ranks share the hashing.
 
     Corrupt, truncated, foreign and incomplete ones are logged and passed over.
@@ -28,46 +29,75 @@ def newest_valid(root: Path, gang: Gang, plan_sha256: str, data_hash: str) -> tu
         remove_leftovers(root)
     names = gang.from_first([path.name for path in checkpoint_directories(root)])
     for name in names:
-        problem = ""
-        manifest = None
-        try:
-            manifest = read(root / name, plan_sha256, data_hash)
-            for entry in manifest.files[gang.rank :: gang.world_size]:
-                verify_file(root / name, entry)
-        except (CheckpointError, OSError) as error:
-            problem = str(error)
-        problems = [text for text in gang.gather(problem) if text]
-        if not problems and manifest is not None:
+        manifest, problems = verified(root / name, gang, origin)
+        if manifest is not None:
             return root / name, manifest
         if gang.is_first:
             log.warning("checkpoint %s is not used: %s", name, "; ".join(problems))
     return None
 
 
+def verified(directory: Path, gang: Gang, origin: Origin) -> tuple[Manifest | None, list[str]]:
+    """The manifest of a checkpoint of which every byte is as written, or else what is wrong with it; the same on all ranks."""
+    problem = ""
+    manifest = None
+    try:
+        manifest = read(directory, origin)
+        for entry in manifest.files[gang.rank :: gang.world_size]:
+            verify_file(directory, entry)
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    problems = [text for text in gang.gather(problem) if text]
+    return (None if problems else manifest), problems
+
+
+def checkpoints_of_this_run(root: Path, gang: Gang, origin: Origin) -> list[str]:
+    """Names of this run's checkpoints, newest first, whether valid or not; the same on all ranks.
+
+    Where none of them is valid they were complete once, because a checkpoint gets its name last. Beginning anew would then silently
+    throw away all progress, often for a storage that is only out of reach for the moment. What bears another run's manifest, or
+    none at all, was never progress of this run.
+    """
+    names = []
+    if gang.is_first:
+        for directory in checkpoint_directories(root):
+            try:
+                if (directory / MANIFEST).exists():
+                    read(directory, origin)
+                    names.append(directory.name)
+            except ForeignCheckpointError:
+                continue
+            except (CheckpointError, OSError):
+                names.append(directory.name)
+    found: list[str] = gang.from_first(names)
+    return found
+
+
 def load(directory: Path, manifest: Manifest, found: list[Piece], optimizer: torch.optim.Optimizer) -> None:
-    """Fill parameters and moments of these pieces. Raises CheckpointError where the checkpoint does not cover one of them."""
-    create_moments(optimizer)
+    """Fill parameters and optimizer state of these pieces, and check that nothing was left out.
+
+    Call before the first forward pass: FSDP 2 may keep gathered weights from one. Raises CheckpointError where the checkpoint does
+    not cover a piece.
+    """
+    check_kind(optimizer, manifest.optimizer)
+    create_state(optimizer)
+    kinds = (PARAMETER, *state_form(optimizer).tensors)
     reader = PieceReader(directory, manifest)
     with torch.no_grad():
         for piece in found:
             reader.check_shape(piece.name, piece.shape)
-            for kind in KINDS:
+            for kind in kinds:
                 reader.read_into(kind, piece.name, piece.start, piece.values(kind, optimizer))
     if reader.names != {piece.name for piece in found}:
         raise CheckpointError(f"{directory}: holds other parameters than are trained: {sorted(reader.names)[:3]}...")
-    set_optimizer_step(optimizer, manifest.optimizer_step)
-    if optimizer_step(optimizer) != manifest.optimizer_step and any(piece.stop > piece.start for piece in found):
-        raise InvariantError(f"{directory}: the optimizer is at another step after loading than the manifest says")
+    restore_count(optimizer, manifest.optimizer)
 
 
 def full_parameters(directory: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Each trained parameter, whole, one after the other. Raises CheckpointError."""
     reader = PieceReader(directory, manifest)
     for name in sorted(reader.names):
-        shape, dtype = reader.form(name)
-        tensor = torch.empty(shape, dtype=dtype)
-        reader.read_into(PARAMETER, name, 0, tensor.view(-1))
-        yield name, tensor
+        yield name, reader.whole(name)
 
 
 class PieceReader:
@@ -94,6 +124,13 @@ class PieceReader:
         stored: Mapping[str, list[tuple[str, PieceEntry]]] = self._stored
         if name not in stored or self.form(name)[0] != shape:
             raise CheckpointError(f"{self._directory}: holds no {name} of shape {shape}")
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The values of one parameter. Raises CheckpointError."""
+        shape, dtype = self.form(name)
+        tensor = torch.empty(shape, dtype=dtype)
+        self.read_into(PARAMETER, name, 0, tensor.view(-1))
+        return tensor
 
     def read_into(self, kind: str, name: str, start: int, target: torch.Tensor) -> None:
         """Fill the 1-dimensional `target` with the elements from `start` on. Raises CheckpointError where some are not stored."""

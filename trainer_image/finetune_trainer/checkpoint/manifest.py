@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from finetune_trainer.checkpoint.names import MANIFEST
-from finetune_trainer.errors import CheckpointError
+from finetune_trainer.checkpoint.names import MANIFEST, rank_file
+from finetune_trainer.errors import CheckpointError, ForeignCheckpointError
 from finetune_trainer.files import file_sha256
 
 
@@ -44,6 +44,28 @@ class RunState(Entry):
 
     initial_eval_loss: float | None = None
     eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    """Lowest after the first step; None before the first evaluation of trained weights."""
+    best_step: int | None = None
+    evaluations_without_improvement: int = 0
+
+
+class Origin(Entry):
+    """The run that a checkpoint belongs to; ranks, sharding and micro-batches may change between its attempts."""
+
+    learning_sha256: str
+    """Digest of what the run learns."""
+    data_hash: str
+
+
+class OptimizerEntry(Entry):
+    """Which optimizer state each trainable parameter has."""
+
+    name: str
+    tensors: list[str]
+    """Kinds of tensors with one value per element."""
+    step: float | None
+    """The count that every parameter's state holds; None where the optimizer keeps none."""
 
 
 class Manifest(Entry):
@@ -52,11 +74,11 @@ class Manifest(Entry):
     version: Literal[1] = 1
     step: int
     """Optimizer steps done."""
-    optimizer_step: float
-    """AdamW's own count; the same unless a parameter never had a gradient."""
-    plan_sha256: str
-    data_hash: str
+    optimizer: OptimizerEntry
+    origin: Origin
     world_size: int
+    best_step: int | None = None
+    """The best checkpoint that was complete at this step, this one included."""
     state: RunState
     files: list[FileEntry]
 
@@ -78,19 +100,23 @@ def decode(encoded: bytes) -> Manifest:
         raise CheckpointError(f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})") from error
 
 
-def read(directory: Path, plan_sha256: str, data_hash: str) -> Manifest:
-    """The manifest of a checkpoint of this plan and data, sizes compared, digests of files not yet. Raises CheckpointError."""
+def read(directory: Path, origin: Origin) -> Manifest:
+    """The manifest of a checkpoint of this run and data, sizes compared, digests of files not yet. Raises CheckpointError."""
     try:
         manifest = decode((directory / MANIFEST).read_bytes())
     except OSError as error:
         raise CheckpointError(f"{directory / MANIFEST}: cannot be read ({error})") from error
-    if manifest.plan_sha256 != plan_sha256:
-        raise CheckpointError(f"{directory}: belongs to plan {manifest.plan_sha256}, this is {plan_sha256}")
-    if manifest.data_hash != data_hash:
-        raise CheckpointError(f"{directory}: was trained on data {manifest.data_hash}, prepared is {data_hash}")
+    found = manifest.origin
+    if found.learning_sha256 != origin.learning_sha256:
+        raise ForeignCheckpointError(f"{directory}: belongs to run {found.learning_sha256}, this is {origin.learning_sha256}")
+    if found.data_hash != origin.data_hash:
+        raise ForeignCheckpointError(f"{directory}: was trained on data {found.data_hash}, prepared is {origin.data_hash}")
+    if [entry.name for entry in manifest.files] != [rank_file(rank) for rank in range(manifest.world_size)]:
+        raise CheckpointError(f"{directory}: does not list one file for each of {manifest.world_size} ranks")
     for entry in manifest.files:
         path = directory / entry.name
-        size = path.stat().st_size if path.is_file() else None
+        # What a link points to may change after it was verified.
+        size = path.stat().st_size if path.is_file() and not path.is_symlink() else None
         if size != entry.size:
             raise CheckpointError(f"{path}: " + ("is missing" if size is None else f"has {size} bytes, {entry.size} were written"))
     return manifest

@@ -1,4 +1,4 @@
-"""Which checkpoints go: those older than the newest `keep` valid ones. Damaged ones never count as kept."""
+"""Which checkpoints go: those older than the newest `keep` valid ones, but for the best. Damaged ones never count as kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from finetune_trainer.checkpoint.manifest import read
+from finetune_trainer.checkpoint.manifest import Manifest, Origin, read
 from finetune_trainer.checkpoint.names import step_of
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import TEMPORARY_MARK
@@ -25,18 +25,24 @@ def checkpoint_directories(root: Path) -> list[Path]:
     return [path for _, path in sorted(named, reverse=True)]
 
 
-def outdated(validity: Mapping[int, bool], keep: int) -> list[int]:
-    """PURE. Steps to remove: all below the oldest of the newest `keep` valid ones; none while there are fewer."""
-    valid = sorted((step for step, is_valid in validity.items() if is_valid), reverse=True)[: max(keep, FEWEST_KEPT)]
+def outdated(found: Mapping[int, Manifest | None], keep: int) -> list[int]:
+    """PURE. Steps to remove, of manifests by step, None for a damaged checkpoint.
+
+    All below the oldest of the newest `keep` valid ones go, none while there are fewer; but never the best checkpoint that one of
+    those names, because a run that resumes from it may have to export that.
+    """
+    kept = [found[step] for step in sorted(found, reverse=True) if found[step] is not None][: max(keep, FEWEST_KEPT)]
+    valid = [manifest for manifest in kept if manifest is not None]
     if len(valid) < max(keep, FEWEST_KEPT):
         return []
-    return sorted(step for step in validity if step < valid[-1])
+    best = {manifest.best_step for manifest in valid}
+    return sorted(step for step in found if step < valid[-1].step and step not in best)
 
 
-def prune(root: Path, keep: int, plan_sha256: str, data_hash: str) -> None:
+def prune(root: Path, keep: int, origin: Origin) -> None:
     """Remove outdated checkpoints. A directory is first renamed to a temporary name, so that half of it is never taken for one."""
     directories = {step: path for path in checkpoint_directories(root) if (step := step_of(path.name)) is not None}
-    for step in outdated({step: _looks_valid(path, plan_sha256, data_hash) for step, path in directories.items()}, keep):
+    for step in outdated({step: _manifest(path, origin) for step, path in directories.items()}, keep):
         doomed = directories[step].with_name(f"{directories[step].name}{TEMPORARY_MARK}removed")
         shutil.rmtree(doomed, ignore_errors=True)
         directories[step].rename(doomed)
@@ -51,9 +57,8 @@ def remove_leftovers(root: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _looks_valid(directory: Path, plan_sha256: str, data_hash: str) -> bool:
+def _manifest(directory: Path, origin: Origin) -> Manifest | None:
     try:
-        read(directory, plan_sha256, data_hash)
+        return read(directory, origin)
     except CheckpointError:
-        return False
-    return True
+        return None

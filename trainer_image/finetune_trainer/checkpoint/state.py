@@ -1,4 +1,4 @@
-"""What a checkpoint holds: each trainable parameter and its AdamW moments, as the flat ranges that this rank keeps.
+"""What a checkpoint holds: each trainable parameter and its optimizer state, as the flat ranges that this rank keeps.
 
 A piece is a contiguous range of a parameter flattened in row-major order. Every kind of sharding used here (none, FSDP 1 with flat
 or original parameters, FSDP 2 along dim 0) cuts parameters into such ranges, so one format serves all, and a checkpoint of one
@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from finetune_trainer.errors import InvariantError
 
-PARAMETER, FIRST_MOMENT, SECOND_MOMENT, STEP = "param", "exp_avg", "exp_avg_sq", "step"
-KINDS = (PARAMETER, FIRST_MOMENT, SECOND_MOMENT)
-"""Tensors per parameter; the moments by AdamW's own names."""
+PARAMETER = "param"
+"""Kind of a parameter's own values; tensors of optimizer state are called as the optimizer calls them."""
 WRAPPER_PREFIX = "_fsdp_wrapped_module."
 """What FSDP 1 puts into module names."""
 
@@ -39,19 +38,25 @@ class Piece:
     offset: int
 
     def values(self, kind: str, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """A writable 1-dimensional view of this piece of the parameter or of one of its moments, on its own device."""
-        tensor = self.holder.detach() if kind == PARAMETER else optimizer.state[self.holder][kind]
+        """A writable 1-dimensional view of this piece of the parameter or of one of its states, on its own device."""
+        return self.parameter_values() if kind == PARAMETER else self._part(optimizer.state[self.holder][kind])
+
+    def parameter_values(self) -> torch.Tensor:
+        """A writable 1-dimensional view of this piece of the parameter, on its own device."""
+        return self._part(self.holder.detach())
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return local.view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
-def pieces(model: nn.Module) -> list[Piece]:
-    """This rank's pieces of all trainable parameters, empty ones included, in the order of their names."""
+def pieces(model: nn.Module, *, frozen: bool = False) -> list[Piece]:
+    """This rank's pieces of all trainable parameters, empty ones included, in the order of their names; `frozen`: of all."""
     if isinstance(model, FullyShardedDataParallel):
         found = list(_flat_pieces(model))
     else:
-        found = [_dim0_piece(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return sorted(found, key=lambda piece: piece.name)
+        found = [_dim0_piece(name, parameter) for name, parameter in model.named_parameters()]
+    return sorted((piece for piece in found if frozen or piece.holder.requires_grad), key=lambda piece: piece.name)
 
 
 def _dim0_piece(name: str, parameter: nn.Parameter) -> Piece:
@@ -79,8 +84,6 @@ def _flat_pieces(model: FullyShardedDataParallel) -> Iterator[Piece]:
         names, shapes, originals = flat._fqns, flat._shapes, flat._params or [None] * len(flat._fqns)  # noqa: SLF001
         for fqn, shape, info, original in zip(names, shapes, flat._shard_param_infos, originals, strict=True):  # noqa: SLF001
             holder = original if original is not None else flat
-            if not holder.requires_grad:
-                continue
             name = f"{prefix}{fqn.replace(WRAPPER_PREFIX, '')}"
             if not info.in_shard:
                 yield Piece(name, tuple(shape), 0, 0, holder, 0)
@@ -88,44 +91,6 @@ def _flat_pieces(model: FullyShardedDataParallel) -> Iterator[Piece]:
             # The optimizer knows either the flat parameter or, with use_orig_params, a view of exactly this range.
             offset = 0 if original is not None else info.offset_in_shard
             yield Piece(name, tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1, holder, offset)
-
-
-def create_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state that AdamW would create at its first step, so that there is always something to load into.
-
-    A state that is created late can silently stay empty after a load, and the resumed run then differs.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    STEP: torch.tensor(0.0, dtype=torch.float32),
-                    FIRST_MOMENT: torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    SECOND_MOMENT: torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                }
-
-
-def optimizer_step(optimizer: torch.optim.Optimizer) -> float:
-    """The step that all parameters' states agree on. Raises InvariantError where they do not, or where one has no moments."""
-    steps = set()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            if set(state) != {STEP, FIRST_MOMENT, SECOND_MOMENT}:
-                raise InvariantError(f"a trainable parameter of shape {tuple(parameter.shape)} has optimizer state {sorted(state)}")
-            if state[FIRST_MOMENT].shape != parameter.shape or state[SECOND_MOMENT].shape != parameter.shape:
-                raise InvariantError(f"moments of a trainable parameter of shape {tuple(parameter.shape)} have another shape")
-            if parameter.numel():
-                steps.add(float(state[STEP]))
-    if len(steps) > 1:
-        raise InvariantError(f"optimizer states are at different steps: {sorted(steps)}")
-    return steps.pop() if steps else 0.0
-
-
-def set_optimizer_step(optimizer: torch.optim.Optimizer, step: float) -> None:
-    """Set the step of every parameter's state."""
-    for state in optimizer.state.values():
-        state[STEP].fill_(step)
 
 
 def check_complete(shapes: dict[str, tuple[int, ...]], found: Iterable[Piece]) -> None:

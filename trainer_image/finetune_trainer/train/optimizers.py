@@ -1,28 +1,85 @@
-"""AdamW over the trainable parameters."""
+"""The plan's optimizer over the trainable parameters.
+
+AdamW is torch's fused one on every device: on a CPU it takes a quarter of the time of the others, lies as near to a computation in
+float64, and does not depend on where a tensor was cut. The others have no fused form and update all tensors at once.
+"""
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import torch
-from torch import nn
 
-from finetune_job.plan.run_plan import TrainingPlan
-from finetune_trainer.checkpoint.state import create_moments
+from finetune_job.api.training import OptimizerName
+from finetune_job.plan.run_plan import RunPlan, TrainingPlan
+from finetune_trainer.checkpoint.optimizer_state import create_state
+from finetune_trainer.checkpoint.state import Piece
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.learning_rates import learning_rate_scale
 
-BETAS = (0.9, 0.999)
-EPSILON = 1e-8
+_NORMALISATION = re.compile(r"(^|[._])(ln|[a-z]*norm)(\d*|_\w+)([.]|$)")
+_SCALE, _DECOUPLED = "learning_rate_scale", "decoupled_weight_decay_rate"
 
 
-def adamw(model: nn.Module, training: TrainingPlan) -> torch.optim.Optimizer:
-    """An optimizer that already has its (zero) moments. Call after sharding."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=training.learning_rate, betas=BETAS, eps=EPSILON, weight_decay=training.weight_decay
+def build_optimizer(pieces: list[Piece], plan: RunPlan) -> torch.optim.Optimizer:
+    """An optimizer that already has its (zero) state. Call after sharding, with all pieces of this rank.
+
+    Raises ConfigError where FSDP 1 has put parameters into one that are to be treated differently.
+    """
+    training = plan.training
+    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    treated: dict[int, tuple[float, float]] = {}
+    for piece in pieces:
+        decay = training.weight_decay if decays(piece.name, piece.shape) else 0.0
+        treatment = (learning_rate_scale(piece.name, plan.method), decay)
+        if id(piece.holder) not in treated:
+            treated[id(piece.holder)] = treatment
+            groups.setdefault(treatment, []).append(piece.holder)
+        elif treated[id(piece.holder)] != treatment:
+            raise ConfigError(
+                f"spec.training.weightDecay: {piece.name} shares one flat parameter with others that decay or learn differently",
+                "set parallelism.fsdp.useOrigParams: true, or version: 2, or leave weightDecay and loraPlusRatio unset",
+            )
+    optimizer = _optimizer(
+        [{"params": members, _SCALE: scale, "weight_decay": decay} for (scale, decay), members in sorted(groups.items())], training
     )
-    create_moments(optimizer)
+    create_state(optimizer)
     return optimizer
 
 
+def decays(name: str, shape: tuple[int, ...]) -> bool:
+    """PURE. Whether weight decay applies: to all but biases and normalisation weights, as in transformers' Trainer."""
+    *parents, last = name.split(".")
+    return not (last == "bias" or (len(shape) <= 1 and _NORMALISATION.search(".".join(parents).lower()) is not None))
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` from the next step on."""
+    """Use `rate`, times each group's own scale, from the next step on."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group[_SCALE]
+
+
+def _optimizer(groups: list[dict[str, Any]], training: TrainingPlan) -> torch.optim.Optimizer:
+    rate, betas, epsilon = training.learning_rate, training.adam_betas, training.adam_epsilon
+    match training.optimizer:
+        case OptimizerName.ADAMW:
+            return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=True)
+        case OptimizerName.RADAM:
+            return torch.optim.RAdam(groups, lr=rate, betas=betas, eps=epsilon, decoupled_weight_decay=True, foreach=True)
+        case OptimizerName.SGD:
+            # torch's own weight decay of SGD goes through the momentum; here it is decoupled, as the field promises.
+            for group in groups:
+                group[_DECOUPLED] = group.pop("weight_decay")
+            optimizer = torch.optim.SGD(groups, lr=rate, momentum=training.momentum, foreach=True)
+            optimizer.register_step_pre_hook(_decay)
+            return optimizer
+
+
+@torch.no_grad()
+def _decay(optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
+    """Weight <- (1 - rate x decay) x weight before the step (Loshchilov and Hutter, 2019, decoupled weight decay)."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group[_DECOUPLED] else ():
+            if parameter.grad is not None:
+                parameter.mul_(1 - group["lr"] * group[_DECOUPLED])

@@ -1,0 +1,97 @@
+"""`python -m tests.kill`: runs that are killed at random moments until they are done end with the bytes of undisturbed ones.
+
+Every run gets SIGKILL, and another one like it SIGTERM. Run N of a seed is always killed in the same way, but what it hits at a
+given second depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+from tests.kill.cases import CASES
+from tests.kill.moments import ALL_STAGES
+from tests.kill.run import Outcome, Undisturbed, disturbed, undisturbed
+
+REAL_EVERY = 20
+"""One run in so many is started by the real torchrun, which takes 15 seconds an attempt."""
+SIGNALS = ("SIGKILL", "SIGTERM")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all, print the table; 1 where any run differed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.kill", description=__doc__)
+    parser.add_argument("--runs", type=int, default=10, help="runs for each signal")
+    parser.add_argument("--first", type=int, default=0, help="number of the first run, to repeat one")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--signal", choices=SIGNALS, help="only this one")
+    parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
+    arguments = parser.parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    numbers = range(arguments.first, arguments.first + arguments.runs)
+    signals = (arguments.signal,) if arguments.signal else SIGNALS
+    start = time.monotonic()
+    directory = Path(tempfile.mkdtemp(prefix="kill-"))
+    used = {number % len(CASES) for number in numbers}
+    bases = {index: undisturbed(CASES[index], directory / f"case-{index}") for index in sorted(used)}
+    print(f"{len(bases)} undisturbed runs: {time.monotonic() - start:.0f} s", flush=True)
+    with ThreadPoolExecutor(arguments.parallel) as pool:
+        jobs = [(number, signal) for number in numbers for signal in signals]
+        outcomes = list(pool.map(lambda job: _run(arguments.seed, *job, bases, directory), jobs))
+    print(table(outcomes))
+    print(f"{len(outcomes)} runs, {sum(not outcome.problem for outcome in outcomes)} identical, ", end="")
+    print(f"{sum(outcome.is_real for outcome in outcomes)} of them by torchrun; {(time.monotonic() - start) / 60:.1f} minutes")
+    if any(outcome.problem for outcome in outcomes):
+        print(f"what the failed runs left: {directory}")
+        return 1
+    shutil.rmtree(directory)
+    return 0
+
+
+def _run(seed: int, number: int, signal: str, bases: dict[int, Undisturbed], directory: Path) -> Outcome:
+    base = bases[number % len(CASES)]
+    random = Random(f"{seed}/{number}/{signal}")
+    outcome = disturbed(
+        base,
+        directory / f"run-{number}-{signal}",
+        random,
+        deadly=signal == "SIGKILL",
+        is_real=number % REAL_EVERY == 0,
+    )
+    verdict = outcome.problem or "identical"
+    print(f"run {number:>3} {signal} {outcome.case}{' by torchrun' if outcome.is_real else ''}: {verdict}", flush=True)
+    if outcome.problem:
+        print("  " + "\n  ".join(outcome.story))
+        print(f"  repeat: python -m tests.kill --seed {seed} --first {number} --runs 1 --signal {signal}", flush=True)
+    return outcome
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Runs, identical ones and signals by the stage that they hit, by case and signal."""
+    columns = (*ALL_STAGES, "torchrun")
+    lines = [f"{'case':<26}{'signal':<9}{'runs':>5}{'identical':>10}" + "".join(f"{column:>11}" for column in columns)]
+    totals: Counter[str] = Counter()
+    for case in CASES:
+        for signal in SIGNALS:
+            of_case = [outcome for outcome in outcomes if (outcome.case, outcome.signal) == (case.name, signal)]
+            landed = sum((outcome.landed for outcome in of_case), Counter())
+            totals += landed
+            if of_case:
+                identical = sum(not outcome.problem for outcome in of_case)
+                counts = "".join(f"{landed[column]:>11}" for column in columns)
+                lines.append(f"{case.name:<26}{signal:<9}{len(of_case):>5}{identical:>10}{counts}")
+    lines.append(f"{'signals that landed':<50}" + "".join(f"{totals[column]:>11}" for column in columns))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""When a run is disturbed: at a random time, or at a random call of a function inside one of its stages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.support.forked_ranks import before_call, wrap
+
+STAGES = {
+    "train.step:optimizer_step": "step",
+    "checkpoint.checkpoints:begin": "save",
+    "checkpoint.checkpoints:commit": "save",
+    "checkpoint.save:write_rank_file": "save",
+    "train.run:held_out_loss": "evaluation",
+    "train.run:export": "export",
+}
+STARTUP, BETWEEN = "startup", "between"
+ALL_STAGES = (STARTUP, "step", BETWEEN, "save", "evaluation", "export")
+_EVERY_RANK, _FIRST = (0, 1, None), (0,)
+HOOKS: tuple[tuple[str, int, tuple[int | None, ...]], ...] = (
+    # function, most calls, which ranks call it (None: all of them are hit)
+    ("train.step:optimizer_step", 8, _EVERY_RANK),
+    ("train.step:seed_forward_pass", 16, _EVERY_RANK),
+    ("train.step:local_gradients", 8, _EVERY_RANK),
+    ("train.step:set_learning_rate", 8, _EVERY_RANK),
+    ("checkpoint.checkpoints:begin", 4, _EVERY_RANK),
+    ("checkpoint.checkpoints:commit", 4, _EVERY_RANK),
+    ("checkpoint.save:snapshot", 4, _EVERY_RANK),
+    ("checkpoint.save:write_rank_file", 4, _EVERY_RANK),
+    ("checkpoint.rank_file:_header", 4, _EVERY_RANK),
+    ("checkpoint.save:write_durably", 8, _FIRST),
+    ("checkpoint.save:publish_directory", 4, _FIRST),
+    ("checkpoint.save:prune", 4, _FIRST),
+    ("checkpoint.retention:step_of", 12, _FIRST),
+    ("train.run:held_out_loss", 3, _EVERY_RANK),
+    ("checkpoint.checkpoints:load", 1, _EVERY_RANK),
+    ("checkpoint.load:verify_file", 2, _EVERY_RANK),
+    ("train.run:export", 1, _FIRST),
+    ("train.export:_write_manifest", 1, _FIRST),
+    ("train.export:publish_directory", 1, _FIRST),
+)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When, whom and how; `seconds` or `function` is set."""
+
+    number: int
+    rank: int | None
+    """None: all ranks, as when a node is lost."""
+    landed: Path
+    """Directory in which a rank that is hit says in which stage it was."""
+    deadly: bool
+    seconds: float | None = None
+    function: str | None = None
+    call: int = 1
+
+    def arm(self, rank: int) -> None:
+        """Prepare it in a rank's process."""
+        stages = StageRecord()
+        if self.rank in (None, rank):
+            if self.seconds is not None:
+                timer = threading.Timer(self.seconds, self._strike, (rank, stages))
+                timer.daemon = True
+                timer.start()
+            elif self.function is not None:
+                before_call(self.function, self.call, lambda: self._strike(rank, stages))
+        # Last, so that a strike before a call counts as inside it.
+        stages.watch()
+
+    def _strike(self, rank: int, stages: StageRecord) -> None:
+        (self.landed / f"{self.number}-{rank}").write_text(stages.current)
+        os.kill(os.getpid(), signal.SIGKILL if self.deadly else signal.SIGTERM)
+
+    def __str__(self) -> str:
+        where = f"after {self.seconds:.2f} s" if self.seconds is not None else f"at call {self.call} of {self.function}"
+        return f"{'SIGKILL' if self.deadly else 'SIGTERM'} to {'all ranks' if self.rank is None else f'rank {self.rank}'} {where}"
+
+
+@dataclass(frozen=True)
+class OutputTo:
+    """Sends what a rank prints to a file in a directory."""
+
+    directory: Path
+
+    def arm(self, rank: int) -> None:
+        """Do it in this process."""
+        descriptor = os.open(self.directory / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+
+
+class StageRecord:
+    """Where this process is, known to the thread that ends it."""
+
+    def __init__(self) -> None:
+        self._entered: list[str] = []
+        self._has_begun = False
+
+    def watch(self) -> None:
+        """Begin to take note, in this process."""
+        for function, stage in STAGES.items():
+            wrap(function, self._recorded(stage))
+
+    @property
+    def current(self) -> str:
+        """Stage of the call entered last, by any thread."""
+        if self._entered:
+            return self._entered[-1]
+        return BETWEEN if self._has_begun else STARTUP
+
+    def _recorded(self, stage: str) -> Any:
+        def run(original: Any, *arguments: Any, **named: Any) -> Any:
+            self._has_begun = True
+            self._entered.append(stage)
+            try:
+                return original(*arguments, **named)
+            finally:
+                self._entered.remove(stage)
+
+        return run
+
+
+def random_moment(random: Random, number: int, landed: Path, *, deadly: bool, usual_seconds: float) -> Moment:
+    """A moment of an attempt that takes about `usual_seconds`; half of them by the clock."""
+    if random.random() < 0.5:
+        rank = random.choice((0, 1, None))
+        return Moment(number, rank, landed, deadly, seconds=random.uniform(0, usual_seconds))
+    function, most_calls, ranks = random.choice(HOOKS)
+    return Moment(number, random.choice(ranks), landed, deadly, function=function, call=random.randint(1, most_calls))

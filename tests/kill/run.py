@@ -1,0 +1,213 @@
+"""One run that is killed until it is done, and the comparison with the run that nobody touched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+from finetune_job.failures import EXIT_CODES, FailureClass
+from finetune_trainer.checkpoint.retention import checkpoint_directories
+from finetune_trainer.context import RunContext
+from tests.kill.cases import Case
+from tests.kill.moments import STARTUP, OutputTo, random_moment
+from tests.support.forked_ranks import run_gang, trained_files
+
+MOST_KILLS = 3
+MOST_ATTEMPTS = 12
+DEADLINE_SECONDS = 240.0
+_PREEMPTED = EXIT_CODES[FailureClass.PREEMPTED]
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a run must end with."""
+
+    case: Case
+    claims: Path
+    context: RunContext
+    result: dict[str, bytes]
+    seconds: float
+    """Of its attempt."""
+
+
+@dataclass
+class Outcome:
+    """How a disturbed run ended."""
+
+    case: str
+    is_real: bool
+    """Started as a pod starts it, with torchrun."""
+    signal: str
+    problem: str = ""
+    """Empty where every byte was as in the undisturbed run."""
+    landed: Counter[str] = field(default_factory=Counter)
+    """Signals by the stage in which the first rank was hit."""
+    story: list[str] = field(default_factory=list)
+
+
+def undisturbed(case: Case, directory: Path) -> Undisturbed:
+    """Prepare the claims of a case, keep a copy, and train without disturbance."""
+    claims = directory / "claims"
+    case.context(claims)
+    context = case.context(_copied(claims, directory / "undisturbed"))
+    start = time.monotonic()
+    codes = run_gang(context, [OutputTo(directory)])
+    if any(codes):
+        raise RuntimeError(f"{case.name}: the undisturbed run ended with {codes}")
+    return Undisturbed(case, claims, context, final_bytes(context), time.monotonic() - start)
+
+
+def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: bool, is_real: bool) -> Outcome:
+    """Train with disturbances until the run is done."""
+    outcome = Outcome(base.case.name, is_real, "SIGKILL" if deadly else "SIGTERM")
+    context = replace(base.context, claims_root=_copied(base.claims, directory / "claims"))
+    landed = directory / "landed"
+    landed.mkdir()
+    wanted = random.randint(1, MOST_KILLS)
+    is_done = False
+    for attempt in range(MOST_ATTEMPTS):
+        context = replace(context, attempt=attempt)
+        hits = sum(outcome.landed.values())
+        if is_real:
+            is_done = _real_attempt(context, random, outcome, deadly=deadly, is_disturbed=hits < min(wanted, 2))
+        else:
+            is_done = _forked_attempt(context, base, random, outcome, landed, deadly=deadly, is_disturbed=hits < wanted)
+        if is_done and not outcome.landed:
+            # It was faster than what was to hit it, and would prove nothing.
+            shutil.rmtree(context.claims_root)
+            _copied(base.claims, context.claims_root)
+            is_done = False
+        elif is_done or outcome.problem:
+            break
+    if not outcome.problem:
+        outcome.problem = _difference(final_bytes(context), base.result) if is_done else f"not done after {MOST_ATTEMPTS} attempts"
+    if not outcome.problem:
+        shutil.rmtree(directory)
+    return outcome
+
+
+def _forked_attempt(
+    context: RunContext, base: Undisturbed, random: Random, outcome: Outcome, landed: Path, *, deadly: bool, is_disturbed: bool
+) -> bool:
+    moments = []
+    if is_disturbed:
+        moments = [random_moment(random, context.attempt, landed, deadly=deadly, usual_seconds=base.seconds)]
+    codes = run_gang(context, [OutputTo(landed.parent), *moments])
+    hit = sorted(landed.glob(f"{context.attempt}-*"))
+    if hit:
+        outcome.landed[hit[0].read_text() or STARTUP] += 1
+    outcome.story.append(f"attempt {context.attempt}: {moments[0] if moments else 'undisturbed'}; ranks ended with {codes}")
+    if codes == [0] * len(codes):
+        return True
+    allowed = {-signal.SIGKILL} if deadly else {0, _PREEMPTED}
+    if not hit or (not deadly and not set(codes) <= allowed) or (deadly and -signal.SIGKILL not in codes):
+        outcome.problem = f"ranks ended with {codes}"
+    return False
+
+
+def _real_attempt(context: RunContext, random: Random, outcome: Outcome, *, deadly: bool, is_disturbed: bool) -> bool:
+    """`python -m finetune_trainer train`, its ranks killed by their process ids, or the pod's first process told to end."""
+    log = context.claims_root / f"attempt-{context.attempt}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(_command(context), stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        told = "undisturbed"
+        if is_disturbed:
+            told = _strike(process, context, random, deadly=deadly)
+            if told:
+                outcome.landed["torchrun"] += 1
+        code = process.wait(DEADLINE_SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        # A pod's other processes end with its first one; here ranks could outlive it.
+        for pid in _ranks(context):
+            os.kill(pid, signal.SIGKILL)
+    outcome.story.append(f"attempt {context.attempt}: {told or 'ended before it was hit'}; the pod ended with {code}")
+    if code != 0 and not is_disturbed:
+        outcome.problem = f"the pod ended with {code}, see {log}"
+    return code == 0
+
+
+def _strike(process: subprocess.Popen[bytes], context: RunContext, random: Random, *, deadly: bool) -> str:
+    """Wait until all ranks run, then for a random time; what was done, empty where the pod had ended by itself."""
+    pause = threading.Event()
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while len(_ranks(context)) < context.plan.parallelism.world_size and process.poll() is None and time.monotonic() < deadline:
+        pause.wait(0.05)
+    # Ranks import for most of this time.
+    pause.wait(random.uniform(3, 14))
+    ranks = _ranks(context)
+    if process.poll() is not None or not ranks:
+        return ""
+    if not deadly:
+        process.send_signal(signal.SIGTERM)
+        return "SIGTERM to the supervisor"
+    victims = random.choice(([ranks[0]], [ranks[-1]], ranks))
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    if victims is ranks:
+        process.kill()
+    return f"SIGKILL to {len(victims)} of {len(ranks)} ranks"
+
+
+def _ranks(context: RunContext) -> list[int]:
+    """Process ids of the ranks of this run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            # The agent's command names the module, too, but runs another.
+            is_rank = b"finetune_trainer.train.rank" in arguments and b"torch.distributed.run" not in arguments
+            if is_rank and str(context.claims_root).encode() in arguments and state != "Z":
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def _command(context: RunContext) -> list[str]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    arguments = {
+        "--plan": context.workspace.root / "plan.json",
+        "--plan-sha256": context.plan_sha256,
+        "--claims-root": context.claims_root,
+        "--attempt": context.attempt,
+        "--termination-log": context.claims_root / "termination.json",
+        "--master-port": port,
+        "--observe-port": 0,
+    }
+    return [sys.executable, "-m", "finetune_trainer", "train", *(str(part) for pair in arguments.items() for part in pair)]
+
+
+def final_bytes(context: RunContext) -> dict[str, bytes]:
+    """All that a run leaves: the exported files, and parameters and optimizer state of its last checkpoint."""
+    newest = checkpoint_directories(context.workspace.checkpoints)[0]
+    ranks = {f"{newest.name}/{path.name}": path.read_bytes() for path in sorted(newest.glob("rank-*"))}
+    return {**trained_files(context), **ranks}
+
+
+def _difference(found: dict[str, bytes], expected: dict[str, bytes]) -> str:
+    if set(found) != set(expected):
+        return f"other files: {sorted(set(found) ^ set(expected))}"
+    return ", ".join(f"{name} differs" for name in expected if found[name] != expected[name])
+
+
+def _copied(claims: Path, target: Path) -> Path:
+    shutil.copytree(claims, target)
+    return target

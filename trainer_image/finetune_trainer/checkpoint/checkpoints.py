@@ -1,0 +1,162 @@
+"""The checkpoints of one run, as the training loop sees them: resume, save, and what to export."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from finetune_trainer.checkpoint.load import checkpoints_of_this_run, load, newest_valid, verified
+from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState
+from finetune_trainer.checkpoint.names import directory_name
+from finetune_trainer.checkpoint.rank_file import Snapshot
+from finetune_trainer.checkpoint.save import Writing, begin, commit
+from finetune_trainer.checkpoint.state import Piece
+from finetune_trainer.context import RunContext
+from finetune_trainer.errors import CheckpointError, SaveError
+from finetune_trainer.gang import Gang
+
+log = logging.getLogger(__name__)
+FAILURES_IN_A_ROW = 2
+"""A periodic save may fail, because the next one may find room; so many in a row end the run."""
+
+
+class Checkpoints:
+    """Called by all ranks together.
+
+    An asynchronous save is written by a thread from a copy in host memory and gets its name at the first step boundary at which all
+    ranks have written, so that every collective stays in the main thread. A kill before that leaves the previous checkpoint.
+    """
+
+    def __init__(
+        self, context: RunContext, gang: Gang, data_hash: str, pieces: list[Piece], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._gang, self._pieces, self._optimizer = gang, pieces, optimizer
+        self._plan = context.plan.checkpoint
+        self._exports_best = context.plan.evaluation.load_best_model_at_end
+        self._root = context.workspace.checkpoints
+        self._origin = Origin(learning_sha256=context.learning_sha256, data_hash=data_hash)
+        self._newest: tuple[Path, Manifest] | None = None
+        self._best_step: int | None = None
+        self._under_way: Writing | None = None
+        self._reused: Snapshot | None = None
+        self._latest_save = time.monotonic()
+        self._failed_in_a_row = 0
+        self.failed_saves = 0
+        """Saves that failed in this attempt; training went on."""
+        self.last_error = ""
+        """Why the latest of them failed."""
+
+    def resume(self) -> Manifest | None:
+        """Load the newest valid checkpoint into parameters and optimizer; None where this run has never completed one.
+
+        Raises CheckpointError, also where there are checkpoints of this run and none is valid.
+        """
+        self._newest = newest_valid(self._root, self._gang, self._origin)
+        if self._newest is None:
+            names = checkpoints_of_this_run(self._root, self._gang, self._origin)
+            if names:
+                raise CheckpointError(
+                    f"{self._root}: none of this run's checkpoints can be read as it was written: {', '.join(names)}",
+                    "repair the storage or restore the directory; to give up what was trained, remove it and start again",
+                )
+            return None
+        directory, manifest = self._newest
+        load(directory, manifest, self._pieces, self._optimizer)
+        self._best_step = manifest.best_step
+        return manifest
+
+    def due(self, step: int) -> bool:
+        """Whether the plan asks for a checkpoint after this step; the same on all ranks. Call once after each step.
+
+        A save under way is completed here once all ranks have written. Costs a message only while there is one, or where the plan
+        counts seconds, of which rank 0's count. Raises SaveError.
+        """
+        if self._under_way is not None:
+            (written,) = self._gang.sum([float(self._under_way.is_done)])
+            if written == self._gang.world_size:
+                self.wait()
+        if step % self._plan.every_steps == 0:
+            return True
+        if self._plan.every_seconds is None:
+            return False
+        return bool(self._gang.from_first(time.monotonic() - self._latest_save >= self._plan.every_seconds))
+
+    def save(self, step: int, state: RunState, *, is_best: bool = False, is_last: bool = False) -> None:
+        """Save the state after optimizer step `step`.
+
+        `is_best`: never pruned until there is a better one. `is_last`: the process ends after it, so it is waited for.
+        A save that fails is reported and counted. Raises SaveError for the last save and for the second failure in a row, on all
+        ranks alike; older checkpoints are unharmed.
+        """
+        self.wait()
+        self._latest_save = time.monotonic()
+        try:
+            self._under_way = begin(
+                self._root,
+                step=step,
+                found=self._pieces,
+                optimizer=self._optimizer,
+                gang=self._gang,
+                origin=self._origin,
+                state=state,
+                best_step=step if is_best and self._exports_best else self._best_step,
+                reused=self._reused,
+            )
+        except SaveError as error:
+            self._failed(error, is_last=is_last)
+            return
+        if is_last or not self._plan.asynchronous:
+            self._complete(is_last=is_last)
+
+    def wait(self) -> None:
+        """Complete the save under way, if there is one. Raises SaveError for the second failure in a row."""
+        if self._under_way is not None:
+            self._complete(is_last=False)
+
+    def complete_step(self) -> int | None:
+        """Step of the newest checkpoint that is known to be complete."""
+        return self._newest[1].step if self._newest else None
+
+    def finished(self) -> tuple[Path, Manifest] | None:
+        """Wait for a save under way; the checkpoint to export: the newest, or the best where the plan asks for it.
+
+        Raises CheckpointError where the best is not what was written.
+        """
+        self.wait()
+        best = self._best_step
+        if not self._exports_best or self._newest is None or best in (None, self._newest[1].step):
+            return self._newest
+        directory = self._root / directory_name(best or 0)
+        manifest, problems = verified(directory, self._gang, self._origin)
+        if manifest is None:
+            raise CheckpointError(
+                f"{directory}: the best checkpoint is not what was written: {'; '.join(problems)}",
+                "the newest checkpoint is unharmed; start a job without loadBestModelAtEnd, or restore the directory",
+            )
+        return directory, manifest
+
+    def _complete(self, *, is_last: bool) -> None:
+        writing, self._under_way = self._under_way, None
+        if writing is None:
+            return
+        if self._plan.asynchronous:
+            # The memory is taken once, pinned where a device copies into it.
+            self._reused = writing.taken
+        try:
+            self._newest = commit(self._root, writing, self._gang, self._plan.keep)
+        except SaveError as error:
+            self._failed(error, is_last=is_last)
+            return
+        self._best_step = self._newest[1].best_step
+        self._failed_in_a_row = 0
+
+    def _failed(self, error: SaveError, *, is_last: bool) -> None:
+        self.failed_saves += 1
+        self._failed_in_a_row += 1
+        self.last_error = str(error)
+        if is_last or self._failed_in_a_row >= FAILURES_IN_A_ROW:
+            raise error
+        log.error("%s; training goes on and tries again at the next checkpoint", error)
