@@ -133,7 +133,7 @@ def merge_plan(
                 offset=0,
             )
         )
-    return MergePlan(shards=_shards(outputs, max_shard_bytes), adapter_tensors=tuple(sorted(adapter)))
+    return MergePlan(shards=shard_layout(outputs, max_shard_bytes), adapter_tensors=tuple(sorted(adapter)))
 
 
 def plan_digest(plan: MergePlan, inputs: Mapping[str, str]) -> str:
@@ -155,7 +155,7 @@ def _wider(first: str, second: str) -> str:
     return _WIDER.get(pair) or max(pair, key=lambda name: DTYPE_BYTES[name])
 
 
-def _shards(outputs: Iterable[OutputTensor], max_shard_bytes: int) -> tuple[Shard, ...]:
+def shard_layout(outputs: Iterable[OutputTensor], max_shard_bytes: int) -> tuple[Shard, ...]:
     """Fills shards in the base's order, so that both sides are read and written front to back.
 
     A tensor larger than the limit gets a shard of its own, as in transformers.

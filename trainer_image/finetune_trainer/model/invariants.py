@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
+from peft import PeftType
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from torch import nn
 
 from finetune_job.api.method import LoraBias, MethodType
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.methods import METHODS
+from finetune_job.plan.run_plan import MethodPlan, RunPlan
 from finetune_trainer.errors import ConfigError, InvariantError
+from finetune_trainer.model.dtypes import resolve_dtypes
 
-ADAPTER_MARKS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save")
-"""A trainable parameter of an adapter run has one of these as a part of its name, unless it is a bias that the plan trains."""
+LORA_MARKS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+SAVED_WHOLE = "modules_to_save"
 
 
 def trainable_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -22,20 +26,44 @@ def trainable_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def check_trainable(model: nn.Module, plan: RunPlan) -> None:
     """Exactly what the method names is trained. Raises InvariantError."""
-    wrong = []
-    for name, parameter in model.named_parameters():
-        if plan.method.type is MethodType.FULL:
-            expected = True
-        else:
-            expected = any(mark in name.split(".") for mark in ADAPTER_MARKS)
-            if not expected and plan.method.lora is not None and plan.method.lora.bias is not LoraBias.NONE:
-                expected = parameter.requires_grad and name.split(".")[-1] == "bias"
-        if parameter.requires_grad is not expected:
-            wrong.append(name)
+    wrong = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad is not _is_to_be_trained(name, parameter, plan.method)
+    ]
     if wrong:
         raise InvariantError(f"method {plan.method.type.value}: wrong parameters are trained or frozen, first: {wrong[:5]}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvariantError(f"method {plan.method.type.value}: no parameter is trained")
+
+
+def _is_to_be_trained(name: str, parameter: nn.Parameter, method: MethodPlan) -> bool:
+    parts = name.split(".")
+    if method.type is MethodType.FULL or SAVED_WHOLE in parts:
+        return True
+    if method.lora is not None:
+        if any(mark in parts for mark in LORA_MARKS):
+            return True
+        return parameter.requires_grad and parts[-1] == "bias" and method.lora.bias is not LoraBias.NONE
+    # PEFT marks what a method adds with the method's prefix; some of it is fixed on purpose.
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(METHODS[method.type].peft_type)]
+    adds_bias = parts[-1] == "bias" and method.adapter is not None and method.adapter.settings.get("bias", "none") != "none"
+    return parameter.requires_grad and (adds_bias or any(part.startswith(prefix) for part in parts))
+
+
+def check_adapter_bits(plan: RunPlan, stored: torch.dtype) -> None:
+    """Under FSDP 1 adapters of other methods than LoRA's family are held like the base, which must then be float32.
+
+    Raises ConfigError.
+    """
+    load = resolve_dtypes(plan, stored).load
+    if plan.method.adapter is not None and load is not torch.float32:
+        name = str(load).removeprefix("torch.")
+        raise ConfigError(
+            f"spec.parallelism.fsdp.version: version 1 would hold adapters of {plan.method.type.value} in {name} like the base, "
+            "and small updates vanish in 16 bits",
+            "use version 2, or training.precision: fp32",
+        )
 
 
 def check_flat_units(model: nn.Module, unit_names: Collection[str], use_orig_params: bool) -> None:

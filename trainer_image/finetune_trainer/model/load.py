@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_trainer.errors import ModelError
 from finetune_trainer.model.dtypes import resolve_dtypes, torch_dtype
 
-_SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load_config(plan: RunPlan, directory: Path) -> PreTrainedConfig:
@@ -49,13 +52,13 @@ def stored_dtype(directory: Path) -> torch.dtype:
             if name != "__metadata__":
                 start, stop = entry["data_offsets"]
                 values[entry["dtype"]] = values.get(entry["dtype"], 0) + stop - start
-    known = {name: size for name, size in values.items() if name in _SAFETENSORS_DTYPES}
+    known = {name: size for name, size in values.items() if name in SAFETENSORS_DTYPES}
     if not known:
         raise ModelError(
             f"spec.model.source: weights in {directory} have element types {sorted(values)}",
-            f"give a model stored as one of {sorted(_SAFETENSORS_DTYPES)}",
+            f"give a model stored as one of {sorted(SAFETENSORS_DTYPES)}",
         )
-    return _SAFETENSORS_DTYPES[max(known, key=lambda name: known[name])]
+    return SAFETENSORS_DTYPES[max(known, key=lambda name: known[name])]
 
 
 def build_on_meta(plan: RunPlan, directory: Path) -> PreTrainedModel:
@@ -69,6 +72,32 @@ def build_on_meta(plan: RunPlan, directory: Path) -> PreTrainedModel:
             attn_implementation=plan.model.attention.value,
             trust_remote_code=plan.model.allow_remote_code,
         )
+    return model
+
+
+def build_unwritten(plan: RunPlan, directory: Path) -> PreTrainedModel:
+    """The model's structure on the CPU: parameters of zeros that take no room, and computed buffers."""
+    config = load_config(plan, directory)
+    dtype = resolve_dtypes(plan, stored_dtype(directory)).load
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=plan.model.attention.value,
+            trust_remote_code=plan.model.allow_remote_code,
+        )
+    # Each assignment in that context made a parameter of its own.
+    model.tie_weights()
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in made:
+                # Fresh pages take no room until they are written, which no allocator promises of memory that it uses again.
+                pages = mmap.mmap(-1, max(parameter.numel() * parameter.element_size(), 1))
+                zeros = torch.frombuffer(pages, dtype=parameter.dtype, count=parameter.numel())
+                made[id(parameter)] = nn.Parameter(zeros.view(parameter.shape), parameter.requires_grad)
+            # Not through setattr, which modules may override; tied parameters stay tied.
+            module._parameters[name] = made[id(parameter)]  # noqa: SLF001
     return model
 
 

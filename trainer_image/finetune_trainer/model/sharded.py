@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from finetune_job.api.training import ActivationCheckpointing
+from finetune_job.api.method import MethodType
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.state import Piece, check_complete, pieces
 from finetune_trainer.gang import Gang
 from finetune_trainer.model import fsdp1, fsdp2
-from finetune_trainer.model.adapters import attach
+from finetune_trainer.model.activations import checkpoint_activations
+from finetune_trainer.model.adapters import attach, fixed_tensors
+from finetune_trainer.model.compilation import compile_layers
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_trainable, trainable_shapes
 from finetune_trainer.model.load import load_base_model, stored_dtype
+from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes
+from finetune_trainer.objective.interface import Objective
 
 
 @dataclass(frozen=True)
@@ -29,30 +35,54 @@ class TrainedModel:
     """What this rank keeps of each trainable parameter."""
     shapes: dict[str, tuple[int, ...]]
     """Global shape of each trainable parameter."""
+    fixed: dict[str, torch.Tensor]
+    """By stored name, what an adapter holds beside its trained parameters. Empty on all ranks but the first."""
     autocast: torch.dtype | None
     """Element type of the computation where no sharding casts the parameters."""
+    keeps_gathered: bool
+    """Whether FSDP 2 leaves parameters whole between forward and backward."""
 
 
-def build(plan: RunPlan, base_model: Path, gang: Gang) -> TrainedModel:
+def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any, Any]) -> TrainedModel:
     """Load, adapt, shard, and assert that nothing was lost on the way. Called by all ranks together."""
     dtypes = resolve_dtypes(plan, stored_dtype(base_model))
-    base = load_base_model(plan, base_model, gang.device)
-    if plan.training.activation_checkpointing is ActivationCheckpointing.FULL:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model: nn.Module = base if plan.method.lora is None else attach(base, plan)
+    # A single rank holds all of it anyway.
+    hollow = hollow_base_model(plan, base_model) if gang.world_size > 1 else None
+    base = hollow or load_base_model(plan, base_model, gang.device)
+    model: nn.Module = attach(base, plan) if plan.method.trains_adapter else base
+    # After PEFT, which would otherwise ask for gradients of the embeddings' output.
+    checkpoint_activations(base, plan.training.activation_checkpointing)
+    if hollow is not None and plan.method.type is MethodType.DORA:
+        measure_magnitudes(model, base_model)
+    objective.install(model)
     check_trainable(model, plan)
     shapes = trainable_shapes(model)
+    fixed: dict[str, torch.Tensor] = {}
+    if plan.method.adapter is not None and isinstance(model, PeftModel) and gang.is_first:
+        # Copies: sharding frees or cuts the originals.
+        fixed = {name: tensor.cpu().clone() for name, tensor in fixed_tensors(model).items()}
     fsdp = plan.parallelism.fsdp
+    if plan.training.compile:
+        compile_layers(model, fsdp)
     if gang.world_size == 1:
         model = model.to(gang.device)
     elif fsdp.version == 2:
         model = fsdp2.shard(model, fsdp, dtypes, init_device_mesh(gang.device.type, (gang.world_size,)))
     else:
         model = fsdp1.shard(model, fsdp, dtypes, gang.device)
+    if hollow is not None:
+        fill(model, pieces(model, frozen=True), base_model, dtypes.load)
     model.train()
     found = pieces(model)
     check_complete(shapes, found)
     # FSDP 1 casts the parameters of each unit to `param`, but leaves what a float32 adapter computes in float32: under PEFT's
     # policy its leaves are units of their own, and the products of both meet in one layer. FSDP 2 casts inputs and outputs too.
     casts = gang.world_size > 1 and fsdp.version == 2
-    return TrainedModel(model, found, shapes, None if casts else dtypes.param)
+    return TrainedModel(
+        module=model,
+        pieces=found,
+        shapes=shapes,
+        fixed=fixed,
+        autocast=None if casts else dtypes.param,
+        keeps_gathered=gang.world_size > 1 and fsdp.reshard_after_forward is False,
+    )

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from finetune_job.api.method import MethodType
-from finetune_trainer.checkpoint.load import full_parameters
+from finetune_trainer.checkpoint.load import PieceReader, full_parameters
 from finetune_trainer.checkpoint.manifest import Manifest
 from finetune_trainer.context import RunContext
+from finetune_trainer.errors import InvariantError
 from finetune_trainer.files import file_sha256, publish_directory, sync_file, temporary_beside, write_durably
-from finetune_trainer.model.adapters import adapter_settings, attach, stored_names
+from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, stored_names
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_saved
-from finetune_trainer.model.load import build_on_meta, stored_dtype
+from finetune_trainer.model.load import build_on_meta, build_unwritten, stored_dtype
+from finetune_trainer.model.load_shards import stored_by_name
+from finetune_trainer.train.model_writer import write_model
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_SETTINGS_FILE = "adapter_config.json"
@@ -33,8 +37,11 @@ NOT_COPIED = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf
 """Of the base model's files, those that are not a tokenizer's or a person's."""
 
 
-def export(context: RunContext, checkpoint: Path, manifest: Manifest) -> str:
-    """Write the trained result to the workspace; the SHA-256 of its manifest. A result that stands there already is replaced."""
+def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]) -> str:
+    """Write the trained result to the workspace; the SHA-256 of its manifest. A result that stands there already is replaced.
+
+    `fixed`: by stored name, what the adapter holds beside its trained parameters.
+    """
     final = context.workspace.adapter
     for leftover in final.parent.glob(f"{final.name}.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -44,7 +51,7 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest) -> str:
         if context.plan.method.type is MethodType.FULL:
             _write_model(context, temporary, checkpoint, manifest)
         else:
-            _write_adapter(context, temporary, checkpoint, manifest)
+            _write_adapter(context, temporary, checkpoint, manifest, fixed)
         digest = _write_manifest(temporary, context.plan_sha256, manifest.step)
         if final.exists():
             shutil.rmtree(final)
@@ -55,36 +62,53 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest) -> str:
     return digest
 
 
-def _write_adapter(context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest) -> None:
-    location = context.plan.model.location
-    model = attach(build_on_meta(context.plan, context.base_model), context.plan)
+def _write_adapter(
+    context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]
+) -> None:
+    model = attach(build_unwritten(context.plan, context.base_model), context.plan)
     names = stored_names(model)
     shapes = {names[name]: tuple(parameter.shape) for name, parameter in model.named_parameters() if name in names}
     tensors = {names[name]: tensor for name, tensor in full_parameters(checkpoint, manifest)}
     check_saved(tensors, shapes)
+    if set(fixed) != set(fixed_tensors(model)):
+        raise InvariantError(f"the adapter's fixed tensors are {sorted(fixed)[:3]}, PEFT writes {sorted(fixed_tensors(model))[:3]}")
+    tensors |= {name: tensor.contiguous() for name, tensor in fixed.items()}
+    shapes |= {name: tuple(tensor.shape) for name, tensor in fixed.items()}
     save_file(dict(sorted(tensors.items())), directory / ADAPTER_FILE, metadata={"format": "pt"})
     with safe_open(directory / ADAPTER_FILE, framework="pt") as written:
         # An open file has keys() but cannot be iterated over.
         check_saved({name: written.get_tensor(name) for name in written.keys()}, shapes)  # noqa: SIM118
-    settings = adapter_settings(model, f"pvc://{location.claim}/{location.path}")
+    settings = adapter_settings(model, context.plan.model.name, context.plan.model.revision)
     (directory / ADAPTER_SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _write_model(context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest) -> None:
     dtype = resolve_dtypes(context.plan, stored_dtype(context.base_model)).save
     model = build_on_meta(context.plan, context.base_model)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    tensors = {name: tensor.to(dtype) for name, tensor in full_parameters(checkpoint, manifest)}
-    check_saved(tensors, shapes)
-    tensors |= _tied(model, tensors)
     model.config.dtype = dtype
     if (context.base_model / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(context.base_model)
-    model.save_pretrained(directory, state_dict=tensors, max_shard_size=context.plan.merge.max_shard_bytes)
+    headers = None if context.plan.model.allow_remote_code else stored_by_name(model, context.base_model)
+    reader, max_shard_bytes = PieceReader(checkpoint, manifest), context.plan.merge.max_shard_bytes
+    if headers is None:
+        _write_converted(model, reader, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    else:
+        write_model(model, reader, headers, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
     ignored = shutil.ignore_patterns(*NOT_COPIED)(str(context.base_model), [path.name for path in context.base_model.iterdir()])
     for path in context.base_model.iterdir():
         if path.is_file() and path.name not in ignored:
             shutil.copyfile(path, directory / path.name)
+
+
+def _write_converted(
+    model: PreTrainedModel, reader: PieceReader, directory: Path, *, dtype: torch.dtype, max_shard_bytes: int
+) -> None:
+    """A model whose files hold other tensors than its parameters: transformers converts all of them at once, in memory."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tensors = {name: reader.whole(name).to(dtype) for name in reader.names}
+    check_saved(tensors, shapes)
+    tensors |= _tied(model, tensors)
+    model.save_pretrained(directory, state_dict=tensors, max_shard_size=max_shard_bytes)
 
 
 def _tied(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

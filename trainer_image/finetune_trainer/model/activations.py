@@ -1,0 +1,54 @@
+"""Activation checkpointing per layer: all of a layer's activations computed again in backward, or only the cheap ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from finetune_job.api.training import ActivationCheckpointing
+
+_KEPT_NAMES = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "_scaled_mm",
+    "linear",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_attention_math",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+KEPT = frozenset(
+    overload
+    for name in _KEPT_NAMES
+    if (packet := getattr(torch.ops.aten, name, None)) is not None
+    for overload in (getattr(packet, each) for each in packet.overloads())
+)
+"""Matrix products and attention, in every form in which torch dispatches them: dear to compute, and kept."""
+
+
+def checkpoint_activations(model: PreTrainedModel, kind: ActivationCheckpointing) -> None:
+    """Let each layer keep no activations, or only the results of matrix products and attention. Call between PEFT and sharding."""
+    if kind is ActivationCheckpointing.NONE:
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind is ActivationCheckpointing.SELECTIVE:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    # transformers asks for gradients of the embeddings' output where it knows of adapters. Only reentrant checkpoints need them,
+    # and the first layer would compute products that nobody reads.
+    model.disable_input_require_grads()
+
+
+def _policy(_context: object, operation: object, *_arguments: Any, **_named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,28 @@
+"""torch.compile of each transformer layer, in place, so that parameters keep their names."""
+
+from __future__ import annotations
+
+import shutil
+
+from torch import nn
+
+from finetune_job.plan.run_plan import FsdpPlan
+from finetune_trainer.model.wrap_plan import layer_classes
+
+COMPILERS = {"cpu": ("g++", "c++", "clang++"), "cuda": ("gcc", "cc", "clang")}
+"""What inductor calls on a device of this type: a C++ compiler for its CPU kernels, a C compiler for Triton's launchers."""
+
+
+def compile_layers(model: nn.Module, fsdp: FsdpPlan) -> int:
+    """Compile each layer of the classes that FSDP would wrap, at its first call; how many there are. Raises ConfigError."""
+    wanted = set(layer_classes(model, fsdp.transformer_layer_cls_to_wrap))
+    layers = [module for module in model.modules() if type(module).__name__ in wanted]
+    for layer in layers:
+        layer.compile()
+    return len(layers)
+
+
+def missing_compiler(device_type: str) -> tuple[str, ...]:
+    """The programs of which one is needed to compile for this type of device; empty where one is installed."""
+    names = COMPILERS[device_type]
+    return () if any(shutil.which(name) for name in names) else names

@@ -1,0 +1,175 @@
+"""A base model of which each rank reads its own shards only: host memory for a shard and a block, not for the whole model.
+
+Life of a parameter:  zeros that nobody has written (the pages of such memory take no room)
+                      -> sharded like any other, which copies the shard and frees the rest
+                      -> the shard filled from the safetensors files, block by block.
+Only for models whose weights stand in the files under the model's own names; others are loaded whole (model/load.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+
+import torch
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.pytorch_utils import Conv1D
+
+from finetune_job.methods import METHODS, Family
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.checkpoint.state import Piece
+from finetune_trainer.errors import InvariantError, ModelError
+from finetune_trainer.merge.errors import MergeError
+from finetune_trainer.merge.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
+from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.load import SAFETENSORS_DTYPES, build_unwritten, stored_dtype
+
+log = logging.getLogger(__name__)
+BLOCK_BYTES = 16 * 2**20
+"""Read at a time."""
+ADAPTER = "default"
+"""PEFT's name of the only adapter."""
+
+
+def stored_by_name(model: PreTrainedModel, directory: Path) -> Mapping[str, TensorHeader] | None:
+    """Headers by parameter name where the files hold this model as it is; None where a loader has to convert something."""
+    if get_model_conversion_mapping(model, add_legacy=False):
+        return None
+    try:
+        headers = read_checkpoint(directory).tensors
+    except MergeError:
+        return None
+    # named_parameters() names a tied weight once; state_dict() leaves out the buffers that are computed.
+    buffers = dict(model.named_buffers())
+    wanted = dict(model.named_parameters()) | {name: buffers[name] for name in model.state_dict() if name in buffers}
+    for name, tensor in wanted.items():
+        header = headers.get(name)
+        if header is None or header.shape != tuple(tensor.shape) or header.dtype not in SAFETENSORS_DTYPES:
+            return None
+    return headers
+
+
+def hollow_base_model(plan: RunPlan, directory: Path) -> PreTrainedModel | None:
+    """The base model in training mode with parameters of zeros and computed buffers; None where it has to be loaded whole.
+
+    Raises ModelError.
+    """
+    if plan.method.quantization is not None or plan.model.allow_remote_code or METHODS[plan.method.type].family is Family.OTHER:
+        return None
+    model = build_unwritten(plan, directory)
+    dtype = resolve_dtypes(plan, stored_dtype(directory)).load
+    if (
+        _keeps_some_in_float32(model, dtype)
+        or _has_magnitudes_of_embeddings(model, plan)
+        or stored_by_name(model, directory) is None
+    ):
+        log.info("every rank loads the whole model: its files do not hold the parameters as %s does", type(model).__name__)
+        return None
+    model.config.use_cache = False
+    model.train()
+    return model
+
+
+def _keeps_some_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Whether transformers would hold some modules in float32 beside the others."""
+    always = bool(model._keep_in_fp32_modules_strict)  # noqa: SLF001 - transformers has no public name for it
+    return dtype is not torch.float32 and (always or (dtype is torch.float16 and bool(model._keep_in_fp32_modules)))  # noqa: SLF001
+
+
+def _has_magnitudes_of_embeddings(model: nn.Module, plan: RunPlan) -> bool:
+    """Whether DoRA adapts an embedding, whose norms run the other way."""
+    lora = plan.method.lora
+    if lora is None or not lora.use_dora:
+        return False
+    embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    return any(name.endswith(target) for name in embeddings for target in lora.target_modules)
+
+
+def measure_magnitudes(model: nn.Module, directory: Path) -> None:
+    """DoRA: start each magnitude at the norms of its base weight, one whole weight in memory at a time. Call before sharding.
+
+    By PEFT's own function, with what it is given where the base is loaded whole: adapters still in the base's element type.
+    Raises InvariantError for a layer of a kind that is not linear.
+    """
+    headers = read_checkpoint(directory).tensors
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or ADAPTER not in layer.lora_magnitude_vector:
+            continue
+        base, magnitude = layer.get_base_layer(), layer.lora_magnitude_vector[ADAPTER]
+        if not isinstance(base, nn.Linear | Conv1D) or not isinstance(magnitude, DoraLinearLayer):
+            raise InvariantError(f"{name}: magnitudes of a {type(base).__name__} cannot be measured weight by weight")
+        dtype, held = base.weight.dtype, magnitude.weight.dtype
+        whole = torch.empty(base.weight.shape, dtype=dtype)
+        read_into(headers[base_name(f"{name}.base_layer.weight")], 0, whole.view(-1), dtype)
+        measured = nn.Linear(1, 1, bias=False)
+        measured.weight = nn.Parameter(whole, requires_grad=False)
+        with torch.no_grad():
+            magnitude.update_layer(
+                base_layer=measured,
+                lora_A=layer.lora_A[ADAPTER].weight.to(dtype),
+                lora_B=layer.lora_B[ADAPTER].weight.to(dtype),
+                scaling=layer.scaling[ADAPTER],
+            )
+        magnitude.weight = nn.Parameter(magnitude.weight.detach().to(held), requires_grad=True)
+
+
+def fill(model: nn.Module, found: list[Piece], directory: Path, loaded: torch.dtype) -> None:
+    """Fill this rank's `found` pieces of the base's parameters, and its stored buffers. Call after sharding.
+
+    `loaded`: element type in which the base is loaded; what is held in another one has passed through it. Raises ModelError where
+    the files end early.
+    """
+    headers = read_checkpoint(directory).tensors
+    with torch.no_grad():
+        for piece in found:
+            header = headers.get(base_name(piece.name))
+            if header is not None and piece.stop > piece.start:
+                read_into(header, piece.start, piece.parameter_values(), loaded)
+        for name, buffer in model.named_buffers():
+            header = headers.get(base_name(name))
+            if header is not None:
+                whole = torch.empty(buffer.shape, dtype=buffer.dtype)
+                read_into(header, 0, whole.view(-1), buffer.dtype)
+                buffer.copy_(whole)
+
+
+def base_name(name: str) -> str:
+    """PURE. The base model's name of a parameter of it inside a PEFT model; any other name is no name of a base model."""
+    parts = name.removeprefix("base_model.model.").split(".")
+    wrapped = ("base_layer", "original_module", "modules_to_save", ADAPTER)
+    return ".".join(part for part in parts if part not in wrapped)
+
+
+def read_into(header: TensorHeader, start: int, target: torch.Tensor, loaded: torch.dtype) -> None:
+    """Elements [start, start + len(target)) of a stored tensor, through the element type `loaded`, into 1-dimensional `target`."""
+    stored = SAFETENSORS_DTYPES[header.dtype]
+    width = DTYPE_BYTES[header.dtype]
+    with header.file.open("rb", buffering=0) as file:
+        for first, last in _blocks(target.numel(), BLOCK_BYTES // width):
+            block = torch.empty(last - first, dtype=stored)
+            view = block.view(torch.uint8).numpy().data
+            file.seek(header.offset + (start + first) * width)
+            if _read_all(file, view) != len(view):
+                raise ModelError(f"{header.file} ends inside {header.name}", "copy it to the claim again")
+            target[first:last].copy_(block.to(loaded))
+
+
+def _read_all(file: FileIO, view: memoryview) -> int:
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """PURE. Consecutive ranges of at most `size` that together are [0, count)."""
+    return ((first, min(first + size, count)) for first in range(0, count, size))

@@ -1,0 +1,1 @@
+"""What a run optimises: batches of records -> a loss that adds up over ranks and micro-steps."""

@@ -1,0 +1,149 @@
+"""Cross-entropy of a few positions at a time, so that the logits of a whole batch never exist.
+
+The logits of a part, their float32 copy and their gradient live only while the part is worked on. Where the output layer is a plain
+linear one, the gradients are computed together with the loss, which costs no second product with the vocabulary; they are those of
+the weighted loss, because a weight that came later would round 16-bit values once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+VALUES_PER_PART = {"cpu": 1 << 22, "cuda": 1 << 27}
+"""Logits held at a time, by type of device: 16 MB in float32 on CPU, where they should stay near its caches, and 0.5 GB on GPU,
+which needs large products. Twice that with their gradient."""
+MIN_ROWS_PER_PART = 64
+"""Products of fewer rows take other paths in the libraries, and give other bits."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Which rows are scored, and what they should predict. Tensors int64 of shape [N] on the model's device."""
+
+    rows: torch.Tensor
+    """Places in a batch flattened to [B * T], rising."""
+    labels: torch.Tensor
+    """Token that row `rows[n]` should predict."""
+    weight: float
+    """Factor of the sum."""
+
+
+def cross_entropy_of_linear(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, dtype: torch.dtype
+) -> torch.Tensor:
+    """targets.weight * sum of -log p(label) for logits = hidden @ weight.T + bias, as a float32 scalar.
+
+    hidden [..., H] flattened to rows, weight [V, H], bias [V]; `dtype`: element type of the products. log p is computed in float32,
+    the gradients of weight and bias are summed over the parts in float32. Differentiable once.
+    """
+    if torch.is_grad_enabled():
+        loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype)
+        return loss
+    rows = hidden.flatten(0, -2).index_select(0, targets.rows).to(dtype)
+    matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+    total = _zero(hidden.device)
+    for part in parts(len(targets.rows), weight.shape[0], hidden.device):
+        logits = functional.linear(rows[part], matrix, offset)
+        total += functional.cross_entropy(logits.float(), targets.labels[part], reduction="sum")
+    return (total * targets.weight).float()
+
+
+def cross_entropy_of(rows: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor], targets: Targets) -> torch.Tensor:
+    """The same for any output layer: `rows` [N, ...] are those of `targets`, and `to_logits` makes [n, V] of n of them.
+
+    What a part needs is computed again in backward.
+    """
+    if not len(targets.labels):
+        # An empty sum must still depend on everything trained, or the backward hooks of some rank never run.
+        return to_logits(rows).float().sum() * targets.weight
+
+    def part_sum(some: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(to_logits(some).float(), labels, reduction="sum")
+
+    total = _zero(rows.device)
+    num_rows = MIN_ROWS_PER_PART * 16
+    for start in range(0, len(rows), num_rows):
+        some, labels = rows[start : start + num_rows], targets.labels[start : start + num_rows]
+        if torch.is_grad_enabled():
+            total = total + checkpoint(part_sum, some, labels, use_reentrant=False, preserve_rng_state=False)
+        else:
+            total = total + part_sum(some, labels)
+    return (total * targets.weight).float()
+
+
+def parts(num_rows: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
+    """PURE. Consecutive slices that together are range(num_rows)."""
+    size = max(VALUES_PER_PART[device.type] // vocabulary, MIN_ROWS_PER_PART)
+    return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
+
+
+def _zero(device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float64, device=device)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes them in this way
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, dtype: torch.dtype
+    ) -> torch.Tensor:
+        flat = hidden.flatten(0, -2)
+        rows = flat.index_select(0, targets.rows).to(dtype)
+        matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_rows = torch.empty_like(rows) if needs_hidden else None
+        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        of_bias = torch.zeros(weight.shape[:1], dtype=torch.float32, device=weight.device) if needs_bias else None
+        factor = torch.full((), targets.weight, dtype=torch.float32, device=hidden.device)
+        total = _zero(hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in parts(len(rows), weight.shape[0], hidden.device):
+                logits = functional.linear(rows[part], matrix, offset)
+                added, of_logits = _with_gradient(logits, targets.labels[part], factor)
+                total += added
+                if of_rows is not None:
+                    torch.mm(of_logits, matrix, out=of_rows[part])
+                if of_weight is not None:
+                    _add_product(of_weight, of_logits.t(), rows[part])
+                if of_bias is not None:
+                    of_bias += of_logits.sum(0, dtype=torch.float32)
+        if of_rows is not None:
+            whole = torch.zeros_like(flat)
+            whole.index_copy_(0, targets.rows, of_rows.to(flat.dtype))
+            ctx.of_hidden = whole.view(hidden.shape)
+        ctx.of_weight = None if of_weight is None else of_weight.to(weight.dtype)
+        ctx.of_bias = None if of_bias is None or bias is None else of_bias.to(bias.dtype)
+        return (total * targets.weight).float()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[Any, ...]:
+        # One factor for all; they are this function's own and are used once.
+        found = [getattr(ctx, name, None) for name in ("of_hidden", "of_weight", "of_bias")]
+        scaled = [None if gradient is None else gradient.mul_(of_loss) for gradient in found]
+        ctx.of_hidden = ctx.of_weight = ctx.of_bias = None
+        return (*scaled, None, None)
+
+
+def _with_gradient(logits: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of -log p(label) and the gradient of `factor` times it, by torch's own backward, so that its bits are torch's."""
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        total = functional.cross_entropy(leaf.float(), labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(total, leaf, factor)
+    return total.detach(), gradient
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right to `total` with a float32 result, whatever the element type of the factors."""
+    if left.dtype is torch.float32:
+        total.addmm_(left, right)
+    elif left.device.type == "cuda":
+        total += torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        total.addmm_(left.float(), right.float())

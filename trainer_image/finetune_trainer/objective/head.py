@@ -1,0 +1,138 @@
+"""An output layer that returns the loss of a forward pass instead of its logits.
+
+The layer stays the module that it is, with its name, parameters and place in the model: only its `forward` is replaced, so FSDP's
+hooks gather its parameters as ever, and checkpoints, adapters and exports know nothing of it. What to score comes from whoever
+calls the model, for the length of that call; without it the layer returns logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from transformers import PreTrainedModel
+
+from finetune_trainer.objective.cross_entropy import Targets, cross_entropy_of, cross_entropy_of_linear
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Scoring:
+    """One forward pass whose loss is wanted."""
+
+    targets: Targets
+    loss: torch.Tensor | None = None
+    """Set by the output layer; None where the model has none of ours, so that its output is logits."""
+
+
+_scoring: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
+
+
+@contextmanager
+def scored(targets: Targets) -> Iterator[Scoring]:
+    """Let the output layer score `targets` in the one call of the model made within."""
+    scoring = Scoring(targets)
+    token = _scoring.set(scoring)
+    try:
+        yield scoring
+    finally:
+        _scoring.reset(token)
+
+
+def install(model: nn.Module) -> None:
+    """Replace the `forward` of the model's output layer where the model returns what that layer returns.
+
+    Some models scale or cap their logits afterwards: they are left as they are. Call before sharding.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(base, PreTrainedModel):
+        return
+    head = base.get_output_embeddings()
+    while isinstance(head, ModulesToSaveWrapper):
+        # The wrapper passes on what the trained copy returns, and FSDP may make the copy a unit of its own.
+        head = head.modules_to_save[head.active_adapters[0]]
+    if isinstance(head, nn.Module) and returns_output_of_head(base):
+        head.forward = _ScoringForward(head, head.forward)
+    else:
+        log.info("%s does more to its logits than compute them; they are kept whole", type(base).__name__)
+
+
+class _ScoringForward:
+    def __init__(self, head: nn.Module, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._head, self._logits = head, logits
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        scoring = _scoring.get()
+        if scoring is None:
+            return self._logits(hidden)
+        scoring.loss = self._loss(hidden, scoring.targets)
+        return scoring.loss
+
+    def _loss(self, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
+        head: Any = self._head
+        # Not isinstance: a subclass computes something else. FSDP 2 gives a module a class of its own.
+        if nn.Linear in (type(head), type(head).__bases__[-1]):
+            kind = hidden.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+            return cross_entropy_of_linear(hidden, head.weight, head.bias, targets, dtype)
+        rows = hidden.flatten(0, -2).index_select(0, targets.rows)
+        if any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in head.modules() if part is not head):
+            # Units below the layer are gathered by their own calls, once in a forward pass.
+            return cross_entropy_of(self._logits(rows), _unchanged, targets)
+        return cross_entropy_of(rows, self._logits, targets)
+
+
+class _BodyOutput:
+    """Hidden states, and None for all else that a body may return."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, _name: str) -> None:
+        return None
+
+    def __getitem__(self, place: int | slice) -> Any:
+        return (self.last_hidden_state,)[place]
+
+
+def _unchanged(logits: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
+def returns_output_of_head(model: PreTrainedModel) -> bool:
+    """Whether the model's `logits` are the very tensor that its output layer returned, and that layer is called once.
+
+    Asked of a twin on the meta device whose body is left out: no value is computed, and nothing of `model` is touched.
+    """
+    returned: list[torch.Tensor] = []
+
+    def remember(_hidden: torch.Tensor) -> torch.Tensor:
+        returned.append(torch.zeros((), device="meta"))
+        return returned[-1]
+
+    config = copy.deepcopy(model.config)
+    hidden_size = config.get_text_config().hidden_size
+    try:
+        with torch.device("meta"):
+            twin = type(model)(config)
+            body, head = twin.base_model, twin.get_output_embeddings()
+            if head is None or body is twin:
+                return False
+            body.forward = lambda *_, **__: _BodyOutput(torch.zeros(1, 8, hidden_size))
+            head.forward = remember
+            logits = twin(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits
+    except Exception as error:  # noqa: BLE001 - code of any model, also remote code; whole logits are right for all
+        log.info("%s cannot be asked what it does to its logits: %s", type(model).__name__, error)
+        return False
+    return len(returned) == 1 and logits is returned[0]

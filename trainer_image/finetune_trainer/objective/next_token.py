@@ -1,0 +1,67 @@
+"""Supervised next-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from finetune_trainer.data.batches import IGNORED_LABEL, Batch, PreparedSplit
+from finetune_trainer.errors import InvariantError
+from finetune_trainer.objective import head
+from finetune_trainer.objective.cross_entropy import Targets, cross_entropy_of
+from finetune_trainer.objective.interface import BatchSize
+
+
+class NextToken:
+    """Cross-entropy over the supervised tokens: an `Objective[PreparedSplit, Batch]`."""
+
+    def install(self, model: nn.Module) -> None:
+        """Let the output layer compute the loss, so that whole logits never exist."""
+        head.install(model)
+
+    def num_terms(self, data: PreparedSplit, sequences: Sequence[int]) -> int:
+        """Supervised tokens."""
+        return data.supervised_tokens(sequences)
+
+    def size(self, batch: Batch) -> BatchSize:
+        """Documents begin where positions do; padding counts as one, as it does in attention."""
+        starts = (batch.position_ids.flatten() == 0).nonzero().flatten()
+        lengths = torch.diff(starts, append=torch.tensor([batch.position_ids.numel()]))
+        return BatchSize(batch.input_ids.numel(), int(lengths.square().sum()))
+
+    def weighted_loss(
+        self, model: nn.Module, batch: Batch, weight: float, device: torch.device, autocast: torch.dtype | None
+    ) -> torch.Tensor:
+        """`weight` times the summed cross-entropy.
+
+        The model gets no attention mask: positions that start again at 0 keep documents apart.
+        """
+        targets = targets_of(batch.labels, weight, device)
+        context: AbstractContextManager[object] = torch.autocast(device.type, dtype=autocast) if autocast else nullcontext()
+        with context, head.scored(targets) as scoring:
+            output = model(
+                input_ids=batch.input_ids.to(device, non_blocking=True),
+                position_ids=batch.position_ids.to(device, non_blocking=True),
+                use_cache=False,
+            ).logits
+        loss = scoring.loss
+        if loss is None:
+            rows = output.flatten(0, -2).index_select(0, targets.rows)
+            return cross_entropy_of(rows, lambda logits: logits, targets)
+        is_what_the_head_returned = output is loss
+        if not is_what_the_head_returned:
+            raise InvariantError("the model changed what its output layer returned, so the loss is not that of its logits")
+        return loss
+
+
+def targets_of(labels: torch.Tensor, weight: float, device: torch.device) -> Targets:
+    """`labels` [B, T], not shifted, on the CPU, where looking for the supervised ones stops no device."""
+    num_rows, length = labels.shape
+    following = torch.full((num_rows, length), IGNORED_LABEL, dtype=labels.dtype)
+    following[:, :-1] = labels[:, 1:]
+    following = following.flatten()
+    rows = (following != IGNORED_LABEL).nonzero().flatten()
+    return Targets(rows.to(device, non_blocking=True), following[rows].to(device, non_blocking=True), weight)
