@@ -50,6 +50,16 @@ class CheckpointError(TrainerError):
     failure = FailureClass.CHECKPOINT_INVALID
 
 
+class ForeignCheckpointError(CheckpointError):
+    """A checkpoint is whole, but of another run or of other data."""
+
+
+class SaveError(TrainerError):
+    """A checkpoint could not be written: the storage is full or failing. Older checkpoints are unharmed."""
+
+    failure = FailureClass.DISK_FULL
+
+
 class PlanMismatchError(TrainerError):
     """The plan file is not the one that was announced."""
 

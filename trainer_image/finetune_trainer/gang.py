@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a collective of the training step waits for the other ranks."""
-MESSAGE_TIMEOUT = timedelta(hours=1)
-"""The same for messages: ranks wait in one while rank 0 exports the result or another rank writes its part of a checkpoint.
-A rank that dies is noticed at once all the same, because its connections close."""
+from finetune_job.api.training import TrainingSpec
+from finetune_trainer.train.stalls import patience
+
+STEP_TIMEOUT_SECONDS: int = TrainingSpec.model_fields["step_timeout_seconds"].default
+_AFTER_THE_WATCHDOG = timedelta(minutes=1)
 ENVIRONMENT = "env://"
 """Where torchrun's children find the address of rank 0."""
 
@@ -66,8 +66,22 @@ class Gang:
         return [float(value) for value in tensor]
 
 
+def collective_timeout(step_timeout_seconds: float) -> timedelta:
+    """PURE. How long any collective waits for the other ranks: longer than the watchdog, which knows more, takes to end them all.
+
+    A rank that dies is noticed at once all the same, because its connections close.
+    """
+    return timedelta(seconds=patience(step_timeout_seconds).verdict) + _AFTER_THE_WATCHDOG
+
+
 @contextmanager
-def joined(rank: int, world_size: int, local_rank: int, init_method: str = ENVIRONMENT) -> Iterator[Gang]:
+def joined(
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    init_method: str = ENVIRONMENT,
+    step_timeout_seconds: float = STEP_TIMEOUT_SECONDS,
+) -> Iterator[Gang]:
     """Join the process group and leave it after success. GPU with NCCL where there is one, else CPU with gloo.
 
     After a failure the group is left alone: leaving it could wait for ranks that are gone, and the process ends anyway.
@@ -78,14 +92,15 @@ def joined(rank: int, world_size: int, local_rank: int, init_method: str = ENVIR
     if world_size == 1:
         yield Gang(0, 1, local_rank, device, None)
         return
+    timeout = collective_timeout(step_timeout_seconds)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=init_method,
         rank=rank,
         world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=timeout,
     )
-    messages: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)  # type: ignore[assignment]
+    messages: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]
     yield Gang(rank, world_size, local_rank, device, messages)
     dist.destroy_process_group()
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,11 +25,13 @@ from finetune_trainer.rank_logs import CappedFile, RankLogs, rank_log_name, show
 from finetune_trainer.train.reports import (
     SilentEvidence,
     failed_ranks,
+    rank_report_name,
     read_rank_reports,
     remove_rank_reports,
     root_cause,
     silent_failures,
 )
+from finetune_trainer.train.stalls import patience, read_record, read_stall, record_name, remove_traces
 
 log = logging.getLogger(__name__)
 RESOLVE_SECONDS = 600.0
@@ -36,6 +39,9 @@ RESOLVE_SECONDS = 600.0
 OUTPUT_TAIL_BYTES = 1 << 18
 """How much of torchrun's own output is kept in memory, to read its summary."""
 LOOPBACK = "127.0.0.1"
+RANK_MODULE = "finetune_trainer.train.rank"
+MEMORY_EVENTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
+"""What the kernel counts for the container's cgroup, in version 2 and in version 1; the first that exists is read."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +60,19 @@ class MasterUnreachableError(ConnectionError):
 
 
 def supervise(context: RunContext, launch: Launch) -> TerminationReport:
-    """Run this node's ranks to their end; the report of the node."""
+    """Run this node's ranks to their end; the report of the node.
+
+    SIGTERM stays taken after the return, so that another one cannot end the process before its report is written.
+    """
     role = Role.TRAIN.value
     stopped = threading.Event()
     reports_directory = context.workspace.reports(role, context.attempt)
     remove_rank_reports(reports_directory, _local_ranks(context, launch))
-    previous = signal.signal(signal.SIGTERM, lambda _number, _frame: stopped.set())
-    try:
-        if launch.node_rank > 0:
-            wait_until_resolved(launch.master_address, stopped)
-        exit_status, output = (0, "") if stopped.is_set() else _run_torchrun(context, launch, stopped)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    remove_traces(context.workspace.stacks(context.attempt), _local_ranks(context, launch))
+    signal.signal(signal.SIGTERM, lambda _number, _frame: stopped.set())
+    if launch.node_rank > 0:
+        wait_until_resolved(launch.master_address, stopped)
+    exit_status, output = (0, "") if stopped.is_set() else _run_torchrun(context, launch, stopped)
     reports = read_rank_reports(reports_directory)
     if stopped.is_set():
         return _preempted(context, launch, reports)
@@ -129,7 +136,7 @@ def torchrun_command(context: RunContext, launch: Launch, pipes: Path) -> list[s
         "torch.distributed.run",
         *(str(part) for pair in agent.items() for part in pair),
         "-m",
-        "finetune_trainer.train.rank",
+        RANK_MODULE,
         *(str(part) for pair in rank.items() for part in pair),
     ]
 
@@ -142,6 +149,7 @@ def _local_ranks(context: RunContext, launch: Launch) -> range:
 
 def _run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event) -> tuple[int, str]:
     logs = context.workspace.logs(Role.TRAIN.value, context.attempt)
+    ended = threading.Event()
     with RankLogs(logs, _local_ranks(context, launch)) as rank_logs:
         agent = subprocess.Popen(
             torchrun_command(context, launch, rank_logs.pipes),
@@ -150,15 +158,60 @@ def _run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event)
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
 
+        is_told = False
+
         def forward(_number: int, _frame: FrameType | None) -> None:
+            nonlocal is_told
             stopped.set()
-            agent.send_signal(signal.SIGTERM)
+            # Once: a second signal would end the agent while its ranks still save.
+            if not is_told:
+                is_told = True
+                agent.send_signal(signal.SIGTERM)
 
         signal.signal(signal.SIGTERM, forward)
         if stopped.is_set():
-            agent.send_signal(signal.SIGTERM)
-        output = _read_output(agent, logs / f"torchrun-{launch.node_rank}.log")
-        return agent.wait(), output
+            forward(signal.SIGTERM, None)
+        guard = threading.Thread(target=end_after_verdict, args=(context, _local_ranks(context, launch), agent, ended), daemon=True)
+        guard.start()
+        try:
+            output = _read_output(agent, logs / f"torchrun-{launch.node_rank}.log")
+            return agent.wait(), output
+        finally:
+            ended.set()
+            guard.join()
+
+
+def is_rank(pid: int) -> bool:
+    """Whether this process is a rank, and not another that was given the number of one."""
+    try:
+        return RANK_MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def end_after_verdict(context: RunContext, ranks: range, agent: subprocess.Popen[bytes], ended: threading.Event) -> None:
+    """After the verdict of a stall, end the silent ranks of this node, and the agent if that was not enough.
+
+    An agent sees nothing wrong with a process that is only stopped, and gives it all the time for saving that it cannot use.
+    """
+    directory = context.workspace.stacks(context.attempt)
+    allowed = patience(context.plan.training.step_timeout_seconds)
+    while (stall := read_stall(directory)) is None:
+        if ended.wait(allowed.turn):
+            return
+    reported = context.workspace.reports(Role.TRAIN.value, context.attempt) / rank_report_name(stall.rank)
+    deadline = time.monotonic() + allowed.collection + allowed.silence
+    while not reported.exists() and time.monotonic() < deadline:
+        if ended.wait(1.0):
+            return
+    for rank in set(stall.silent) & set(ranks):
+        record = read_record(directory / record_name(rank))
+        if record is not None and is_rank(record.pid):
+            log.error("killing rank %d, which gives no sign of life", rank)
+            os.kill(record.pid, signal.SIGKILL)
+    if not ended.wait(allowed.silence + allowed.collection):
+        log.error("ranks of this node did not end after a stall: ending them")
+        agent.send_signal(signal.SIGTERM)
 
 
 def _read_output(agent: subprocess.Popen[bytes], path: Path) -> str:
@@ -218,10 +271,12 @@ def _log_end(context: RunContext, rank: int) -> str:
         return ""
 
 
-def was_out_of_memory(events: Path = Path("/sys/fs/cgroup/memory.events")) -> bool:
-    """Whether the kernel has killed a process of this container for memory (cgroup version 2)."""
-    try:
-        counts = dict(line.split() for line in events.read_text().splitlines())
-    except (OSError, ValueError):
-        return False
-    return int(counts.get("oom_kill", 0)) > 0
+def was_out_of_memory(events: Sequence[Path] = MEMORY_EVENTS) -> bool:
+    """Whether the kernel has killed a process of this container for memory."""
+    for path in events:
+        try:
+            counts = dict(line.split() for line in path.read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        return int(counts.get("oom_kill", 0)) > 0
+    return False

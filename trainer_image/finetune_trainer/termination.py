@@ -17,9 +17,15 @@ log = logging.getLogger(__name__)
 
 
 def failure_report(
-    error: BaseException, role: str, attempt: int, rank: int | None = None, node_rank: int | None = None
+    error: BaseException,
+    role: str,
+    attempt: int,
+    rank: int | None = None,
+    node_rank: int | None = None,
+    *,
+    finished_steps: int | None = None,
 ) -> TerminationReport:
-    """The report of an exception."""
+    """The report of an exception. Where it names no step itself, the step is the last that was finished."""
     failure, hint = classify(error)
     return TerminationReport(
         role=role,
@@ -30,7 +36,7 @@ def failure_report(
         hint=hint,
         rank=rank,
         node_rank=node_rank,
-        step=error.step if isinstance(error, TrainerError) else None,
+        step=error.step if isinstance(error, TrainerError) and error.step is not None else finished_steps,
         exception="".join(traceback.format_exception(error)),
         time=time.time(),
     )

@@ -95,11 +95,14 @@ def test_an_abort_by_the_watchdog_of_nccl_is_an_echo() -> None:
 
 def test_a_kill_is_out_of_memory_only_where_the_cgroup_says_so(tmp_path: Path) -> None:
     events = tmp_path / "memory.events"
-    assert not was_out_of_memory(events)
+    assert not was_out_of_memory([events])
     events.write_text("low 0\nhigh 0\nmax 12\noom 0\noom_kill 0\n")
-    assert not was_out_of_memory(events)
+    assert not was_out_of_memory([events])
     events.write_text("low 0\nhigh 0\nmax 12\noom 1\noom_kill 1\n")
-    assert was_out_of_memory(events)
+    assert was_out_of_memory([events])
+    version_1 = tmp_path / "memory.oom_control"
+    version_1.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    assert was_out_of_memory([tmp_path / "absent", version_1])
     (silent,) = silent_failures({0: -9}, [], evidence(is_out_of_memory=True))
     assert silent.failure is FailureClass.HOST_OUT_OF_MEMORY
     (other,) = silent_failures({0: -11}, [], evidence(is_out_of_memory=True))

@@ -10,14 +10,15 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.errors import NonFiniteError
 from finetune_trainer.gang import Gang
+from finetune_trainer.objective.next_token import NextToken
 from finetune_trainer.train.batches import global_batch
 from finetune_trainer.train.evaluate import held_out_loss
-from finetune_trainer.train.loss import TOKENS_PER_PART, summed_cross_entropy
-from finetune_trainer.train.optimizers import adamw
-from finetune_trainer.train.step import optimizer_step
+from finetune_trainer.train.optimizers import build_optimizer
+from finetune_trainer.train.step import StepBatches, optimizer_step
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama, write_tiny_prepared
 
 ALONE = Gang(0, 1, 0, torch.device("cpu"), None)
@@ -60,7 +61,8 @@ def plain_sum_and_count(model: torch.nn.Module, documents: list[tuple[torch.Tens
 def test_loss_and_gradient_are_means_over_the_supervised_tokens_of_the_step(
     model_directory: Path, data: PreparedData, micro_batch_size: int
 ) -> None:
-    training = plan_of(tiny_spec(parallelism={"processesPerNode": 1}, training={"microBatchSize": micro_batch_size})).training
+    plan = plan_of(tiny_spec(parallelism={"processesPerNode": 1}, training={"microBatchSize": micro_batch_size}))
+    training = plan.training
     reference = load(model_directory)
     sequences = global_batch(0, training.global_batch_size, training.seed, data.train.num_sequences)
     total, count = plain_sum_and_count(reference, [document for sequence in sequences for document in documents_of(data, sequence)])
@@ -69,8 +71,9 @@ def test_loss_and_gradient_are_means_over_the_supervised_tokens_of_the_step(
     model = load(model_directory)
     result = optimizer_step(
         model,
-        adamw(model, training),
-        data.train,
+        build_optimizer(pieces(model), plan),
+        NextToken(),
+        StepBatches(data.train, training, ALONE),
         training,
         step=0,
         learning_rate=0.0,
@@ -90,7 +93,7 @@ def test_held_out_loss_is_the_mean_over_supervised_tokens(model_directory: Path,
     documents = [document for sequence in range(data.validation.num_sequences) for document in documents_of(as_train, sequence)]
     total, count = plain_sum_and_count(model, documents)
     for micro_batch_size in (1, 3):
-        assert held_out_loss(model, data.validation, micro_batch_size, ALONE, None) == pytest.approx(
+        assert held_out_loss(model, NextToken(), data.validation, micro_batch_size, gang=ALONE, autocast=None) == pytest.approx(
             float(total.detach()) / count, rel=1e-5
         )
     assert model.training
@@ -111,31 +114,9 @@ def test_changing_one_document_changes_no_logit_of_another(model_directory: Path
     assert not torch.equal(before[:, :second], after[:, :second])
 
 
-def test_cross_entropy_in_parts_is_the_whole() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(2, TOKENS_PER_PART, 11, dtype=torch.float64).bfloat16().requires_grad_()
-    labels = torch.randint(0, 11, (2, TOKENS_PER_PART))
-    labels[:, ::3] = -100
-    plain = logits.detach().float().requires_grad_()
-    expected = functional.cross_entropy(plain[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
-    expected.backward()
-    found = summed_cross_entropy(logits, labels)
-    found.backward()
-    assert found.dtype is torch.float32
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert torch.equal(logits.grad, plain.grad.bfloat16())
-
-
-def test_a_batch_without_supervised_tokens_has_loss_zero_and_a_gradient() -> None:
-    logits = torch.randn(1, 4, 5, requires_grad=True)
-    loss = summed_cross_entropy(logits, torch.full((1, 4), -100))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert torch.equal(logits.grad, torch.zeros_like(logits))
-
-
 def test_a_loss_that_is_not_finite_stops_before_a_weight_changes(model_directory: Path, data: PreparedData) -> None:
-    training = plan_of(tiny_spec(parallelism={"processesPerNode": 1})).training
+    plan = plan_of(tiny_spec(parallelism={"processesPerNode": 1}))
+    training = plan.training
     model = load(model_directory)
     with torch.no_grad():
         model.model.norm.weight[0] = float("inf")
@@ -143,8 +124,9 @@ def test_a_loss_that_is_not_finite_stops_before_a_weight_changes(model_directory
     with pytest.raises(NonFiniteError, match="step 1") as caught:
         optimizer_step(
             model,
-            adamw(model, training),
-            data.train,
+            build_optimizer(pieces(model), plan),
+            NextToken(),
+            StepBatches(data.train, training, ALONE),
             training,
             step=0,
             learning_rate=1.0,

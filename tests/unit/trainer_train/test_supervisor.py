@@ -152,6 +152,35 @@ def test_a_killed_rank_is_named_as_the_cause(tmp_path: Path, port: int, start: C
     assert echo.failure is FailureClass.COLLECTIVE
 
 
+def test_a_stopped_rank_is_named_and_everything_ends(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
+    spec = tiny_spec(training={**ENDLESS, "stepTimeoutSeconds": 10}, checkpoint={"everySteps": 1000})
+    context = run_context(tmp_path, spec)
+    pod = start(context, port)
+    pod.wait_for_step(2)
+    stopped = pid_of_rank(pod, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    report = pod.report()
+    assert (report.failure, report.rank) == (FailureClass.STALLED, 1)
+    assert "rank 1 gives no sign of life" in report.message
+    assert pod.process.returncode == EXIT_CODES[FailureClass.STALLED]
+    assert "optimizer_step" in (context.workspace.stacks(0) / "rank-00000.txt").read_text()
+    assert not Path(f"/proc/{stopped}").exists()
+
+
+def test_sigterm_again_and_again_is_one_sigterm(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
+    context = run_context(tmp_path, tiny_spec(training=ENDLESS, checkpoint={"everySteps": 1000}))
+    pod = start(context, port)
+    pod.wait_for_step(2)
+    pause = threading.Event()
+    while pod.process.poll() is None and not pod.termination_log.exists():
+        pod.process.send_signal(signal.SIGTERM)
+        pause.wait(0.05)
+    report = pod.report()
+    assert pod.process.returncode == EXIT_CODES[FailureClass.PREEMPTED]
+    saved = int((context.workspace.checkpoints / "latest").read_text().strip().removeprefix("step-"))
+    assert report.step == saved >= 3
+
+
 def pid_of_rank(pod: Pod, rank: int) -> int:
     """The process below this supervisor whose environment holds the rank."""
     for directory in Path("/proc").iterdir():

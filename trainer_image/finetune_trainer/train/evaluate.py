@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from finetune_trainer.data.batches import PreparedSplit
 from finetune_trainer.gang import Gang
-from finetune_trainer.train.loss import summed_loss
+from finetune_trainer.objective.interface import Objective, Split
 
 QUANTISED_LAYERS = ("Linear4bit", "Linear8bitLt")
 """These stay in training mode: on CPU a forward pass in evaluation mode repacks 4-bit weights, which then train wrong."""
 
 
-def held_out_loss(model: nn.Module, data: PreparedSplit, micro_batch_size: int, gang: Gang, autocast: torch.dtype | None) -> float:
-    """Mean over all supervised held-out tokens; the model is left in training mode. Called by all ranks together."""
+def held_out_loss(
+    model: nn.Module,
+    objective: Objective[Any, Any],
+    data: Split[Any],
+    micro_batch_size: int,
+    *,
+    gang: Gang,
+    autocast: torch.dtype | None,
+    after_batch: Callable[[], None] = lambda: None,
+) -> float:
+    """Mean over all held-out terms; the model is left in training mode. Called by all ranks together."""
     rounds = math.ceil(data.num_sequences / (micro_batch_size * gang.world_size))
-    local = 0.0
+    terms = objective.num_terms(data, range(data.num_sequences))
+    local = torch.zeros((), dtype=torch.float64, device=gang.device)
     with _evaluation_mode(model), torch.no_grad():
         for number in range(rounds):
             first = (number * gang.world_size + gang.rank) * micro_batch_size
             sequences = list(range(first, min(first + micro_batch_size, data.num_sequences)))
             # A rank without sequences computes one all the same, because gathering parameters takes all ranks.
-            loss = summed_loss(model, data.batch(sequences or [0]), gang.device, autocast)
-            local += float(loss) if sequences else 0.0
-    (total,) = gang.sum([local])
-    return total / max(data.num_supervised_tokens, 1)
+            loss = objective.weighted_loss(model, data.batch(sequences or [0]), 1.0, gang.device, autocast)
+            if sequences:
+                local += loss
+            after_batch()
+    (total,) = gang.sum([float(local)])
+    return total / max(terms, 1)
 
 
 @contextmanager

@@ -18,9 +18,11 @@ from finetune_trainer.arguments import add_run_arguments, run_context
 from finetune_trainer.context import RunContext
 from finetune_trainer.gang import ENVIRONMENT, joined, launched_rank
 from finetune_trainer.termination import exit_code, failure_report
+from finetune_trainer.train.heartbeat import Heartbeat
 from finetune_trainer.train.reports import ECHO_SECONDS, dated, write_rank_report
 from finetune_trainer.train.run import train
 from finetune_trainer.train.stop import StopRequest
+from finetune_trainer.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +69,13 @@ def run_rank(
     """Train as this rank and keep its report on the workspace; a rank that is only an echo waits before it returns."""
     role = Role.TRAIN.value
     directory = context.workspace.reports(role, context.attempt)
+    heartbeat = Heartbeat()
     try:
-        with joined(rank, world_size, local_rank, init_method) as gang:
-            facts = train(context, gang, stop, observe_port)
+        with (
+            Watchdog(context, heartbeat, rank=rank, world_size=world_size, node_rank=node_rank).watching(),
+            joined(rank, world_size, local_rank, init_method, context.plan.training.step_timeout_seconds) as gang,
+        ):
+            facts = train(context, gang, stop, observe_port, heartbeat)
         report = TerminationReport(
             role=role,
             attempt=context.attempt,
@@ -81,7 +87,7 @@ def run_rank(
         )
     except BaseException as error:
         log.exception("rank %d failed", rank)
-        report = dated(failure_report(error, role, context.attempt, rank, node_rank))
+        report = dated(failure_report(error, role, context.attempt, rank, node_rank, finished_steps=heartbeat.latest.step))
     write_rank_report(directory, report)
     if report.failure is FailureClass.COLLECTIVE:
         _wait_for_the_cause(stop)

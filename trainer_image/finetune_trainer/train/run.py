@@ -1,182 +1,203 @@
-"""The training run of one rank: build, resume, loop, export."""
+"""The training run of one rank: build, resume, loop, export.
+
+The loop asks pure functions what to do (`schedule`, `evaluation_policy`), does it together with the other ranks, and tells the
+observer. All that a decision depends on is the plan, the step, and `RunState`, so a resumed run decides as an undisturbed one.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import time
-from dataclasses import dataclass
 
-from finetune_job.progress import Progress
-from finetune_trainer.checkpoint.load import load, newest_valid
+from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.manifest import RunState
-from finetune_trainer.checkpoint.save import save
-from finetune_trainer.checkpoint.state import PARAMETER, optimizer_step
+from finetune_trainer.checkpoint.optimizer_state import described
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
-from finetune_trainer.errors import DataError, InvariantError, PreemptedError
-from finetune_trainer.files import write_durably
+from finetune_trainer.errors import DataError, InvariantError, NonFiniteError, PreemptedError
 from finetune_trainer.gang import Gang
 from finetune_trainer.model.invariants import has_learnt
 from finetune_trainer.model.sharded import TrainedModel, build
-from finetune_trainer.serve import ProgressBoard, serve
+from finetune_trainer.objective.next_token import NextToken
+from finetune_trainer.observe.accounts import Stopwatch, process_age_seconds
+from finetune_trainer.observe.goodput import Activity
+from finetune_trainer.observe.observer import ObservedRun, Observer, StepDone, observing, peak_memory_bytes
+from finetune_trainer.train import evaluation_policy
 from finetune_trainer.train import step as one_step
 from finetune_trainer.train.evaluate import held_out_loss
 from finetune_trainer.train.export import export
-from finetune_trainer.train.history import History
-from finetune_trainer.train.optimizers import adamw
+from finetune_trainer.train.heartbeat import STEP, Heartbeat
+from finetune_trainer.train.optimizers import build_optimizer
 from finetune_trainer.train.schedule import learning_rate, total_steps
+from finetune_trainer.train.stalls import patience
 from finetune_trainer.train.stop import StopRequest
 
 log = logging.getLogger(__name__)
-OBSERVE_FILE = "observe.json"
-"""On the workspace: the port on which rank 0 answers."""
 
 
-@dataclass
-class _Losses:
-    initial: float | None = None
-    latest: float | None = None
-
-
-def train(context: RunContext, gang: Gang, stop: StopRequest, observe_port: int) -> dict[str, str]:
+def train(context: RunContext, gang: Gang, stop: StopRequest, observe_port: int, heartbeat: Heartbeat) -> dict[str, str]:
     """Train to the last step, from the newest valid checkpoint where there is one; rank 0's facts for the report.
 
     Raises PreemptedError after a stop request, with the state saved, and any TrainerError.
     """
-    return _Run(context, gang, stop).run(observe_port)
+    stopwatch = Stopwatch(process_age_seconds())
+    loop = _Loop(context, gang, stop, heartbeat)
+    run = ObservedRun(
+        context=context,
+        gang=gang,
+        num_sequences=loop.data.train.num_sequences,
+        total_steps=loop.total,
+        first_step=loop.step,
+        is_resumed=loop.is_resumed,
+        checkpoints=loop.checkpoints,
+    )
+    limits = patience(context.plan.training.step_timeout_seconds)
+
+    def is_stalled() -> bool:
+        beat = heartbeat.latest
+        return time.monotonic() - beat.at > limits.allowance(is_long=beat.is_long)
+
+    with observing(run, loop.state, stopwatch, observe_port, is_stalled) as observer:
+        loop.run(observer)
+        return loop.finish(observer)
 
 
-class _Run:
-    def __init__(self, context: RunContext, gang: Gang, stop: StopRequest) -> None:
-        self.context, self.gang, self.stop = context, gang, stop
+class _Loop:
+    def __init__(self, context: RunContext, gang: Gang, stop: StopRequest, heartbeat: Heartbeat) -> None:
+        self.context, self.gang, self.stop, self.heartbeat = context, gang, stop, heartbeat
         self.plan = context.plan
-        self.data = PreparedData.open(context.workspace.prepared)
         training = self.plan.training
+        self.data = PreparedData.open(context.workspace.prepared)
         if self.data.train.num_sequences == 0:
             raise DataError("spec.data.source: no training sequence was prepared", "give at least one record")
         self.total = total_steps(training.epochs, training.max_steps, self.data.train.num_sequences, training.global_batch_size)
-        self.model: TrainedModel = build(self.plan, context.base_model, gang)
-        self.optimizer = adamw(self.model.module, training)
-        self.losses = _Losses()
-        self.checkpoint = newest_valid(context.workspace.checkpoints, gang, context.plan_sha256, self.data.data_hash)
-        self.step = 0
-        if self.checkpoint is not None:
-            directory, manifest = self.checkpoint
-            load(directory, manifest, self.model.pieces, self.optimizer)
-            self.step = manifest.step
-            self.losses = _Losses(manifest.state.initial_eval_loss, manifest.state.eval_loss)
+        self.objective = NextToken()
+        self.model: TrainedModel = build(self.plan, context.base_model, gang, self.objective)
+        self.batches = one_step.StepBatches(self.data.train, training, gang)
+        self.optimizer = build_optimizer(self.model.pieces, self.plan)
+        self.checkpoints = Checkpoints(context, gang, self.data.data_hash, self.model.pieces, self.optimizer)
+        manifest = self.checkpoints.resume()
+        self.is_resumed = manifest is not None
+        self.step, self.state = (manifest.step, manifest.state) if manifest is not None else (0, RunState())
+        if self.is_resumed:
             log.info("resuming after step %d of %d", self.step, self.total)
 
-    def run(self, observe_port: int) -> dict[str, str]:
-        board = history = server = None
-        if self.gang.is_first:
-            history = History(self.context.workspace.history, self.step if self.checkpoint else None)
-            board = ProgressBoard(
-                Progress(
-                    attempt=self.context.attempt,
-                    step=self.step,
-                    total_steps=self.total,
-                    initial_eval_loss=self.losses.initial,
-                    eval_loss=self.losses.latest,
-                    checkpoint_step=self.step if self.checkpoint else None,
-                )
-            )
-            server = serve(board, observe_port)
-            address = {"port": server.server_address[1], "attempt": self.context.attempt}
-            write_durably(self.context.workspace.root / OBSERVE_FILE, json.dumps(address).encode())
-        try:
-            self._loop(board, history)
-            return self._finish(board)
-        finally:
-            if server is not None:
-                server.shutdown()
-                server.server_close()
+    @property
+    def has_ended(self) -> bool:
+        return self.step >= self.total or evaluation_policy.is_exhausted(self.state, self.plan.evaluation)
 
-    def _loop(self, board: ProgressBoard | None, history: History | None) -> None:
-        held_out = self.data.validation
-        if held_out is not None and self.losses.initial is None:
-            self.losses.initial = self.losses.latest = self._evaluate(held_out)
-            if board and history:
-                history.append(step=0, eval_loss=self.losses.initial)
-                board.update(initial_eval_loss=self.losses.initial, eval_loss=self.losses.initial)
-        training = self.plan.training
-        while self.step < self.total:
-            started = time.monotonic()
-            rate = learning_rate(self.step, self.total, training.learning_rate, training.scheduler, training.warmup_ratio)
+    def run(self, observer: Observer) -> None:
+        """All steps that are left."""
+        if self.data.validation is not None and self.state.initial_eval_loss is None:
+            self._evaluate(observer, self.data.validation)
+            observer.evaluated_before_start(self.state)
+        while not self.has_ended:
+            self._step(observer)
+
+    def _step(self, observer: Observer) -> None:
+        training, evaluation = self.plan.training, self.plan.evaluation
+        rate = learning_rate(self.step, self.total, training)
+        started = time.monotonic()
+        with observer.during(Activity.STEPS):
             result = one_step.optimizer_step(
                 self.model.module,
                 self.optimizer,
-                self.data.train,
+                self.objective,
+                self.batches,
                 training,
                 step=self.step,
                 learning_rate=rate,
                 gang=self.gang,
                 autocast=self.model.autocast,
                 stop_requested=self.stop.requested,
+                keeps_gathered=self.model.keeps_gathered,
             )
-            seconds = time.monotonic() - started
-            self.step += 1
-            if self.step == 1:
-                self._check_first_step(result.gradient_norm)
-            is_last = self.step == self.total
-            every = self.plan.evaluation.every_steps
-            evaluation = {}
-            if held_out is not None and (is_last or (every is not None and self.step % every == 0)):
-                self.losses.latest = self._evaluate(held_out)
-                evaluation = {"eval_loss": self.losses.latest}
-            if board and history:
-                line = {
-                    "step": self.step,
-                    "epoch": self.step * training.global_batch_size / self.data.train.num_sequences,
-                    "loss": result.loss,
-                    "learning_rate": rate,
-                    "tokens_per_second": result.tokens / seconds,
-                    **evaluation,
-                }
-                # Before the checkpoint: a run resumed from it does not do this step again, so nobody else would write the line.
-                history.append(
-                    **line, gradient_norm=result.gradient_norm, supervised_tokens=result.supervised_tokens, seconds=seconds
-                )
-                board.update(**line)
-            if is_last or result.stop or self.step % self.plan.checkpoint.every_steps == 0:
-                self._save()
-                if board:
-                    board.update(checkpoint_step=self.step)
-            if result.stop and not is_last:
-                raise PreemptedError(
-                    f"stopped on request after step {self.step} of {self.total}; the state is saved", step=self.step
-                )
+        seconds = time.monotonic() - started
+        self.step += 1
+        self.heartbeat.beat(STEP, self.step)
+        if self.step == 1:
+            self._check_first_step(result.gradient_norm)
+        is_evaluated = is_best = False
+        if self.data.validation is not None and evaluation_policy.is_due(self.step, self.total, evaluation):
+            is_evaluated, is_best = True, self._evaluate(observer, self.data.validation)
+        # Kept at once: no later moment has these weights.
+        is_kept = is_best and evaluation.load_best_model_at_end
+        # Asked after every step, because the ranks answer together.
+        is_due = self.checkpoints.due(self.step)
+        is_saved = is_due or is_kept or result.stop or self.has_ended
+        observer.stepped(
+            StepDone(
+                step=self.step,
+                learning_rate=rate,
+                seconds=seconds,
+                result=result,
+                state=self.state,
+                was_evaluated=is_evaluated,
+                peak_memory_bytes=self._peak_memory() if is_saved or is_evaluated or self.step == 1 else None,
+                is_saved=is_saved,
+            )
+        )
+        if is_saved:
+            self._save(observer, is_best=is_kept, is_last=result.stop or self.has_ended)
+        if result.stop and not self.has_ended:
+            raise PreemptedError(f"stopped on request after step {self.step} of {self.total}; the state is saved", step=self.step)
 
-    def _evaluate(self, data: PreparedSplit) -> float:
-        return held_out_loss(self.model.module, data, self.plan.training.micro_batch_size, self.gang, self.model.autocast)
+    def _evaluate(self, observer: Observer, held_out: PreparedSplit) -> bool:
+        """Whether the model is the best so far."""
+        self.heartbeat.begin("evaluation", self.step)
+        with observer.during(Activity.EVALUATION):
+            loss = held_out_loss(
+                self.model.module,
+                self.objective,
+                held_out,
+                self.plan.training.micro_batch_size,
+                gang=self.gang,
+                autocast=self.model.autocast,
+                after_batch=lambda: self.heartbeat.beat("evaluation batch", self.step),
+            )
+        self.heartbeat.beat("evaluation", self.step)
+        if not math.isfinite(loss):
+            raise NonFiniteError(
+                f"the loss on the held-out records is {loss} after step {self.step}", one_step.NON_FINITE_HINT, step=self.step
+            )
+        self.state, is_best = evaluation_policy.judged(self.state, self.step, loss, self.plan.evaluation)
+        return is_best
+
+    def _save(self, observer: Observer, *, is_best: bool, is_last: bool) -> None:
+        self.heartbeat.begin("checkpoint", self.step)
+        with observer.during(Activity.CHECKPOINT):
+            self.checkpoints.save(self.step, self.state, is_best=is_best, is_last=is_last)
+        self.heartbeat.beat("checkpoint", self.step)
+        observer.saved()
 
     def _check_first_step(self, gradient_norm: float) -> None:
-        optimizer_step(self.optimizer)
+        described(self.optimizer)
         if self.plan.method.lora is None or gradient_norm == 0:
             return
-        learnt = has_learnt((piece.name, piece.values(PARAMETER, self.optimizer)) for piece in self.model.pieces)
-        if not any(self.gang.gather(learnt)):
+        if not any(self.gang.gather(has_learnt((piece.name, piece.parameter_values()) for piece in self.model.pieces))):
             raise InvariantError("after the first step every lora_B is still zero, so no adapter is trained", step=1)
 
-    def _save(self) -> None:
-        self.checkpoint = save(
-            self.context.workspace.checkpoints,
-            step=self.step,
-            found=self.model.pieces,
-            optimizer=self.optimizer,
-            gang=self.gang,
-            plan_sha256=self.context.plan_sha256,
-            data_hash=self.data.data_hash,
-            state=RunState(initial_eval_loss=self.losses.initial, eval_loss=self.losses.latest),
-            keep=self.plan.checkpoint.keep,
-        )
+    def _peak_memory(self) -> int:
+        peaks: list[int] = self.gang.gather(peak_memory_bytes(self.gang.device))
+        return max(peaks)
 
-    def _finish(self, board: ProgressBoard | None) -> dict[str, str]:
-        if self.checkpoint is None or self.checkpoint[1].step != self.total:
-            raise InvariantError(f"training ended without a valid checkpoint of step {self.total}")
+    def finish(self, observer: Observer) -> dict[str, str]:
+        """Export the result; rank 0's facts, none of other ranks."""
+        with observer.during(Activity.CHECKPOINT):
+            checkpoint = self.checkpoints.finished()
+        if checkpoint is None or (checkpoint[1].step != self.step and not self.plan.evaluation.load_best_model_at_end):
+            raise InvariantError(f"training ended without a valid checkpoint of step {self.step}")
+        log.info("exporting the checkpoint of step %d", checkpoint[1].step)
         facts: dict[str, str] = {}
-        if board is not None:
-            facts = {"adapter_sha256": export(self.context, *self.checkpoint), **board.progress.facts()}
-        self.gang.barrier()
-        return facts
+        self.heartbeat.begin("export", self.step)
+        with observer.during(Activity.EXPORT):
+            if self.gang.is_first:
+                facts = {
+                    "adapter_sha256": export(self.context, *checkpoint, self.model.fixed),
+                    "exported_step": str(checkpoint[1].step),
+                }
+            self.gang.barrier()
+        if self.gang.is_first and self.step < self.total:
+            facts["stopped_early_at"] = str(self.step)
+        return facts | observer.facts()

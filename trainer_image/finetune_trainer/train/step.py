@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from finetune_job.plan.run_plan import TrainingPlan
-from finetune_trainer.data.batches import PreparedSplit
 from finetune_trainer.errors import NonFiniteError
 from finetune_trainer.gang import Gang
+from finetune_trainer.objective.interface import Objective, Split
 from finetune_trainer.train.batches import global_batch, micro_batch
-from finetune_trainer.train.loss import summed_loss
 from finetune_trainer.train.optimizers import set_learning_rate
+from finetune_trainer.train.prefetch import Prefetch
 from finetune_trainer.train.randomness import seed_forward_pass
+from finetune_trainer.train.reduction import reduces_every_micro_step, reducing
 
 NON_FINITE_HINT = "lower learningRate, raise warmupRatio, or look at the records of this step; the last checkpoint is kept"
 
@@ -32,14 +36,47 @@ class StepResult:
     supervised_tokens: int
     tokens: int
     """Positions computed, padding included, over all ranks."""
+    squared_document_lengths: int
+    """Sum over all documents of length squared, over all ranks: for the work that attention does."""
+    data_seconds: float
+    """What this rank waited for batches."""
+    compute_seconds: tuple[float, ...]
+    """What each rank computed, by rank. On CPU the main thread's time without waiting, so that slow ranks show; on a GPU elapsed
+    time without that for batches, which includes waiting for other ranks inside collectives."""
     stop: bool
     """Some rank has been asked to stop."""
+
+
+class StepBatches:
+    """The batches of one rank, step by step."""
+
+    def __init__(self, data: Split[Any], training: TrainingPlan, gang: Gang) -> None:
+        self.data = data
+        self._training, self._gang = training, gang
+        # Asked for by the loop and by the thread that is one batch ahead of it, which may be in the next step.
+        self.sequences = lru_cache(maxsize=2)(self._sequences)
+        self._prefetch: Prefetch[Any] = Prefetch(self._batch, training.gradient_accumulation_steps)
+
+    def _sequences(self, step: int) -> list[int]:
+        """The global batch."""
+        return global_batch(step, self._training.global_batch_size, self._training.seed, self.data.num_sequences)
+
+    def take(self, step: int, micro_step: int) -> tuple[Any, float]:
+        """This rank's part of a micro-step, and the seconds that it was waited for."""
+        return self._prefetch.take(step, micro_step)
+
+    def _batch(self, step: int, micro_step: int) -> Any:
+        gang = self._gang
+        return self.data.batch(
+            micro_batch(self.sequences(step), micro_step, gang.rank, gang.world_size, self._training.micro_batch_size)
+        )
 
 
 def optimizer_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    data: PreparedSplit,
+    objective: Objective[Any, Any],
+    batches: StepBatches,
     training: TrainingPlan,
     *,
     step: int,
@@ -47,33 +84,58 @@ def optimizer_step(
     gang: Gang,
     autocast: torch.dtype | None,
     stop_requested: bool,
+    keeps_gathered: bool = False,
 ) -> StepResult:
-    """Do step `step` (counted from 0). Raises NonFiniteError on all ranks alike, before any weight is touched."""
-    sequences = global_batch(step, training.global_batch_size, training.seed, data.num_sequences)
-    supervised = data.supervised_tokens(sequences)
-    # FSDP averages gradients over ranks; the global mean over tokens needs their sum.
-    scale = gang.world_size / max(supervised, 1)
-    local_loss, tokens = 0.0, 0
+    """Do step `step` (counted from 0). Raises NonFiniteError on all ranks alike, before any weight is touched.
+
+    `keeps_gathered`: see `reducing`.
+    """
+    clock = _Clock(gang.device)
+    terms = objective.num_terms(batches.data, batches.sequences(step))
+    # FSDP averages gradients over ranks; the global mean over terms needs their sum.
+    weight = gang.world_size / max(terms, 1)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=gang.device)
+    tokens = squared_lengths = 0
+    data_seconds = 0.0
+    reduces_each = reduces_every_micro_step(model)
     for micro_step in range(training.gradient_accumulation_steps):
-        batch = data.batch(micro_batch(sequences, micro_step, gang.rank, gang.world_size, training.micro_batch_size))
+        batch, waited = batches.take(step, micro_step)
+        data_seconds += waited
+        size = objective.size(batch)
+        tokens += size.tokens
+        squared_lengths += size.squared_document_lengths
         seed_forward_pass(training.seed, step, micro_step, gang.rank)
-        loss = summed_loss(model, batch, gang.device, autocast)
-        torch.autograd.backward(loss * scale)
-        local_loss += float(loss.detach())
-        tokens += batch.input_ids.numel()
+        is_last = micro_step == training.gradient_accumulation_steps - 1
+        with reducing(model, is_due=reduces_each or is_last, is_last=is_last, keeps_gathered=keeps_gathered):
+            loss = objective.weighted_loss(model, batch, weight, gang.device, autocast)
+            torch.autograd.backward(loss)
+        loss_sum += loss.detach()
     gradients = local_gradients(model)
-    squares = float(squared_norm(gradients, gang.device))
-    total_loss, total_squares, total_tokens, stop = gang.sum([local_loss, squares, float(tokens), float(stop_requested)])
-    mean_loss, norm = total_loss / max(supervised, 1), math.sqrt(total_squares) if total_squares >= 0 else math.nan
+    # The only place in a step where the host waits for the device.
+    local_loss, squares = torch.stack([loss_sum, squared_norm(gradients, gang.device).double()]).tolist()
+    by_rank = [0.0] * gang.world_size
+    by_rank[gang.rank] = clock.seconds(data_seconds)
+    total_loss, total_squares, total_tokens, total_squared_lengths, stop, *compute_seconds = gang.sum(
+        [local_loss, squares, float(tokens), float(squared_lengths), float(stop_requested), *by_rank]
+    )
+    mean_loss, norm = total_loss / gang.world_size, math.sqrt(total_squares) if total_squares >= 0 else math.nan
     if not (math.isfinite(mean_loss) and math.isfinite(norm)):
         raise NonFiniteError(f"step {step + 1}: loss is {mean_loss}, gradient norm is {norm}", NON_FINITE_HINT, step=step + 1)
     if 0 < training.max_grad_norm < norm:
-        for gradient in gradients:
-            gradient.mul_(training.max_grad_norm / norm)
+        torch._foreach_mul_(gradients, training.max_grad_norm / norm)
     set_learning_rate(optimizer, learning_rate)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(mean_loss, norm, supervised, int(total_tokens), stop > 0)
+    return StepResult(
+        loss=mean_loss,
+        gradient_norm=norm,
+        supervised_tokens=terms,
+        tokens=int(total_tokens),
+        squared_document_lengths=int(total_squared_lengths),
+        data_seconds=data_seconds,
+        compute_seconds=tuple(compute_seconds),
+        stop=stop > 0,
+    )
 
 
 def local_gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -89,3 +151,16 @@ def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.T
         return torch.zeros((), device=device)
     norm: torch.Tensor = nn.utils.get_total_norm([gradient.float() for gradient in gradients])
     return norm.to(device).square()
+
+
+class _Clock:
+    """Time that this rank computes, from its creation on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._now = time.thread_time if device.type == "cpu" else time.monotonic
+        self._waits_count = device.type != "cpu"
+        self._started = self._now()
+
+    def seconds(self, waited: float) -> float:
+        """So far; `waited`: seconds of it that were spent waiting for batches."""
+        return self._now() - self._started - (waited if self._waits_count else 0.0)

@@ -1,0 +1,106 @@
+"""Trackers from outside: found by name, fed in order, and harmless whatever they do."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_trainer.observe import trackers
+from finetune_trainer.observe.trackers import Trackers, unknown_trackers
+from tests.support.tiny_model import plan_of, tiny_spec
+
+HEARD: list[Any] = []
+RELEASED = threading.Event()
+
+
+class Notebook:
+    def start(self, run: Mapping[str, Any]) -> None:
+        HEARD.append(("start", dict(run)))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        HEARD.append((step, dict(values)))
+
+    def finish(self, outcome: str) -> None:
+        HEARD.append(("finish", outcome))
+
+
+class Breaking(Notebook):
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        HEARD.append(("broke", step))
+        raise RuntimeError("no route to the tracker")
+
+
+class Hanging(Notebook):
+    def start(self, run: Mapping[str, Any]) -> None:
+        RELEASED.wait(60)
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package with entry points, as pip would install it."""
+    information = tmp_path / "outside-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    here = f"{__name__}:"
+    names = {"notebook": "Notebook", "breaking": "Breaking", "hanging": "Hanging", "absent": "NoSuchClass"}
+    lines = "".join(f"{name} = {here}{value}\n" for name, value in names.items())
+    (information / "entry_points.txt").write_text(f"[finetune.trackers]\n{lines}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    HEARD.clear()
+    RELEASED.clear()
+    yield
+    RELEASED.set()
+
+
+def run_through(names: list[str], finish_seconds: float = 60.0, steps: int = 3) -> None:
+    feeds = Trackers(names, finish_seconds)
+    feeds.start({"name": "tiny"})
+    for step in range(steps):
+        feeds.log(step, {"loss": float(step)})
+    feeds.finish("Succeeded")
+
+
+def test_none_by_default() -> None:
+    assert plan_of(tiny_spec()).training.trackers == ()
+    run_through([])
+    assert HEARD == []
+
+
+def test_a_tracker_hears_everything_in_order() -> None:
+    run_through(["notebook"])
+    assert HEARD == [
+        ("start", {"name": "tiny"}),
+        (0, {"loss": 0.0}),
+        (1, {"loss": 1.0}),
+        (2, {"loss": 2.0}),
+        ("finish", "Succeeded"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["breaking", "absent", "not-installed"])
+def test_a_tracker_that_raises_is_logged_once_and_turned_off(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    run_through([name])
+    assert caplog.text.count("is off for the rest of the run") == 1
+    assert [each for each in HEARD if each[0] == "broke"] == ([("broke", 0)] if name == "breaking" else [])
+    assert ("finish", "Succeeded") not in HEARD
+
+
+def test_a_tracker_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(trackers, "WAITING_LINES", 5)
+    run_through(["hanging"], finish_seconds=0.05, steps=20)
+    assert "did not end within" in caplog.text
+    assert "lines were dropped" in caplog.text
+
+
+def test_unknown_names_are_found_before_anything_starts() -> None:
+    assert unknown_trackers(plan_of(tiny_spec(training={"trackers": ["notebook"]}))) is None
+    finding = unknown_trackers(plan_of(tiny_spec(training={"trackers": ["notebook", "nobody"]})))
+    assert finding is not None
+    assert (finding.severity, finding.field, finding.value) == ("error", "spec.training.trackers", "nobody")
+    assert "notebook" in finding.message

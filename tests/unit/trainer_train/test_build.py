@@ -1,0 +1,178 @@
+"""How the model is built changes nothing of what it is: loaded shard by shard, compiled, or recomputing its activations."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from finetune_trainer.checkpoint.state import pieces
+from finetune_trainer.gang import joined
+from finetune_trainer.model import sharded
+from finetune_trainer.model.load_shards import base_name
+from tests.support.forked_ranks import run_processes
+from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
+
+TOKENS = torch.arange(60).view(2, 30) * 7 % 256
+LORA = {"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"]}}
+LORA_TIED = {"type": "LoRA", "lora": {"r": 4}}
+DORA = {"type": "DoRA", "lora": {"r": 4}}
+FULL = {"type": "Full", "lora": None}
+FLAT = {"version": 1, "useOrigParams": True, "peftWrapPolicy": False}
+BUILT: dict[str, tuple[dict[str, Any], dict[str, Any], int, torch.dtype, bool]] = {
+    "lora-fsdp2": (LORA, {}, 3, torch.bfloat16, False),
+    "dora-fsdp2-tied": (DORA, {}, 2, torch.bfloat16, True),
+    "full-fsdp2-tied": (FULL, {}, 3, torch.bfloat16, True),
+    "lora-fsdp1-tied": (LORA_TIED, FLAT, 2, torch.float32, True),
+    "dora-fsdp1": (DORA, {"version": 1}, 3, torch.float32, False),
+    "full-fsdp1": (FULL, {"version": 1}, 2, torch.bfloat16, False),
+}
+
+
+class Nothing:
+    """An objective that changes nothing."""
+
+    def install(self, model: nn.Module) -> None:
+        pass
+
+
+def spec_of(method: dict[str, Any], fsdp: dict[str, Any], ranks: int, **training: Any) -> dict[str, Any]:
+    return tiny_spec(
+        method=method, parallelism={"processesPerNode": ranks, "fsdp": fsdp}, training={"globalBatchSize": 6, **training}
+    )
+
+
+def gang(body: Any, ranks: int, directory: Path, *arguments: Any) -> None:
+    store = f"file://{directory}/store"
+    assert run_processes([partial(body, rank, ranks, store, directory, *arguments) for rank in range(ranks)]) == [0] * ranks
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_model_loaded_by_shards_has_the_bytes_of_one_loaded_whole(tmp_path: Path, name: str) -> None:
+    method, fsdp, ranks, dtype, tied = BUILT[name]
+    base = write_tiny_llama(tmp_path / "base", dtype, tied)
+    gang(_build_twice, ranks, tmp_path, spec_of(method, fsdp, ranks), base)
+
+
+def _build_twice(rank: int, ranks: int, store: str, _: Path, spec: dict[str, Any], base: Path) -> None:
+    found = []
+    with joined(rank, ranks, rank, store) as joint:
+        by_shard = sharded.hollow_base_model
+        for load in (by_shard, lambda *_: None):
+            sharded.hollow_base_model = load  # type: ignore[assignment]
+            module = sharded.build(plan_of(spec), base, joint, Nothing()).module
+            found.append(
+                {
+                    piece.name: (piece.start, piece.holder.requires_grad, piece.parameter_values())
+                    for piece in pieces(module, frozen=True)
+                }
+                | {f"buffer {name}": (0, False, buffer) for name, buffer in module.named_buffers()}
+            )
+    assert found[0].keys() == found[1].keys()
+    assert by_shard(plan_of(spec), base) is not None
+    for name, (start, trained, values) in found[0].items():
+        assert (start, trained) == found[1][name][:2], name
+        assert values.dtype is found[1][name][2].dtype, name
+        assert torch.equal(values, found[1][name][2]), name
+
+
+def test_a_rank_needs_memory_for_its_shard_and_not_for_the_model(tmp_path: Path) -> None:
+    large = {"vocab_size": 4096, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 8}
+    base = write_tiny_llama(tmp_path / "base", **large)
+    num_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+    gang(_measure, 2, tmp_path, spec_of({"type": "LoRA", "lora": {"r": 4}}, {}, 2), write_tiny_llama(tmp_path / "tiny"), base)
+    for path in tmp_path.glob("peak-*"):
+        # Half of the model, one layer and a block, where loading it whole takes all of it and the shard beside it.
+        assert int(path.read_text()) < num_bytes
+
+
+def _measure(rank: int, ranks: int, store: str, out: Path, spec: dict[str, Any], tiny: Path, base: Path) -> None:
+    with joined(rank, ranks, rank, store) as joint:
+        # What libraries allocate once is there before it is measured.
+        sharded.build(plan_of(spec), tiny, joint, Nothing())
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        trained = sharded.build(plan_of(spec), base, joint, Nothing())
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert trained.pieces
+    (out / f"peak-{rank}").write_text(str(peak * 1024))
+
+
+def test_the_base_models_name_of_a_parameter_inside_peft() -> None:
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj."
+    assert base_name(f"{prefix}base_layer.weight") == "model.layers.0.self_attn.q_proj.weight"
+    assert base_name("base_model.model.lm_head.modules_to_save.default.weight") == "lm_head.weight"
+    assert base_name("model.norm.weight") == "model.norm.weight"
+    assert base_name(f"{prefix}lora_A.default.weight") == "model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def losses_and_gradients(rank: int, ranks: int, store: str, out: Path, spec: dict[str, Any], base: Path) -> None:
+    with joined(rank, ranks, rank, store) as joint:
+        trained = sharded.build(plan_of(spec), base, joint, Nothing())
+        logits = trained.module(input_ids=TOKENS, use_cache=False).logits
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+        loss.backward()
+        gradients = {piece.name: _gradient(piece.holder) for piece in trained.pieces if piece.stop > piece.start}
+        torch.save((loss.detach(), gradients), out / f"found-{rank}")
+
+
+def _gradient(holder: nn.Parameter) -> torch.Tensor:
+    gradient = holder.grad
+    assert gradient is not None
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def computed(directory: Path, base: Path, method: dict[str, Any], fsdp: dict[str, Any], **training: Any) -> list[Any]:
+    directory.mkdir()
+    ranks = 2
+    gang(losses_and_gradients, ranks, directory, spec_of(method, fsdp, ranks, **training), base)
+    return [torch.load(directory / f"found-{rank}") for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("fsdp", [{"version": 2}, {"version": 1}], ids=["fsdp2", "fsdp1"])
+def test_recomputed_activations_give_the_same_gradients_bit_for_bit(tmp_path: Path, fsdp: dict[str, Any]) -> None:
+    base = write_tiny_llama(tmp_path / "base")
+    method = {"type": "LoRA", "lora": {"r": 4, "loraDropout": "0.1"}} if fsdp["version"] == 2 else FULL
+    expected = computed(tmp_path / "None", base, method, fsdp)
+    for kind in ("Selective", "Full"):
+        for (loss, gradients), (expected_loss, expected_gradients) in zip(
+            computed(tmp_path / kind, base, method, fsdp, activationCheckpointing=kind), expected, strict=True
+        ):
+            assert torch.equal(loss, expected_loss)
+            assert [name for name in expected_gradients if not torch.equal(gradients[name], expected_gradients[name])] == []
+
+
+def test_selective_recomputation_repeats_no_matrix_product(tmp_path: Path) -> None:
+    base = write_tiny_llama(tmp_path / "base")
+    counts = {kind: products(base, kind) for kind in ("None", "Selective", "Full")}
+    assert counts["Selective"] == counts["None"] < counts["Full"]
+
+
+def products(base: Path, kind: str) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from finetune_trainer.gang import Gang
+
+    spec = spec_of({"type": "LoRA", "lora": {"r": 4}}, {}, 1, activationCheckpointing=kind)
+    trained = sharded.build(plan_of(spec), base, Gang(0, 1, 0, torch.device("cpu"), None), Nothing())
+    with FlopCounterMode(display=False) as counter:
+        trained.module(input_ids=TOKENS, use_cache=False).logits.sum().backward()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler, and none is installed")
+def test_compiled_layers_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
+    base = write_tiny_llama(tmp_path / "base")
+    expected = computed(tmp_path / "plain", base, LORA_TIED, {})
+    found = computed(tmp_path / "compiled", base, LORA_TIED, {}, compile=True)
+    for (loss, gradients), (expected_loss, expected_gradients) in zip(found, expected, strict=True):
+        assert torch.allclose(loss, expected_loss, rtol=1e-5)
+        assert gradients.keys() == expected_gradients.keys()
+        for name, values in expected_gradients.items():
+            assert torch.allclose(gradients[name], values, rtol=1e-3, atol=1e-6), name

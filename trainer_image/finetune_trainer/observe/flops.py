@@ -1,0 +1,126 @@
+"""PURE but for looking at a model's structure. Floating-point operations that training needs by the model's mathematics.
+
+What is computed again to save memory, padding of documents to rows inside attention, norms, activations and embeddings (lookups, no
+products) do not count; the output layer does. So model FLOPs utilisation (MFU; Chowdhery et al., 2022, appendix B) compares runs
+whatever they do to save memory.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+_REPLACED = ".original_module."
+"""PEFT keeps the frozen original of a layer in modules_to_save under this name, and does not compute it."""
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What one token and one document cost."""
+
+    matmul_parameters: float
+    """Values of all matrices that a token is multiplied with, adapters and output layer included, embeddings not. Of experts, as
+    many as a token is sent to."""
+    trained_matmul_parameters: float
+    """Those of them that are trained."""
+    attention_layers: int
+    attention_width: int
+    """Attention heads times their dimension."""
+
+    def step_flops(self, tokens: int, squared_document_lengths: int) -> float:
+        """Of an optimizer step over documents with `tokens` tokens together.
+
+        Matrices: two operations (multiply, add) per value and token forward; two in the backward pass for the gradient of the
+        input; two more for the gradient of the matrix itself where it is trained. So 6 per value in full fine-tuning (Kaplan et
+        al., 2020, section 2.1), and 4 for a frozen base plus 6 for its adapters.
+
+        Attention over a document of L tokens: scores and weighted values are two products of 2 L^2 `attention_width` operations
+        per layer, and the backward pass has two gradients for each of them: 12 L^2 `attention_width` (Chowdhery et al., 2022,
+        appendix B), whether the base is frozen or not. A causal mask leaves half of it. Windows narrower than a document are
+        counted as if they were not.
+        """
+        matrices = (4 * self.matmul_parameters + 2 * self.trained_matmul_parameters) * tokens
+        return matrices + 6 * self.attention_layers * self.attention_width * squared_document_lengths
+
+
+def model_cost(model: nn.Module, config: Any) -> ModelCost:
+    """Count the matrices of an unsharded model, on any device; `config` is that of transformers."""
+    config = config.get_text_config()
+    active = _active_share_of_experts(config)
+    total = trained = 0.0
+    for name, module in model.named_modules():
+        if _REPLACED in f".{name}.":
+            continue
+        is_expert = bool(_EXPERTS.search(name))
+        share = active if is_expert else 1.0
+        for values, is_trained in _matrices(module, is_expert=is_expert):
+            total += values * share
+            trained += values * share * is_trained
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layer_types = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    return ModelCost(total, trained, sum("attention" in kind and "linear" not in kind for kind in layer_types), heads * head_dim)
+
+
+def _matrices(module: nn.Module, *, is_expert: bool) -> list[tuple[int, bool]]:
+    """Values of the module's own matrices, and whether they are trained."""
+    if isinstance(module, nn.Linear):
+        # By its declared size: 4-bit weights are stored in another shape.
+        return [(module.in_features * module.out_features, module.weight.requires_grad)]
+    if isinstance(module, nn.Embedding):
+        return []
+    # Routers and GPT-2's layers are no nn.Linear; all experts of a layer may be one parameter [experts, rows, columns].
+    dims = (2, 3) if is_expert else (2,)
+    return [(each.numel(), each.requires_grad) for each in module.parameters(recurse=False) if each.dim() in dims]
+
+
+def _active_share_of_experts(config: Any) -> float:
+    """Experts per token over experts, by the names that transformers' configurations give them."""
+    chosen = getattr(config, "num_experts_per_tok", None)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((count for name in names if (count := getattr(config, name, None))), None)
+    return chosen / experts if chosen and experts else 1.0
+
+
+_PEAKS: tuple[tuple[str, float], ...] = (
+    # NVIDIA data sheets give some figures with structured sparsity only; those are halved.
+    (r"GB200", 2.5e15),
+    (r"B200", 2.25e15),
+    (r"H200 NVL", 835e12),
+    (r"H200", 989e12),
+    (r"H100 PCIe", 756e12),
+    (r"H100 NVL", 835e12),
+    (r"(H100|H800)", 989e12),
+    (r"H20", 148e12),
+    (r"(A100|A800)", 312e12),
+    (r"A40", 149.7e12),
+    (r"A30", 165e12),
+    (r"A10G", 70e12),
+    (r"A10", 125e12),
+    (r"L40S", 362e12),
+    (r"L40", 181e12),
+    (r"L4", 121e12),
+    (r"RTX A6000", 154.8e12),
+    (r"RTX 5090", 209.5e12),
+    (r"RTX 4090", 165.2e12),
+    (r"RTX 3090", 71e12),
+    # AMD data sheets.
+    (r"MI300X", 1307.4e12),
+    (r"MI325X", 1307.4e12),
+)
+"""Words in a device's name -> dense bfloat16 products with float32 sums, operations per second; the first that fits."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak of a device in bfloat16, by the name that its driver gives it; None for one that is not listed.
+
+    None for a part of a device, too, and for those of notebooks, which bear the same names.
+    """
+    if re.search(r"\b(MIG|Laptop)\b", device_name):
+        return None
+    found = (peak for words, peak in _PEAKS if re.search(rf"(?<![A-Za-z0-9]){words}(?![A-Za-z0-9])", device_name))
+    return next(found, None)

@@ -1,0 +1,153 @@
+"""PURE. How a job has spent its time over all its attempts: steps that count, and everything else by cause.
+
+Each attempt writes records: one at its start, then the seconds it has spent on each activity so far. Every second between the start
+of the first attempt and the latest record belongs to exactly one cause, so the parts add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+
+class Activity(StrEnum):
+    """What a rank 0 does, one thing at a time."""
+
+    STARTUP = "startup"
+    """From the start of the process to the first step: imports, joining the gang, loading, and building the model."""
+    STEPS = "steps"
+    """Optimizer steps, without waiting for data."""
+    DATA_WAIT = "data_wait"
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"
+    """The part of a save that steps wait for."""
+    EXPORT = "export"
+    OTHER = "other"
+
+
+class Cause(StrEnum):
+    """What time was spent on that brought no step that counts."""
+
+    STARTUP = "startup"
+    LOST_STEPS = "lost_steps"
+    """Steps that were done and had to be done again, because the run was resumed from before them."""
+    CHECKPOINT = "checkpoint"
+    EVALUATION = "evaluation"
+    DATA_WAIT = "data_wait"
+    BETWEEN_ATTEMPTS = "between_attempts"
+    """From the latest record of an attempt to the start of the next: steps after that record, scheduling, images, other pods."""
+    EXPORT = "export"
+    OTHER = "other"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    attempt: int
+    time: float
+    """Seconds since the epoch."""
+    step: int
+    """Optimizer steps done."""
+
+
+class AttemptStarted(_Record):
+    """An attempt's process started at `time`; it goes on after `step`."""
+
+    kind: Literal["started"] = "started"
+
+
+class TimeSpent(_Record):
+    """Where the attempt stands. `time` is its start plus the seconds, so that no change of the clock loses or adds any."""
+
+    kind: Literal["spent"] = "spent"
+    seconds: Mapping[Activity, float]
+    """Since the start of the attempt."""
+
+
+Record = AttemptStarted | TimeSpent
+_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """Where the time has gone."""
+
+    productive_seconds: float = 0.0
+    badput_seconds: Mapping[Cause, float] = field(default_factory=dict)
+
+    @property
+    def total_seconds(self) -> float:
+        """Since the first attempt's start."""
+        return self.productive_seconds + sum(self.badput_seconds.values())
+
+    @property
+    def goodput(self) -> float | None:
+        """Productive share, 0 to 1; None before any time has passed."""
+        return self.productive_seconds / self.total_seconds if self.total_seconds > 0 else None
+
+    def plus(self, seconds: Mapping[Activity, float]) -> Accounts:
+        """With the seconds of a running attempt, all of whose steps count so far."""
+        badput = dict(self.badput_seconds)
+        for activity, spent in seconds.items():
+            if activity is not Activity.STEPS:
+                cause = Cause(activity.value)
+                badput[cause] = badput.get(cause, 0.0) + spent
+        return Accounts(self.productive_seconds + seconds.get(Activity.STEPS, 0.0), badput)
+
+
+def parsed(lines: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """The records among these lines; others are passed over."""
+    records = []
+    for line in lines:
+        try:
+            records.append(_RECORD.validate_python(line))
+        except ValidationError:
+            continue
+    return records
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Steps `first` < step <= `last`, done in `seconds`."""
+
+    first: int
+    last: int
+    seconds: float
+
+    def up_to(self, step: int) -> _Stretch:
+        """The part of it that ends at `step`; steps take equally long."""
+        last = max(min(self.last, step), self.first)
+        length = self.last - self.first
+        share = (last - self.first) / length if length else float(self.last <= step)
+        return _Stretch(self.first, last, self.seconds * share)
+
+
+def accounts(records: Sequence[Record]) -> Accounts:
+    """All attempts together, in the order in which they were written.
+
+    Where clocks of different machines disagree, so that an attempt seems to start before the one before it ended, the time between
+    them counts as none.
+    """
+    total = Accounts()
+    kept: list[_Stretch] = []
+    lost = between = 0.0
+    latest: Record | None = None
+    for record in records:
+        if isinstance(record, AttemptStarted):
+            between += max(0.0, record.time - latest.time) if latest else 0.0
+            shortened = [stretch.up_to(record.step) for stretch in kept]
+            lost += sum(stretch.seconds for stretch in kept) - sum(stretch.seconds for stretch in shortened)
+            kept = shortened
+        elif latest is None or record.attempt != latest.attempt:
+            continue
+        else:
+            before = latest.seconds if isinstance(latest, TimeSpent) else {}
+            spent = {activity: seconds - before.get(activity, 0.0) for activity, seconds in record.seconds.items()}
+            kept.append(_Stretch(latest.step, record.step, spent.pop(Activity.STEPS, 0.0)))
+            total = total.plus(spent)
+        latest = record
+    badput = {Cause.LOST_STEPS: lost, Cause.BETWEEN_ATTEMPTS: between, **total.badput_seconds}
+    return Accounts(sum(stretch.seconds for stretch in kept), {cause: badput.get(cause, 0.0) for cause in Cause})

@@ -1,0 +1,266 @@
+"""What the training loop tells, and where it goes: board, history, accounts and trackers.
+
+The first rank has a `Reporter`; the others an `Observer`, which tells nobody, so that the loop treats all alike. Neither decides
+anything. Files hold all attempts of the job, the board and the trackers this one.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from finetune_job.failures import Outcome
+from finetune_job.progress import Progress
+from finetune_trainer.checkpoint.checkpoints import Checkpoints
+from finetune_trainer.checkpoint.manifest import RunState
+from finetune_trainer.context import RunContext
+from finetune_trainer.errors import classify
+from finetune_trainer.files import write_durably
+from finetune_trainer.gang import Gang
+from finetune_trainer.model.adapters import attach
+from finetune_trainer.model.load import build_on_meta
+from finetune_trainer.observe.accounts import AccountBook, Stopwatch
+from finetune_trainer.observe.board import Board
+from finetune_trainer.observe.flops import ModelCost, model_cost, peak_flops
+from finetune_trainer.observe.goodput import Activity
+from finetune_trainer.observe.history import History
+from finetune_trainer.observe.server import serving
+from finetune_trainer.observe.throughput import StepTiming, Window, straggler_ratio
+from finetune_trainer.observe.trackers import Trackers
+from finetune_trainer.train.step import StepResult
+
+OBSERVE_FILE = "observe.json"
+"""On the workspace: the port on which rank 0 answers."""
+
+_RESUMED = ("epoch", "loss", "learning_rate")
+"""Fields of Progress that stand in the history and in no checkpoint."""
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """What stays the same during an attempt."""
+
+    context: RunContext
+    gang: Gang
+    num_sequences: int
+    total_steps: int
+    first_step: int
+    """Steps that earlier attempts have done."""
+    is_resumed: bool
+    """From a checkpoint."""
+    checkpoints: Checkpoints
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One optimizer step, with what was evaluated after it."""
+
+    step: int
+    """Steps done."""
+    learning_rate: float
+    seconds: float
+    result: StepResult
+    state: RunState
+    was_evaluated: bool
+    peak_memory_bytes: int | None
+    """Over all ranks; None where it was not asked for after this step."""
+    is_saved: bool
+    """A checkpoint follows."""
+
+
+class Observer:
+    """Tells nobody."""
+
+    def during(self, _activity: Activity) -> AbstractContextManager[None]:
+        """Time in the body is spent on this activity."""
+        return nullcontext()
+
+    def evaluated_before_start(self, state: RunState) -> None:
+        """The base model's held-out loss is known."""
+
+    def stepped(self, done: StepDone) -> None:
+        """Call before the checkpoint: a run resumed from it does not do this step again, so nobody else would write its line."""
+
+    def saved(self) -> None:
+        """A checkpoint has been taken."""
+
+    def facts(self) -> dict[str, str]:
+        """For the report of a run that has ended well."""
+        return {}
+
+
+@contextmanager
+def observing(
+    run: ObservedRun, state: RunState, stopwatch: Stopwatch, port: int, is_stalled: Callable[[], bool]
+) -> Iterator[Observer]:
+    """Observe while the body runs; how it ends is told to the trackers. Raises OSError."""
+    if not run.gang.is_first:
+        yield Observer()
+        return
+    context, plan = run.context, run.context.plan
+    board = Board(
+        Progress(
+            attempt=context.attempt,
+            step=run.first_step,
+            total_steps=run.total_steps,
+            initial_eval_loss=state.initial_eval_loss,
+            eval_loss=state.eval_loss,
+            best_eval_loss=state.best_eval_loss,
+            checkpoint_step=run.checkpoints.complete_step(),
+        ),
+        is_stalled,
+    )
+    trackers = Trackers(plan.training.trackers)
+    with serving(board, port) as bound_port:
+        write_durably(context.workspace.root / OBSERVE_FILE, json.dumps({"port": bound_port, "attempt": context.attempt}).encode())
+        trackers.start(
+            {
+                **plan.job.model_dump(),
+                "attempt": context.attempt,
+                "step": run.first_step,
+                "total_steps": run.total_steps,
+                "plan": plan.model_dump(mode="json"),
+            }
+        )
+        reporter = Reporter(run, board, stopwatch, trackers)
+        outcome = Outcome.SUCCEEDED.value
+        try:
+            yield reporter
+        except BaseException as error:
+            outcome = classify(error)[0].value
+            raise
+        finally:
+            reporter.close()
+            trackers.finish(outcome)
+
+
+class Reporter(Observer):
+    """Tells board, history, accounts and trackers."""
+
+    def __init__(self, run: ObservedRun, board: Board, stopwatch: Stopwatch, trackers: Trackers) -> None:
+        self._run, self._board, self._stopwatch, self._trackers = run, board, stopwatch, trackers
+        workspace = run.context.workspace
+        self._history = History(workspace.history, run.first_step if run.is_resumed else None)
+        # A run that was stopped during the export has no step to come that would tell these.
+        self._board.update(**{name: self._history.resumed[name] for name in _RESUMED if name in self._history.resumed})
+        self._book = AccountBook(workspace.accounts, run.context.attempt, run.first_step, stopwatch, time.time())
+        self._window = Window()
+        self._step = run.first_step
+        self._peak, self._cost = _peak_and_cost(run)
+
+    def during(self, activity: Activity) -> AbstractContextManager[None]:
+        return self._stopwatch.during(activity)
+
+    def evaluated_before_start(self, state: RunState) -> None:
+        self._history.append(step=0, attempt=self._run.context.attempt, eval_loss=state.initial_eval_loss)
+        self._board.update(initial_eval_loss=state.initial_eval_loss, eval_loss=state.eval_loss)
+
+    def stepped(self, done: StepDone) -> None:
+        run, result, world_size = self._run, done.result, self._run.gang.world_size
+        self._step = done.step
+        self._see_checkpoints()
+        self._stopwatch.move(result.data_seconds, Activity.STEPS, Activity.DATA_WAIT)
+        flops = self._cost.step_flops(result.tokens, result.squared_document_lengths) if self._cost else None
+        pace = self._window.add(StepTiming(done.seconds, result.data_seconds, result.tokens, flops))
+        said: dict[str, Any] = {
+            "step": done.step,
+            "epoch": done.step * run.context.plan.training.global_batch_size / run.num_sequences,
+            "loss": result.loss,
+            "learning_rate": done.learning_rate,
+            "straggler_ratio": straggler_ratio(result.compute_seconds),
+        }
+        if done.was_evaluated:
+            said |= {"eval_loss": done.state.eval_loss, "best_eval_loss": done.state.best_eval_loss}
+        if done.peak_memory_bytes is not None:
+            said["peak_memory_bytes"] = done.peak_memory_bytes
+        line = {
+            **said,
+            "attempt": run.context.attempt,
+            "gradient_norm": result.gradient_norm,
+            "tokens": result.tokens,
+            "supervised_tokens": result.supervised_tokens,
+            "seconds": done.seconds,
+            "data_seconds": result.data_seconds,
+            "tokens_per_second": result.tokens / done.seconds,
+            "mfu": self._mfu(flops / done.seconds if flops is not None else None),
+        }
+        self._history.append(**line)
+        self._trackers.log(done.step, {name: value for name, value in line.items() if value is not None and name != "step"})
+        self._book.record(done.step, always=done.is_saved)
+        totals, accounts = self._board.totals, self._book.accounts()
+        self._board.update(
+            replace(
+                totals,
+                tokens=totals.tokens + result.tokens,
+                supervised_tokens=totals.supervised_tokens + result.supervised_tokens,
+                durations=totals.durations.plus(done.seconds),
+                accounts=accounts,
+            ),
+            **said,
+            tokens_per_second=pace.tokens_per_second,
+            tokens_per_second_per_device=pace.tokens_per_second / world_size,
+            mfu=self._mfu(pace.flops_per_second),
+            step_seconds_median=pace.seconds_median,
+            step_seconds_p95=pace.seconds_p95,
+            data_wait_ratio=pace.data_wait_ratio,
+            goodput=accounts.goodput,
+            seconds_left=pace.seconds_mean * (run.total_steps - done.step),
+        )
+
+    def saved(self) -> None:
+        self._see_checkpoints()
+
+    def facts(self) -> dict[str, str]:
+        accounts = self._book.accounts()
+        self._board.update(replace(self._board.totals, accounts=accounts), goodput=accounts.goodput)
+        badput = {f"badput.{cause}": f"{seconds:.3f}" for cause, seconds in accounts.badput_seconds.items()}
+        totals = {
+            "tokens": str(self._history.tokens),
+            "seconds": f"{accounts.total_seconds:.3f}",
+            "productive_seconds": f"{accounts.productive_seconds:.3f}",
+        }
+        return {**self._board.progress.facts(), **totals, **badput}
+
+    def close(self) -> None:
+        """Write the last record and close the files."""
+        self._book.close(self._step)
+        self._history.close()
+
+    def _see_checkpoints(self) -> None:
+        """An asynchronous one is complete some steps after it was taken."""
+        checkpoints, totals = self._run.checkpoints, self._board.totals
+        complete = checkpoints.complete_step()
+        is_new = complete != self._board.progress.checkpoint_step
+        totals = replace(totals, checkpoints=totals.checkpoints + is_new, failed_saves=checkpoints.failed_saves)
+        self._board.update(totals, checkpoint_step=complete)
+
+    def _mfu(self, flops_per_second: float | None) -> float | None:
+        if flops_per_second is None or self._peak is None:
+            return None
+        return flops_per_second / (self._peak * self._run.gang.world_size)
+
+
+def _peak_and_cost(run: ObservedRun) -> tuple[float | None, ModelCost | None]:
+    """The device's peak and the model's cost; None on the CPU and on devices whose peak is not known."""
+    device = run.gang.device
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None:
+        return None, None
+    plan = run.context.plan
+    model = build_on_meta(plan, run.context.base_model)
+    return peak, model_cost(attach(model, plan) if plan.method.trains_adapter else model, model.config)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most that this rank has used so far: of its device, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,126 @@
+"""Experiment trackers from outside: found by name, fed from a thread of their own, and never able to harm the run.
+
+A package in the trainer image offers one as an entry point of group `finetune.trackers`: a callable without arguments that gives a
+`Tracker`. None is on unless the job names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.rules.rule import Finding
+
+log = logging.getLogger(__name__)
+GROUP = "finetune.trackers"
+WAITING_LINES = 10_000
+"""Lines that may wait for a tracker; more are dropped and counted."""
+FINISH_SECONDS = 5.0
+"""How long the end of a run waits for its trackers, all together: a pod that was asked to stop has little time left."""
+
+
+class Tracker(Protocol):
+    """What a tracker is told; all calls come from one thread, in this order. What it raises turns it off."""
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """`run`: namespace, name and uid of the job, attempt, first step, total_steps, and the whole plan."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """A line of the history. After a resume steps may come again that an earlier attempt has logged."""
+        ...
+
+    def finish(self, outcome: str) -> None:
+        """`Succeeded`, or the class of the failure; not called where the process is killed."""
+        ...
+
+
+def unknown_trackers(plan: RunPlan) -> Finding | None:
+    """PURE but for the installed packages. Trackers that no package of this image offers."""
+    offered = sorted(set(entry_points(group=GROUP).names))
+    unknown = [name for name in plan.training.trackers if name not in offered]
+    if not unknown:
+        return None
+    return Finding(
+        rule="tracker-unknown",
+        severity="error",
+        field="spec.training.trackers",
+        value=", ".join(unknown),
+        message=f"no package in the trainer image offers a tracker of this name; offered are: {', '.join(offered) or 'none'}",
+        fix=f"use a trainer image with a package that has an entry point of this name in the group {GROUP}, or remove the name",
+    )
+
+
+class Trackers:
+    """All trackers of a run."""
+
+    def __init__(self, names: Sequence[str], finish_seconds: float = FINISH_SECONDS) -> None:
+        self._finish_seconds = finish_seconds
+        self._feeds = [_Feed(name) for name in names]
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Begin."""
+        for feed in self._feeds:
+            feed.put(lambda tracker: tracker.start(run))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Pass a line on."""
+        for feed in self._feeds:
+            feed.put(lambda tracker: tracker.log(step, values))
+
+    def finish(self, outcome: str) -> None:
+        """End, and wait a while for what is still on its way."""
+        for feed in self._feeds:
+            feed.end(lambda tracker: tracker.finish(outcome))
+        for feed in self._feeds:
+            feed.wait(self._finish_seconds / len(self._feeds))
+
+
+Call = Callable[[Tracker], None]
+
+
+class _Feed:
+    """One tracker in its thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Call) -> None:
+        """Never waits: where too many calls wait already, this one is dropped."""
+        if self._calls.qsize() < WAITING_LINES:
+            self._calls.put(call)
+        else:
+            self._dropped += 1
+
+    def end(self, last: Call) -> None:
+        """No call follows `last`."""
+        self._calls.put(last)
+        self._calls.put(None)
+
+    def wait(self, seconds: float) -> None:
+        """Until the thread has ended or the time is over."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            log.warning("tracker %s did not end within %.0f s and is left behind", self._name, seconds)
+        if self._dropped:
+            log.warning("tracker %s was too slow: %d lines were dropped", self._name, self._dropped)
+
+    def _run(self) -> None:
+        try:
+            (entry,) = entry_points(group=GROUP, name=self._name)
+            tracker: Tracker = entry.load()()
+            while (call := self._calls.get()) is not None:
+                call(tracker)
+        except Exception:
+            log.exception("tracker %s failed and is off for the rest of the run", self._name)
+            while self._calls.get() is not None:
+                pass
