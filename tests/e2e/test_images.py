@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -13,9 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import pytest
+import yaml
 
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.plan.digest import canonical_json
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import JobIdentity
 from tests.support.cluster.cache import cache_root
 from tests.support.images import Image, ImageError, build, locks
 from tests.support.images.sources import REPOSITORY, SOURCES, Sources
@@ -26,7 +33,10 @@ pytestmark = pytest.mark.timeout(1200)
 _ARBITRARY_UID = 1000650000
 _OURS = {"trainer": {"finetune_job", "finetune_trainer"}, "operator": {"finetune_job", "finetune_operator"}}
 _SITE_PACKAGES = Path("opt/finetune/venv/lib/python3.11/site-packages")
-_INSTALLERS = re.compile(r"^(pip|apt|dpkg|curl|wget|uv|uvx|easy_install|perl)([0-9.]*|-.*)$")
+_INSTALLERS = re.compile(r"^(pip|apt|dpkg|curl|wget|uv|uvx|easy_install|perl|cyclonedx-py)([0-9.]*|-.*)$")
+_COMPILERS = re.compile(r"^(.*-)?(gcc|g\+\+|cc|c\+\+|cpp|clang|clang\+\+|ld|as|rustc|go|make|nvcc)(-[0-9.]+)?$")
+_CACHES = ("var/cache/apt", "var/lib/apt/lists", "root/.cache", "var/cache/debconf")
+_BILL = Path("opt/finetune/sbom.cdx.json")
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,14 @@ class _Mounted:
         config: dict[str, Any] = json.loads(self.image.stored.config)["config"]
         return config
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command as a pod would: arbitrary UID, group 0, read-only root, writable /tmp, PID 1, no network."""
+    def run(self, *command: str, scratch: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command as a pod would: arbitrary UID, group 0, read-only root, writable /tmp, PID 1, no network.
+
+        `scratch`: a directory of this machine to stand at /tmp; an empty one that is thrown away otherwise.
+        """
+        volume = "-t tmpfs tmpfs" if scratch is None else f"--bind {shlex.quote(str(scratch))}"
         enter = (
-            'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && mount -t tmpfs tmpfs "$0/tmp" '
+            f'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && mount {volume} "$0/tmp" '
             '&& mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" '
             f'&& exec chroot --userspec={_ARBITRARY_UID}:0 --groups= "$0" "$@"'
         )
@@ -95,14 +109,53 @@ def _walk(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def test_nothing_in_the_image_installs_packages_or_gains_privileges(mounted: _Mounted) -> None:
     installers, privileged = [], []
     for path, status in _walk(mounted.root):
-        if path.parent.name in {"bin", "sbin"} and _INSTALLERS.match(path.name):
+        if path.parent.name in {"bin", "sbin"} and (_INSTALLERS.match(path.name) or _COMPILERS.match(path.name)):
             installers.append(path)
         if not stat.S_ISLNK(status.st_mode) and status.st_mode & (stat.S_ISUID | stat.S_ISGID):
             privileged.append(path)
     modules = [path for name in ("pip", "ensurepip", "kernels") for path in mounted.root.glob(f"**/python3*/**/{name}")]
     packages = [path for path in modules if (path / "__init__.py").exists() and path.name != "kernels"]
     packages += [path for path in modules if path.name == "kernels" and path.parent.name == "site-packages"]
-    assert (installers, privileged, packages) == ([], [], [])
+    caches = [path for name in _CACHES for path in (mounted.root / name).rglob("*")]
+    caches += list(mounted.root.glob("**/*.whl"))
+    assert (installers, privileged, packages, caches) == ([], [], [], [])
+
+
+def test_bill_of_materials_lists_every_package(mounted: _Mounted) -> None:
+    bill = json.loads((mounted.root / _BILL).read_text())
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    assert bill["metadata"]["component"]["name"] == mounted.sources.name
+    references = [component["bom-ref"] for component in bill["components"]]
+    assert len(set(references)) == len(references)
+    assert {entry["ref"] for entry in bill["dependencies"]} <= {*references, bill["metadata"]["component"]["bom-ref"]}
+    listed = {component["purl"] for component in bill["components"]}
+    for name, version in _installed(mounted).items():
+        assert f"pkg:pypi/{name}@{quote(version)}" in listed
+    installed = _debian_packages(mounted.root / "var/lib/dpkg/status")
+    assert {"python3.11-minimal", "tini", "libc6"} <= {name for name, _, _ in installed}
+    found = {unquote(purl) for purl in listed if purl.startswith("pkg:deb/debian/")}
+    assert found == {f"pkg:deb/debian/{name}@{version}?arch={architecture}" for name, version, architecture in installed}
+    tools = {re.split("[@/]", purl)[2] for purl in listed if purl.startswith("pkg:pypi/")} & {"cyclonedx-bom", "lxml", "pip", "uv"}
+    assert tools == set()
+
+
+def _installed(mounted: _Mounted) -> dict[str, str]:
+    """Normalised name -> version of every Python package in the image."""
+    installed = {}
+    for information in (mounted.root / _SITE_PACKAGES).glob("*.dist-info"):
+        name, _, version = information.name.removesuffix(".dist-info").rpartition("-")
+        installed[re.sub(r"[-_.]+", "-", name).lower()] = version
+    return installed
+
+
+def _debian_packages(status: Path) -> set[tuple[str, str, str]]:
+    """Name, version and architecture of each package that dpkg's list calls installed."""
+    found = set()
+    for paragraph in status.read_text().split("\n\n"):
+        fields = dict(re.findall(r"^(\S+): (.*)$", paragraph, re.MULTILINE))
+        if fields.get("Status", "").endswith(" installed"):
+            found.add((fields["Package"], fields["Version"], fields["Architecture"]))
+    return found
 
 
 def test_image_runs_as_a_numeric_user_that_cannot_change_its_code(mounted: _Mounted) -> None:
@@ -126,12 +179,8 @@ def test_image_holds_our_packages_and_nothing_else_of_the_tree(mounted: _Mounted
 
 def test_installed_packages_are_those_of_the_lock(mounted: _Mounted) -> None:
     locked = locks.pinned_versions(mounted.sources.requirements.read_text())
-    installed = {}
-    for information in (mounted.root / _SITE_PACKAGES).glob("*.dist-info"):
-        name, _, version = information.name.removesuffix(".dist-info").rpartition("-")
-        installed[re.sub(r"[-_.]+", "-", name).lower()] = version
     # Locked for another platform only.
-    assert installed == {name: version for name, version in locked.items() if name != "colorama"}
+    assert _installed(mounted) == {name: version for name, version in locked.items() if name != "colorama"}
 
 
 def test_every_module_is_compiled(mounted: _Mounted) -> None:
@@ -156,7 +205,8 @@ def test_image_runs_as_an_arbitrary_user_on_a_read_only_root(mounted: _Mounted) 
 
 def test_dependencies_import_as_an_arbitrary_user(mounted: _Mounted) -> None:
     modules = {
-        "trainer": "torch, transformers, peft, accelerate, bitsandbytes, finetune_trainer, finetune_job",
+        "trainer": "torch, transformers, peft, accelerate, bitsandbytes, pyarrow, obstore, huggingface_hub, tqdm, "
+        "finetune_trainer, finetune_job",
         "operator": "kopf, kubernetes, prometheus_client, finetune_operator, finetune_job",
     }[mounted.which]
     printed = mounted.python(f"import {modules}, os; print(os.getuid(), os.getgid(), os.getppid(), os.environ['HOME'])")
@@ -179,13 +229,45 @@ def test_versions_are_those_of_the_lock(mounted: _Mounted) -> None:
     versions = json.loads((mounted.root / "opt/finetune/versions.json").read_text())
     assert re.fullmatch(r"3\.11\.\d+", versions.pop("python"))
     locked = locks.pinned_versions(mounted.sources.requirements.read_text())
-    names = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "safetensors")
-    assert versions == {name: locked[name] for name in names}
+    names = "torch transformers peft accelerate bitsandbytes safetensors tokenizers numpy pyarrow obstore huggingface-hub tqdm"
+    assert versions == {name: locked[name] for name in names.split()}
 
 
 @pytest.mark.parametrize("mounted", ["trainer"], indirect=True)
 def test_trainer_never_asks_the_hub(mounted: _Mounted) -> None:
     assert {"HF_HUB_OFFLINE=1", "HF_HUB_DISABLE_TELEMETRY=1"} <= set(mounted.config["Env"])
+
+
+@pytest.mark.parametrize("mounted", ["trainer"], indirect=True)
+def test_every_cache_of_the_trainer_lies_under_tmp(mounted: _Mounted) -> None:
+    names = ("HOME", "HF_HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    settings = dict(setting.split("=", 1) for setting in mounted.config["Env"])
+    assert all(Path(settings[name]).is_relative_to("/tmp") for name in names)
+    printed = mounted.python(
+        "import torch._inductor.runtime.cache_dir_utils as inductor, huggingface_hub.constants as hub, triton\n"
+        "print(inductor.cache_dir(), hub.HF_HUB_CACHE, hub.HF_XET_CACHE, triton.knobs.cache.dir)"
+    )
+    assert all(path.startswith("/tmp/") for path in printed.split())
+
+
+@pytest.mark.parametrize("mounted", ["trainer"], indirect=True)
+def test_preflight_accepts_a_model_without_network(mounted: _Mounted, tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "tests.support.quickstart", tmp_path / "claims"], cwd=REPOSITORY, check=True, capture_output=True
+    )
+    manifest = yaml.safe_load((REPOSITORY / "examples/quickstart.yaml").read_text())
+    identity = JobIdentity(namespace="default", name="quickstart", uid="0123456789abcdef")
+    encoded = canonical_json(resolve(identity, FineTuneJobSpec.model_validate(manifest["spec"]), None)).encode()
+    (tmp_path / "plan.json").write_bytes(encoded)
+    for path, _ in _walk(tmp_path):
+        os.chown(path, _ARBITRARY_UID, 0)
+    os.chown(tmp_path, _ARBITRARY_UID, 0)
+    # Put at /tmp, the one place that is a mount of its own: the plan and the claims lie on it as volumes do in a pod.
+    digest = hashlib.sha256(encoded).hexdigest()
+    options = ("--plan", "/tmp/plan.json", "--plan-sha256", digest, "--claims-root", "/tmp/claims", "--attempt", "0")
+    done = mounted.run(*mounted.config["Entrypoint"], "preflight", *options, "--termination-log", "/tmp/end.json", scratch=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((tmp_path / "end.json").read_text())["outcome"] == "Succeeded"
 
 
 def test_locks_are_what_uv_lock_says() -> None:
@@ -195,7 +277,7 @@ def test_locks_are_what_uv_lock_says() -> None:
 def test_lock_with_a_forbidden_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "_FORBIDDEN", frozenset({"kopf"}))
     with pytest.raises(ImageError, match=r"kopf into finetune-operator"):
-        locks.derive(SOURCES["operator"])
+        locks.derive(next(lock for lock in locks.LOCKS if lock.subject == "finetune-operator"))
 
 
 def _blobs(archive: Path) -> dict[str, str]:

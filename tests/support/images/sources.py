@@ -10,6 +10,10 @@ from tests.support.images.base import base_hash
 REPOSITORY = Path(__file__).resolve().parents[3]
 """Root of the source tree, the context of every build."""
 
+_LAYERS = REPOSITORY / "trainer_image" / "layers"
+BILL_OF_MATERIALS = _LAYERS / "sbom.lock"
+"""The packages that list what an image holds, while it is built."""
+
 _HASH_DIGITS = 16
 _FINAL_STAGE = "\nFROM dependencies\n"
 """First line of the stage that adds our code to the installed dependencies."""
@@ -40,12 +44,17 @@ class Sources:
 
     @property
     def installer(self) -> Path:
-        return REPOSITORY / "trainer_image" / "layers" / "installer.lock"
+        return _LAYERS / "installer.lock"
+
+    @property
+    def locks(self) -> tuple[Path, ...]:
+        """All wheels that a build needs."""
+        return self.requirements, BILL_OF_MATERIALS, self.installer
 
     @property
     def wheelhouse_hash(self) -> str:
         """Changes with what has to be downloaded."""
-        return _hash([self.requirements, self.installer])
+        return _hash(self.locks)
 
     @property
     def dependencies_hash(self) -> str:

@@ -29,7 +29,7 @@ def wheelhouse(sources: Sources, directory: Path) -> Path:
             *(sys.executable, "-m", "uv", "tool", "run", "--quiet", "--python", sys.executable, "--from", _PIP),
             *("pip", "download", "--quiet", "--no-cache-dir", "--disable-pip-version-check", "--dest", wheels),
             *("--no-deps", "--require-hashes", "--only-binary", ":all:"),
-            *("--requirement", sources.requirements, "--requirement", sources.installer),
+            *(part for lock in sources.locks for part in ("--requirement", lock)),
         )
         wheels.rename(target)
     return target

@@ -1,0 +1,70 @@
+"""Write a bill of materials: every Python package of an environment, and every Debian package of the system around it.
+
+Usage: write_sbom.py NAME PYTHON FILE
+
+NAME is the image's, PYTHON the interpreter of the environment. The result is CycloneDX JSON, valid against its schema, and the same
+bytes for the same packages. Runs with the packages of sbom.lock.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from cyclonedx.model.bom import Bom
+from cyclonedx.model.component import Component, ComponentType
+from cyclonedx.output.json import JsonV1Dot6
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from packageurl import PackageURL
+
+DPKG = Path("/var/lib/dpkg")
+
+
+def debian_packages(directory: Path) -> Iterator[dict[str, str]]:
+    """The fields of each installed package; distroless bases keep a file per package in `status.d`."""
+    files = [directory / "status", *sorted((directory / "status.d").glob("*"))]
+    for file in files:
+        if not file.is_file() or file.suffix == ".md5sums":
+            continue
+        for paragraph in file.read_text(encoding="utf-8").split("\n\n"):
+            lines = [line for line in paragraph.splitlines() if line and not line[0].isspace()]
+            fields = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+            if fields.get("Package") and fields.get("Status", "install ok installed").endswith(" installed"):
+                yield fields
+
+
+def debian_component(fields: dict[str, str]) -> Component:
+    """One Debian package."""
+    name, version = fields["Package"], fields["Version"]
+    purl = PackageURL("deb", "debian", name, version, {"arch": fields["Architecture"]})
+    return Component(
+        name=name,
+        version=version,
+        type=ComponentType.LIBRARY,
+        purl=purl,
+        bom_ref=f"deb:{quote(name)}@{quote(version)}",
+        description=fields.get("Description"),
+    )
+
+
+def main(name: str, python: str, target: str) -> None:
+    """Write the bill."""
+    command = [sys.executable, "-m", "cyclonedx_py", "environment", "--spec-version", "1.6", "--output-format", "JSON"]
+    listed = subprocess.run([*command, "--output-reproducible", python], check=True, capture_output=True, text=True)
+    bom: Bom = Bom.from_json(json.loads(listed.stdout))  # type: ignore[attr-defined]
+    for fields in debian_packages(DPKG):
+        bom.components.add(debian_component(fields))
+    bom.metadata.component = Component(name=name, type=ComponentType.CONTAINER, bom_ref=name)
+    bom.register_dependency(bom.metadata.component, bom.components)
+    text = JsonV1Dot6(bom).output_as_string(indent=2)
+    problem = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
+    if problem is not None:
+        sys.exit(f"the bill of materials is not valid CycloneDX 1.6: {problem}")
+    Path(target).write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
