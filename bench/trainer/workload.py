@@ -1,0 +1,123 @@
+"""The work that all contenders do: a Llama with random weights, documents that can be learnt, and one plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune_trainer.context import RunContext
+from finetune_trainer.data.batches import PreparedData
+from finetune_trainer.data.pack import pack
+from finetune_trainer.data.shard_writer import write_prepared
+from finetune_trainer.data.shards import TRAIN, SplitArrays
+from finetune_trainer.train.batches import global_batch, micro_batch
+from tests.support.tiny_model import run_context, tiny_spec, write_tiny_llama
+
+MODEL = {
+    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 1024,
+}  # fmt: skip
+"""26 million parameters: enough that computing, not the loop, takes the time."""
+PAD = 256
+MICRO_BATCH_VARIABLE = "BENCH_MICRO_BATCH"
+"""Tells the contenders' processes how many sequences they take at a time."""
+MICRO_BATCH = int(os.environ.get(MICRO_BATCH_VARIABLE, "2"))
+LENGTH, GLOBAL_BATCH = 512, 4 * MICRO_BATCH
+RANK, ALPHA, RATE, SEED = 16, 32, 1e-2, 11
+WARM_UP_STEPS = 2
+"""Not counted: first allocations, thread pools, first files."""
+
+
+def plan_spec(method: str, steps: int, world_size: int) -> dict[str, Any]:
+    """What our contender is told; the others read the same numbers above."""
+    adapter = {"r": RANK, "loraAlpha": ALPHA, "loraDropout": "0"}
+    return tiny_spec(
+        data={"validation": None, "maxSequenceLength": LENGTH},
+        method={"type": method, "lora": adapter if method == "LoRA" else None},
+        training={
+            "maxSteps": steps, "globalBatchSize": GLOBAL_BATCH, "microBatchSize": MICRO_BATCH, "learningRate": str(RATE),
+            "scheduler": "Constant", "warmupRatio": "0", "weightDecay": "0", "maxGradNorm": "1.0", "seed": SEED,
+        },
+        # As DDP does it in TRL: whole between forward and backward, on ranks that have room for it.
+        parallelism={"processesPerNode": world_size, "fsdp": {"reshardAfterForward": False}},
+        checkpoint={"everySteps": 1_000_000},
+    )  # fmt: skip
+
+
+def documents(steps: int) -> tuple[list[tuple[list[int], list[bool]]], list[list[int]]]:
+    """Ids and supervised flags of each document, and the sequences as lists of documents: exactly `steps` global batches.
+
+    A token is followed by a fixed other one four times of five, so that there is something to learn. The first quarter of a
+    document is a prompt.
+    """
+    generator = random.Random(SEED)
+    following = list(range(MODEL["vocab_size"]))
+    generator.shuffle(following)
+    found: list[tuple[list[int], list[bool]]] = []
+    for _ in range(steps * GLOBAL_BATCH * 4):
+        length = min(LENGTH, 40 + int(generator.expovariate(1 / 140)))
+        ids = [generator.randrange(64)]
+        while len(ids) < length:
+            ids.append(following[ids[-1]] if generator.random() < 0.8 else generator.randrange(64))
+        found.append((ids, [place >= max(length // 4, 1) for place in range(length)]))
+    packed, ends = pack([len(ids) for ids, _ in found], LENGTH)
+    sequences = [part.tolist() for part in np.split(packed, ends)[: steps * GLOBAL_BATCH]]
+    return found, sequences
+
+
+def write(directory: Path, method: str, steps: int, world_size: int) -> RunContext:
+    """Model, prepared data and documents under `directory`."""
+    model = directory / "models" / "tiny"
+    if not model.exists():
+        write_tiny_llama(model, **MODEL)
+    context = run_context(directory, plan_spec(method, steps, world_size))
+    found, sequences = documents(steps)
+    order = [document for sequence in sequences for document in sequence]
+    supervised = [np.array(found[document][1]) for document in order]
+    arrays = SplitArrays(
+        tokens=np.concatenate([np.array(found[document][0]) for document in order]),
+        supervised=np.concatenate(supervised),
+        document_ends=np.cumsum([len(flags) for flags in supervised]),
+        sequence_ends=np.cumsum([len(sequence) for sequence in sequences]),
+        supervised_tokens=np.array([sum(sum(found[document][1]) for document in sequence) for sequence in sequences]),
+    )
+    write_prepared(context.workspace.prepared, {TRAIN: arrays}, {"pad_token_id": PAD, "splits": [TRAIN]})
+    lines = (
+        {"input_ids": ids, "labels": [token if flag else -100 for token, flag in zip(ids, flags, strict=True)]}
+        for ids, flags in (found[document] for document in order)
+    )
+    (directory / "documents.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_batches(context, directory, steps, world_size)
+    data = PreparedData.open(context.workspace.prepared).train
+    lengths = [sum(len(found[document][0]) for document in sequence) for sequence in sequences]
+    of_steps = [global_batch(step, GLOBAL_BATCH, SEED, len(sequences)) for step in range(steps)]
+    counts = [[sum(lengths[number] for number in step), data.supervised_tokens(step)] for step in of_steps]
+    (directory / "counts.json").write_text(json.dumps(counts))
+    return context
+
+
+def write_batches(context: RunContext, directory: Path, steps: int, world_size: int) -> None:
+    """The tensors of each step, micro-step and rank, for the bare loop, which has no code of ours."""
+    data, training = PreparedData.open(context.workspace.prepared).train, context.plan.training
+
+    def of_rank(rank: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+        for step in range(steps):
+            sequences = global_batch(step, GLOBAL_BATCH, SEED, data.num_sequences)
+            places = [
+                micro_batch(sequences, micro_step, rank, world_size, MICRO_BATCH)
+                for micro_step in range(training.gradient_accumulation_steps)
+            ]
+            yield [
+                {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": batch.position_ids}
+                for batch in map(data.batch, places)
+            ]
+
+    for rank in range(world_size):
+        torch.save(list(of_rank(rank)), directory / f"batches-{rank}.pt")
