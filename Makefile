@@ -54,9 +54,10 @@ images: environment ## Build both container images (no daemon needed)
 	$(PYTHON) -m tests.support.images all
 
 .PHONY: generate
-generate: environment ## Write all generated files: CRDs, rule catalogue, image locks
+generate: environment ## Write all generated files: CRDs, rule catalogue, table of metrics, image locks
 	$(PYTHON) -m finetune_job.api.crd crds charts/finetune-operator/files/crds
 	$(PYTHON) -m finetune_cli.generate_rules > docs/rules.md
+	$(PYTHON) -m finetune_trainer.observe.metrics > docs/trainer-metrics.md
 	$(PYTHON) -m tests.support.images.locks
 
 .PHONY: format
@@ -64,11 +65,29 @@ format: environment ## Format the sources
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-.PHONY: bench-merge bench-chain
+.PHONY: kill-test
+kill-test: RUNS = 100
+kill-test: environment ## Kill training runs at random moments, RUNS with SIGKILL and RUNS with SIGTERM, and compare their bytes
+	$(PYTHON) -m tests.kill --runs $(RUNS)
+
+.PHONY: bench-merge bench-chain bench-trainer bench-gpu bench-prepare
 bench-merge: environment ## Merge of a 1.1B model against PEFT: time and memory, RUNS pairs
 	$(PYTHON) -m bench.merge --pairs $(RUNS)
 bench-chain: environment ## Seconds from apply to the first step and to Succeeded on the real node
 	$(PYTHON) -m bench.chain --runs $(RUNS)
+bench-trainer: environment ## Training on the CPU against TRL and a bare loop: tokens per second, memory, 1 and 2 ranks
+	$(PYTHON) -m bench.trainer --runs $(RUNS) --micro-batch 2
+	$(PYTHON) -m bench.trainer --runs $(RUNS) --micro-batch 1
+bench-gpu: environment ## LoRA of an 8B-class model on a GPU beside TRL; says so where there is none
+	$(PYTHON) -m bench.gpu --runs $(RUNS)
+bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB per second and memory
+	$(PYTHON) -m bench.prepare --runs $(RUNS)
+
+.PHONY: nightly
+nightly: environment ## What does not fit into `make test`: 100 killed runs, new property examples, every benchmark
+	$(MAKE) kill-test RUNS=100
+	$(MAKE) explore
+	$(MAKE) bench-merge bench-trainer bench-prepare bench-chain bench-gpu RUNS=3
 
 .PHONY: clean
 clean: ## Remove what was built here

@@ -36,12 +36,13 @@ SUITES = (
         ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
     ),
     Suite("types", 1.5, ((str(BIN / "mypy"),),)),
-    Suite("unit", 7.0, ((*PYTEST, "tests/unit"),)),
-    Suite("pitfalls", 3.0, ((*PYTEST, "tests/pitfalls"),)),
+    Suite("unit", 9.0, ((*PYTEST, "tests/unit"),)),
+    Suite("pitfalls", 2.0, ((*PYTEST, "tests/pitfalls"),)),
+    Suite("kill", 2.5, ((sys.executable, "-m", "tests.kill", "--runs", "5"),)),
     Suite("cluster-binaries", 7.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
-    Suite("integration", 6.0, ((*PYTEST, "tests/integration"),)),
-    Suite("images", 8.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
-    Suite("e2e", 12.0, ((*PYTEST, "tests/e2e"),)),
+    Suite("integration", 4.5, ((*PYTEST, "tests/integration"),)),
+    Suite("images", 7.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
+    Suite("e2e", 11.0, ((*PYTEST, "tests/e2e"),)),
 )
 
 

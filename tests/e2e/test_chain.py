@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune_job.names import Role
 from tests.support.stack import NAMESPACE, ROOT, SYSTEM_NAMESPACE, USER_ID, Stack, condition_of
@@ -98,12 +99,16 @@ def test_an_operator_killed_in_every_stage_starts_nothing_twice(stack: Stack, un
         ]
         stack.kill_container(pod)
 
-    name = stack.apply_example(EXAMPLE, name="killed-operator")
-    for role in (Role.PREFLIGHT, Role.TRAIN, Role.MERGE):
+    # Its data lies in an object store, so that there is a fetch to be disturbed, too.
+    secret = stack.upload("records", stack.claim("data"))
+    data = yaml.safe_load((ROOT / EXAMPLE).read_text())["spec"]["data"]
+    data |= {"source": "s3://records/train.jsonl", "validation": {"source": "s3://records/validation.jsonl"}}
+    name = stack.apply_example(EXAMPLE, {"data": data, "fetch": {"s3SecretRef": {"name": secret}}}, name="killed-operator")
+    for role in Role:
         stack.wait(lambda role=role: stack.batch_jobs(name, role), f"the {role} Job")
         kill_operator()
     job = stack.wait_for_condition(name, "Finished", "Stalled")
     assert condition_of(job, "Succeeded").get("status") == "True", json.dumps(job["status"], indent=2)
     names = sorted(one["metadata"]["name"] for one in stack.batch_jobs(name))
-    assert names == [f"{name}-merge-0", f"{name}-preflight-0", f"{name}-train-0"]
+    assert names == sorted(f"{name}-{role}-0" for role in Role)
     assert adapter_bytes(stack, name) == adapter_bytes(stack, "undisturbed")

@@ -6,13 +6,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.support.cluster.binaries import ensure_binaries
 from tests.support.cluster.errors import wait_until
+from tests.support.hub import running_hub
+from tests.support.s3 import REGION, SECRET_KEY, running_s3
 from tests.support.stack import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -28,10 +32,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return claims
 
 
-def start(claims: Path, manifest: Path = EXAMPLE) -> subprocess.Popen[str]:
+def start(claims: Path, manifest: Path = EXAMPLE, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [FINETUNE, "run", manifest, "--claims", claims],
         cwd=claims,
+        env=os.environ | dict(environment or {}),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -39,8 +44,8 @@ def start(claims: Path, manifest: Path = EXAMPLE) -> subprocess.Popen[str]:
     )
 
 
-def run(claims: Path, manifest: Path = EXAMPLE) -> tuple[int, str]:
-    process = start(claims, manifest)
+def run(claims: Path, manifest: Path = EXAMPLE, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+    process = start(claims, manifest, environment)
     output, _ = process.communicate(timeout=600)
     return process.returncode, output
 
@@ -85,6 +90,33 @@ def test_a_power_cut_in_training_changes_no_byte(inputs: Path, undisturbed: tupl
     code, output = run(claims)
     assert code == 0, output
     assert adapter(claims) == adapter(undisturbed[0])
+
+
+def test_model_and_data_from_outside_change_no_byte(inputs: Path, undisturbed: tuple[Path, str], tmp_path: Path) -> None:
+    """The model from a hub, the records from an S3 server: the same adapter as from claims."""
+    claims, token = tmp_path / "claims", "hf_token_of_the_test"
+    claims.mkdir()
+    with running_hub() as hub, running_s3(ensure_binaries().versitygw, tmp_path / "s3") as s3:
+        model = {path.name: path.read_bytes() for path in (inputs / "models/tiny-llama").iterdir()}
+        commit = hub.add("org/tiny-llama", model | {"pytorch_model.bin": b"pickle"}, token=token)
+        s3.upload("sets", {f"docs/{path.name}": path.read_bytes() for path in (inputs / "data").iterdir()})
+        manifest = yaml.safe_load(EXAMPLE.read_text())
+        manifest["spec"]["model"] |= {"source": "hf://org/tiny-llama", "revision": commit}
+        manifest["spec"]["data"] |= {
+            "source": "s3://sets/docs/train.jsonl",
+            "validation": {"source": "s3://sets/docs/validation.jsonl"},
+        }
+        path = tmp_path / "job.yaml"
+        path.write_text(json.dumps(manifest))
+        endpoints = {"HF_ENDPOINT": hub.address, "AWS_ENDPOINT_URL": s3.address, "AWS_REGION": REGION, "NO_PROXY": "127.0.0.1"}
+        code, output = run(claims, path, endpoints | s3.environment() | {"HF_TOKEN": token, "HF_HUB_OFFLINE": "1"})
+    assert code == 0, output
+    assert adapter(claims) == adapter(undisturbed[0])
+    logs = "".join(log.read_text() for log in (claims / ".finetune").rglob("*") if log.is_file())
+    assert token not in output + logs
+    assert SECRET_KEY not in output + logs
+    written = json.loads((claims / "models-out/quickstart/adapter/adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "org/tiny-llama"
 
 
 def _kill_tree(pid: int) -> None:

@@ -22,9 +22,11 @@ import yaml
 
 from finetune_job.names import LABEL_JOB, LABEL_ROLE, Role
 from tests.support import images
+from tests.support.cluster import network
 from tests.support.cluster.errors import ClusterError, wait_until
 from tests.support.cluster.processes import run_command
 from tests.support.cluster.single_node import SingleNodeCluster
+from tests.support.s3 import REGION, running_s3
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM_NAMESPACE = "finetune-system"
@@ -53,6 +55,9 @@ class Stack:
             self.directory.chmod(0o755)
             trainer, operator = images.build("trainer"), images.build("operator")
             self.cluster = stack.enter_context(SingleNodeCluster())
+            self.s3 = stack.enter_context(
+                running_s3(self.cluster.control_plane.binaries.versitygw, self.directory / "s3", network.BRIDGE_ADDRESS)
+            )
             for image in (trainer, operator):
                 self._load(image)
             self.trainer_image, self.operator_image = trainer.reference, operator.reference
@@ -119,6 +124,7 @@ class Stack:
                     "trainerImage": self.trainer_image,
                     "imagePullPolicy": "Never",
                     "runAsUser": USER_ID,
+                    "fetch": {"s3Endpoint": self.s3.address, "s3Region": REGION},
                     "resources": {role.value: _ROLE_RESOURCES for role in Role},
                 }
             },
@@ -137,10 +143,21 @@ class Stack:
         # As JSON: PyYAML leaves a string such as "1e-2" bare, which Kubernetes reads as a number.
         self.cluster.kubectl("apply", "-f", "-", input="\n".join(map(json.dumps, documents)))
 
-    def apply_example(self, path: str, **metadata: str) -> str:
-        """Apply an example of the project in the namespace, under another name where one is given. Returns the job's name."""
+    def upload(self, bucket: str, directory: Path) -> str:
+        """Put the files of a directory into a bucket of the object store; the name of a Secret that opens it."""
+        self.s3.upload(bucket, {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.glob("*.*"))})
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": bucket, "namespace": NAMESPACE}}
+        self.apply({**secret, "stringData": self.s3.environment()})
+        return bucket
+
+    def apply_example(self, path: str, spec: dict[str, Any] | None = None, **metadata: str) -> str:
+        """Apply an example of the project in the namespace, under another name where one is given, with parts of its spec replaced.
+
+        Returns the job's name.
+        """
         document = yaml.safe_load((ROOT / path).read_text())
         document["metadata"] |= {"namespace": NAMESPACE, **metadata}
+        document["spec"] |= spec or {}
         if "name" in metadata:
             document["spec"]["output"]["destination"] = f"pvc://models-out/{metadata['name']}"
         self.apply(document)
