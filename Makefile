@@ -70,7 +70,7 @@ kill-test: RUNS = 100
 kill-test: environment ## Kill training runs at random moments, RUNS with SIGKILL and RUNS with SIGTERM, and compare their bytes
 	$(PYTHON) -m tests.kill --runs $(RUNS)
 
-.PHONY: bench-merge bench-chain bench-trainer bench-gpu bench-prepare
+.PHONY: bench-merge bench-chain bench-trainer bench-gpu bench-prepare bench-prepare-memory
 bench-merge: environment ## Merge of a 1.1B model against PEFT: time and memory, RUNS pairs
 	$(PYTHON) -m bench.merge --pairs $(RUNS)
 bench-chain: environment ## Seconds from apply to the first step and to Succeeded on the real node
@@ -80,6 +80,8 @@ bench-trainer: environment ## Training on the CPU against TRL and a bare loop: t
 	$(PYTHON) -m bench.trainer --runs $(RUNS) --micro-batch 1
 bench-gpu: environment ## LoRA of an 8B-class model on a GPU beside TRL; says so where there is none
 	$(PYTHON) -m bench.gpu --runs $(RUNS)
+bench-prepare-memory: environment ## Memory of preparing 10 GB: 16 GB of disk, a quarter of an hour; fails at 1 GiB
+	$(PYTHON) -m bench.prepare --bytes 10GB --runs 1 --ours-only --tokenizer words
 bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB per second and memory
 	$(PYTHON) -m bench.prepare --runs $(RUNS)
 
