@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model
 
-from bench.gpu.contender import SIZES, WARM_UP_STEPS
+from bench.gpu.contender import WARM_UP_STEPS, adapter, documents, make_model
+from finetune_trainer.observe.flops import model_cost, peak_flops
 
 RESULT = Path(__file__).parents[1] / "results" / "gpu.json"
 CONTENDERS = ("ours", "trl")
 TARGET_TOKENS_PER_SECOND, STRETCH_TOKENS_PER_SECOND = 12_500, 15_000
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Dense bfloat16, of the SXM boards, as NVIDIA's data sheets give them; by what the device's name holds."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in CONTENDERS if number % 2 == 0 else reversed(CONTENDERS):
             runs[name].append(run_once(name, size, arguments.steps))
     for name, found in runs.items():
-        print(line(name, found, flops_per_token(size)))
+        print(line(name, found, flops_per_token(size, arguments.steps)))
     if not arguments.tiny:
         print(f"target {TARGET_TOKENS_PER_SECOND} tokens/s on one H100 or H200, stretch {STRETCH_TOKENS_PER_SECOND}")
         RESULT.parent.mkdir(exist_ok=True)
@@ -58,24 +58,19 @@ def run_once(name: str, size: str, steps: int) -> dict[str, Any]:
     return figures
 
 
-def flops_per_token(size: str) -> float:
-    """PURE. Of LoRA training: 4 per parameter of the products, because frozen weights need no gradients of their own, and 12 per
-    layer, hidden value and pair of a query with an earlier key. A causal row of T positions has T / 2 such pairs per position, an
-    upper bound here, where documents are shorter.
-    """
-    model, length = SIZES[size]["model"], SIZES[size]["length"]
-    hidden, inner = model["hidden_size"], model["intermediate_size"]
-    key_value = hidden // model["num_attention_heads"] * model["num_key_value_heads"]
-    layer = 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * inner
-    parameters = model["num_hidden_layers"] * layer + model["vocab_size"] * hidden
-    return 4 * parameters + 12 * model["num_hidden_layers"] * hidden * length / 2
+def flops_per_token(size: str, steps: int) -> float:
+    """Of LoRA training on these documents, counted as the trainer counts it for its MFU."""
+    model = get_peft_model(make_model(size, torch.device("meta")), adapter())
+    lengths = [len(document) for sequence in documents(size, steps) for document in sequence]
+    cost = model_cost(model, model.config)
+    return cost.step_flops(sum(lengths), sum(length * length for length in lengths)) / sum(lengths)
 
 
 def line(name: str, found: list[dict[str, Any]], flops: float) -> str:
     """PURE. One line for a reader."""
     rates = [run["tokens_per_second"] for run in found]
     rate, device = statistics.median(rates), found[0]["device"]
-    peak = next((value for key, value in PEAK_FLOPS.items() if key in device), None)
+    peak = peak_flops(device)
     utilisation = f"{rate * flops / peak:.1%}" if peak else "unknown"
     memory = found[0]["peak_memory_bytes"]
     shown = f"{memory / 1e9:.1f} GB" if memory is not None else "not measured"

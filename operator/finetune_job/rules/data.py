@@ -149,7 +149,29 @@ def csv_with_chat(context: RuleContext) -> Problem | None:
     )
 
 
+@rule(
+    "completion-loss-on-text",
+    "Plain text has no completion",
+    reads=(_LOSS_ON, _FORMAT),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def completion_loss_on_text(context: RuleContext) -> Problem | None:
+    data = context.spec.data
+    if data.format is not DataFormat.TEXT or data.loss_on is not LossOn.COMPLETION:
+        return None
+    return Problem(
+        field=_LOSS_ON,
+        value=data.loss_on,
+        message="records of format Text have no prompt and no completion, so no token would be supervised",
+        fix=f"set {_LOSS_ON} to All, or {_FORMAT} to PromptCompletion",
+        changes={_LOSS_ON: LossOn.ALL},
+    )
+
+
 RULES = (
+    completion_loss_on_text,
     source_or_datasets,
     chat_template_without_chat,
     assistant_loss_without_chat,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from finetune_job.api.data import DataFormat, LossOn
 from finetune_job.api.training import ActivationCheckpointing, Scheduler
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
@@ -201,27 +200,6 @@ def both_activation_checkpointings(context: RuleContext) -> Problem | None:
     )
 
 
-@rule(
-    "completion-loss-on-text",
-    "Plain text has no completion",
-    reads=(_LOSS_ON, "data.format"),
-    sources=("this product's API",),
-    evidence="source",
-    holds_for=OURS,
-)
-def completion_loss_on_text(context: RuleContext) -> Problem | None:
-    data = context.spec.data
-    if data.format is not DataFormat.TEXT or data.loss_on is not LossOn.COMPLETION:
-        return None
-    return Problem(
-        field=_LOSS_ON,
-        value=data.loss_on,
-        message="records of format Text have no prompt and no completion, so no token would be supervised",
-        fix=f"set {_LOSS_ON} to All, or data.format to PromptCompletion",
-        changes={_LOSS_ON: LossOn.ALL},
-    )
-
-
 RULES = (
     epochs_or_max_steps,
     warmup_ratio_range,
@@ -231,5 +209,4 @@ RULES = (
     no_effect_min_learning_rate_ratio,
     learning_rate_zero,
     both_activation_checkpointings,
-    completion_loss_on_text,
 )

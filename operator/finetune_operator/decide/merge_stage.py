@@ -9,31 +9,19 @@ from finetune_job.layout import OutputLayout
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.reasons import ConditionType, Reason
-from finetune_job.status.conditions import find
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.merge_job import merge_job
 from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.finish import finish_succeeded
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.role_stage import RoleStage
-from finetune_operator.decide.standing import Standing, State, standing
+from finetune_operator.decide.standing import Standing
 
 
 def merge_stage(observed: Observed, draft: Draft, run: FrozenRun) -> None:
     """One pass while the job is trained and not finished."""
-    job = observed.job
     stage = RoleStage(observed, draft, Role.MERGE)
-    before = find(job.status.conditions, ConditionType.MERGED)
-    was_seen = before is not None and before.reason == Reason.RUNNING
-    stands = standing(observed, Role.MERGE, stage.attempt, 1, was_seen=was_seen, now=draft.now)
-    if stands.state is State.ABSENT:
-        stage.create(lambda: [merge_job(run, stage.attempt)])
-    elif stands.state is State.SUCCEEDED:
-        _succeeded(draft, stands, run.plan)
-    elif stands.failure is not None:
-        stage.fail(stands.failure, stands.batch_job)
-    elif stands.batch_job is not None:
-        stage.wait(stands, stands.batch_job)
+    stage.drive(lambda: merge_job(run, stage.attempt), lambda stands: _succeeded(draft, stands, run.plan))
 
 
 def _succeeded(draft: Draft, stands: Standing, plan: RunPlan) -> None:

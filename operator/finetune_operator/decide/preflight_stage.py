@@ -5,35 +5,25 @@ from __future__ import annotations
 from finetune_job.failures import FailureClass, Outcome
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
-from finetune_job.status.conditions import find
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.preflight_job import preflight_job
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.observed import Observed
-from finetune_operator.decide.refusal import USER_FAILURES, refuse, wait_for_retry, with_reported
+from finetune_operator.decide.refusal import refuse, refused_by_user, wait_for_retry, with_reported
 from finetune_operator.decide.role_stage import RoleStage
-from finetune_operator.decide.standing import Standing, State, standing
+from finetune_operator.decide.standing import Standing
 
 
 def preflight_stage(observed: Observed, draft: Draft, run: FrozenRun) -> None:
     """One pass while the job is not prepared."""
     stage = RoleStage(observed, draft, Role.PREFLIGHT)
-    if wait_for_retry(stage):
-        return
-    before = find(observed.job.status.conditions, ConditionType.PREPARED)
-    was_seen = before is not None and before.reason == Reason.RUNNING
-    stands = standing(observed, Role.PREFLIGHT, stage.attempt, 1, was_seen=was_seen, now=draft.now)
-    if stands.batch_job is None and stands.failure is None:
-        stage.create(lambda: [preflight_job(run, stage.attempt)])
-    elif stands.state is State.SUCCEEDED:
-        _succeeded(observed, draft, stands)
-    elif stands.failure is not None and (stands.failure.refused or stands.failure.failure in USER_FAILURES):
-        refuse(observed, draft, Role.PREFLIGHT, stands.failure)
-    elif stands.failure is not None:
-        stage.fail(stands.failure, stands.batch_job)
-    elif stands.batch_job is not None:
-        stage.wait(stands, stands.batch_job)
+    if not wait_for_retry(stage):
+        stage.drive(
+            lambda: preflight_job(run, stage.attempt),
+            lambda stands: _succeeded(observed, draft, stands),
+            lambda failure: refused_by_user(stage, failure),
+        )
 
 
 def _succeeded(observed: Observed, draft: Draft, stands: Standing) -> None:

@@ -19,7 +19,7 @@ from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION
 from finetune_operator.decide.validate_stage import FINDINGS_LIMIT
 
-USER_FAILURES = frozenset({FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL})
+_USER_FAILURES = frozenset({FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL})
 """Failures that a human can mend outside the manifest."""
 REFUSED = {Role.FETCH: Reason.FETCH_REFUSED, Role.PREFLIGHT: Reason.PREFLIGHT_REFUSED}
 _WHAT_TO_MEND = {Role.FETCH: "Mend the source or the Secret", Role.PREFLIGHT: "Mend the files"}
@@ -47,6 +47,14 @@ def refuse(observed: Observed, draft: Draft, role: Role, failure: Failure) -> No
     )
     draft.condition(CONDITION[role], False, REFUSED[role], message)
     draft.stall(REFUSED[role], message)
+
+
+def refused_by_user(stage: RoleStage, failure: Failure) -> bool:
+    """Stall the job where a human has to mend what failed. False: it is a failure like others."""
+    if not (failure.refused or failure.failure in _USER_FAILURES):
+        return False
+    refuse(stage.observed, stage.draft, stage.role, failure)
+    return True
 
 
 def wait_for_retry(stage: RoleStage) -> bool:

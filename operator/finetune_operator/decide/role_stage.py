@@ -9,6 +9,7 @@ from typing import Any
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
+from finetune_job.status.conditions import find
 from finetune_operator.decide.attempts import closed
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.deadlines import startup_deadline
@@ -17,7 +18,7 @@ from finetune_operator.decide.finish import finish_failed
 from finetune_operator.decide.observed import BatchJobView, Observed
 from finetune_operator.decide.restart_policy import Verdict, after, verdict
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of, left_of_earlier_attempts
-from finetune_operator.decide.standing import Standing, State
+from finetune_operator.decide.standing import Standing, State, standing
 
 LOOK_AGAIN_SECONDS = 5.0
 """While an earlier attempt disappears."""
@@ -53,6 +54,26 @@ class RoleStage:
             self.draft.create(body)
         self.say(Reason.WAITING_FOR_PODS, f"Attempt {self.attempt} is being created.")
         self.draft.condition(ConditionType.READY, False, Reason.WAITING_FOR_PODS)
+
+    def drive(
+        self,
+        build: Callable[[], Mapping[str, Any]],
+        succeeded: Callable[[Standing], None],
+        refused: Callable[[Failure], bool] = lambda _failure: False,
+    ) -> None:
+        """One pass over the Job of a single pod. `refused`: whether it has dealt with a failure that a human has to mend."""
+        before = find(self.observed.job.status.conditions, CONDITION[self.role])
+        was_seen = before is not None and before.reason == Reason.RUNNING
+        stands = standing(self.observed, self.role, self.attempt, 1, was_seen=was_seen, now=self.draft.now)
+        if stands.state is State.ABSENT:
+            self.create(lambda: [build()])
+        elif stands.state is State.SUCCEEDED:
+            succeeded(stands)
+        elif stands.failure is not None:
+            if not refused(stands.failure):
+                self.fail(stands.failure, stands.batch_job)
+        elif stands.batch_job is not None:
+            self.wait(stands, stands.batch_job)
 
     def wait(self, stands: Standing, batch_job: BatchJobView) -> None:
         """Say what the Job is doing, and end the job where its pods take too long to start."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from finetune_trainer.data.batches import Batch, PreparedData, PreparedSplit
+from finetune_trainer.data.shards import SplitArrays
 from finetune_trainer.objective import cross_entropy, head
 from finetune_trainer.objective.interface import BatchSize
 from finetune_trainer.objective.next_token import NextToken, targets_of
@@ -185,16 +187,20 @@ def test_under_autocast_the_products_are_of_its_type() -> None:
 
 
 def test_size_counts_tokens_and_squares_of_documents() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])
-    batch = Batch(torch.zeros_like(positions), torch.zeros_like(positions), positions, 0)
-    assert NextToken().size(batch) == BatchSize(10, 9 + 4 + 16 + 1)
+    """Padding, here of the second row, is in neither."""
+    lengths = [[3, 2], [4]]
+    ends = np.cumsum([length for row in lengths for length in row])
+    arrays = SplitArrays(np.arange(9), np.ones(9, dtype=bool), ends, np.array([2, 3]), np.array([5, 4]))
+    batch = PreparedSplit.of(arrays, 0).batch([0, 1])
+    assert batch.input_ids.numel() > 9
+    assert NextToken().size(batch) == BatchSize(9, 9 + 4 + 16)
 
 
 def small_batch() -> Batch:
     tokens = torch.arange(24).reshape(2, 12) * 7 % 64
     labels = tokens.clone()
     labels[0, :3] = -100
-    return Batch(tokens, labels, torch.arange(12)[None].expand(2, 12).contiguous(), 20)
+    return Batch(tokens, labels, torch.arange(12)[None].expand(2, 12).contiguous(), 20, (12, 12))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ on this model up to 9.5e-3 in a gradient; the bound stands at about twice that.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,20 @@ from tests.support.tiny_model import write_tiny_llama, write_tiny_prepared
 BOUNDS = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (1e-3, 2e-2)}
 """Of the loss and of each gradient, relative."""
 CPU = torch.device("cpu")
+PAD = 256
+"""Stands in no document of the tiny data."""
 
 
 def apart(batch: Batch) -> list[Batch]:
-    """Each document of each row as a batch."""
+    """Each document as a batch of its own, with positions from 0 whatever the packed ones are."""
     found = []
-    for row in range(len(batch.input_ids)):
-        starts = [place for place, position in enumerate(batch.position_ids[row].tolist()) if position == 0]
-        for start, stop in pairwise([*starts, batch.input_ids.shape[1]]):
-            whole = (batch.input_ids, batch.labels, batch.position_ids)
-            ids, labels, positions = (each[row : row + 1, start:stop] for each in whole)
-            found.append(Batch(ids, labels, positions, int((labels != -100).sum())))
+    row = start = 0
+    for length in batch.document_lengths:
+        if batch.input_ids.shape[1] - start < length or batch.input_ids[row, start] == PAD:
+            row, start = row + 1, 0
+        ids, labels = (each[row : row + 1, start : start + length] for each in (batch.input_ids, batch.labels))
+        found.append(Batch(ids, labels, torch.arange(length)[None], int((labels != -100).sum()), (length,)))
+        start += length
     return found
 
 

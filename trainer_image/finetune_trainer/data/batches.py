@@ -45,6 +45,8 @@ class Batch:
     labels: torch.Tensor
     position_ids: torch.Tensor
     num_supervised_tokens: int
+    document_lengths: tuple[int, ...]
+    """Tokens of each document, padding not counted."""
 
 
 class PreparedSplit:
@@ -106,6 +108,7 @@ class PreparedSplit:
             labels=torch.from_numpy(labels),
             position_ids=torch.from_numpy(position_ids),
             num_supervised_tokens=self.supervised_tokens(indices),
+            document_lengths=tuple(stop - start for bounds in rows for start, stop in bounds),
         )
 
     def document(self, index: int) -> list[int]:

@@ -24,7 +24,7 @@ class BatchSize:
     """How much work a batch is."""
 
     tokens: int
-    """Positions computed, padding included."""
+    """Of documents; padding is computed, but is no work that anybody wanted."""
     squared_document_lengths: int
     """Sum over documents of length squared: what causal attention costs is proportional to it."""
 

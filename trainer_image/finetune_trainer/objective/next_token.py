@@ -27,10 +27,8 @@ class NextToken:
         return data.supervised_tokens(sequences)
 
     def size(self, batch: Batch) -> BatchSize:
-        """Documents begin where positions do; padding counts as one, as it does in attention."""
-        starts = (batch.position_ids.flatten() == 0).nonzero().flatten()
-        lengths = torch.diff(starts, append=torch.tensor([batch.position_ids.numel()]))
-        return BatchSize(batch.input_ids.numel(), int(lengths.square().sum()))
+        """Of its documents."""
+        return BatchSize(sum(batch.document_lengths), sum(length * length for length in batch.document_lengths))
 
     def weighted_loss(
         self, model: nn.Module, batch: Batch, weight: float, device: torch.device, autocast: torch.dtype | None

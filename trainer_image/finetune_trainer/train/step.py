@@ -35,7 +35,7 @@ class StepResult:
     """Before clipping, over all ranks."""
     supervised_tokens: int
     tokens: int
-    """Positions computed, padding included, over all ranks."""
+    """Of documents, padding not counted, over all ranks."""
     squared_document_lengths: int
     """Sum over all documents of length squared, over all ranks: for the work that attention does."""
     data_seconds: float
