@@ -36,13 +36,23 @@ SUITES = (
         ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
     ),
     Suite("types", 1.5, ((str(BIN / "mypy"),),)),
-    Suite("unit", 9.0, ((*PYTEST, "tests/unit"),)),
-    Suite("pitfalls", 2.0, ((*PYTEST, "tests/pitfalls"),)),
-    Suite("kill", 2.5, ((sys.executable, "-m", "tests.kill", "--runs", "5"),)),
-    Suite("cluster-binaries", 7.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
-    Suite("integration", 4.5, ((*PYTEST, "tests/integration"),)),
+    Suite("unit", 9.5, ((*PYTEST, "tests/unit"),)),
+    Suite("merge-matrix", 2.5, ((*PYTEST, "tests/merge_matrix"),)),
+    Suite("pitfalls", 1.0, ((*PYTEST, "tests/pitfalls"),)),
+    Suite("cluster-binaries", 6.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
+    Suite(
+        "kill",
+        3.0,
+        (
+            (sys.executable, "-m", "tests.kill", "--runs", "5"),
+            (sys.executable, "-m", "tests.kill.merge"),
+            (sys.executable, "-m", "tests.kill.publish"),
+            (sys.executable, "-m", "tests.kill.publish_hub", "--runs", "5"),
+        ),
+    ),
+    Suite("integration", 4.0, ((*PYTEST, "tests/integration"),)),
     Suite("images", 7.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
-    Suite("e2e", 11.0, ((*PYTEST, "tests/e2e"),)),
+    Suite("e2e", 10.0, ((*PYTEST, "tests/e2e"),)),
 )
 
 

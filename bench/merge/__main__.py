@@ -1,7 +1,8 @@
-"""`python -m bench.merge --pairs 7 --parameters 1.1B`: our merge against PEFT's, in interleaved pairs of fresh processes.
+"""`python -m bench.merge --pairs 7 --parameters 1.1B`: our merge, PEFT's, and a plain copy, one after the other in fresh processes.
 
-Each time runs from the start of the process to the end of the last fsync, imports included. Prints medians and spread,
-writes them to bench/results/merge.json, and fails when a tensor differs in a single bit.
+Each time runs from the start of the process to the end of the last fsync, imports included; what is verified afterwards is timed
+apart. The ratios are of runs next to each other, because disks swing. Prints medians and spread, writes them to bench/results, and
+fails when a tensor differs from PEFT's in a single bit.
 """
 
 import argparse
@@ -17,84 +18,116 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.merge.model import RANK, SIZES, write_adapter, write_base
+from bench.merge.model import RANK, SIZES, num_bytes, write_adapter, write_base
 from finetune_trainer.merge.headers import TensorHeader, read_checkpoint
 
-RESULT = Path(__file__).parents[1] / "results" / "merge.json"
+RESULTS = Path(__file__).parents[1] / "results"
 COMPARE_BYTES = 8 << 20
+SPARE_BYTES = 2 << 30
+"""Of the disk that the benchmark leaves free."""
+
+Runs = dict[str, list[dict[str, Any]]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=7, help="pairs of runs")
+    parser.add_argument("--pairs", type=int, default=7, help="how often each contender runs")
     parser.add_argument("--parameters", choices=SIZES, default="1.1B")
     parser.add_argument("--cache", choices=("warm", "cold"), default="warm", help="inputs in the page cache or dropped from it")
+    parser.add_argument("--without-peft", action="store_true", help="ours and the copy only: PEFT holds the model in memory")
+    parser.add_argument("--without-verification", action="store_true")
     parser.add_argument("--directory", type=Path, help="where to put the models (default: the system's temporary directory)")
     arguments = parser.parse_args()
+    models = 2 if arguments.without_peft else 3  # at a time: the base and what is compared
+    require_space(arguments.directory or Path(tempfile.gettempdir()), models * num_bytes(arguments.parameters) + SPARE_BYTES)
     with tempfile.TemporaryDirectory(prefix="bench-merge-", dir=arguments.directory) as name:
-        result = measure(Path(name), arguments.pairs, arguments.parameters, arguments.cache)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    for contender in ("ours", "peft"):
-        figures = result[contender]
-        seconds = figures["seconds"]
-        print(
-            f"{contender}: median {figures['median_seconds']:.1f} s ({min(seconds):.1f} to {max(seconds):.1f}), "
-            f"peak memory {figures['median_peak_resident_bytes'] / 1e9:.2f} GB"
-        )
-    ratio = result["speedup"]
-    print(
-        f"speedup: median {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) over {arguments.pairs} pairs, "
-        f"page cache {arguments.cache} for the inputs"
-    )
-    print(f"tensors: {result['num_tensors']}, different: {len(result['different_tensors'])}")
+        result = measure(Path(name), arguments)
+    suffix = "" if arguments.parameters == "1.1B" else f"-{arguments.parameters.replace(' ', '-')}"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"merge{suffix}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print_result(result)
     return 1 if result["different_tensors"] else 0
 
 
-def measure(directory: Path, pairs: int, parameters: str, cache: str) -> dict[str, Any]:
-    """Runs the pairs in alternating order. directory: empty, removed by the caller."""
+def require_space(directory: Path, wanted: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < wanted:
+        sys.exit(f"{directory}: {free / 1e9:.0f} GB are free, this needs {wanted / 1e9:.0f} GB; give another --directory")
+
+
+def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs the contenders in alternating order. directory: empty, removed by the caller."""
     base, adapter = directory / "base", directory / "adapter"
-    base_bytes, adapter_bytes = write_base(base, parameters), write_adapter(adapter, parameters, base)
+    base_bytes, adapter_bytes = write_base(base, arguments.parameters), write_adapter(adapter, arguments.parameters, base)
     os.sync()
-    runs: dict[str, list[dict[str, float]]] = {"ours": [], "peft": []}
-    different: list[str] = []
-    for pair in range(pairs):
-        for contender in ("ours", "peft") if pair % 2 == 0 else ("peft", "ours"):
-            prepare_cache([*base.iterdir(), *adapter.iterdir()], cache)
+    contenders = ["copy", "ours"] if arguments.without_peft else ["copy", "ours", "peft"]
+    runs: Runs = {name: [] for name in contenders}
+    different: list[str] | None = None
+    verification = None
+    for pair in range(arguments.pairs):
+        for contender in contenders if pair % 2 == 0 else contenders[::-1]:
+            prepare_cache([*base.iterdir(), *adapter.iterdir()], arguments.cache)
             runs[contender].append(run_once(contender, base, adapter, directory / contender))
-            print(f"pair {pair + 1}/{pairs}, {contender}: {runs[contender][-1]['seconds']:.1f} s", flush=True)
-        if pair == 0:
+            print(f"round {pair + 1}/{arguments.pairs}, {contender}: {runs[contender][-1]['seconds']:.2f} s", flush=True)
+            if pair or contender == "copy":
+                shutil.rmtree(directory / contender)
+        if pair == 0 and not arguments.without_peft:
             different = different_tensors(directory / "ours", directory / "peft")
-        for contender in runs:
+        if pair == 0 and not arguments.without_verification:
+            verification = verify_once(base, adapter, directory)
+        for contender in contenders[1:] if pair == 0 else ():
             shutil.rmtree(directory / contender)
-    ratios = [theirs["seconds"] / our["seconds"] for our, theirs in zip(runs["ours"], runs["peft"], strict=True)]
+    import_only = run_once("torch", base, adapter, directory / "torch")["peak_resident_bytes"]
+    computed = subprocess.run([sys.executable, "-m", "bench.merge.compute"], check=True, stdout=subprocess.PIPE, text=True)
+    above = statistics.median(run["peak_resident_bytes"] for run in runs["ours"]) - import_only
     return {
-        "parameters": parameters,
+        "parameters": arguments.parameters,
         "base_bytes": base_bytes,
         "adapter_bytes": adapter_bytes,
         "rank": RANK,
-        "pairs": pairs,
-        "page_cache": cache,
+        "rounds": arguments.pairs,
+        "page_cache": arguments.cache,
         "num_cpus": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
-        "ours": summary(runs["ours"]),
-        "peft": summary(runs["peft"]),
-        "speedup": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        **{name: summary(of_contender) for name, of_contender in runs.items()},
+        "speedup_over_peft": None if arguments.without_peft else ratios(runs["peft"], runs["ours"]),
+        "ratio_to_copy": ratios(runs["ours"], runs["copy"]),
+        "ratio_to_copy_without_import": ratios(runs["ours"], runs["copy"], less=import_seconds(base, adapter, directory)),
+        "import_of_torch_resident_bytes": import_only,
+        "memory_above_import": above,
+        "memory_above_import_and_adapter": above - adapter_bytes,
+        "compute": json.loads(computed.stdout),
+        "verification_seconds": verification,
         "num_tensors": len(read_checkpoint(base).tensors),
         "different_tensors": different,
     }
 
 
-def run_once(contender: str, base: Path, adapter: Path, output: Path) -> dict[str, float]:
-    """Seconds from process start to durable output, and the peak resident memory in bytes."""
+def run_once(contender: str, base: Path, adapter: Path, output: Path) -> dict[str, Any]:
+    """Seconds from process start to durable output, and what the contender says of itself."""
     os.sync()  # nobody pays for writing back what another has left
     command = [sys.executable, "-m", "bench.merge.contender", contender, str(base), str(adapter), str(output)]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     started = time.monotonic()
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
-    figures = json.loads(done.stdout.strip().splitlines()[-1])
-    return {"seconds": figures["finished"] - started, "peak_resident_bytes": figures["peak_resident_bytes"]}
+    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return {**figures, "seconds": figures.pop("finished") - started}
+
+
+def import_seconds(base: Path, adapter: Path, directory: Path) -> float:
+    """Of a process that only imports torch."""
+    return statistics.median(run_once("torch", base, adapter, directory / "torch")["seconds"] for _ in range(3))
+
+
+def verify_once(base: Path, adapter: Path, directory: Path) -> float:
+    """Seconds of the command's verification of our output, process start and report included."""
+    command = [sys.executable, "-m", "finetune_trainer.merge", "--base", str(base), "--adapter", str(adapter)]
+    started = time.monotonic()
+    subprocess.run(
+        [*command, "--output", str(directory / "ours")], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    return round(time.monotonic() - started, 2)
 
 
 def prepare_cache(files: list[Path], cache: str) -> None:
@@ -129,12 +162,52 @@ def same(left: TensorHeader, right: TensorHeader) -> bool:
     return True
 
 
-def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("bytes_read", "bytes_written", "kernel_bytes_read", "kernel_bytes_written")
     return {
         "seconds": [round(run["seconds"], 3) for run in runs],
         "median_seconds": statistics.median(run["seconds"] for run in runs),
         "median_peak_resident_bytes": statistics.median(run["peak_resident_bytes"] for run in runs),
+        **{name: runs[0][name] for name in names if name in runs[0]},
     }
+
+
+def ratios(first: list[dict[str, Any]], second: list[dict[str, Any]], less: float = 0.0) -> dict[str, float]:
+    """Of the seconds of runs of the same round, `less` taken off the first."""
+    found = [(one["seconds"] - less) / other["seconds"] for one, other in zip(first, second, strict=True)]
+    return {"median": round(statistics.median(found), 3), "min": round(min(found), 3), "max": round(max(found), 3)}
+
+
+def print_result(result: dict[str, Any]) -> None:
+    for contender in ("copy", "ours", "peft"):
+        if contender in result:
+            figures = result[contender]
+            seconds = figures["seconds"]
+            print(
+                f"{contender}: median {figures['median_seconds']:.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), "
+                f"peak memory {figures['median_peak_resident_bytes'] / 2**20:.0f} MiB"
+            )
+    speedup, to_copy = result["speedup_over_peft"], result["ratio_to_copy"]
+    if speedup:
+        print(f"speedup over PEFT: median {speedup['median']:.2f} ({speedup['min']:.2f} to {speedup['max']:.2f})")
+    print(
+        f"time of a copy: median {to_copy['median']:.2f} ({to_copy['min']:.2f} to {to_copy['max']:.2f}), without importing torch "
+        f"{result['ratio_to_copy_without_import']['median']:.2f}; {result['rounds']} rounds, inputs {result['page_cache']} "
+        "in the page cache"
+    )
+    print(
+        f"memory above importing torch: {result['memory_above_import'] / 2**20:.0f} MiB, the adapter's "
+        f"{result['adapter_bytes'] / 2**20:.0f} MiB not taken off"
+    )
+    ours = result["ours"]
+    print(
+        f"bytes read {ours['bytes_read']} (base and adapter {result['base_bytes'] + result['adapter_bytes']}), "
+        f"written {ours['bytes_written']}; compute alone {result['compute']['median_gigabytes_per_second']} GB/s"
+    )
+    if result["verification_seconds"] is not None:
+        print(f"verification: {result['verification_seconds']} s")
+    if result["different_tensors"] is not None:
+        print(f"tensors: {result['num_tensors']}, different from PEFT's: {len(result['different_tensors'])}")
 
 
 def version(distribution: str) -> str:

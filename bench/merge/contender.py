@@ -1,6 +1,7 @@
-"""One merge in a process of its own: `python -m bench.merge.contender ours|peft BASE ADAPTER OUTPUT`.
+"""One run in a process of its own: `python -m bench.merge.contender ours|peft|copy|torch BASE ADAPTER OUTPUT`.
 
-Prints one JSON line: when the last byte was on disk (CLOCK_MONOTONIC, shared with the parent) and the peak memory.
+Prints one JSON line: when the last byte was on disk (CLOCK_MONOTONIC, shared with the parent), the peak memory, the bytes of files
+that it read and wrote by its own account, and what the kernel counted.
 """
 
 import json
@@ -8,16 +9,21 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+COPY_BYTES = 8 << 20
 
 
-def ours(base: Path, adapter: Path, output: Path) -> None:
+def ours(base: Path, adapter: Path, output: Path) -> dict[str, int]:
     from finetune_trainer.merge.run import MergeOptions, merge_adapter
 
-    merge_adapter(MergeOptions(base, adapter, output, None, 5_000_000_000))
+    report = merge_adapter(MergeOptions(base, (adapter,), output, None, 5_000_000_000))
+    return {"bytes_read": report.bytes_read, "bytes_written": report.bytes_written}
 
 
-def peft(base: Path, adapter: Path, output: Path) -> None:
+def peft(base: Path, adapter: Path, output: Path) -> dict[str, int]:
     """What PEFT's documentation says to do, and an fsync so that both end with the model on disk."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -26,9 +32,35 @@ def peft(base: Path, adapter: Path, output: Path) -> None:
     merged = PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=False)
     merged.save_pretrained(output)
     for path in output.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync(path)
+    return {}
+
+
+def copy(base: Path, _adapter: Path, output: Path) -> dict[str, int]:
+    """The base's bytes to another directory, in large blocks, with an fsync: what the disk allows anybody."""
+    output.mkdir()
+    buffer = memoryview(bytearray(COPY_BYTES))
+    total = 0
+    for path in sorted(base.iterdir()):
+        with path.open("rb", buffering=0) as source, (output / path.name).open("wb", buffering=0) as target:
+            while count := source.readinto(buffer):
+                target.write(buffer[:count])
+                total += count
+            os.fsync(target.fileno())
+    sync(output)
+    return {"bytes_read": total, "bytes_written": total}
+
+
+def torch(_base: Path, _adapter: Path, _output: Path) -> dict[str, int]:
+    """Only imports torch: what the memory of all who use it begins with."""
+    __import__("torch")
+    return {}
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def peak_resident_bytes() -> int:
@@ -40,7 +72,19 @@ def peak_resident_bytes() -> int:
     return int(found[1]) * 1024
 
 
+def counted_by_the_kernel() -> dict[str, int]:
+    """Bytes of read and write calls of this process, whatever file or cache they went to."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
+    return {"kernel_bytes_read": int(fields["rchar"]), "kernel_bytes_written": int(fields["wchar"])}
+
+
+CONTENDERS: dict[str, Callable[[Path, Path, Path], dict[str, int]]] = {"ours": ours, "peft": peft, "copy": copy, "torch": torch}
+
+
+def main(name: str, *paths: str) -> dict[str, Any]:
+    figures = CONTENDERS[name](*(Path(path) for path in paths))
+    return {"finished": time.monotonic(), "peak_resident_bytes": peak_resident_bytes(), **counted_by_the_kernel(), **figures}
+
+
 if __name__ == "__main__":
-    contender, *paths = sys.argv[1:]
-    {"ours": ours, "peft": peft}[contender](*(Path(path) for path in paths))
-    print(json.dumps({"finished": time.monotonic(), "peak_resident_bytes": peak_resident_bytes()}))
+    print(json.dumps(main(*sys.argv[1:])))

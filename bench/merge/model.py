@@ -5,6 +5,7 @@ and making billions of random numbers would take longer than the merge.
 """
 
 import json
+import math
 import random
 import struct
 from pathlib import Path
@@ -30,8 +31,12 @@ SIZES: dict[str, dict[str, int]] = {
         "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
         "num_key_value_heads": 8, "vocab_size": 32000,
     },
+    "7B": {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "vocab_size": 32000,
+    },
 }  # fmt: skip
-"""Shapes of Llama models, by number of parameters. 1.1B is TinyLlama's shape; 0.3B has a few large tensors."""
+"""Shapes of Llama models, by number of parameters. 1.1B is TinyLlama's, 7B Llama 2's; 0.3B has a few large tensors."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -45,7 +50,22 @@ def write_base(directory: Path, parameters: str) -> int:
         "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
-    shapes = {"model.embed_tokens.weight": (size["vocab_size"], size["hidden_size"])}
+    shapes = _base_shapes(size)
+    # bf16 with random sign and mantissa and exponents around 2**-6: plain weights, no infinities.
+    generator = random.Random(1)
+    high = bytes(0x3C | (generator.getrandbits(1) << 7) for _ in range(1 << 16))
+    low = generator.randbytes(1 << 16)
+    block = b"".join(bytes(pair) for pair in zip(low, high, strict=True)) * (BLOCK_VALUES >> 16)
+    return _write(directory / "model.safetensors", shapes, "BF16", block)
+
+
+def num_bytes(parameters: str) -> int:
+    """Of the base's weights."""
+    return 2 * sum(math.prod(shape) for shape in _base_shapes(SIZES[parameters]).values())
+
+
+def _base_shapes(size: dict[str, int]) -> Shapes:
+    shapes: Shapes = {"model.embed_tokens.weight": (size["vocab_size"], size["hidden_size"])}
     for layer in range(size["num_hidden_layers"]):
         for name, shape in _linears(size).items():
             shapes[f"model.layers.{layer}.{name}.weight"] = shape
@@ -53,12 +73,7 @@ def write_base(directory: Path, parameters: str) -> int:
             shapes[f"model.layers.{layer}.{norm}.weight"] = (size["hidden_size"],)
     shapes["model.norm.weight"] = (size["hidden_size"],)
     shapes["lm_head.weight"] = (size["vocab_size"], size["hidden_size"])
-    # bf16 with random sign and mantissa and exponents around 2**-6: plain weights, no infinities.
-    generator = random.Random(1)
-    high = bytes(0x3C | (generator.getrandbits(1) << 7) for _ in range(1 << 16))
-    low = generator.randbytes(1 << 16)
-    block = b"".join(bytes(pair) for pair in zip(low, high, strict=True)) * (BLOCK_VALUES >> 16)
-    return _write(directory / "model.safetensors", shapes, "BF16", block)
+    return shapes
 
 
 def write_adapter(directory: Path, parameters: str, base: Path) -> int:

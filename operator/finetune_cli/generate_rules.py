@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 from finetune_job.methods import METHODS, Method
@@ -53,12 +54,18 @@ def _versions() -> str:
 
 
 def _methods() -> str:
-    rows = [
-        f"| `{kind}` | `{method.family.value}` | {'yes' if method.merges else 'no'} | {_verdict(method)} |"
-        for kind, method in METHODS.items()
-    ]
+    rows = [f"| `{kind}` | `{method.family.value}` | {_merged(method)} | {_verdict(method)} |" for kind, method in METHODS.items()]
     head = ["## Methods\n", "| `spec.method.type` | settings | merged | |", "|---|---|---|---|"]
     return "\n".join([*head, *rows, ""])
+
+
+def _merged(method: Method) -> str:
+    if method.refused:
+        return "no"
+    if method.not_merged:
+        return f"no: {method.not_merged}"
+    needed = [f"`{each.name}: {json.dumps(each.value)}`" for each in method.merge_settings if not each.is_default]
+    return f"yes, with {' and '.join(needed)}" if needed else "yes"
 
 
 def _verdict(method: Method) -> str:

@@ -16,9 +16,13 @@ from finetune_cli.local.claims import parse_claims
 from finetune_cli.local.errors import LocalError
 from finetune_cli.render.document import as_json, as_yaml, report_document
 from finetune_cli.render.text import report_text, rule_text
+from finetune_job.api.base import Dtype
+from finetune_job.api.output import MergeSpec
 from finetune_job.rules.rule import Rule
 
-app = typer.Typer(name="finetune", help="Validate, explain and run FineTuneJobs.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    name="finetune", help="Validate, explain and run FineTuneJobs, and merge adapters.", no_args_is_help=True, add_completion=False
+)
 
 
 class Output(StrEnum):
@@ -55,7 +59,7 @@ def run(
     output_dir: Annotated[Path | None, typer.Option(help="Write the results here instead of output.destination.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove the job's workspace and start anew.")] = False,
 ) -> None:
-    """Run a job as processes of this machine: preflight, training, merge, verification.
+    """Run a job as processes of this machine: fetch, preflight, training, merge, verification, publication.
 
     Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
     """
@@ -64,6 +68,34 @@ def run(
     try:
         options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh)
         code = run_job(_read(file), options)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    raise typer.Exit(code)
+
+
+@app.command()
+def merge(
+    *,
+    base: Annotated[Path, typer.Option(help="Directory of the base model.")],
+    adapter: Annotated[list[Path], typer.Option(help="Directory of an adapter in PEFT's layout; repeated: merged in this order.")],
+    output: Annotated[Path, typer.Option(help="Directory of the merged model; made, and complete once it exists.")],
+    dtype: Annotated[Dtype | None, typer.Option(help="Element type of the merged weights. Unset: the base's own.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = MergeSpec().max_shard_size,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the result with base and adapter.")] = True,
+    prompts: Annotated[Path | None, typer.Option(help="File with a prompt on each line for the comparison of logits.")] = None,
+    device: Annotated[str, typer.Option(help="Where products of matrices are computed, as torch names it.")] = "cpu",
+) -> None:
+    """Merge adapters into a base model on this machine, in memory that does not grow with the model.
+
+    Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
+    """
+    from finetune_cli.commands.merge import merge as merge_order
+    from finetune_cli.local.merge_process import MergeOrder
+
+    order = MergeOrder(base, adapter, output, dtype.value if dtype else None, max_shard_size, verify, prompts, device)
+    try:
+        code = merge_order(order)
     except LocalError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error

@@ -34,6 +34,10 @@ class FailureClass(StrEnum):
     """A rank stopped making progress; the stacks of all ranks are on the workspace."""
     SOURCE_UNAVAILABLE = "SourceUnavailable"
     """A hub or an object store did not answer, or not with what was asked for; trying again may help."""
+    DESTINATION_REFUSED = "DestinationRefused"
+    """The destination answered that it does not take the results; a human has to mend credentials, names or what stands there."""
+    DESTINATION_UNAVAILABLE = "DestinationUnavailable"
+    """The destination did not answer, or broke off; trying again may help, and goes on from what is there."""
     CHECKPOINT_INVALID = "CheckpointInvalid"
     PLAN_MISMATCH = "PlanMismatch"
     """The plan file does not have the digest that the operator announced."""
@@ -65,6 +69,8 @@ EXIT_CODES: dict[FailureClass, int] = {
     FailureClass.INTERNAL: 52,
     FailureClass.STALLED: 53,
     FailureClass.SOURCE_UNAVAILABLE: 54,
+    FailureClass.DESTINATION_REFUSED: 55,
+    FailureClass.DESTINATION_UNAVAILABLE: 56,
 }
 CLASS_OF_EXIT_CODE = {code: failure for failure, code in EXIT_CODES.items()}
 

@@ -40,6 +40,16 @@ class WorkspaceLayout:
         return self.root / "trained"
 
     @property
+    def results(self) -> Path:
+        """What goes to a destination outside the cluster, laid out as `OutputLayout` says."""
+        return self.root / "results"
+
+    @property
+    def publication(self) -> Path:
+        """One JSON object per line: what publishing remembers between two attempts, uploads under way and parts that are there."""
+        return self.root / "publication.jsonl"
+
+    @property
     def history(self) -> Path:
         """One JSON object per line and optimizer step."""
         return self.root / "history.jsonl"
@@ -84,3 +94,22 @@ class OutputLayout:
     @property
     def verification(self) -> Path:
         return self.root / "verification.json"
+
+    @property
+    def verification_page(self) -> Path:
+        """The verification for people."""
+        return self.root / "verification.md"
+
+    @property
+    def provenance(self) -> Path:
+        """An in-toto statement: what was made, from what, by what."""
+        return self.root / "provenance.json"
+
+    @property
+    def model_card(self) -> Path:
+        return self.root / "README.md"
+
+    @property
+    def checksums(self) -> Path:
+        """SHA-256 of every file, in the form that `sha256sum --check` reads; written last of all, so it proves completeness."""
+        return self.root / "SHA256SUMS"

@@ -3,7 +3,8 @@
 Rules, plan, trainer and documentation read it; nothing else says what a method can do. What stands in it was measured with PEFT
 0.21.2 in this trainer (tests/unit/trainer_train/test_methods.py): a supported method lowers the loss, gives every trained parameter
 a gradient, ends on the same weights on any number of ranks that the table allows, resumes to the same bytes, and writes an adapter
-that PEFT loads with every tensor equal and the same logits.
+that PEFT loads with every tensor equal and the same logits. One that merges gives every tensor the bits of PEFT's own merge
+(tests/unit/trainer_merge/test_methods.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,20 @@ class Family(Enum):
 
 
 @dataclass(frozen=True)
+class MergeSetting:
+    """A setting of a method that decides whether its adapter can be merged."""
+
+    name: str
+    """As `method.settings` has it."""
+    peft_name: str
+    value: bool | str
+    """What it has to be; a fraction is a string."""
+    is_default: bool
+    """Whether PEFT's own default is that value."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class Method:
     """What a method is and can do."""
 
@@ -32,12 +47,19 @@ class Method:
     """PEFT's name; None: no adapter."""
     targets_all_linear: bool = True
     """Whether it adapts every linear layer where the user names no modules; otherwise PEFT's own choice for the model."""
-    merges: bool = False
-    """Whether the trained adapter can be merged into the base, or needs no merge."""
+    not_merged: str = ""
+    """Why the trained adapter cannot be merged into the base; empty: it can, or needs no merge."""
+    merge_settings: tuple[MergeSetting, ...] = ()
+    """What a merge needs of the settings."""
     one_rank: str = ""
     """Why it cannot be sharded; empty: it can, by either version of FSDP."""
     refused: str = ""
     """Why it is not supported at all; empty: it is."""
+
+    @property
+    def merges(self) -> bool:
+        """Whether the trained adapter can be merged into the base, or needs no merge."""
+        return not self.not_merged and not self.refused
 
 
 _SHARED = "its layers share one trained parameter, which two FSDP units cannot both hold"
@@ -48,14 +70,62 @@ _PROMPT = (
 
 
 def _other(kind: MethodType, *, targets_all_linear: bool = True, one_rank: str = "", refused: str = "") -> Method:
-    return Method(Family.OTHER, kind.name, targets_all_linear=targets_all_linear, one_rank=one_rank, refused=refused)
+    return Method(
+        Family.OTHER,
+        kind.name,
+        targets_all_linear=targets_all_linear,
+        not_merged=_NOT_MERGED.get(kind, ""),
+        merge_settings=_MERGE_SETTINGS.get(kind, ()),
+        one_rank=one_rank,
+        refused=refused,
+    )
 
 
+_NOT_MERGED = {
+    MethodType.LILY: "PEFT has no merge for it: its layers choose by the input which of the shared matrices they use",
+}
+_MERGE_SETTINGS = {
+    MethodType.UNILORA: (
+        MergeSetting(
+            "saveIndices",
+            "save_indices",
+            value=True,
+            is_default=False,
+            reason="without it the adapter does not say which of the shared values a layer uses; PEFT draws that for all at once",
+        ),
+    ),
+    MethodType.TINYLORA: (
+        MergeSetting(
+            "weightTying",
+            "weight_tying",
+            value="1",
+            is_default=False,
+            reason="otherwise the adapter does not say which of its vectors belongs to which layer: they are numbered in the order "
+            "in which the model's code makes its layers",
+        ),
+        MergeSetting(
+            "saveProjection",
+            "save_projection",
+            value=True,
+            is_default=True,
+            reason="without it PEFT draws a layer's projection by its number, which the adapter does not hold",
+        ),
+    ),
+    MethodType.FROD: (
+        MergeSetting(
+            "saveProjection",
+            "save_projection",
+            value=True,
+            is_default=True,
+            reason="without it PEFT decomposes the weights of all layers together",
+        ),
+    ),
+}
 METHODS: dict[MethodType, Method] = {
-    MethodType.LORA: Method(Family.LORA, "LORA", merges=True),
-    MethodType.QLORA: Method(Family.LORA, "LORA", merges=True),
-    MethodType.DORA: Method(Family.LORA, "LORA", merges=True),
-    MethodType.FULL: Method(Family.FULL, None, merges=True),
+    MethodType.LORA: Method(Family.LORA, "LORA"),
+    MethodType.QLORA: Method(Family.LORA, "LORA"),
+    MethodType.DORA: Method(Family.LORA, "LORA"),
+    MethodType.FULL: Method(Family.FULL, None),
     **{
         kind: _other(kind)
         for kind in (

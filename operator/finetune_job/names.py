@@ -26,6 +26,8 @@ PLAN_KEY = "plan.json"
 PLAN_MOUNT = "/plan"
 CLAIMS_MOUNT = "/claims"
 """Each claim that a pod may see is mounted at `/claims/<claim name>`."""
+CREDENTIALS_MOUNT = "/credentials"
+"""Where the kubelet puts credentials, as files named in `credentials.py`; only pods with a way out of the cluster have them."""
 RENDEZVOUS_PORT = 29400
 OBSERVE_PORT = 9400
 """Rank 0 serves /metrics, /progress and /healthz here."""
@@ -46,6 +48,7 @@ class Role(StrEnum):
     PREFLIGHT = "preflight"
     TRAIN = "train"
     MERGE = "merge"
+    PUBLISH = "publish"
 
 
 def _shortened(base: str, suffix: str, limit: int) -> str:

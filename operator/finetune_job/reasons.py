@@ -16,6 +16,8 @@ class ConditionType(StrEnum):
     """The last optimizer step is done and the trained weights are on the workspace."""
     MERGED = "Merged"
     """The merged model exists and passed its verification."""
+    PUBLISHED = "Published"
+    """The results are where `output.destination` says."""
     READY = "Ready"
     """Accepted, and its pods are placed."""
     SUCCEEDED = "Succeeded"
@@ -26,7 +28,14 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
 
 
-STAGES = (ConditionType.VALIDATED, ConditionType.FETCHED, ConditionType.PREPARED, ConditionType.TRAINED, ConditionType.MERGED)
+STAGES = (
+    ConditionType.VALIDATED,
+    ConditionType.FETCHED,
+    ConditionType.PREPARED,
+    ConditionType.TRAINED,
+    ConditionType.MERGED,
+    ConditionType.PUBLISHED,
+)
 
 
 class Reason(StrEnum):
@@ -55,6 +64,8 @@ class Reason(StrEnum):
     """A source does not exist, or the credentials do not open it."""
     PREFLIGHT_REFUSED = "PreflightRefused"
     """Preflight showed with the real model and data that the run cannot work."""
+    PUBLISH_REFUSED = "PublishRefused"
+    """The destination does not take the results: credentials, names, or something else that stands there."""
     FAILED = "Failed"
     RESTARTS_EXHAUSTED = "RestartsExhausted"
     VERIFICATION_FAILED = "VerificationFailed"

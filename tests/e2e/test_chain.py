@@ -1,18 +1,26 @@
 """From `kubectl apply` to a merged and verified model on a real node, undisturbed and disturbed."""
 
+import base64
+import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import yaml
 
 from finetune_job.names import Role
+from tests.support.cluster import network
+from tests.support.registry import PASSWORD, NotThereError, Registry, running_registry
+from tests.support.s3 import SECRET_KEY as S3_SECRET_KEY
 from tests.support.stack import NAMESPACE, ROOT, SYSTEM_NAMESPACE, USER_ID, Stack, condition_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 EXAMPLE = "examples/quickstart-cluster.yaml"
+PROFILE, LOGIN_SECRET, REPOSITORY = "publishing", "registry-login", "team/tuned"
 
 
 def adapter_bytes(stack: Stack, name: str) -> bytes:
@@ -90,7 +98,26 @@ def test_a_killed_rank_restarts_the_gang_once_and_changes_no_byte(stack: Stack, 
     assert adapter_bytes(stack, name) == adapter_bytes(stack, "undisturbed")
 
 
-def test_an_operator_killed_in_every_stage_starts_nothing_twice(stack: Stack, undisturbed: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def registry(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    """A registry that wants a login, and a profile that lets jobs speak to it without TLS."""
+    with running_registry(tmp_path_factory.mktemp("registry"), network.BRIDGE_ADDRESS, needs_login=True) as running:
+        profile = json.loads(stack.cluster.kubectl("get", "finetuneprofile", "default", "--output", "json"))
+        publish = {"plainHttpRegistries": [running.host], "allowedDestinations": [f"oci://{running.host}/team"]}
+        stack.apply(
+            {
+                "apiVersion": profile["apiVersion"],
+                "kind": profile["kind"],
+                "metadata": {"name": PROFILE},
+                "spec": profile["spec"] | {"publish": publish},
+            }
+        )
+        yield running
+
+
+def test_an_operator_killed_in_every_stage_starts_nothing_twice(
+    stack: Stack, undisturbed: dict[str, Any], registry: Registry
+) -> None:
     def kill_operator() -> None:
         (pod,) = [
             one
@@ -99,16 +126,81 @@ def test_an_operator_killed_in_every_stage_starts_nothing_twice(stack: Stack, un
         ]
         stack.kill_container(pod)
 
-    # Its data lies in an object store, so that there is a fetch to be disturbed, too.
+    # Its data lies in an object store and its results go to a registry, so that there is a fetch and a publication to be disturbed.
     secret = stack.upload("records", stack.claim("data"))
     data = yaml.safe_load((ROOT / EXAMPLE).read_text())["spec"]["data"]
     data |= {"source": "s3://records/train.jsonl", "validation": {"source": "s3://records/validation.jsonl"}}
-    name = stack.apply_example(EXAMPLE, {"data": data, "fetch": {"s3SecretRef": {"name": secret}}}, name="killed-operator")
+    output = {"destination": f"oci://{registry.host}/{REPOSITORY}:v1", "secretRef": {"name": LOGIN_SECRET}}
+    keep_login(stack, replace(registry, login=("publisher", "not-the-password")))
+    name = stack.apply_example(
+        EXAMPLE,
+        {"data": data, "fetch": {"s3SecretRef": {"name": secret}}, "profile": PROFILE, "output": output},
+        name="killed-operator",
+    )
     for role in Role:
         stack.wait(lambda role=role: stack.batch_jobs(name, role), f"the {role} Job")
         kill_operator()
+    # A wrong password costs a look at the Secret, not the results.
     job = stack.wait_for_condition(name, "Finished", "Stalled")
+    assert condition_of(job, "Published").get("reason") == "PublishRefused", json.dumps(job["status"], indent=2)
+    assert job["status"]["phase"] == "Stalled"
+    with pytest.raises(NotThereError):
+        registry.digest(REPOSITORY, "v1")
+    keep_login(stack, registry)
+    stack.cluster.kubectl(
+        *("patch", "finetunejob", name, "--namespace", NAMESPACE, "--type", "merge", "--patch", '{"spec": {"run": {"retry": 1}}}')
+    )
+    job = stack.wait_for_condition(name, "Finished")
     assert condition_of(job, "Succeeded").get("status") == "True", json.dumps(job["status"], indent=2)
-    names = sorted(one["metadata"]["name"] for one in stack.batch_jobs(name))
-    assert names == sorted(f"{name}-{role}-0" for role in Role)
-    assert adapter_bytes(stack, name) == adapter_bytes(stack, "undisturbed")
+    names = {one["metadata"]["name"] for one in stack.batch_jobs(name)}
+    assert names == {*(f"{name}-{role}-0" for role in Role if role is not Role.PUBLISH), f"{name}-publish-1"}
+
+    pulled = registry.pull(REPOSITORY, "v1")
+    digest = registry.digest(REPOSITORY, "v1")
+    assert job["status"]["artifacts"] == [
+        {"name": "published", "path": f"{output['destination']}@{digest}", "sha256": digest.removeprefix("sha256:")}
+    ]
+    assert pulled["adapter/adapter_model.safetensors"] == adapter_bytes(stack, "undisturbed")
+    merged = stack.claim("models-out") / "undisturbed/merged"
+    weights = sorted(path.name for path in merged.glob("*.safetensors"))
+    assert weights
+    assert [one for one in weights if pulled[one] != (merged / one).read_bytes()] == []
+    assert {"README.md", "config.json", "provenance.json", "verification.json", "SHA256SUMS"} <= set(pulled)
+    for line in pulled["SHA256SUMS"].decode().splitlines():
+        sha256, _, file = line.partition("  ")
+        assert hashlib.sha256(pulled[file]).hexdigest() == sha256
+    assert_no_trace_of_credentials(stack, name)
+
+
+def keep_login(stack: Stack, registry: Registry) -> None:
+    """Put the registry's login into the Secret that the job names."""
+    stack.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "type": "kubernetes.io/dockerconfigjson",
+            "metadata": {"name": LOGIN_SECRET, "namespace": NAMESPACE},
+            "stringData": {".dockerconfigjson": registry.docker_config()},
+        }
+    )
+
+
+def assert_no_trace_of_credentials(stack: Stack, name: str) -> None:
+    """In no object but the Secrets, in no log, in no file of the job's, and so in no process list, which shows pods' arguments."""
+    system = ("--namespace", SYSTEM_NAMESPACE, "--selector", "app.kubernetes.io/name=finetune-operator", "--tail=-1")
+    texts = {
+        "objects": stack.cluster.kubectl(
+            "get", "finetunejobs,finetuneprofiles,jobs,pods,configmaps,events", "--namespace", NAMESPACE, "--output", "yaml"
+        ),
+        "operator": stack.cluster.kubectl("logs", *system),
+    }
+    for role in Role:
+        for pod in stack.pods(name, role):
+            texts[pod["metadata"]["name"]] = stack.cluster.kubectl("logs", pod["metadata"]["name"], "--namespace", NAMESPACE)
+    for path in stack.workspace(name).rglob("*"):
+        if path.is_file() and path.suffix in (".json", ".jsonl", ".log", ".txt", ".md"):
+            texts[str(path)] = path.read_text(errors="replace")
+    assert any("publish-1" in place for place in texts), "the publish pod's log was read"
+    login = base64.b64encode(f"publisher:{PASSWORD}".encode()).decode()
+    secrets = (PASSWORD, login, S3_SECRET_KEY, "not-the-password")
+    assert [(place, secret) for place, text in texts.items() for secret in secrets if secret in text] == []

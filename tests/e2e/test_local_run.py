@@ -92,8 +92,8 @@ def test_a_power_cut_in_training_changes_no_byte(inputs: Path, undisturbed: tupl
     assert adapter(claims) == adapter(undisturbed[0])
 
 
-def test_model_and_data_from_outside_change_no_byte(inputs: Path, undisturbed: tuple[Path, str], tmp_path: Path) -> None:
-    """The model from a hub, the records from an S3 server: the same adapter as from claims."""
+def test_model_data_and_results_elsewhere_change_no_byte(inputs: Path, undisturbed: tuple[Path, str], tmp_path: Path) -> None:
+    """The model from a hub, the records from an S3 server and the results to it: the same adapter as on claims."""
     claims, token = tmp_path / "claims", "hf_token_of_the_test"
     claims.mkdir()
     with running_hub() as hub, running_s3(ensure_binaries().versitygw, tmp_path / "s3") as s3:
@@ -106,17 +106,49 @@ def test_model_and_data_from_outside_change_no_byte(inputs: Path, undisturbed: t
             "source": "s3://sets/docs/train.jsonl",
             "validation": {"source": "s3://sets/docs/validation.jsonl"},
         }
+        manifest["spec"]["output"] = {"destination": "s3://results/tuned"}
+        s3.bucket("results")
         path = tmp_path / "job.yaml"
         path.write_text(json.dumps(manifest))
         endpoints = {"HF_ENDPOINT": hub.address, "AWS_ENDPOINT_URL": s3.address, "AWS_REGION": REGION, "NO_PROXY": "127.0.0.1"}
         code, output = run(claims, path, endpoints | s3.environment() | {"HF_TOKEN": token, "HF_HUB_OFFLINE": "1"})
-    assert code == 0, output
-    assert adapter(claims) == adapter(undisturbed[0])
+        published = s3.buckets / "results/tuned"
+        assert code == 0, output
+        assert (published / "adapter/adapter_model.safetensors").read_bytes() == adapter(undisturbed[0])
+        subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=published, check=True)
+        written = json.loads((published / "adapter/adapter_config.json").read_text())
+    assert "s3://results/tuned" in output
     logs = "".join(log.read_text() for log in (claims / ".finetune").rglob("*") if log.is_file())
     assert token not in output + logs
     assert SECRET_KEY not in output + logs
-    written = json.loads((claims / "models-out/quickstart/adapter/adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == "org/tiny-llama"
+
+
+def test_merge_as_a_command_gives_the_bytes_of_the_run(inputs: Path, undisturbed: tuple[Path, str], tmp_path: Path) -> None:
+    result = undisturbed[0] / "models-out/quickstart"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("The first prompt\nThe second prompt\n")
+    command: list[str | Path] = [FINETUNE, "merge", "--base", inputs / "models/tiny-llama", "--adapter", result / "adapter"]
+    command += ["--output", tmp_path / "merged", "--prompts", prompts]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "passed" in finished.stdout
+    assert str(tmp_path / "merged") in finished.stdout
+    weights = sorted(path.name for path in (result / "merged").glob("*.safetensors"))
+    assert weights
+    for name in weights:
+        assert (tmp_path / "merged" / name).read_bytes() == (result / "merged" / name).read_bytes()
+    wrong = tmp_path / "adapter-of-another-rank"
+    shutil.copytree(result / "adapter", wrong)
+    settings = json.loads((wrong / "adapter_config.json").read_text())
+    (wrong / "adapter_config.json").write_text(json.dumps(settings | {"r": settings["r"] + 1}))
+    command[command.index("--adapter") + 1] = wrong
+    command[command.index("--output") + 1] = tmp_path / "refused"
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert refused.returncode == 1, refused.stdout + refused.stderr
+    assert "lora_A" in refused.stdout
+    assert "Traceback" not in refused.stdout
+    assert not (tmp_path / "refused").exists()
 
 
 def _kill_tree(pid: int) -> None:

@@ -63,6 +63,37 @@ def test_unknown_and_malformed_fields_are_refused_at_the_door(workload: Workload
         workload.apply("number", training={"maxSteps": 4, "learningRate": "nan"})
 
 
+def test_a_destination_has_a_known_form(workload: Workload) -> None:
+    for number, good in enumerate(
+        (
+            "pvc://results/a",
+            "hf://org/model",
+            "s3://bucket/a/b",
+            "oci://host.test:5000/a/b-c:v1.2",
+            "oci://host/a",
+            "oci://10.0.0.1:5000/a",
+        )
+    ):
+        workload.apply(f"good-{number}", output={"destination": good})
+    for bad in ("hf://org/model/path", "oci://host/Upper", "oci://host", "oci://host/a:", "oci://host/a@sha256:0", "file:///x"):
+        with pytest.raises(RefusedError, match=r"spec\.output\.destination.*should match"):
+            workload.apply("bad", output={"destination": bad})
+
+
+def test_where_results_go_is_frozen_with_the_rest(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply(output={"destination": "oci://host.test/a:v1", "secretRef": {"name": "login"}})
+    operator()
+    workload.wait_for_pods(Role.PREFLIGHT)
+    for change in (
+        {"destination": "oci://host.test/a:v2"},
+        {"secretRef": {"name": "other"}},
+        {"adapter": False},
+        {"private": False},
+    ):
+        with pytest.raises(RefusedError, match=r"spec\.output cannot change after the job has started"):
+            workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"output": change}})
+
+
 def test_a_field_that_was_pruned_shows_in_the_effective_settings(workload: Workload, operator: OperatorFactory) -> None:
     workload.apply_leniently(training={"maxSteps": 4, "learningrate": "5e-5"})
     operator()

@@ -15,6 +15,11 @@ from tests.support.cluster.errors import ClusterError, wait_until
 
 pytestmark = pytest.mark.integration
 Document = dict[str, Any]
+PUBLISH = {
+    "allowedDestinations": ["hf://our-org"],
+    "plainHttpRegistries": ["registry.test:5000"],
+    "s3Endpoint": "https://store.test",
+}
 
 
 def rendered(installed: Installed, *arguments: str, release: str = RELEASE, namespace: str = SYSTEM) -> list[Document]:
@@ -107,10 +112,12 @@ def test_install_brought_the_default_profile_and_an_upgrade_changes_it(installed
     installed.cluster.helm(
         *("upgrade", RELEASE, CHART, "--namespace", SYSTEM, "--reuse-values"),
         *("--set", "defaultProfile.spec.serviceAccountName=tuner"),
+        *("--set-json", f"defaultProfile.spec.publish={json.dumps(PUBLISH)}"),
     )
     changed = installed.kube.get("FineTuneProfile", "", "default")
     assert changed is not None
     assert changed["spec"]["serviceAccountName"] == "tuner"
+    assert changed["spec"]["publish"] == PUBLISH
     installed.cluster.helm("upgrade", RELEASE, CHART, "--namespace", SYSTEM, "--reset-values")
 
 

@@ -19,16 +19,19 @@ from finetune_job.plan.digest import plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.context import RunContext
+from finetune_trainer.credentials import Credentials, S3Keys
 from finetune_trainer.errors import DataError, TrainerError
 from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
 from finetune_trainer.fetch.errors import SourceUnavailableError
-from finetune_trainer.fetch.retry import Patience
 from finetune_trainer.fetch.run import fetch
+from finetune_trainer.network.retry import Patience
+from finetune_trainer.network.s3_service import S3Service
 from tests.support.cluster.binaries import ensure_binaries
-from tests.support.s3 import REGION, SECRET_KEY, S3Server, running_s3
+from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY, S3Server, running_s3
 from tests.unit.rules.manifests import manifest
 
 QUICK = Patience(attempts=2, first_seconds=0.01)
+LOCAL = Credentials(Path("/no/such/directory"))
 WEIGHTS = hashlib.shake_256(b"weights").digest(40_000_000)
 """Several ranges long."""
 OBJECTS = {
@@ -68,7 +71,7 @@ def context_of(s3: S3Server, directory: Path, **changes: Any) -> RunContext:
 def test_model_and_data_arrive_byte_for_byte(signed: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     context = context_of(signed, tmp_path)
     caplog.set_level("INFO")
-    report = fetch(context, QUICK)
+    report = fetch(context, LOCAL, QUICK)
     assert {path.name: path.read_bytes() for path in context.base_model.iterdir()} == {
         "config.json": b"{}",
         "model.safetensors": WEIGHTS,
@@ -76,7 +79,7 @@ def test_model_and_data_arrive_byte_for_byte(signed: S3Server, tmp_path: Path, c
     train = context.path(context.plan.data.train[0].location)
     assert {path.name: path.read_bytes() for path in train.iterdir()} == {"train.jsonl": b"{}\n"}
     assert int(report.facts["transferred_bytes"]) == len(WEIGHTS) + len(b"{}") + len(b"{}\n")
-    assert fetch(context, QUICK).facts["transferred_bytes"] == "0"
+    assert fetch(context, LOCAL, QUICK).facts["transferred_bytes"] == "0"
     kept = [path.read_bytes() for path in context.workspace.sources.glob("*.json")]
     assert not any(SECRET_KEY.encode() in text for text in [*kept, caplog.text.encode(), report.model_dump_json().encode()])
 
@@ -88,7 +91,7 @@ def test_refused_keys_name_the_field(
     for name, value in wrong.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(TrainerError) as caught:
-        fetch(context_of(signed, tmp_path), QUICK)
+        fetch(context_of(signed, tmp_path), LOCAL, QUICK)
     assert caught.value.failure is FailureClass.USER_MODEL
     assert "spec.model.source" in str(caught.value)
     assert "spec.fetch.s3SecretRef" in caught.value.hint
@@ -97,7 +100,7 @@ def test_refused_keys_name_the_field(
 @pytest.mark.parametrize("source", ["s3://inputs/sets/missing.jsonl", "s3://no-such-bucket/train.jsonl"])
 def test_what_is_not_there_is_named(signed: S3Server, tmp_path: Path, source: str) -> None:
     with pytest.raises(TrainerError) as caught:
-        fetch(context_of(signed, tmp_path, **{"data.source": source}), QUICK)
+        fetch(context_of(signed, tmp_path, **{"data.source": source}), LOCAL, QUICK)
     assert caught.value.failure is FailureClass.USER_DATA
     assert source in str(caught.value)
 
@@ -105,7 +108,7 @@ def test_what_is_not_there_is_named(signed: S3Server, tmp_path: Path, source: st
 def test_an_object_that_changes_while_it_is_copied_is_not_mixed(signed: S3Server) -> None:
     key = "changing/train.jsonl"
     signed.upload("inputs", {key: WEIGHTS})
-    store = open_bucket("inputs", signed.address, REGION, signed.environment())
+    store = open_bucket("inputs", S3Service(signed.address, REGION), S3Keys(ACCESS_KEY, SECRET_KEY))
     remote = BucketPrefix(store, BucketPath(bucket="inputs", prefix=key), "spec.data.source", DataError, signed=True)
     [file] = remote.files()
     signed.upload("inputs", {key: WEIGHTS[::-1]})
@@ -118,6 +121,6 @@ def test_a_listing_of_more_than_one_page_is_whole(signed: S3Server) -> None:
     store = signed.bucket("many")
     with ThreadPoolExecutor(8) as executor:
         list(executor.map(lambda each: obstore.put(store, f"part/{each:05}.jsonl", b"x"), range(number)))
-    opened = open_bucket("many", signed.address, REGION, signed.environment())
+    opened = open_bucket("many", S3Service(signed.address, REGION), S3Keys(ACCESS_KEY, SECRET_KEY))
     files = BucketPrefix(opened, BucketPath(bucket="many", prefix="part"), "spec.data.source", DataError, signed=True).files()
     assert sorted(file.path for file in files) == [f"{each:05}.jsonl" for each in range(number)]

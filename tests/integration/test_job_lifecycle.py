@@ -3,8 +3,9 @@
 import pytest
 
 from finetune_job.failures import FailureClass
-from finetune_job.names import Role
+from finetune_job.names import CREDENTIALS_MOUNT, Role
 from tests.integration.conftest import OperatorFactory
+from tests.integration.kube import Document
 from tests.integration.workload import Workload
 
 pytestmark = pytest.mark.integration
@@ -69,8 +70,7 @@ def test_sources_elsewhere_are_fetched_first_by_the_one_pod_with_credentials(wor
     )
     operator()
     (pod,) = workload.wait_for_pods(Role.FETCH)
-    variables = {variable["name"]: variable for variable in pod["spec"]["containers"][0]["env"]}
-    assert variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub-token", "key": "read", "optional": False}
+    assert credential_files(pod) == {"hub-token": {"read": "hub/token"}}
     assert [mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"] if "/claims/" in mount["mountPath"]] == [
         "/claims/workspace"
     ]
@@ -81,7 +81,47 @@ def test_sources_elsewhere_are_fetched_first_by_the_one_pod_with_credentials(wor
     workload.succeed(Role.FETCH, 1)
     workload.wait_for("Fetched")
     (pod,) = workload.wait_for_pods(Role.PREFLIGHT)
-    assert "secretKeyRef" not in str(pod["spec"])
+    assert "secret" not in str(pod["spec"])
+
+
+def credential_files(pod: Document) -> dict[str, dict[str, str]]:
+    """File below the mount point by key, for each Secret that the pod's container sees."""
+    (container,) = pod["spec"]["containers"]
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["mountPath"] == CREDENTIALS_MOUNT]
+    assert mount["readOnly"] is True
+    (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == mount["name"]]
+    sources = [source["secret"] for source in volume["projected"]["sources"]]
+    return {secret["name"]: {item["key"]: item["path"] for item in secret["items"]} for secret in sources}
+
+
+def test_results_for_elsewhere_are_published_last_by_the_one_pod_with_credentials(
+    workload: Workload, operator: OperatorFactory
+) -> None:
+    workload.apply(output={"destination": "oci://registry.test/team/tuned:v1", "secretRef": {"name": "registry-login"}})
+    operator()
+    for role in (Role.PREFLIGHT, Role.TRAIN, Role.MERGE):
+        (pod,) = workload.wait_for_pods(role)
+        assert "registry-login" not in str(pod)
+        workload.succeed(role)
+    workload.wait_for("Merged")
+    (pod,) = workload.wait_for_pods(Role.PUBLISH)
+    workload.wait(lambda: workload.status()["phase"] == "Publishing", "the phase Publishing")
+    assert credential_files(pod) == {"registry-login": {".dockerconfigjson": "registry/config.json"}}
+    mounts = [mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"] if "/claims/" in mount["mountPath"]]
+    assert mounts == ["/claims/workspace"]
+    workload.fail(pod, FailureClass.DESTINATION_REFUSED, "the registry answered 401")
+    refused = workload.wait_for("Published", "False", "PublishRefused")
+    assert "the registry answered 401" in refused["message"]
+    workload.wait_for("Stalled", "True", "PublishRefused")
+    assert workload.condition("Finished")["status"] != "True"
+    workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"retry": 1}}})
+    digest = "d" * 64
+    address = f"oci://registry.test/team/tuned:v1@sha256:{digest}"
+    workload.succeed(Role.PUBLISH, 1, address=address, digest=f"sha256:{digest}")
+    workload.wait_for("Succeeded")
+    assert workload.condition("Published")["status"] == "True"
+    assert workload.status()["artifacts"] == [{"name": "published", "path": address, "sha256": digest}]
+    assert workload.status()["publishAttempt"] == 1
 
 
 def test_missing_claim_stalls_until_it_is_there(workload: Workload, operator: OperatorFactory) -> None:

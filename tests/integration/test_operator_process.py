@@ -30,7 +30,7 @@ def sample(process: OperatorProcess, name: str, **labels: str) -> float:
 
 
 def test_sigkill_at_every_stage_neither_doubles_nor_loses_anything(workload: Workload, operator: OperatorFactory) -> None:
-    workload.apply()
+    workload.apply(output={"destination": "s3://results/tuned", "secretRef": {"name": "bucket-keys"}})
     process = operator()
     seen: dict[str, str] = {}
 
@@ -43,14 +43,15 @@ def test_sigkill_at_every_stage_neither_doubles_nor_loses_anything(workload: Wor
 
     process.wait_for_line("leading")
     restart()
-    for role, done in ((Role.PREFLIGHT, "Prepared"), (Role.TRAIN, "Trained"), (Role.MERGE, "Succeeded")):
+    stages = ((Role.PREFLIGHT, "Prepared"), (Role.TRAIN, "Trained"), (Role.MERGE, "Merged"), (Role.PUBLISH, "Succeeded"))
+    for role, done in stages:
         workload.wait_for_pods(role)
         restart()
         workload.succeed(role)
         restart()
         workload.wait_for(done)
         restart()
-    assert sorted(seen) == ["tune-merge-0", "tune-preflight-0", "tune-train-0"]
+    assert sorted(seen) == ["tune-merge-0", "tune-preflight-0", "tune-publish-0", "tune-train-0"]
     assert workload.status()["restarts"]["counted"] == 0
     process.wait_for_line("ready")
     assert process.terminate() == 0

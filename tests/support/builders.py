@@ -188,6 +188,10 @@ class ObservedBuilder:
         """Training is done, the merge comes next."""
         return replace(self.prepared().condition(ConditionType.TRAINED, True, Reason.COMPLETED), role=Role.MERGE)
 
+    def merged(self) -> ObservedBuilder:
+        """The merge is done and verified, its results are still to be published."""
+        return replace(self.trained().condition(ConditionType.MERGED, True, Reason.COMPLETED), role=Role.PUBLISH)
+
     def attempt(self, number: int) -> ObservedBuilder:
         """Set the number of the current attempt of the role that is due."""
         return self.with_status(**{ATTEMPT_FIELD[self.role]: number})

@@ -1,5 +1,7 @@
 """A hub on the loopback interface, for the real huggingface_hub client: repositories, two stores of files, and faults on demand.
 
+It is written to in hub_writes.py.
+
 Files in large file storage are served by a second server, to which `resolve` sends the client with a signed address, as a content
 delivery network would: so a client that carries its token along is seen, in `Hub.requests`.
 """
@@ -13,42 +15,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
-LARGE_BYTES = 512
-"""Files of this size and above lie in large file storage."""
-SIGNATURE = "not-for-any-log"
-"""Stands in every signed address."""
+from tests.support.hub_writes import LARGE_BYTES, MAIN, SIGNATURE, Repository, Writes, commit_of, git_blob
+
 PAGE_ENTRIES = 3
 """Of a listing, few, so that clients must follow the pages."""
-
-
-def commit_of(files: dict[str, bytes]) -> str:
-    """A commit id for these files."""
-    digest = hashlib.sha1(usedforsecurity=False)
-    for path in sorted(files):
-        digest.update(path.encode() + b"\0" + hashlib.sha256(files[path]).digest())
-    return digest.hexdigest()
-
-
-def git_blob(content: bytes) -> str:
-    """Name of the content in git."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-@dataclass
-class Repository:
-    """One repository with one commit."""
-
-    files: dict[str, bytes]
-    commit: str
-    token: str | None = None
-    """Needed to see it."""
-    announced_commit: str | None = None
-    """What the hub says the commit is; None: the truth."""
+_ABOUT = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([0-9a-f]+|main)(?:/(.*))?)?")
+"""Kind, name, what is asked, commit and path."""
 
 
 @dataclass
@@ -64,6 +41,12 @@ class Fault:
     """Flip a bit of the body."""
     ignore_range: bool = False
     """Answer with the whole file."""
+    body: bytes = b"{}"
+    """Of the answer, where `status` is set."""
+    take: int | None = None
+    """Bytes of the request's body after which the connection is closed."""
+    drop_answer: bool = False
+    """Do what is asked, then close the connection instead of saying so."""
     before: Callable[[], object] | None = None
     """Called before the answer."""
 
@@ -88,6 +71,7 @@ class Hub:
         self.sent: dict[str, int] = {}
         """Bytes of bodies sent, by file name."""
         self.store_address = self.address = ""
+        self.writes = Writes()
         self._faults: dict[str, list[Fault]] = {}
         self._lock = threading.Lock()
 
@@ -166,6 +150,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     hub: Hub
     store: bool
 
@@ -181,24 +166,38 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer()
 
+    def do_PUT(self) -> None:
+        self._answer()
+
     def _answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.hub.remember(Request(self.command, self.path, self.headers, self.store))
         fault = self.hub.fault_of(unquote(self.path))
         if fault is not None and fault.before is not None:
             fault.before()
+        body = self._body(fault)
+        if body is None:
+            return
         if fault is not None and fault.status is not None:
-            self._send(fault.status, b"{}", fault.headers)
+            self._send(fault.status, fault.body, fault.headers)
             return
         address = urlsplit(self.path)
+        written = self.hub.writes.answer(self.hub, self.command, self.path, self.headers, body, store=self.store)
+        if written is not None:
+            if fault is not None and fault.drop_answer:
+                self.close_connection = True
+                return
+            self._send(written.status, written.body, written.headers)
+            return
         if self.store:
             self._from_store(address.path, fault)
             return
-        match = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/(revision|tree|paths-info)/([0-9a-f]+)(?:/(.*))?", address.path)
+        match = re.fullmatch(
+            r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([0-9a-f]+|main)(?:/(.*))?)?", address.path
+        )
         if match:
-            repository = self._repository(match[1], match[2], match[4])
+            repository = self._repository(match[1], match[2], match[4] or MAIN)
             if repository is not None:
-                self._metadata(repository, match[3], unquote(match[5] or ""), parse_qs(address.query), body)
+                self._metadata(repository, match[3] or "revision", unquote(match[5] or ""), parse_qs(address.query), body)
             return
         match = re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([0-9a-f]+)/(.+)", address.path)
         if match:
@@ -207,6 +206,32 @@ class _Handler(BaseHTTPRequestHandler):
                 self._resolve(repository, unquote(match[4]), fault)
             return
         self._send(404, b"{}")
+
+    def _body(self, fault: Fault | None) -> bytes | None:
+        """The request's body; None where the connection ends before it does."""
+        wanted = int(self.headers.get("Content-Length", 0))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            return self._chunks()
+        if fault is not None and fault.take is not None:
+            self.rfile.read(min(wanted, fault.take))
+            self.close_connection = True
+            return None
+        content = self.rfile.read(wanted)
+        if len(content) < wanted:
+            self.close_connection = True
+            return None
+        return content
+
+    def _chunks(self) -> bytes | None:
+        content = b""
+        while (line := self.rfile.readline().strip()) not in {b"0", b""}:
+            content += self.rfile.read(int(line, 16))
+            self.rfile.readline()
+        if not line:
+            self.close_connection = True
+            return None
+        self.rfile.readline()
+        return content
 
     def _repository(self, kind: str, name: str, commit: str) -> Repository | None:
         repository = self.hub.repositories.get((kind, name))
@@ -217,7 +242,9 @@ class _Handler(BaseHTTPRequestHandler):
         if repository.token is not None and self.headers["Authorization"] != f"Bearer {repository.token}":
             self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
             return None
-        if commit != repository.commit:
+        if commit in repository.older:
+            return replace(repository, files=repository.older[commit], commit=commit)
+        if commit not in {repository.commit, MAIN}:
             self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return None
         return repository
@@ -261,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(302, b"", {"X-Repo-Commit": repository.commit, "Location": target, **linked})
 
     def _from_store(self, path: str, fault: Fault | None) -> None:
-        for repository in self.hub.repositories.values():
+        for repository in list(self.hub.repositories.values()):
             for name, content in repository.files.items():
                 if unquote(path) == f"/{hashlib.sha256(content).hexdigest()}/{name}":
                     self._content(name, content, fault, {})

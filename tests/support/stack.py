@@ -158,7 +158,7 @@ class Stack:
         document = yaml.safe_load((ROOT / path).read_text())
         document["metadata"] |= {"namespace": NAMESPACE, **metadata}
         document["spec"] |= spec or {}
-        if "name" in metadata:
+        if "name" in metadata and "output" not in (spec or {}):
             document["spec"]["output"]["destination"] = f"pvc://models-out/{metadata['name']}"
         self.apply(document)
         return str(document["metadata"]["name"])

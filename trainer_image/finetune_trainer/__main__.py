@@ -1,4 +1,4 @@
-"""`python -m finetune_trainer {fetch,preflight,train,merge}`: one role, told everything by the plan and these arguments."""
+"""`python -m finetune_trainer {fetch,preflight,train,merge,publish}`: one role, told everything by the plan and these arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from finetune_job.failures import TerminationReport
-from finetune_job.names import OBSERVE_PORT, RENDEZVOUS_PORT, Role
+from finetune_job.names import CREDENTIALS_MOUNT, OBSERVE_PORT, RENDEZVOUS_PORT, Role
 from finetune_trainer.arguments import add_run_arguments, run_context
 from finetune_trainer.context import RunContext
 from finetune_trainer.termination import run_role
@@ -26,6 +26,8 @@ def parser() -> argparse.ArgumentParser:
         arguments = roles.add_parser(role.value)
         add_run_arguments(arguments)
         arguments.add_argument("--termination-log", type=Path, default=Path(TERMINATION_LOG))
+        if role in (Role.FETCH, Role.PUBLISH):
+            arguments.add_argument("--credentials", type=Path, default=Path(CREDENTIALS_MOUNT))
         if role is Role.TRAIN:
             arguments.add_argument("--node-rank", type=int, default=0)
             arguments.add_argument("--master-address", default="127.0.0.1")
@@ -34,13 +36,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _fetch(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
-    from finetune_trainer.fetch.online import go_online
+def _fetch(context: RunContext, arguments: argparse.Namespace) -> TerminationReport:
+    from finetune_trainer.network.online import go_online
 
     go_online()
+    from finetune_trainer.credentials import Credentials
     from finetune_trainer.fetch.run import fetch
 
-    return fetch(context)
+    return fetch(context, Credentials(arguments.credentials))
 
 
 def _preflight(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
@@ -74,11 +77,22 @@ def _merge(context: RunContext, _arguments: argparse.Namespace) -> TerminationRe
     return merge(context)
 
 
+def _publish(context: RunContext, arguments: argparse.Namespace) -> TerminationReport:
+    from finetune_trainer.network.online import go_online
+
+    go_online()
+    from finetune_trainer.credentials import Credentials
+    from finetune_trainer.publish.run import publish
+
+    return publish(context, Credentials(arguments.credentials))
+
+
 ROLES: dict[Role, Callable[[RunContext, argparse.Namespace], TerminationReport]] = {
     Role.FETCH: _fetch,
     Role.PREFLIGHT: _preflight,
     Role.TRAIN: _train,
     Role.MERGE: _merge,
+    Role.PUBLISH: _publish,
 }
 
 

@@ -78,6 +78,18 @@ class VerificationError(TrainerError):
     failure = FailureClass.VERIFICATION_FAILED
 
 
+class DestinationRefusedError(TrainerError):
+    """The destination does not take the results until a human acts."""
+
+    failure = FailureClass.DESTINATION_REFUSED
+
+
+class DestinationUnavailableError(TrainerError):
+    """The destination did not answer, or broke off."""
+
+    failure = FailureClass.DESTINATION_UNAVAILABLE
+
+
 class InvariantError(TrainerError):
     """Something that this package guarantees does not hold: continuing would give a wrong model."""
 
@@ -90,8 +102,16 @@ _MERGE_CLASSES = {
     "BrokenCheckpoint": FailureClass.USER_MODEL,
     "TiedWeights": FailureClass.USER_MODEL,
     "UnsupportedBase": FailureClass.USER_MODEL,
+    # An adapter and a base that do not belong together: trying again would show the same.
+    "AdapterTensorUnknown": FailureClass.USER_MODEL,
+    "AdapterTensorMissing": FailureClass.USER_MODEL,
+    "AdapterTensorDuplicate": FailureClass.USER_MODEL,
+    "AdapterTensorMisshaped": FailureClass.USER_MODEL,
     "UnsupportedAdapter": FailureClass.USER_CONFIG,
     "NotFinite": FailureClass.NON_FINITE,
+    "DiskFull": FailureClass.DISK_FULL,
+    "OutputExists": FailureClass.USER_CONFIG,
+    "DeviceUnavailable": FailureClass.USER_CONFIG,
 }
 
 

@@ -1,4 +1,7 @@
-"""The `merge` role: publish the trained adapter, merge it into the base, verify the merged model, quarantine one that fails."""
+"""The `merge` role: keep the trained adapter, merge it into the base, verify the merged model, describe what is released.
+
+A merged model that fails its verification is quarantined. Where the results go on from here is not this role's matter.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,24 @@ import shutil
 import time
 from pathlib import Path
 
-from finetune_job.api.method import MethodType
+from finetune_job.api.output import MergeBase
 from finetune_job.failures import Outcome, TerminationReport
+from finetune_job.layout import OutputLayout
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.errors import CheckpointError, VerificationError
-from finetune_trainer.files import TEMPORARY_MARK, file_sha256, publish_directory, sync_file, temporary_beside
+from finetune_trainer.files import TEMPORARY_MARK, file_sha256, publish_directory, sync_file, temporary_beside, write_durably
+from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.quantized_base import packed_in_training
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.merge.writer import MANIFEST_FILE as MERGED_MANIFEST_FILE
 from finetune_trainer.model.load import stored_dtype
+from finetune_trainer.release.adapter_check import check_adapter
+from finetune_trainer.release.build import unseal
+from finetune_trainer.release.facts import run_facts
+from finetune_trainer.release.places import places_of
+from finetune_trainer.release.write import is_complete, release_digests, write_release_files
 from finetune_trainer.train.export import MANIFEST_FILE
 from finetune_trainer.verify.gate import Gate, gate_for
 from finetune_trainer.verify.report import VerificationReport
@@ -28,58 +39,108 @@ log = logging.getLogger(__name__)
 
 
 def merge(context: RunContext) -> TerminationReport:
-    """Do what the plan's method needs; may be run again after it was killed. Raises VerificationError, MergeError, OSError."""
+    """Do what the plan's method needs; may be run again after it was killed. Raises VerificationError, MergeError, OSError.
+
+    The trained adapter is safe at its place before the merge begins, and SHA256SUMS is written last: it says that all is there.
+    """
     plan, trained, output = context.plan, context.workspace.adapter, context.output
-    check_trained(trained, context.plan_sha256)
+    step = check_trained(trained, context.plan_sha256)
+    serving = check_adapter(trained, plan) if plan.method.trains_adapter else None
     output.root.mkdir(parents=True, exist_ok=True)
+    places, digest = places_of(plan), file_sha256(trained / MANIFEST_FILE)
+    # Of the merged model: what stands there, because a model under that name has been verified.
+    expected = {output.adapter: digest} if places.has_adapter else {}
+    expected |= {output.merged: _merged_digest(context, digest)} if places.has_merged else {}
+    digests = {f"{path.name}/{MANIFEST_FILE}": sha256 for path, sha256 in expected.items()}
+    was_complete = is_complete(output, places, context.plan_sha256, digests)
+    if not was_complete:
+        unseal(output)
     facts: dict[str, str] = {}
-    if plan.method.type is MethodType.FULL:
-        publish_copy(trained, output.merged)
-        facts["merged_manifest_sha256"] = file_sha256(output.merged / MANIFEST_FILE)
-    else:
+    if places.has_adapter:
         publish_copy(trained, output.adapter)
-        facts["adapter_sha256"] = file_sha256(output.adapter / MANIFEST_FILE)
-        if plan.merge.enabled:
-            facts |= _merge_and_verify(context)
+        facts["adapter_sha256"] = digest
+    elif not plan.method.trains_adapter:
+        publish_copy(trained, output.merged)
+        facts["merged_manifest_sha256"] = digest
+    verification = None
+    if plan.merge.enabled:
+        verification = _merge_and_verify(context, was_complete=was_complete)
+        facts |= {
+            "merged_manifest_sha256": file_sha256(output.merged / MERGED_MANIFEST_FILE),
+            "verification_sha256": file_sha256(output.verification),
+            **_figures(verification),
+        }
+    if serving is not None:
+        facts["vllm"] = serving.text()
+    # What is complete stays as it is, byte for byte, whatever a second verification took.
+    facts |= (
+        release_digests(output) if was_complete else write_release_files(output, run_facts(context, step, verification, serving))
+    )
     return TerminationReport(role=Role.MERGE, attempt=context.attempt, outcome=Outcome.SUCCEEDED, time=time.time(), facts=facts)
 
 
-def _merge_and_verify(context: RunContext) -> dict[str, str]:
-    plan, output = context.plan, context.output
+def _merged_digest(context: RunContext, trained: str) -> str:
+    """Of the manifest that the merged model has when all is done; empty: it is still to be made."""
+    if not context.plan.method.trains_adapter:
+        return trained
+    manifest = context.output.merged / MERGED_MANIFEST_FILE
+    return file_sha256(manifest) if manifest.is_file() else ""
+
+
+def _merge_and_verify(context: RunContext, *, was_complete: bool) -> VerificationReport:
+    """The merged model under its final name. Raises VerificationError, MergeError, OSError."""
+    plan, output, trained = context.plan, context.output, context.workspace.adapter
+    packed = _packed_in_training(context)
     # A model under the final name has passed before: this run follows one that was killed after that.
     target = output.merged if output.merged.exists() else output.unverified
     merge_adapter(
         MergeOptions(
             base=context.base_model,
-            adapter=output.adapter,
+            adapters=(trained,),
             output=target,
             dtype=plan.merge.dtype.value if plan.merge.dtype else None,
             max_shard_bytes=plan.merge.max_shard_bytes,
+            quantization=packed if plan.merge.base is MergeBase.DEQUANTIZED else None,
         ),
         progress=_log_progress,
     )
+    # Complete results keep their own report; a second one, which says how long it took, stays on the workspace.
+    reports = OutputLayout(context.workspace.root) if was_complete else output
     report = verify_merge(
         base=context.base_model,
-        adapter=output.adapter,
+        adapters=[trained],
         merged=target,
         prompts=PreparedData.open(context.workspace.prepared).verification_prompts(plan.merge.num_prompts),
         gate=_gate(context),
-        report_path=output.verification,
+        report_path=reports.verification,
+        page_path=reports.verification_page,
+        quantization=packed,
+        merged_onto=plan.merge.base,
     )
     log.info("%s", report.text())
     if not report.passed:
+        unseal(output)
         kept = quarantine(target, output.quarantined)
+        for found, shown in (
+            (reports.verification, output.verification),
+            (reports.verification_page, output.verification_page),
+        ):
+            write_durably(shown, found.read_bytes())
         raise VerificationError(
             f"{report.text()}\nthe merged model is kept as {kept.name}",
-            "see verification.json beside it; the adapter itself is published",
+            f"see {output.verification_page.name} beside it; the adapter itself is whole",
         )
     if target != output.merged:
         publish_directory(target, output.merged)
-    return {
-        "merged_manifest_sha256": file_sha256(output.merged / MERGED_MANIFEST_FILE),
-        "verification_sha256": file_sha256(output.verification),
-        **_figures(report),
-    }
+    return report
+
+
+def _packed_in_training(context: RunContext) -> Quantization | None:
+    """How training packed the base, where that can be written out or compared with; None: it did not, or in 8 bits."""
+    plan = context.plan
+    if plan.method.quantization is None or (plan.method.quantization.bits != 4 and plan.merge.base is MergeBase.ORIGINAL):
+        return None
+    return packed_in_training(plan, context.base_model)
 
 
 def _figures(report: VerificationReport) -> dict[str, str]:
@@ -104,8 +165,8 @@ def _gate(context: RunContext) -> Gate:
     return gate
 
 
-def check_trained(directory: Path, plan_sha256: str) -> None:
-    """The trained result is complete, whole and of this plan. Raises CheckpointError."""
+def check_trained(directory: Path, plan_sha256: str) -> int:
+    """The trained result is complete, whole and of this plan; the step that it is of. Raises CheckpointError."""
     hint = "delete it and train again: training resumes from the last checkpoint"
     try:
         manifest = json.loads((directory / MANIFEST_FILE).read_bytes())
@@ -114,6 +175,7 @@ def check_trained(directory: Path, plan_sha256: str) -> None:
         for name, entry in manifest["files"].items():
             if file_sha256(directory / name) != entry["sha256"]:
                 raise CheckpointError(f"{directory / name}: is not what was trained, its sha256 differs from {MANIFEST_FILE}", hint)
+        return int(manifest["step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory}: {MANIFEST_FILE} or a file it names cannot be read ({error})", hint) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from finetune_cli.local.launch import Interruption
 from finetune_cli.local.place import freeze, held, place_of, start_fresh
 from finetune_cli.local.stages import LocalRun
 from finetune_cli.local.summary import summarise
+from finetune_cli.local.trainer import check_trainer
 from finetune_cli.render.live import LiveView
 from finetune_cli.render.summary import summary_text
 from finetune_cli.render.text import finding_text, report_text
@@ -28,7 +28,6 @@ from finetune_job.plan.run_plan import JobIdentity, RunPlan
 
 LOCAL_UID = "local"
 """Stands for the UID that the API server gives; the same job finds its workspace again."""
-TRAINER = ("finetune_trainer", "torch")
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def run_job(manifest: str, options: Options) -> ExitCode:
     job = _only_job(verdicts)
     for finding in verdicts[0].findings:
         console.print(finding_text(finding), markup=False, soft_wrap=True)
-    _check_trainer()
+    check_trainer()
     plan = local_plan(job, options.output_directory is not None)
     claims = claims_of(plan)
     given = dict(options.claim_paths)
@@ -75,7 +74,7 @@ def run_job(manifest: str, options: Options) -> ExitCode:
 
 
 def local_plan(job: FineTuneJob, own_output: bool) -> RunPlan:
-    """The plan of a job on this machine. `own_output`: results go to a directory of their own. Raises LocalError."""
+    """The plan of a job on this machine. `own_output`: results go to a directory alone. Raises LocalError."""
     if job.spec.parallelism.nodes > 1:
         raise LocalError(
             f"spec.parallelism.nodes: {job.spec.parallelism.nodes} cannot run on one machine; "
@@ -84,7 +83,7 @@ def local_plan(job: FineTuneJob, own_output: bool) -> RunPlan:
         )
     identity = JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=LOCAL_UID)
     plan = resolve(identity, job.spec, profile=None)
-    return plan.model_copy(update={"output": ClaimPath(claim=OUTPUT_CLAIM)}) if own_output else plan
+    return plan.model_copy(update={"output": ClaimPath(claim=OUTPUT_CLAIM), "publish": None}) if own_output else plan
 
 
 def _only_job(verdicts: list[Verdict]) -> FineTuneJob:
@@ -92,11 +91,3 @@ def _only_job(verdicts: list[Verdict]) -> FineTuneJob:
     if len(jobs) != 1:
         raise LocalError(f"the manifest holds {len(jobs)} FineTuneJobs; give one at a time")
     return jobs[0]
-
-
-def _check_trainer() -> None:
-    missing = [name for name in TRAINER if importlib.util.find_spec(name) is None]
-    if missing:
-        raise LocalError(
-            f"{missing[0]} is not installed, and local mode trains on this machine; install finetune-operator[trainer,cli]"
-        )

@@ -14,6 +14,7 @@ from finetune_cli.local.errors import LocalError
 from finetune_cli.local.record import RunRecord, read_record
 from finetune_job.api.base import ClaimPath
 from finetune_job.layout import OutputLayout
+from finetune_job.names import Role
 from finetune_job.plan.digest import canonical_json, text_sha256
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 
@@ -69,13 +70,17 @@ def held(place: RunPlace) -> Iterator[int]:
 
 def start_fresh(place: RunPlace) -> None:
     """Remove what an earlier run of this job left: its workspace, and its results where its record proves them."""
-    if read_record(place.record) is not None and place.plan.exists():
+    record = read_record(place.record)
+    if record is not None and place.plan.exists():
         before = RunPlan.model_validate_json(place.plan.read_bytes())
         output = OutputLayout(_path(place, before.output))
         workspace = _path(place, before.workspace)
         for directory in (output.adapter, output.merged, output.unverified, output.quarantined, workspace):
             shutil.rmtree(directory, ignore_errors=True)
-        output.verification.unlink(missing_ok=True)
+        if Role.MERGE in record.next_attempt:
+            # A run that never came to its merge wrote none of these; a README.md that stands there is the user's own.
+            for file in (output.verification, output.verification_page, output.provenance, output.model_card, output.checksums):
+                file.unlink(missing_ok=True)
     for file in place.root.glob("*.*"):
         if file.is_file():
             file.unlink()

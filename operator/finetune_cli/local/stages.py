@@ -21,9 +21,10 @@ from finetune_operator.decide.restart_policy import Verdict, after, backoff_seco
 
 
 def roles_of(plan: RunPlan) -> tuple[Role, ...]:
-    """The roles that this plan needs, in order; nothing is fetched where everything lies on claims."""
+    """The roles that this plan needs, in order; what lies on claims is not fetched, and results for a claim are not published."""
     fetch = () if plan.fetch is None else (Role.FETCH,)
-    return (*fetch, Role.PREFLIGHT, Role.TRAIN, Role.MERGE)
+    publish = () if plan.publish is None else (Role.PUBLISH,)
+    return (*fetch, Role.PREFLIGHT, Role.TRAIN, Role.MERGE, *publish)
 
 
 class Audience(Protocol):

@@ -34,6 +34,8 @@ class Summary:
     adapter: Path | None
     merged: Path | None
     verification: Path | None
+    address: str | None = None
+    """Where the results were published, with what names this very content."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Content of verification.json."""
     workspace: Path = Path()
@@ -51,7 +53,8 @@ def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
         step=max((int(line["step"]) for line in history if isinstance(line.get("step"), int)), default=0),
         adapter=_existing(output.adapter),
         merged=_existing(output.merged),
-        verification=_existing(output.verification),
+        verification=_existing(output.verification_page) or _existing(output.verification),
+        address=record.facts.get(Role.PUBLISH, {}).get("address"),
         figures=_figures(output.verification),
         workspace=workspace.root,
         restarts=record.restarts.counted + record.restarts.uncounted,

@@ -20,6 +20,7 @@ _WORDS = {
     Role.PREFLIGHT: "checking model and data",
     Role.TRAIN: "training",
     Role.MERGE: "merging and verifying",
+    Role.PUBLISH: "publishing",
 }
 
 

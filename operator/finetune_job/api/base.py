@@ -76,7 +76,12 @@ _SEGMENT = r"[A-Za-z0-9._-]+"
 _CLAIM = rf"pvc://[a-z0-9]([a-z0-9-]{{0,61}}[a-z0-9])?(/{_SEGMENT})*/?"
 _HUB = rf"hf://(datasets/)?{_SEGMENT}/{_SEGMENT}(/{_SEGMENT})*/?"
 _BUCKET = r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._=-]+)*/?"
+_MODEL = rf"hf://{_SEGMENT}/{_SEGMENT}/?"
+_REGISTRY = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?"
+_REPOSITORY = r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
+_OCI = rf"oci://{_REGISTRY}/{_REPOSITORY}(:[A-Za-z0-9_][A-Za-z0-9._-]{{0,127}})?"
 CLAIM_SOURCE_PATTERN = f"^{_CLAIM}$"
+DESTINATION_PATTERN = f"^({_CLAIM}|{_MODEL}|{_BUCKET}|{_OCI})$"
 SOURCE_PATTERN = f"^({_CLAIM}|{_HUB}|{_BUCKET})$"
 HUB_DATASETS = "datasets/"
 """How the Hub's own URLs tell a data set from a model."""
@@ -105,6 +110,23 @@ Source = Annotated[
 ]
 """Where something is read from: `pvc://<claim>/<path>`, `hf://<org>/<model>`, `hf://datasets/<org>/<name>/<path>`,
 `s3://<bucket>/<prefix>`."""
+
+
+def _is_model(text: str) -> str:
+    if text.startswith(f"hf://{HUB_DATASETS}"):
+        raise ValueError(f"{text!r} names a data set, and results are a model; write hf://<organisation>/<model>")
+    return text
+
+
+Destination = Annotated[
+    str,
+    StringConstraints(pattern=DESTINATION_PATTERN, max_length=512),
+    AfterValidator(_no_parent),
+    AfterValidator(_is_model),
+]
+"""Where results go: `pvc://<claim>/<path>`, `hf://<org>/<model>`, `s3://<bucket>/<prefix>`, `oci://<registry>/<repository>:<tag>`."""
+DEFAULT_TAG = "latest"
+"""Tag of an `oci://` destination that names none, as container tools have it."""
 
 
 class ClaimPath(BaseModel):
@@ -148,6 +170,25 @@ def parse_source(source: str) -> ClaimPath | HubPath | BucketPath:
     if scheme == "s3":
         return BucketPath(bucket=root, prefix=path_text)
     return ClaimPath(claim=root, path=path_text)
+
+
+class RegistryPath(BaseModel):
+    """A parsed `oci://` destination."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    registry: str
+    """Host, with its port where one is given."""
+    repository: str
+    tag: str
+
+
+def parse_destination(destination: str) -> ClaimPath | HubPath | BucketPath | RegistryPath:
+    """Split a `Destination`."""
+    if not destination.startswith("oci://"):
+        return parse_source(destination)
+    registry, _, rest = destination.removeprefix("oci://").partition("/")
+    repository, _, tag = rest.partition(":")
+    return RegistryPath(registry=registry, repository=repository, tag=tag or DEFAULT_TAG)
 
 
 def claim_path(source: str) -> ClaimPath:

@@ -6,11 +6,6 @@ from pydantic import StringConstraints
 
 from finetune_job.api.base import ApiModel, SecretName
 
-HUB_TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of a variable
-"""The library's own name for the access token's variable."""
-S3_VARIABLES = {"AWS_ACCESS_KEY_ID": True, "AWS_SECRET_ACCESS_KEY": True, "AWS_SESSION_TOKEN": False}
-"""Variables of the object store's credentials, which are also the keys of their Secret; whether each is required."""
-
 
 class SecretKeyRef(ApiModel):
     """One key of a Secret of the job's namespace."""

@@ -5,13 +5,17 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from finetune_job.api.base import ApiModel, ClaimName, ClaimSource, DecimalString, Dtype, SizeString
+from finetune_job.api.base import ApiModel, ClaimName, DecimalString, Destination, Dtype, SizeString
+from finetune_job.api.fetch import SecretRef
 
 
 class MergeBase(StrEnum):
-    """Weights that the adapter is added to. Only Original gives what was trained; the rule book says why of the others."""
+    """Weights that the adapter is added to. The rule book says why the last two are refused."""
 
     ORIGINAL = "Original"
+    """As stored, before any quantisation."""
+    DEQUANTIZED = "Dequantized"
+    """QLoRA only: the 4-bit values that the adapter was trained on, written in 16 bits."""
     QUANTIZED = "Quantized"
     """The packed weights that the adapter was trained on: refused."""
     TRAINED = "Trained"
@@ -37,7 +41,9 @@ class MergeSpec(ApiModel):
     dtype: Dtype | None = None
     """Element type of the merged weights. Unset: the base's own."""
     base: MergeBase = MergeBase.ORIGINAL
-    """Original: the weights as stored, before any quantisation. The rule book refuses the others, which other tools offer."""
+    """Original: the weights as stored, before any quantisation. Dequantized: what a QLoRA adapter saw in training, quantisation
+    errors included. The verification report shows how far either is from what was trained. The others, which other tools offer,
+    are refused."""
     max_shard_size: SizeString = "5GB"
     """Largest weight shard."""
     verify: VerifySpec = VerifySpec()
@@ -47,8 +53,18 @@ class MergeSpec(ApiModel):
 class OutputSpec(ApiModel):
     """Where the results go."""
 
-    destination: ClaimSource
-    """Directory that will hold `adapter/`, `merged/` and `verification.json`: `pvc://<claim>/<path>`."""
+    destination: Destination
+    """`pvc://<claim>/<path>` or `s3://<bucket>/<prefix>`: a directory that will hold `adapter/`, `merged/`, the model card and the
+    reports. `hf://<organisation>/<model>` or `oci://<registry>/<repository>:<tag>`: the merged model at the top, the adapter under
+    `adapter/`; an adapter alone at the top."""
+    adapter: bool = True
+    """Whether the adapter is published too. Without a merged model it is the result, and always published."""
+    secret_ref: SecretRef | None = None
+    """Secret that opens the destination. `hf://`: a write token under `token`. `s3://`: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
+    and optionally AWS_SESSION_TOKEN. `oci://`: of type kubernetes.io/dockerconfigjson. No other pod sees it than the one that
+    publishes."""
+    private: bool = True
+    """Whether a repository on the Hub that does not exist yet is made private."""
 
 
 class RetainPolicy(StrEnum):

@@ -44,10 +44,12 @@ class Resources(ApiModel):
     """Training pod; GPUs come on top."""
     merge: RoleResources = RoleResources(memory="8Gi")
     """CPU pod that merges and verifies."""
+    publish: RoleResources = RoleResources(cpu="1", memory="2Gi")
+    """CPU pod that copies the results to a destination outside the cluster."""
 
 
-class FetchSettings(ApiModel):
-    """Ways out of the cluster."""
+class Endpoints(ApiModel):
+    """Services outside the cluster."""
 
     hub_endpoint: Annotated[str, StringConstraints(pattern=r"^https?://[^/\s]+(/[^\s]*)?$", max_length=512)] | None = None
     """Address of the Hub or of a mirror of it. Unset: huggingface.co."""
@@ -55,10 +57,28 @@ class FetchSettings(ApiModel):
     """Address of the object store. Unset: that of AWS."""
     s3_region: Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$", max_length=64)] | None = None
     """Region of the object store. Unset: us-east-1."""
+
+
+class FetchSettings(Endpoints):
+    """Ways out of the cluster for what is read."""
+
     allowed_sources: (
         Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=512)]], Field(max_length=256)] | None
     ) = None
     """Beginnings of the `hf://` and `s3://` sources that jobs may name, such as `hf://our-org/`. Unset: all; empty: none."""
+
+
+class PublishSettings(Endpoints):
+    """Ways out of the cluster for results."""
+
+    allowed_destinations: (
+        Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=512)]], Field(max_length=256)] | None
+    ) = None
+    """Beginnings of the `hf://`, `s3://` and `oci://` destinations that jobs may name. Unset: all; empty: none."""
+    plain_http_registries: Annotated[list[Annotated[str, StringConstraints(max_length=255)]], Field(max_length=32)] = Field(
+        default_factory=list
+    )
+    """Registries, as `host:port`, that are spoken to without TLS."""
 
 
 class FineTuneProfileSpec(ApiModel):
@@ -84,6 +104,8 @@ class FineTuneProfileSpec(ApiModel):
     """Node labels that training pods need."""
     fetch: FetchSettings = FetchSettings()
     """Ways out of the cluster for `hf://` and `s3://` sources."""
+    publish: PublishSettings = PublishSettings()
+    """Ways out of the cluster for `hf://`, `s3://` and `oci://` destinations."""
     allow_remote_code: bool = False
     """Whether jobs may set model.allowRemoteCode."""
 

@@ -123,10 +123,11 @@ class ProgressStatus(StatusModel):
 
 
 class Artifact(StatusModel):
-    """A result on the output claim."""
+    """A result at its destination."""
 
     name: Annotated[str, StringConstraints(max_length=64)]
     path: Text
+    """Where it lies; outside the cluster with the commit or digest that names this very content, wherever its tag moves later."""
     sha256: Annotated[str, StringConstraints(max_length=64)] = ""
     """Of the artifact's manifest."""
 
@@ -158,3 +159,5 @@ class FineTuneJobStatus(StatusModel):
     """Number of the preflight Job, from 0; a retry after a refusal makes a new one."""
     merge_attempt: int = 0
     """Number of the merge Job, from 0."""
+    publish_attempt: int = 0
+    """Number of the publish Job, from 0."""

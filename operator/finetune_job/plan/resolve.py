@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from finetune_job.api.base import claim_path, size_bytes
+from finetune_job.api.base import claim_path
 from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.api.method import MethodType
 from finetune_job.api.model import Attention
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.names import DEFAULT_PROFILE, workspace_claim_name
-from finetune_job.plan.choices import Choices, number
+from finetune_job.plan.choices import Choices
 from finetune_job.plan.resolve_inputs import Places, data_plan, fetch_plan, model_name
 from finetune_job.plan.resolve_method import method_plan
+from finetune_job.plan.resolve_outputs import merge_plan, output_location, publish_plan
 from finetune_job.plan.resolve_sharding import fsdp_plan
 from finetune_job.plan.resolve_training import checkpoint_plan, evaluation_plan, training_plan
 from finetune_job.plan.run_plan import (
     JobIdentity,
-    MergePlanSettings,
     ModelPlan,
     ParallelismPlan,
     Placement,
@@ -53,16 +52,11 @@ def resolve(
         ),
         checkpoint=checkpoint_plan(spec, choices),
         evaluation=evaluation_plan(spec.evaluation),
-        merge=MergePlanSettings(
-            enabled=spec.merge.enabled and spec.method.type is not MethodType.FULL,
-            dtype=spec.merge.dtype,
-            max_shard_bytes=size_bytes(spec.merge.max_shard_size),
-            num_prompts=spec.merge.verify.num_prompts,
-            max_kl_divergence=number(spec.merge.verify.max_kl_divergence),
-            min_top1_agreement=number(spec.merge.verify.min_top1_agreement),
-        ),
+        merge=merge_plan(spec),
         workspace=workspace,
-        output=claim_path(spec.output.destination),
+        output=output_location(spec, workspace),
+        keeps_adapter=spec.output.adapter or not spec.merge.enabled,
+        publish=publish_plan(spec, profile, choices),
         placement=None if profile is None else _placement(profile_name or spec.profile or DEFAULT_PROFILE, profile),
         choices=tuple(choices.made),
     )

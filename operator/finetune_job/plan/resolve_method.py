@@ -14,6 +14,9 @@ from finetune_job.plan.run_plan import (
     QuantizationPlan,
 )
 
+DEFAULT_QUANT_TYPE = QuantType.NF4
+DEFAULT_DOUBLE_QUANT = True
+
 
 def method_plan(spec: FineTuneJobSpec, choices: Choices) -> MethodPlan:
     kind = spec.method.type
@@ -60,8 +63,12 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool) 
 def _quantization(quantization: QuantizationSpec, choices: Choices) -> QuantizationPlan:
     return QuantizationPlan(
         bits=quantization.bits,
-        quant_type=choices.pick("method.quantization.quantType", quantization.quant_type, QuantType.NF4, "made for normal weights"),
-        double_quant=choices.pick("method.quantization.doubleQuant", quantization.double_quant, True, "saves 0.4 bits a weight"),
+        quant_type=choices.pick(
+            "method.quantization.quantType", quantization.quant_type, DEFAULT_QUANT_TYPE, "made for normal weights"
+        ),
+        double_quant=choices.pick(
+            "method.quantization.doubleQuant", quantization.double_quant, DEFAULT_DOUBLE_QUANT, "saves 0.4 bits a weight"
+        ),
         compute_dtype=quantization.compute_dtype,
         quant_storage=quantization.quant_storage,
     )

@@ -15,6 +15,7 @@ from finetune_job.api.base import ClaimPath, Dtype
 from finetune_job.api.data import DataFormat, LossOn
 from finetune_job.api.method import LoraBias, LoraInit, MethodType, QuantStorage, QuantType
 from finetune_job.api.model import Attention
+from finetune_job.api.output import MergeBase
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.profile import Resources
 from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Precision, Scheduler
@@ -249,10 +250,26 @@ class FetchPlan(PlanModel):
     s3_secret: str | None
 
 
+class PublishPlan(PlanModel):
+    """Where the results go from the workspace."""
+
+    destination: str
+    """`hf://`, `s3://` or `oci://`; a registry with its tag."""
+    secret: str | None
+    """Secret whose keys credentials.py names for this kind of destination."""
+    private: bool
+    hub_endpoint: str | None
+    """None: the library's own."""
+    s3_endpoint: str | None
+    s3_region: str | None
+    plain_http_registries: tuple[str, ...]
+
+
 class MergePlanSettings(PlanModel):
     """Merge and verification."""
 
     enabled: bool
+    base: MergeBase
     dtype: Dtype | None
     max_shard_bytes: int
     num_prompts: int
@@ -300,7 +317,11 @@ class RunPlan(PlanModel):
     workspace: ClaimPath
     """Directory of this job on the workspace claim."""
     output: ClaimPath
-    """Directory of the results."""
+    """Directory of the results: on the user's claim, or on the workspace, from where they are published."""
+    keeps_adapter: bool
+    """Whether the adapter is among the results beside a merged model."""
+    publish: PublishPlan | None
+    """None: the results lie where they belong."""
     placement: Placement | None
     """None in local mode."""
     choices: tuple[Choice, ...]

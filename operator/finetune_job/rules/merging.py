@@ -1,20 +1,18 @@
-"""The merged model: its element type, its verification, and where it is written."""
+"""The merged model: its element type, its base and its verification."""
 
 from __future__ import annotations
 
 from decimal import Decimal
 
-from finetune_job.api.base import ClaimPath, Dtype, claim_path, parse_source
+from finetune_job.api.base import Dtype
 from finetune_job.api.method import MethodType
 from finetune_job.api.output import MergeBase
-from finetune_job.plan.sources import named_sources
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
 
 _BASE = "merge.base"
 _DTYPE = "merge.dtype"
 _AGREEMENT = "merge.verify.minTop1Agreement"
-_DESTINATION = "output.destination"
 
 
 @rule(
@@ -63,45 +61,6 @@ def verification_agreement_range(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "output-inside-input",
-    "Results must not be written over what they are made from",
-    reads=(_DESTINATION, "model.source", "data.source", "data.datasets", "data.validation.source"),
-    sources=("this product: results are moved into place as whole directories",),
-    evidence="source",
-    holds_for=OURS,
-)
-def output_inside_input(context: RuleContext) -> Problem | None:
-    spec = context.spec
-    inputs = [(named.field, named.source, parse_source(named.source)) for named in named_sources(spec)]
-    taken = [place for _, _, place in inputs if isinstance(place, ClaimPath)]
-    target = claim_path(spec.output.destination)
-    for path, source, place in inputs:
-        if isinstance(place, ClaimPath) and _within(target, place):
-            return Problem(
-                field=_DESTINATION,
-                value=spec.output.destination,
-                message=f"it lies in {path} ({source}): the results would change the input that they are made from",
-                fix=f"write to a directory beside the input, such as pvc://{target.claim}/finetune-output",
-                changes={_DESTINATION: _free_place(target.claim, taken)},
-            )
-    return None
-
-
-def _within(inner: ClaimPath, outer: ClaimPath) -> bool:
-    """Whether `inner` is `outer` or lies in it; the root of a claim holds everything and counts only for itself."""
-    if inner.claim != outer.claim:
-        return False
-    return inner.path == outer.path or (outer.path != "" and inner.path.startswith(outer.path + "/"))
-
-
-def _free_place(claim: str, taken: list[ClaimPath]) -> str:
-    name = "finetune-output"
-    while any(_within(ClaimPath(claim=claim, path=name), each) for each in taken):
-        name += "-1"
-    return f"pvc://{claim}/{name}"
-
-
-@rule(
     "merge-into-quantized",
     "Merging into packed weights rounds the update away",
     reads=(_BASE, "method.type"),
@@ -119,6 +78,29 @@ def merge_into_quantized(context: RuleContext) -> Problem | None:
         message="the sum of packed weight and update is packed again into 4 or 8 bits, which rounds most of the update away, and "
         "the merged model stays quantised",
         fix=f"set {_BASE} to Original: the adapter is added to the 16-bit weights",
+        changes={_BASE: MergeBase.ORIGINAL},
+    )
+
+
+@rule(
+    "merge-dequantized-without-qlora",
+    "Only QLoRA trains on packed weights",
+    reads=(_BASE, "method.type"),
+    sources=("this product's API",),
+    evidence="source",
+    holds_for=OURS,
+)
+def merge_dequantized_without_qlora(context: RuleContext) -> Problem | None:
+    merge = context.spec.merge
+    kind = context.spec.method.type
+    if not merge.enabled or merge.base is not MergeBase.DEQUANTIZED or kind is MethodType.QLORA:
+        return None
+    return Problem(
+        field=_BASE,
+        value=merge.base,
+        message=f"{kind} trains on the weights as they are stored; packing and unpacking them would only add errors "
+        "that its adapter never saw",
+        fix=f"set {_BASE} to Original",
         changes={_BASE: MergeBase.ORIGINAL},
     )
 
@@ -171,8 +153,8 @@ def merge_device_mismatch(context: RuleContext) -> Problem | None:
 RULES = (
     merge_dtype_overflow,
     verification_agreement_range,
-    output_inside_input,
     merge_into_quantized,
+    merge_dequantized_without_qlora,
     merge_while_sharded,
     merge_device_mismatch,
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from typing import Any
 
 from finetune_job.api.base import Dtype
-from finetune_job.api.method import LoraInit, MethodType
+from finetune_job.api.method import LoraInit, MethodType, is_decimal
 from finetune_job.methods import METHODS, Family, Method, supported
 from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.define import OURS, Problem, rule, shown
 from finetune_job.rules.effective import effective_plan, held_dtype
 
 _TYPE = "method.type"
@@ -21,6 +22,7 @@ _PEFT_POLICY = "parallelism.fsdp.peftWrapPolicy"
 _ORIG_PARAMS = "parallelism.fsdp.useOrigParams"
 _VERSION = "parallelism.fsdp.version"
 _MEASURED = "this product: tests/unit/trainer_train/test_methods.py"
+_MERGED = "this product: tests/unit/trainer_merge/test_methods.py"
 _PEFT = "peft 0.21"
 
 
@@ -118,11 +120,11 @@ def method_settings_misplaced(context: RuleContext) -> Problem | None:
 
 @rule(
     "method-not-mergeable",
-    "Only LoRA, QLoRA and DoRA adapters can be merged",
+    "Not every adapter can be merged",
     reads=(_TYPE, _MERGE),
-    sources=("this product's merge",),
+    sources=(_MERGED, "peft: peft/tuners/lily/layer.py, merge"),
     evidence="source",
-    holds_for=OURS,
+    holds_for=_PEFT,
 )
 def method_not_mergeable(context: RuleContext) -> Problem | None:
     spec = context.spec
@@ -132,10 +134,45 @@ def method_not_mergeable(context: RuleContext) -> Problem | None:
     return Problem(
         field=_MERGE,
         value=True,
-        message=f"there is no exact streaming merge of {spec.method.type} adapters; the result is the adapter, which PEFT loads",
+        message=f"{spec.method.type} adapters cannot be merged: {method.not_merged}; the result is the adapter, which PEFT loads",
         fix=f"set {_MERGE}: false",
         changes={_MERGE: False},
     )
+
+
+@rule(
+    "method-merge-setting",
+    "Some adapters can be merged only where they say enough",
+    reads=(_TYPE, _SETTINGS, _MERGE),
+    sources=(_MERGED, "peft: peft/tuners/unilora/model.py, tinylora/model.py, frod/model.py"),
+    evidence="source",
+    holds_for=_PEFT,
+)
+def method_merge_setting(context: RuleContext) -> Problem | None:
+    spec = context.spec
+    if not spec.merge.enabled:
+        return None
+    written = spec.method.settings or {}
+    for needed in METHODS[spec.method.type].merge_settings:
+        if needed.name in written and _same(written[needed.name], needed.value):
+            continue
+        if needed.name not in written and needed.is_default:
+            continue
+        wanted = "true" if needed.value is True else f'"{needed.value}"'
+        return Problem(
+            field=_SETTINGS,
+            value=f"{needed.name} unset" if needed.name not in written else f"{needed.name}: {shown(written[needed.name])}",
+            message=f"a {spec.method.type} adapter can be merged only where {needed.name} is {wanted}: {needed.reason}",
+            fix=f"set {_SETTINGS}.{needed.name} to {wanted}, or {_MERGE} to false",
+            changes={f"{_SETTINGS}.{needed.name}": needed.value},
+        )
+    return None
+
+
+def _same(written: Any, needed: bool | str) -> bool:
+    if isinstance(needed, bool) or not isinstance(written, str):
+        return bool(written == needed)
+    return is_decimal(written) and Decimal(written) == Decimal(needed)
 
 
 @rule(
@@ -248,6 +285,7 @@ RULES = (
     lora_settings_misplaced,
     method_settings_misplaced,
     method_not_mergeable,
+    method_merge_setting,
     fsdp1_adapter_unit,
     fsdp1_adapter_16_bit,
     lora_plus_ratio_range,

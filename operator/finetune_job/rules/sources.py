@@ -10,6 +10,7 @@ from typing import Any
 from finetune_job.api.base import HUB_DATASETS, BucketPath, ClaimPath, HubPath, parse_source
 from finetune_job.api.fetch import SecretKeyRef, SecretRef
 from finetune_job.plan.sources import NamedSource, named_sources, training_sets
+from finetune_job.rules.allowed import is_allowed
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
 
@@ -203,20 +204,10 @@ def source_not_allowed(context: RuleContext) -> Problem | None:
     edits = [
         _Edit(named, f"pvc://{'models' if named.is_model else 'data'}/{named.source.rstrip('/').rpartition('/')[2]}", None)
         for named in named_sources(context.spec)
-        if not isinstance(parse_source(named.source), ClaimPath) and not any(_begins(named.source, each) for each in allowed)
+        if not isinstance(parse_source(named.source), ClaimPath) and not is_allowed(named.source, allowed)
     ]
     listed = ", ".join(allowed) or "no source outside the cluster"
     return _problem(context, edits, f"the profile allows {listed}", "copy it to a claim, or ask for a profile that allows it")
-
-
-def _begins(source: str, beginning: str) -> bool:
-    """Whether whole segments of `source` are those of `beginning`: hf://our-org is no beginning of hf://our-organisation/model."""
-    scheme, separator, rest = beginning.partition("://")
-    source_scheme, _, source_rest = source.partition("://")
-    if not separator or scheme != source_scheme:
-        return False
-    wanted = [part for part in rest.split("/") if part]
-    return source_rest.split("/")[: len(wanted)] == wanted
 
 
 @rule(

@@ -14,6 +14,7 @@ _NEXT = {
     ConditionType.PREPARED: "Preflight",
     ConditionType.TRAINED: "Training",
     ConditionType.MERGED: "Merging",
+    ConditionType.PUBLISHED: "Publishing",
 }
 
 

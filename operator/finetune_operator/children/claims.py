@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune_job.api.base import ClaimPath, claim_path, parse_source
+from finetune_job.api.base import ClaimPath, parse_destination, parse_source
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.output import RetainPolicy, VolumeClaimTemplate
 from finetune_job.names import workspace_claim_name
@@ -21,7 +21,9 @@ def claims_named_by(spec: FineTuneJobSpec, job_name: str) -> dict[str, str]:
     """Every claim that the job's pods mount, with the field that names it first."""
     sources = [(f"spec.{named.field}", parse_source(named.source)) for named in named_sources(spec)]
     fields = [(field, source.claim) for field, source in sources if isinstance(source, ClaimPath)]
-    fields.append(("spec.output.destination", claim_path(spec.output.destination).claim))
+    results = parse_destination(spec.output.destination)
+    if isinstance(results, ClaimPath):
+        fields.append(("spec.output.destination", results.claim))
     made = spec.workspace.claim_name is None
     field = "spec.workspace.volumeClaimTemplate" if made else "spec.workspace.claimName"
     fields.append((field, workspace_claim_of(spec, job_name)))

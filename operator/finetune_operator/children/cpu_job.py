@@ -1,4 +1,4 @@
-"""What the Jobs of a single CPU pod (fetch, preflight, merge) have in common."""
+"""What the Jobs of a single CPU pod (fetch, preflight, merge, publish) have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune_operator.children.pod_template import plan_arguments, pod_template
 
 
 def single_pod_job(
-    run: FrozenRun, role: Role, attempt: int, grace_period_seconds: int, environment: Sequence[dict[str, Any]] = ()
+    run: FrozenRun, role: Role, attempt: int, grace_period_seconds: int, credentials: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
     """A Job of one pod that is never replaced: the operator decides what follows a failure."""
     spec = {
@@ -28,7 +28,7 @@ def single_pod_job(
             attempt,
             arguments=plan_arguments(run, role, attempt),
             grace_period_seconds=grace_period_seconds,
-            environment=environment,
+            credentials=credentials,
         ),
     }
     name = batch_job_name(run.owner.name, role, attempt)

@@ -1,7 +1,7 @@
 """What the pods of all roles share: one container, the plan, the claims, scratch space, resources, identity.
 
-No settings travel in environment variables: a container reads the plan and nothing else; what variables hold are credentials that
-the kubelet fills in, of the fetch pod alone. No pod holds Kubernetes credentials.
+No settings travel in environment variables: a container reads the plan and nothing else. Credentials are files that the kubelet
+mounts, in the fetch and the publish pod alone. No pod holds Kubernetes credentials.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from finetune_job.names import CLAIMS_MOUNT, PLAN_KEY, PLAN_MOUNT, Role, plan_configmap_name
+from finetune_job.names import CLAIMS_MOUNT, CREDENTIALS_MOUNT, PLAN_KEY, PLAN_MOUNT, Role, plan_configmap_name
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.plan.sources import input_locations
+from finetune_operator.children.credentials import credentials_volume
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.ownership import labels
 from finetune_operator.children.security import container_security_context, pod_security_context
@@ -32,15 +33,19 @@ def pod_template(
     *,
     arguments: list[str],
     grace_period_seconds: int,
-    environment: Sequence[dict[str, Any]] = (),
+    credentials: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Template of a role's pods. `arguments` follow the image's entry point (`tini -- python -m finetune_trainer`)."""
+    """Template of a role's pods. `arguments` follow the image's entry point (`tini -- python -m finetune_trainer`).
+
+    `credentials`: sources of a projected volume.
+    """
     plan, placement = run.plan, run.placement
     resources = {
         Role.FETCH: placement.resources.fetch,
         Role.PREFLIGHT: placement.resources.preflight,
         Role.TRAIN: placement.resources.train,
         Role.MERGE: placement.resources.merge,
+        Role.PUBLISH: placement.resources.publish,
     }[role]
     amounts = {"cpu": resources.cpu, "memory": resources.memory}
     if role is Role.TRAIN and placement.gpu_resource_name is not None:
@@ -63,12 +68,15 @@ def pod_template(
         # Numbered, because a claim's name may hold dots, which a volume's name may not.
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{number}", "mountPath": f"{CLAIMS_MOUNT}/{claim}", "readOnly": not writable})
+    if credentials:
+        volumes.append(credentials_volume(credentials, placement.fs_group))
+        mounts.append({"name": volumes[-1]["name"], "mountPath": CREDENTIALS_MOUNT, "readOnly": True})
     container: dict[str, Any] = {
         "name": CONTAINER_NAME,
         "image": placement.trainer_image,
         "imagePullPolicy": placement.image_pull_policy,
         "args": arguments,
-        "env": [{"name": "HOME", "value": SCRATCH_MOUNT}, *environment],
+        "env": [{"name": "HOME", "value": SCRATCH_MOUNT}],
         "resources": {"requests": dict(amounts), "limits": dict(amounts)},
         "securityContext": container_security_context(),
         "terminationMessagePath": "/dev/termination-log",
@@ -113,10 +121,11 @@ def index_variable() -> dict[str, Any]:
 def claim_access(plan: RunPlan, role: Role) -> dict[str, bool]:
     """Claims that a role's pods mount, each once, with whether they may write to it.
 
-    Fetching writes to the workspace and sees nothing else. Training reads prepared data from the workspace and leaves its weights
-    there, so its pods mount neither the raw data nor the output. A claim is writable where it is workspace or output too.
+    Fetching and publishing see the workspace alone: what leads out of the cluster mounts no claim of the user's. Training reads
+    prepared data from the workspace and leaves its weights there, so its pods mount neither the raw data nor the output. A claim is
+    writable where it is workspace or output too.
     """
-    if role is Role.FETCH:
+    if role in (Role.FETCH, Role.PUBLISH):
         return {plan.workspace.claim: True}
     readable = {plan.model.location.claim}
     writable = {plan.workspace.claim}

@@ -19,6 +19,8 @@ ADVICE: dict[FailureClass, str] = {
     FailureClass.COLLECTIVE: "Look at the logs of the other ranks on the workspace and at the network between the nodes.",
     FailureClass.STALLED: "Read the stacks of the ranks on the workspace, or raise spec.training.stepTimeoutSeconds.",
     FailureClass.SOURCE_UNAVAILABLE: "Check that the hub or object store of the profile can be reached from the cluster.",
+    FailureClass.DESTINATION_REFUSED: "Check spec.output.destination and the Secret that spec.output.secretRef names.",
+    FailureClass.DESTINATION_UNAVAILABLE: "Check that the destination can be reached from the cluster.",
     FailureClass.CHECKPOINT_INVALID: "Look at the checkpoints on the workspace; a claim that loses writes damages them.",
     FailureClass.PLAN_MISMATCH: "Somebody changed the plan's ConfigMap; apply the job again under a new name.",
     FailureClass.VERIFICATION_FAILED: "Read verification.json beside the quarantined model before you use it.",

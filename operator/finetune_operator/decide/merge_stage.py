@@ -1,4 +1,4 @@
-"""Merge, verification and publication; where nothing is merged the same Job publishes the trained weights."""
+"""Merge and verification; where nothing is merged the same Job lays down the trained weights."""
 
 from __future__ import annotations
 
@@ -19,32 +19,42 @@ from finetune_operator.decide.standing import Standing
 
 
 def merge_stage(observed: Observed, draft: Draft, run: FrozenRun) -> None:
-    """One pass while the job is trained and not finished."""
+    """One pass while the job is trained and nothing is merged yet."""
     stage = RoleStage(observed, draft, Role.MERGE)
     stage.drive(lambda: merge_job(run, stage.attempt), lambda stands: _succeeded(draft, stands, run.plan))
 
 
 def _succeeded(draft: Draft, stands: Standing, plan: RunPlan) -> None:
     report = stands.report
-    found = artifacts(plan, report.facts if report is not None else {})
-    draft.set(artifacts=found)
     said = report.message if report is not None else ""
     if plan.merge.enabled:
         draft.condition(ConditionType.MERGED, True, Reason.COMPLETED, said or "Merged and verified.")
     else:
-        draft.condition(ConditionType.MERGED, True, Reason.SKIPPED, said or "Nothing to merge; the trained weights are published.")
+        draft.condition(ConditionType.MERGED, True, Reason.SKIPPED, said or "Nothing to merge; the trained weights are the result.")
+    if plan.publish is not None:
+        draft.condition(ConditionType.READY, False, Reason.PENDING)
+        return
+    found = artifacts(plan, report.facts if report is not None else {})
+    draft.set(artifacts=found)
+    draft.condition(ConditionType.PUBLISHED, True, Reason.COMPLETED, "The merge wrote the results to where they belong.")
     finish_succeeded(draft, f"Results are at {', '.join(artifact.path for artifact in found)}.")
 
 
 def artifacts(plan: RunPlan, facts: dict[str, str]) -> list[Artifact]:
     """The results on the output claim, with the digests that the container reported."""
     layout = OutputLayout(Path(plan.output.path))
-    listed = [("adapter", layout.adapter, "adapter_sha256")]
+    listed = []
+    if plan.method.trains_adapter and plan.keeps_adapter:
+        listed.append(("adapter", layout.adapter, "adapter_sha256"))
+    if plan.merge.enabled or not plan.method.trains_adapter:
+        listed.append(("merged", layout.merged, "merged_manifest_sha256"))
     if plan.merge.enabled:
-        listed += [
-            ("merged", layout.merged, "merged_manifest_sha256"),
-            ("verification", layout.verification, "verification_sha256"),
-        ]
+        listed.append(("verification", layout.verification, "verification_sha256"))
+    listed += [
+        ("model-card", layout.model_card, "model_card_sha256"),
+        ("provenance", layout.provenance, "provenance_sha256"),
+        ("checksums", layout.checksums, "checksums_sha256"),
+    ]
     return [
         Artifact(name=name, path=f"pvc://{plan.output.claim}/{path}", sha256=facts.get(fact, "")[:64])
         for name, path, fact in listed

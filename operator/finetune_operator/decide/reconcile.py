@@ -20,6 +20,7 @@ from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
 from finetune_operator.decide.merge_stage import merge_stage
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.preflight_stage import preflight_stage
+from finetune_operator.decide.publish_stage import publish_stage
 from finetune_operator.decide.refusal import was_refused
 from finetune_operator.decide.retention import retain
 from finetune_operator.decide.stage import attempt_of, current_role, delete_earlier_attempts, is_terminal
@@ -27,7 +28,13 @@ from finetune_operator.decide.suspend import suspend
 from finetune_operator.decide.train_stage import train_stage
 from finetune_operator.decide.validate_stage import LOOK_AGAIN_SECONDS, is_established, missing_claims, validate_stage
 
-_STAGES = {Role.FETCH: fetch_stage, Role.PREFLIGHT: preflight_stage, Role.TRAIN: train_stage, Role.MERGE: merge_stage}
+_STAGES = {
+    Role.FETCH: fetch_stage,
+    Role.PREFLIGHT: preflight_stage,
+    Role.TRAIN: train_stage,
+    Role.MERGE: merge_stage,
+    Role.PUBLISH: publish_stage,
+}
 
 
 def reconcile(observed: Observed, now: datetime) -> Actions:

@@ -1,4 +1,4 @@
-"""A fetch or a preflight that a human has to mend: the job is stalled, not failed, and `spec.run.retry` has it look again.
+"""A role that a human has to help: the job is stalled, not failed, and `spec.run.retry` has the role look again.
 
 What is wrong lies in a Secret, on a hub or on a claim as often as in the manifest, and the frozen plan may well be right.
 """
@@ -21,8 +21,16 @@ from finetune_operator.decide.validate_stage import FINDINGS_LIMIT
 
 _USER_FAILURES = frozenset({FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL})
 """Failures that a human can mend outside the manifest."""
-REFUSED = {Role.FETCH: Reason.FETCH_REFUSED, Role.PREFLIGHT: Reason.PREFLIGHT_REFUSED}
-_WHAT_TO_MEND = {Role.FETCH: "Mend the source or the Secret", Role.PREFLIGHT: "Mend the files"}
+REFUSED = {
+    Role.FETCH: Reason.FETCH_REFUSED,
+    Role.PREFLIGHT: Reason.PREFLIGHT_REFUSED,
+    Role.PUBLISH: Reason.PUBLISH_REFUSED,
+}
+_WHAT_TO_DO = {
+    Role.FETCH: "Mend the source or the Secret and raise spec.run.retry, or apply a corrected manifest as a new job.",
+    Role.PREFLIGHT: "Mend the files and raise spec.run.retry, or apply a corrected manifest as a new job.",
+    Role.PUBLISH: "Mend the destination or the Secret and raise spec.run.retry; the results are kept on the workspace.",
+}
 
 
 def was_refused(status: FineTuneJobStatus) -> bool:
@@ -41,10 +49,7 @@ def refuse(observed: Observed, draft: Draft, role: Role, failure: Failure) -> No
     draft.set(findings=with_reported(observed, findings))
     errors = [finding for finding in findings if finding.severity == "error"] or list(findings)
     place = f"{errors[0].field}: " if errors[0].field else ""
-    message = (
-        f"{place}{errors[0].message} {errors[0].fix} "
-        f"{_WHAT_TO_MEND[role]} and raise spec.run.retry, or apply a corrected manifest as a new job."
-    )
+    message = f"{place}{errors[0].message} {errors[0].fix} {_WHAT_TO_DO[role]}"
     draft.condition(CONDITION[role], False, REFUSED[role], message)
     draft.stall(REFUSED[role], message)
 

@@ -25,10 +25,12 @@ RETRY: dict[FailureClass, Retry] = {
     FailureClass.HOST_OUT_OF_MEMORY: Retry.NEVER,
     FailureClass.VERIFICATION_FAILED: Retry.NEVER,
     FailureClass.PLAN_MISMATCH: Retry.NEVER,
+    FailureClass.DESTINATION_REFUSED: Retry.NEVER,
     FailureClass.COLLECTIVE: Retry.COUNTED,
     FailureClass.INTERNAL: Retry.COUNTED,
     FailureClass.STALLED: Retry.COUNTED,
     FailureClass.SOURCE_UNAVAILABLE: Retry.COUNTED,
+    FailureClass.DESTINATION_UNAVAILABLE: Retry.COUNTED,
     FailureClass.CHECKPOINT_INVALID: Retry.COUNTED,
     # The next attempt removes what an interrupted save left behind, which may be what filled the disk.
     FailureClass.DISK_FULL: Retry.COUNTED,

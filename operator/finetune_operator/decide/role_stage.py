@@ -1,4 +1,4 @@
-"""What the stages of all three roles have in common: create the Job, wait for it under its deadline, try again or give up."""
+"""What the stages of all roles have in common: create the Job, wait for it under its deadline, try again or give up."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class RoleStage:
     observed: Observed
     draft: Draft
     role: Role
+    waits_on: bool = False
+    """Whether pods that do not start in time stall the job, until they do, instead of ending it."""
 
     @property
     def attempt(self) -> int:
@@ -84,7 +86,11 @@ class RoleStage:
             deadline = startup_deadline(spec.run, batch_job)
             if self.draft.now >= deadline:
                 message = f"Not all pods of {self.role} ran within {spec.run.startup_deadline_seconds} s. {stands.pending}"
-                finish_failed(self.observed, self.draft, Reason.STARTUP_DEADLINE_EXCEEDED, message)
+                if self.waits_on:
+                    self.say(Reason.WAITING_FOR_PODS, stands.pending)
+                    self.draft.stall(Reason.STARTUP_DEADLINE_EXCEEDED, message)
+                else:
+                    finish_failed(self.observed, self.draft, Reason.STARTUP_DEADLINE_EXCEEDED, message)
                 return
             self.draft.wake_at(deadline)
         if stands.state in (State.WAITING, State.QUEUED):

@@ -14,6 +14,7 @@ ATTEMPT_FIELD = {
     Role.PREFLIGHT: "preflight_attempt",
     Role.TRAIN: "attempt",
     Role.MERGE: "merge_attempt",
+    Role.PUBLISH: "publish_attempt",
 }
 """Where status holds the number of a role's current attempt."""
 CONDITION = {
@@ -21,6 +22,7 @@ CONDITION = {
     Role.PREFLIGHT: ConditionType.PREPARED,
     Role.TRAIN: ConditionType.TRAINED,
     Role.MERGE: ConditionType.MERGED,
+    Role.PUBLISH: ConditionType.PUBLISHED,
 }
 """The condition that a role's Job brings about, in the order of the roles."""
 
@@ -37,7 +39,7 @@ def is_started(status: FineTuneJobStatus) -> bool:
 
 def current_role(status: FineTuneJobStatus) -> Role:
     """The role whose Job runs or is to run next."""
-    return next((role for role, condition in CONDITION.items() if not is_true(status.conditions, condition)), Role.MERGE)
+    return next((role for role, condition in CONDITION.items() if not is_true(status.conditions, condition)), Role.PUBLISH)
 
 
 def attempt_of(status: FineTuneJobStatus, role: Role) -> int:

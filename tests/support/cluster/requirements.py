@@ -56,7 +56,11 @@ def ensure_packages() -> None:
     Raises:
         ClusterError: some are missing and cannot be installed: no root, no apt-get, or apt-get failed.
     """
-    missing = missing_packages()
+    install_packages(missing_packages())
+
+
+def install_packages(missing: list[str]) -> None:
+    """Install Debian packages; does nothing for none. Raises ClusterError as `ensure_packages` does."""
     if not missing:
         return
     if not _can_install():

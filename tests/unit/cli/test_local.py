@@ -36,6 +36,12 @@ def job(**parallelism):
     return parse_job(document)
 
 
+def published():
+    document = yaml.safe_load(ACCEPTED)
+    document["spec"]["output"] = {"destination": "s3://results/tuned", "adapter": False}
+    return parse_job(document)
+
+
 PLAN = local_plan(job(), own_output=False)
 
 
@@ -77,6 +83,7 @@ def test_the_plan_of_this_machine():
     assert PLAN.workspace.path == "tuned-local"
     assert PLAN.placement is None
     assert local_plan(job(), own_output=True).output.claim == "output-directory"
+    assert local_plan(published(), own_output=True).publish is None
     with pytest.raises(LocalError, match=r"spec.parallelism.nodes: 2 .*processesPerNode") as caught:
         local_plan(job(nodes=2), own_output=False)
     assert caught.value.exit_code is ExitCode.REFUSED
@@ -121,6 +128,12 @@ def test_only_what_lies_elsewhere_is_fetched():
     assert [(use.name, use.is_input) for use in uses] == [("workspace", False), ("data", True), ("out", False)]
 
 
+def test_results_for_elsewhere_are_published_from_the_workspace():
+    plan = local_plan(published(), own_output=False)
+    assert roles_of(plan) == (Role.PREFLIGHT, Role.TRAIN, Role.MERGE, Role.PUBLISH)
+    assert [use.name for use in claims_of(plan)] == ["models", "data", "workspace"]
+
+
 def test_what_follows_an_end():
     record = RunRecord(plan_sha256="x")
     done = next_step(record, report(None, Outcome.SUCCEEDED), Role.TRAIN, 3, interrupted=False)
@@ -146,7 +159,7 @@ def test_the_plan_is_frozen_until_fresh(tmp_path):
     for claim in ("workspace", "out"):
         (tmp_path / claim).mkdir()
         (place.claims / claim).symlink_to(tmp_path / claim)
-    record = freeze(place, PLAN)
+    record = freeze(place, PLAN).model_copy(update={"next_attempt": {Role.MERGE: 1}})
     write_record(place.record, record)
     assert freeze(place, PLAN) == record
     other = PLAN.model_copy(update={"training": PLAN.training.model_copy(update={"max_steps": 99})})
@@ -154,10 +167,24 @@ def test_the_plan_is_frozen_until_fresh(tmp_path):
         freeze(place, other)
     for path in ("workspace/tuned-local/checkpoints", "workspace/another-job", "out/tuned/merged", "out/tuned/notes"):
         (tmp_path / path).mkdir(parents=True)
+    for name in ("verification.json", "verification.md", "provenance.json", "README.md", "SHA256SUMS"):
+        (tmp_path / "out/tuned" / name).write_text("of the earlier run")
     start_fresh(place)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if ".finetune" not in path.parts}
     assert left == {"workspace", "workspace/another-job", "out", "out/tuned", "out/tuned/notes"}
     assert freeze(place, other).plan_sha256 != record.plan_sha256
+
+
+def test_fresh_leaves_a_readme_that_no_merge_has_written(tmp_path):
+    place = place_of(tmp_path, PLAN.job)
+    place.claims.mkdir(parents=True)
+    write_record(place.record, freeze(place, PLAN))
+    readme = tmp_path / "out" / "tuned" / "README.md"
+    readme.parent.mkdir(parents=True)
+    readme.write_text("of the user")
+    (place.claims / "out").symlink_to(tmp_path / "out")
+    start_fresh(place)
+    assert readme.exists()
 
 
 def test_fresh_removes_nothing_without_a_record(tmp_path):
@@ -227,6 +254,7 @@ def test_the_summary_tells_where_everything_is(tmp_path):
         "passed": True,
         "tensors": {"num_changed": 28, "num_untouched": 11},
         "logits": {"mean_kl": 1.5e-6, "top1_agreement": 1.0},
+        "other_logits": {"mean_kl": 0.02, "top1_agreement": 0.975},
     }
     (output / "verification.json").write_text(json.dumps(figures))
     workspace = claims / "workspace" / "tuned-local"
@@ -235,7 +263,7 @@ def test_the_summary_tells_where_everything_is(tmp_path):
     record = RunRecord(
         plan_sha256="x",
         seconds={Role.TRAIN: 20.0, Role.MERGE: 5.0},
-        facts={Role.TRAIN: {"initial_eval_loss": "6.9", "eval_loss": "3.1"}},
+        facts={Role.TRAIN: {"initial_eval_loss": "6.9", "eval_loss": "3.1"}, Role.PUBLISH: {"address": "oci://host/a@sha256:0"}},
     )
     summary = summarise(PLAN, record, claims)
     assert summary.step == 10
@@ -244,7 +272,9 @@ def test_the_summary_tells_where_everything_is(tmp_path):
         "held-out loss: 6.9000 before, 3.1000 after",
         str(output / "adapter"),
         str(output / "merged"),
+        "published at:  oci://host/a@sha256:0",
         "passed, 28 tensors changed, 11 untouched, mean KL 1.5e-06, same token 100.0%",
+        "on other base: mean KL 0.02, same token 97.5%",
         "25.0 s",
     ):
         assert part in text

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -236,3 +237,13 @@ def test_explain_shows_a_rule_or_its_neighbours():
     unknown = run("explain", "wrap-class-blank")
     assert unknown.exit_code == 2
     assert "did you mean wrap-class-name-blank" in unknown.output
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-cluster", "hub", "publish"])
+def test_the_examples_that_show_how_are_accepted_without_a_word(name):
+    text = (Path(__file__).parents[3] / f"examples/{name}.yaml").read_text()
+    for profile in (None, PROFILE):
+        report = validate(text, profile)
+        assert report.exit_code is ExitCode.DONE
+        assert [finding for verdict in report.verdicts for finding in verdict.findings] == []
+        assert any(verdict.outcome is Outcome.ACCEPTED for verdict in report.verdicts)

@@ -5,9 +5,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_job.api.base import Dtype
+from finetune_job.api.base import ClaimPath, Dtype
 from finetune_job.api.job import parse_job
-from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.api.profile import FineTuneProfileSpec, PublishSettings
 from finetune_job.plan.digest import canonical_json, plan_sha256, text_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.resolve_training import chosen_micro_batch
@@ -69,6 +69,33 @@ def test_full_fine_tuning_has_no_adapter_and_nothing_to_merge() -> None:
     resolved = plan("spec.method.type", "Full")
     assert resolved.method.lora is None
     assert not resolved.merge.enabled
+
+
+def test_results_on_a_claim_are_written_there_and_published_by_nobody() -> None:
+    resolved = plan()
+    assert (resolved.output, resolved.publish, resolved.keeps_adapter) == (ClaimPath(claim="out", path="run"), None, True)
+
+
+def test_results_for_elsewhere_wait_on_the_workspace() -> None:
+    profile = FineTuneProfileSpec(trainer_image="trainer", publish=PublishSettings(plain_http_registries=["host:5000"]))
+    output = {"destination": "oci://host:5000/a/b", "secretRef": {"name": "login"}, "adapter": False}
+    resolved = resolve(IDENTITY, parse_job(changed("spec.output", output)).spec, profile)
+    assert resolved.output == ClaimPath(claim="work", path="run-01234567/results")
+    assert not resolved.keeps_adapter
+    assert resolved.publish is not None
+    assert (resolved.publish.secret, resolved.publish.plain_http_registries) == ("login", ("host:5000",))
+    assert resolved.publish.destination == "oci://host:5000/a/b:latest"
+    assert "spec.output.destination" in {choice.field for choice in resolved.choices}
+    written = plan("spec.output.destination", "oci://host:5000/a/b:v1")
+    assert written.publish is not None
+    assert written.publish.destination == "oci://host:5000/a/b:v1"
+    assert "spec.output.destination" not in {choice.field for choice in written.choices}
+
+
+def test_without_a_merge_the_adapter_is_kept() -> None:
+    document = changed("spec.output.adapter", False)
+    document["spec"]["merge"] = {"enabled": False}
+    assert resolve(IDENTITY, parse_job(document).spec, None).keeps_adapter
 
 
 def test_the_profile_is_frozen_into_the_plan() -> None:

@@ -1,11 +1,20 @@
-"""What a source may look like, and what it is taken apart into."""
+"""What sources and destinations may look like, and what they are taken apart into."""
 
 from __future__ import annotations
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from finetune_job.api.base import BucketPath, ClaimPath, HubPath, Source, parse_source
+from finetune_job.api.base import (
+    BucketPath,
+    ClaimPath,
+    Destination,
+    HubPath,
+    RegistryPath,
+    Source,
+    parse_destination,
+    parse_source,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,3 +39,32 @@ def test_a_source_is_taken_apart(source, expected):
 def test_what_is_no_source_is_refused(source):
     with pytest.raises(ValidationError):
         TypeAdapter(Source).validate_python(source)
+
+
+@pytest.mark.parametrize(
+    ("destination", "expected"),
+    [
+        ("pvc://results/a/", ClaimPath(claim="results", path="a")),
+        ("hf://org/model", HubPath(repository="org/model", is_dataset=False)),
+        ("s3://bucket/a/b", BucketPath(bucket="bucket", prefix="a/b")),
+        ("oci://host/a", RegistryPath(registry="host", repository="a", tag="latest")),
+        ("oci://host.test:5000/a/b-c__d:v1.2", RegistryPath(registry="host.test:5000", repository="a/b-c__d", tag="v1.2")),
+        ("oci://10.0.0.1:5000/a", RegistryPath(registry="10.0.0.1:5000", repository="a", tag="latest")),
+    ],
+)
+def test_a_destination_is_taken_apart(destination, expected):
+    assert TypeAdapter(Destination).validate_python(destination) == destination
+    assert parse_destination(destination) == expected
+
+
+@pytest.mark.parametrize(
+    "destination",
+    [
+        *("hf://datasets/set", "hf://org/model/path", "hf://datasets/org/set", "hf://org/.."),
+        *("oci://host", "oci://host/Upper", "oci://host/a@sha256:0", "oci://host:port/a", "oci://host/a:", "oci://host//a"),
+        *("s3://b", "file:///x", "pvc://results/../x", "https://host/a"),
+    ],
+)
+def test_what_is_no_destination_is_refused(destination):
+    with pytest.raises(ValidationError):
+        TypeAdapter(Destination).validate_python(destination)

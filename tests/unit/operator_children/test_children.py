@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from finetune_job.api.output import RetainPolicy, VolumeClaimTemplate
-from finetune_job.names import LABEL_ROLE, PLAN_KEY, TRAIN_GRACE_PERIOD_SECONDS, Role, master_address
+from finetune_job.names import CREDENTIALS_MOUNT, LABEL_ROLE, PLAN_KEY, TRAIN_GRACE_PERIOD_SECONDS, Role, master_address
 from finetune_job.plan.digest import canonical_json, plan_sha256
 from finetune_operator.children.claims import claims_named_by, workspace_claim
 from finetune_operator.children.fetch_job import fetch_job
@@ -18,12 +18,27 @@ from finetune_operator.children.ownership import Owner
 from finetune_operator.children.plan_configmap import plan_configmap
 from finetune_operator.children.pod_template import claim_access
 from finetune_operator.children.preflight_job import preflight_job
+from finetune_operator.children.publish_job import publish_job
 from finetune_operator.children.service import gang_service
 from finetune_operator.children.train_job import train_job
 from tests.support.builders import UID, JobBuilder, a_job
 
 OWNER = Owner("team", "tune", UID)
-BUILDERS = {Role.FETCH: fetch_job, Role.PREFLIGHT: preflight_job, Role.TRAIN: train_job, Role.MERGE: merge_job}
+BUILDERS = {
+    Role.FETCH: fetch_job,
+    Role.PREFLIGHT: preflight_job,
+    Role.TRAIN: train_job,
+    Role.MERGE: merge_job,
+    Role.PUBLISH: publish_job,
+}
+ELSEWHERE = (
+    a_job()
+    .spec("model", {"source": "hf://org/base", "revision": "a" * 40})
+    .spec("data.source", "s3://bucket/train.jsonl")
+    .spec("fetch", {"hubTokenSecretRef": {"name": "hub", "key": "read"}, "s3SecretRef": {"name": "store"}})
+)
+"""A job whose model and data are fetched with credentials."""
+KEYS = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]
 
 
 def run_of(job: JobBuilder) -> FrozenRun:
@@ -114,7 +129,7 @@ def test_the_arguments_of_a_training_pod() -> None:
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-@pytest.mark.parametrize("role", [Role.FETCH, Role.PREFLIGHT, Role.MERGE])
+@pytest.mark.parametrize("role", [Role.FETCH, Role.PREFLIGHT, Role.MERGE, Role.PUBLISH])
 def test_the_arguments_of_a_cpu_pod(role: Role) -> None:
     run = run_of(a_job())
     arguments = pod_spec(BUILDERS[role](run, 1))["containers"][0]["args"]
@@ -178,6 +193,7 @@ def test_the_plans_config_map_holds_its_canonical_json() -> None:
         (Role.PREFLIGHT, {"models": False, "data": False, "held-out": False, "scratch": True, "results": True}),
         (Role.TRAIN, {"models": False, "scratch": True}),
         (Role.MERGE, {"models": False, "data": False, "held-out": False, "scratch": True, "results": True}),
+        (Role.PUBLISH, {"scratch": True}),
     ],
 )
 def test_a_role_may_write_to_workspace_and_output_only(role: Role, expected: dict[str, bool]) -> None:
@@ -185,26 +201,74 @@ def test_a_role_may_write_to_workspace_and_output_only(role: Role, expected: dic
     assert claim_access(job.plan(), role) == expected
 
 
-def test_only_the_fetch_pod_is_given_credentials_and_by_the_kubelet() -> None:
-    job = (
-        a_job()
-        .spec("model", {"source": "hf://org/base", "revision": "a" * 40})
-        .spec("data.source", "s3://bucket/train.jsonl")
-        .spec("fetch", {"hubTokenSecretRef": {"name": "hub", "key": "read"}, "s3SecretRef": {"name": "store"}})
-    )
-    run = run_of(job)
-    (container,) = pod_spec(fetch_job(run, 0))["containers"]
-    given = {variable["name"]: variable["valueFrom"]["secretKeyRef"] for variable in container["env"] if "valueFrom" in variable}
-    assert given == {
-        "HF_TOKEN": {"name": "hub", "key": "read", "optional": False},
-        "AWS_ACCESS_KEY_ID": {"name": "store", "key": "AWS_ACCESS_KEY_ID", "optional": False},
-        "AWS_SECRET_ACCESS_KEY": {"name": "store", "key": "AWS_SECRET_ACCESS_KEY", "optional": False},
-        "AWS_SESSION_TOKEN": {"name": "store", "key": "AWS_SESSION_TOKEN", "optional": True},
-    }
-    for role, build in BUILDERS.items():
-        if role is not Role.FETCH:
-            assert "secretKeyRef" not in str(build(run, 0))
-    assert claim_access(job.plan(), Role.PREFLIGHT) == {"scratch": True, "results": True}
+def credential_sources(body: dict[str, Any]) -> list[tuple[str, bool, dict[str, str]]]:
+    """Secret, whether it is optional, and file by key, of the volume that the container sees at its one place for credentials."""
+    pod = pod_spec(body)
+    (container,) = pod["containers"]
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["mountPath"] == CREDENTIALS_MOUNT]
+    assert mount["readOnly"] is True
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
+    return [
+        (each["secret"]["name"], each["secret"]["optional"], {item["key"]: item["path"] for item in each["secret"]["items"]})
+        for each in volume["projected"]["sources"]
+    ]
+
+
+def test_the_fetch_pod_is_given_its_credentials_as_files() -> None:
+    assert credential_sources(fetch_job(run_of(ELSEWHERE), 0)) == [
+        ("hub", False, {"read": "hub/token"}),
+        ("store", False, {key: f"s3/{key}" for key in KEYS}),
+        ("store", True, {"AWS_SESSION_TOKEN": "s3/AWS_SESSION_TOKEN"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("destination", "expected"),
+    [
+        ("hf://org/tuned", [("writer", False, {"token": "hub/token"})]),
+        (
+            "s3://bucket/tuned",
+            [
+                ("writer", False, {key: f"s3/{key}" for key in KEYS}),
+                ("writer", True, {"AWS_SESSION_TOKEN": "s3/AWS_SESSION_TOKEN"}),
+            ],
+        ),
+        ("oci://registry.example/team/tuned:v1", [("writer", False, {".dockerconfigjson": "registry/config.json"})]),
+    ],
+)
+def test_the_publish_pod_is_given_the_destinations_credentials_as_files(destination: str, expected: list[Any]) -> None:
+    job = ELSEWHERE.spec("output", {"destination": destination, "secretRef": {"name": "writer"}})
+    assert credential_sources(publish_job(run_of(job), 0)) == expected
+    assert "writer" not in str(fetch_job(run_of(job), 0))
+
+
+def test_no_other_pod_sees_a_secret() -> None:
+    run = run_of(ELSEWHERE.spec("output", {"destination": "hf://org/tuned", "secretRef": {"name": "writer"}}))
+    for role in (Role.PREFLIGHT, Role.TRAIN, Role.MERGE):
+        assert "secret" not in str(BUILDERS[role](run, 0)).lower()
+    for role in Role:
+        variables = pod_spec(BUILDERS[role](run, 0))["containers"][0]["env"]
+        assert {variable["name"] for variable in variables} <= {"HOME", "JOB_COMPLETION_INDEX"}
+
+
+@pytest.mark.parametrize("role", [Role.FETCH, Role.PUBLISH])
+def test_without_a_secret_there_is_no_volume_for_one(role: Role) -> None:
+    job = ELSEWHERE.spec("fetch", None).spec("output.destination", "s3://bucket/tuned")
+    assert CREDENTIALS_MOUNT not in str(BUILDERS[role](run_of(job), 0))
+
+
+@pytest.mark.parametrize(("group", "mode"), [(5678, 0o440), (None, 0o444)])
+def test_credentials_are_read_by_the_pods_group_or_where_none_is_known_by_its_user(group: int | None, mode: int) -> None:
+    profile = {} if group is None else {"fsGroup": group}
+    pod = pod_spec(fetch_job(run_of(ELSEWHERE.with_profile(**profile)), 0))
+    (volume,) = [volume for volume in pod["volumes"] if "projected" in volume]
+    assert volume["projected"]["defaultMode"] == mode
+
+
+def test_what_is_fetched_and_published_passes_over_the_workspace_alone() -> None:
+    job = ELSEWHERE.spec("output.destination", "hf://org/tuned")
+    for role in Role:
+        assert claim_access(job.plan(), role) == {"scratch": True}
 
 
 @pytest.mark.parametrize("role", Role)

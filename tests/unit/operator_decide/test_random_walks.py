@@ -15,7 +15,7 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType
 from finetune_job.status.conditions import is_true
 from finetune_operator.decide.stage import is_terminal
-from tests.support.builders import a_job
+from tests.support.builders import JobBuilder, a_job
 from tests.support.simulated_cluster import SimulatedCluster
 
 FAILURES = [
@@ -28,6 +28,8 @@ FAILURES = [
     FailureClass.USER_DATA,
     FailureClass.STALLED,
     FailureClass.SOURCE_UNAVAILABLE,
+    FailureClass.DESTINATION_REFUSED,
+    FailureClass.DESTINATION_UNAVAILABLE,
 ]
 Event = Callable[[SimulatedCluster, int], object]
 WEIGHTED_EVENTS: list[tuple[int, Event]] = [
@@ -75,9 +77,13 @@ def come_to_rest(cluster: SimulatedCluster) -> None:
 
 
 def a_cluster(nodes: int) -> SimulatedCluster:
-    """The larger gang has its data elsewhere, so its walks begin with a fetch."""
+    """The larger gang has its data and its results elsewhere, so its walks begin with a fetch and end with a publication."""
     job = a_job().nodes(nodes).run(maxRestarts=2, ttlSecondsAfterFinished=3600)
-    return SimulatedCluster(job.spec("data.source", "s3://bucket/train.jsonl") if nodes > 1 else job)
+    return SimulatedCluster(with_everything_elsewhere(job) if nodes > 1 else job)
+
+
+def with_everything_elsewhere(job: JobBuilder) -> JobBuilder:
+    return job.spec("data.source", "s3://bucket/train.jsonl").spec("output.destination", "oci://registry.example/team/tuned:v1")
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -90,7 +96,7 @@ def test_every_walk_keeps_the_invariants_and_comes_to_rest(numbers: list[int], n
 
 def test_long_walks_reach_every_end() -> None:
     ends: Counter[str] = Counter()
-    attempts = 0
+    attempts = publications = 0
     for seed in range(200):
         numbers = random.Random(seed)
         cluster = a_cluster(nodes=1 + 2 * (seed % 2))
@@ -98,9 +104,11 @@ def test_long_walks_reach_every_end() -> None:
         come_to_rest(cluster)
         ends[cluster.status.phase] += 1
         attempts = max(attempts, cluster.status.attempt)
+        publications = max(publications, cluster.status.publish_attempt)
     assert set(ends) == {"Succeeded", "Failed", "Cancelled"}
     assert min(ends.values()) >= 10, ends
     assert attempts >= 4
+    assert publications >= 2
 
 
 def test_an_undisturbed_job_succeeds_with_one_job_per_role() -> None:
@@ -111,8 +119,8 @@ def test_an_undisturbed_job_succeeds_with_one_job_per_role() -> None:
     assert jobs == [f"tune-{role}-0" for role in (Role.PREFLIGHT, Role.TRAIN, Role.MERGE)]
 
 
-def test_a_job_with_sources_elsewhere_fetches_them_first() -> None:
-    cluster = SimulatedCluster(a_job().spec("data.source", "s3://bucket/train.jsonl"))
+def test_a_job_with_everything_elsewhere_fetches_first_and_publishes_last() -> None:
+    cluster = SimulatedCluster(with_everything_elsewhere(a_job()))
     cluster.settle()
     assert is_true(cluster.status.conditions, ConditionType.SUCCEEDED)
     jobs = [name for kind, name in cluster.created if kind == "Job"]

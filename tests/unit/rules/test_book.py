@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from finetune_cli.generate_rules import page
 from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec
+from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec, PublishSettings
 from finetune_job.rules.book import RULES, rule_by_id
 from finetune_job.rules.fsdp_versions import FSDP_FIELDS
 from tests.pitfalls.manifests import REPRODUCED
@@ -110,7 +110,15 @@ SETTINGS = [
     optional("workspace.claimName", None, "w"),
     optional("workspace.volumeClaimTemplate", {"storage": "1Gi"}),
     optional("workspace.retain", "Delete"),
-    optional("output.destination", "pvc://models/base", "pvc://models/base/x", "pvc://data/train.jsonl/x"),
+    optional(
+        "output.destination",
+        *("pvc://models/base", "pvc://models/base/x", "pvc://data/train.jsonl/x"),
+        *("hf://org/model", "hf://ORG/Model", "hf://other/model", "oci://registry/a/b:v1", "oci://registry/a/b"),
+        *("s3://models/llama", "s3://models", "s3://sets/x", "s3://sets/train.jsonl/finetune-output"),
+    ),
+    optional("output.adapter", False),
+    optional("output.secretRef", {"name": "writer"}),
+    optional("output.private", True, False),
     optional("merge.dtype", "float16"),
     optional("merge.base", "Quantized", "Trained"),
     optional("merge.verify.minTop1Agreement", "2"),
@@ -138,6 +146,12 @@ PROFILES = st.sampled_from(
         None,
         FineTuneProfileSpec(trainer_image="trainer"),
         FineTuneProfileSpec(trainer_image="trainer", fetch=FetchSettings(allowed_sources=["hf://org"])),
+        FineTuneProfileSpec(trainer_image="trainer", publish=PublishSettings(allowed_destinations=["hf://org", "s3://models/x"])),
+        FineTuneProfileSpec(
+            trainer_image="trainer",
+            fetch=FetchSettings(s3_endpoint="http://store"),
+            publish=PublishSettings(hub_endpoint="http://hub", plain_http_registries=["registry"]),
+        ),
     ]
 )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec, GpuResource
+from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec, GpuResource, PublishSettings
 from finetune_job.rules.book import RULES
 from tests.unit.rules.manifests import PLAIN, applied, judged, manifest
 
@@ -18,6 +18,18 @@ FENCED = FineTuneProfileSpec(
     trainer_image="trainer@sha256:0",
     fetch=FetchSettings(allowed_sources=["hf://our-org", "hf://datasets/our-org/set/", "s3://ours/a"]),
 )
+NO_WAY_OUT = FineTuneProfileSpec(trainer_image="trainer@sha256:0", publish=PublishSettings(allowed_destinations=[]))
+GATED = FineTuneProfileSpec(
+    trainer_image="trainer@sha256:0",
+    publish=PublishSettings(
+        allowed_destinations=["hf://our-org", "oci://registry.test:5000/team", "oci://other/a/b:v1", "s3://ours/a"]
+    ),
+)
+IN_CLEAR = FineTuneProfileSpec(
+    trainer_image="trainer@sha256:0",
+    publish=PublishSettings(hub_endpoint="http://hub.test", plain_http_registries=["registry.test:5000"]),
+)
+TWO_STORES = FineTuneProfileSpec(trainer_image="trainer@sha256:0", publish=PublishSettings(s3_endpoint="https://store.test"))
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB_MODEL = {"model.source": "hf://our-org/llama", "model.revision": COMMIT}
 HUB_DATA = {"data.source": "hf://datasets/our-org/set", "data.revision": COMMIT}
@@ -39,6 +51,10 @@ HELD_OUT = {"data.validation.source": "pvc://data/held-out.jsonl"}
 STOPPING, BEST = {"evaluation.earlyStopping.patience": 2}, {"evaluation.loadBestModelAtEnd": True}
 BF16 = {"model.dtype": "bfloat16"}
 TEMPLATE = {"workspace.claimName": None, "workspace.volumeClaimTemplate.storage": "10Gi"}
+
+TO_HUB, TO_REGISTRY = {"output.destination": "hf://our-org/tuned"}, {"output.destination": "oci://registry.test:5000/team/a/b:v1"}
+TO_BUCKET = {"output.destination": "s3://ours/tuned"}
+WRITER = {"output.secretRef.name": "writer"}
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | None]] = [
     # rule, manifest that it finds, neighbour that it does not find, profile
@@ -256,7 +272,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("method-not-supported", {"method.type": "AdaLoRA"} | ALONE, LOHA, None),
     ("method-not-supported", {"method.type": "PromptTuning", "method.settings.numVirtualTokens": 4}, LOHA, None),
     ("method-on-one-rank-only", {"method.type": "VBLoRA", "parallelism.nodes": 2} | ALONE, {"method.type": "VBLoRA"} | ALONE, None),
-    ("method-not-mergeable", {"method.type": "LoHa"}, LOHA, None),
+    ("method-not-mergeable", {"method.type": "Lily"}, {"method.type": "LoHa"}, None),
+    ("method-merge-setting", {"method.type": "UniLoRA"}, {"method.type": "UniLoRA", "method.settings.saveIndices": True}, None),
+    ("method-merge-setting", {"method.type": "UniLoRA"}, {"method.type": "UniLoRA"} | ALONE, None),
+    ("method-merge-setting", {"method.type": "FRoD", "method.settings.saveProjection": False}, {"method.type": "FRoD"}, None),
+    ("method-merge-setting", {"method.type": "TinyLoRA"}, {"method.type": "TinyLoRA", "method.settings.weightTying": "1.0"}, None),
     ("fsdp1-adapter-unit", V1 | LOHA | {F + "peftWrapPolicy": True}, V1 | LOHA, None),
     ("fsdp1-adapter-unit", V1 | LOHA | {F + "useOrigParams": False}, V1 | {F + "useOrigParams": False}, None),
     ("fsdp1-adapter-16-bit", V1 | LOHA | BF16, V1 | LOHA | BF16 | {"training.precision": "fp32"}, None),
@@ -355,6 +375,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("merge-dtype-overflow", BF16 | {"merge.dtype": "float16"}, {"model.dtype": "float16", "merge.dtype": "float16"}, None),
     ("verification-agreement-range", {"merge.verify.minTop1Agreement": "1.01"}, {"merge.verify.minTop1Agreement": "1"}, None),
     ("merge-into-quantized", QLORA | {"merge.base": "Quantized"}, QLORA, None),
+    ("merge-dequantized-without-qlora", {"merge.base": "Dequantized"}, QLORA | {"merge.base": "Dequantized"}, None),
     ("merge-while-sharded", {"merge.base": "Trained"}, {"merge.base": "Trained", "merge.enabled": False}, None),
     ("merge-device-mismatch", QLORA | {"merge.base": "Trained"}, {"merge.base": "Quantized"}, None),
     (
@@ -364,6 +385,42 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         None,
     ),
     ("output-inside-input", {"output.destination": "pvc://models/base"}, {"output.destination": "pvc://other/base"}, None),
+    ("output-overlaps-bucket-input", BUCKET_DATA | {"output.destination": "s3://ours/a"}, BUCKET_DATA | TO_BUCKET, None),
+    (
+        "output-overlaps-bucket-input",
+        {"model.source": "s3://ours/base", "output.destination": "s3://ours/base/tuned/"},
+        {"model.source": "s3://ours/base", "output.destination": "s3://ours/base-tuned"},
+        CPU,
+    ),
+    (
+        "output-overlaps-bucket-input",
+        {"model.source": "s3://ours"} | TO_BUCKET,
+        {"model.source": "s3://theirs"} | TO_BUCKET,
+        None,
+    ),
+    ("output-overlaps-bucket-input", BUCKET_DATA | {"output.destination": "s3://ours"}, BUCKET_DATA, None),
+    ("output-replaces-model", HUB_MODEL | {"output.destination": "hf://Our-Org/Llama"}, HUB_MODEL | TO_HUB, None),
+    (
+        "output-replaces-model",
+        HUB_MODEL | {"output.destination": "hf://our-org/llama/"},
+        HUB_DATA | {"output.destination": "hf://our-org/set"},
+        None,
+    ),
+    ("destination-not-allowed", TO_HUB | WRITER, {}, NO_WAY_OUT),
+    ("destination-not-allowed", TO_BUCKET, {"output.destination": "s3://ours/a/b"}, GATED),
+    ("destination-not-allowed", {"output.destination": "hf://our-org-evil/tuned"} | WRITER, TO_HUB | WRITER, GATED),
+    ("destination-not-allowed", {"output.destination": "oci://registry.test/team/a:v1"}, TO_REGISTRY, GATED),
+    ("destination-not-allowed", {"output.destination": "oci://other/a/b"}, {"output.destination": "oci://other/a/b:v1"}, GATED),
+    ("hub-destination-without-token", TO_HUB, TO_HUB | WRITER, CPU),
+    ("hub-destination-without-token", TO_HUB, TO_REGISTRY, GATED),
+    ("output-adapter-is-the-result", ALONE | {"output.adapter": False}, {"output.adapter": False}, None),
+    ("output-adapter-is-the-result", LOHA | {"output.adapter": False}, LOHA, None),
+    ("no-effect-output-adapter", FULL | {"output.adapter": False}, FULL, None),
+    ("no-effect-output-secret", WRITER, WRITER | TO_BUCKET, None),
+    ("no-effect-output-private", {"output.private": False}, {"output.private": False} | TO_HUB, None),
+    ("no-effect-output-private", TO_REGISTRY | {"output.private": False}, TO_REGISTRY | {"output.private": True}, None),
+    ("credentials-without-tls", TO_REGISTRY | WRITER, TO_REGISTRY, IN_CLEAR),
+    ("credentials-without-tls", TO_HUB | WRITER, TO_BUCKET | WRITER, IN_CLEAR),
     ("workspace-claim-or-template", {"workspace.claimName": None}, TEMPLATE, None),
     ("workspace-claim-or-template", {"workspace.volumeClaimTemplate.storage": "1Gi"}, {}, None),
     ("retain-with-named-claim", {"workspace.retain": "Delete"}, TEMPLATE | {"workspace.retain": "Delete"}, None),
@@ -456,6 +513,12 @@ def test_profiles_that_allow_are_respected():
     assert not judged(manifest(HUB_MODEL | BUCKET_DATA), FENCED)
     assert not judged(manifest(HUB_MODEL | BUCKET_DATA), None)
     assert not judged(manifest({}), CLOSED)
+    assert not judged(manifest({}), NO_WAY_OUT)
+    for destination in (TO_HUB, TO_REGISTRY, {"output.destination": "s3://ours/a"}):
+        assert not judged(manifest(destination | WRITER), GATED)
+    assert not judged(manifest(TO_HUB), IN_CLEAR)
+    assert not judged(manifest(TO_HUB), None)
+    assert not judged(manifest(BUCKET_DATA | {"output.destination": "s3://ours/a"}), TWO_STORES)
     assert not judged(manifest({"model.allowRemoteCode": True}), TRUSTING)
     assert not judged(manifest({"model.allowRemoteCode": True}), None)
     assert not judged(manifest({F + "offloadParams": True}), GPU)

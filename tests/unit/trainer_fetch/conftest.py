@@ -14,18 +14,22 @@ from finetune_job.plan.digest import plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.context import RunContext
-from finetune_trainer.fetch.retry import Patience
+from finetune_trainer.credentials import Credentials
+from finetune_trainer.network.retry import Patience
 from tests.support.hub import Hub, running_hub
 from tests.unit.rules.manifests import manifest
 
 QUICK = Patience(attempts=4, first_seconds=0.01, longest_seconds=0.02)
+LOCAL = Credentials(Path("/no/such/directory"))
+"""As on a user's own machine."""
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     with running_hub() as running:
         yield running
 

@@ -8,14 +8,17 @@ from obstore.store import MemoryStore
 
 from finetune_job.api.base import BucketPath
 from finetune_job.failures import FailureClass
+from finetune_trainer.credentials import S3Keys
 from finetune_trainer.errors import DataError, TrainerError
 from finetune_trainer.fetch import bucket as bucket_module
 from finetune_trainer.fetch import run as run_module
 from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
-from finetune_trainer.fetch.errors import SourceUnavailableError, TransientError
+from finetune_trainer.fetch.errors import SourceUnavailableError
 from finetune_trainer.fetch.run import fetch
+from finetune_trainer.network.errors import TransientError
+from finetune_trainer.network.s3_service import S3Service
 from tests.support.hub import Fault
-from tests.unit.trainer_fetch.conftest import QUICK
+from tests.unit.trainer_fetch.conftest import LOCAL, QUICK
 from tests.unit.trainer_fetch.test_hub import content
 
 CONTENT = bytes(number % 251 for number in range(10_000))
@@ -82,9 +85,9 @@ def test_an_object_that_changed_since_the_listing_is_not_mixed():
 @pytest.mark.parametrize("prefix", ["", "sets/a.jsonl"])
 def test_what_an_answer_means(hub, status, kind, words, prefix):
     hub.fail("/data", Fault(9, status=status))
-    keys = {"AWS_ACCESS_KEY_ID": "key-id", "AWS_SECRET_ACCESS_KEY": "the-secret-key"}
+    keys = S3Keys("key-id", "the-secret-key")
     with pytest.raises(kind, match=words) as caught:
-        prefix_of(open_bucket("data", hub.address, None, keys), prefix).files()
+        prefix_of(open_bucket("data", S3Service(hub.address, "us-east-1"), keys), prefix).files()
     if status == 403:
         assert "spec.fetch.s3SecretRef" in caught.value.hint
     assert all("Authorization" in request.headers for request in hub.requests)
@@ -94,13 +97,13 @@ def test_what_an_answer_means(hub, status, kind, words, prefix):
 
 def test_nobody_there_may_pass():
     with pytest.raises(TransientError, match="did not answer"):
-        prefix_of(open_bucket("data", "http://127.0.0.1:1", None, {}), "").files()
+        prefix_of(open_bucket("data", S3Service("http://127.0.0.1:1", "us-east-1"), None), "").files()
 
 
 def test_without_keys_nothing_is_signed(hub):
     hub.fail("/data", Fault(9, status=403))
     with pytest.raises(DataError) as caught:
-        prefix_of(open_bucket("data", hub.address, None, {}), "", signed=False).files()
+        prefix_of(open_bucket("data", S3Service(hub.address, "us-east-1"), None), "", signed=False).files()
     assert "name a Secret" in caught.value.hint
     assert all("Authorization" not in request.headers for request in hub.requests)
 
@@ -110,7 +113,7 @@ def test_the_role_copies_from_a_bucket_and_fails_when_it_changes(context_of, mon
     store = store_of(objects)
     monkeypatch.setattr(run_module, "open_bucket", lambda *_: store)
     context = context_of({"model.source": "s3://models/base", "data.source": "s3://models/sets/train.jsonl"})
-    report = fetch(context, QUICK)
+    report = fetch(context, LOCAL, QUICK)
     assert content(context.base_model) == {"config.json": b"{}", "model.safetensors": CONTENT}
     assert content(context.path(context.plan.data.train[0].location)) == {"train.jsonl": b"{}\n"}
     assert report.facts["files"] == "3"
@@ -123,5 +126,5 @@ def test_the_role_copies_from_a_bucket_and_fails_when_it_changes(context_of, mon
     monkeypatch.setattr(run_module, "BucketPrefix", Changing)
     (context.base_model / "config.json").write_bytes(b"[]")
     with pytest.raises(TrainerError) as caught:
-        fetch(context, QUICK)
+        fetch(context, LOCAL, QUICK)
     assert caught.value.failure is FailureClass.SOURCE_UNAVAILABLE

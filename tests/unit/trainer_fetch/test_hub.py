@@ -12,14 +12,15 @@ import pytest
 
 from finetune_job.failures import FailureClass, Outcome
 from finetune_trainer.context import RunContext
+from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.fetch import hub as hub_module
 from finetune_trainer.fetch.manifest import read_manifest
-from finetune_trainer.fetch.online import go_online
-from finetune_trainer.fetch.retry import Patience
 from finetune_trainer.fetch.run import fetch
+from finetune_trainer.network.online import go_online
+from finetune_trainer.network.retry import Patience
 from tests.support.hub import SIGNATURE, Fault
-from tests.unit.trainer_fetch.conftest import QUICK
+from tests.unit.trainer_fetch.conftest import LOCAL, QUICK
 
 WEIGHTS = bytes(range(256)) * 64
 MODEL = {
@@ -48,7 +49,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 def failure(context: RunContext, patience: Patience = QUICK) -> TrainerError:
     with pytest.raises(TrainerError) as caught:
-        fetch(context, patience)
+        fetch(context, LOCAL, patience)
     return caught.value
 
 
@@ -58,7 +59,7 @@ def leftovers(context: RunContext) -> list[str]:
 
 def test_a_model_arrives_whole_and_without_what_can_run_code(model_of, hub):
     context = model_of(MODEL | LEFT_OUT)
-    report = fetch(context, QUICK)
+    report = fetch(context, LOCAL, QUICK)
     assert content(context.base_model) == MODEL
     assert not any(path.is_symlink() for path in context.base_model.rglob("*"))
     assert report.outcome is Outcome.SUCCEEDED
@@ -74,15 +75,15 @@ def test_a_model_arrives_whole_and_without_what_can_run_code(model_of, hub):
 
 def test_code_comes_along_where_the_plan_allows_it(model_of):
     context = model_of(MODEL | LEFT_OUT, **{"model.allowRemoteCode": True})
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     assert content(context.base_model) == MODEL | {"modeling.py": LEFT_OUT["modeling.py"]}
 
 
 def test_a_second_run_transfers_nothing_and_asks_nothing(model_of, hub):
     context = model_of(MODEL)
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     before = len(hub.requests)
-    report = fetch(context, QUICK)
+    report = fetch(context, LOCAL, QUICK)
     assert len(hub.requests) == before
     assert report.facts["transferred_bytes"] == "0"
     assert report.facts["files"] == str(len(MODEL))
@@ -104,9 +105,9 @@ def test_a_second_run_transfers_nothing_and_asks_nothing(model_of, hub):
 )
 def test_what_is_not_what_was_fetched_is_replaced(model_of, damage):
     context = model_of(MODEL)
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     damage(context.base_model)
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     assert content(context.base_model) == MODEL
     assert not (context.base_model / "config.json").is_symlink()
 
@@ -127,7 +128,7 @@ def test_data_is_a_named_file_or_directory_and_nothing_else(context_of, hub):
             "data.validation": {"source": "hf://datasets/org/set/held-out.csv", "revision": commit},
         }
     )
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     assert content(context.path(context.plan.data.train[0].location)) == {"a.jsonl": files["train/a.jsonl"], "b.parquet": b"b"}
     assert content(context.path(context.plan.data.validation.location)) == {"held-out.csv": b"h"}
 
@@ -146,7 +147,7 @@ def test_data_is_a_named_file_or_directory_and_nothing_else(context_of, hub):
 def test_what_passes_is_survived(model_of, hub, fault):
     context = model_of(MODEL)
     hub.fail("model-00001-of-00002.safetensors", fault)
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     assert fault.times == 0
     assert content(context.base_model) == MODEL
 
@@ -154,7 +155,7 @@ def test_what_passes_is_survived(model_of, hub, fault):
 def test_a_cut_transfer_goes_on_where_it_was_cut(model_of, hub):
     context = model_of(MODEL)
     hub.fail("model-00001-of-00002.safetensors?Signature", Fault(1, cut_after=5000))
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     assert hub.sent["model-00001-of-00002.safetensors"] == len(WEIGHTS)
     ranges = [request.headers["Range"] for request in hub.requests if request.store and request.headers["Range"]]
     assert ranges == ["bytes=5000-"]
@@ -164,7 +165,7 @@ def test_a_server_that_knows_no_ranges_is_read_from_the_start(model_of, hub):
     context = model_of(MODEL)
     hub.fail("model-00001-of-00002.safetensors?Signature", Fault(1, cut_after=5000))
     hub.fail("model-00001-of-00002.safetensors?Signature", Fault(1, ignore_range=True))
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     assert content(context.base_model) == MODEL
     assert hub.sent["model-00001-of-00002.safetensors"] == 5000 + len(WEIGHTS)
 
@@ -173,7 +174,7 @@ def test_a_listing_that_fails_is_asked_for_again(model_of, hub):
     context = model_of(MODEL)
     hub.fail("/revision/", Fault(1, status=502))
     hub.fail("/tree/", Fault(1, status=429))
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     assert content(context.base_model) == MODEL
 
 
@@ -205,7 +206,7 @@ def test_a_server_that_falls_silent_is_asked_again(model_of, hub, monkeypatch):
     context, released = model_of(MODEL), threading.Event()
     hub.fail("model-00001-of-00002.safetensors?Signature", Fault(1, before=lambda: released.wait(60), cut_after=0))
     try:
-        fetch(context, QUICK)
+        fetch(context, LOCAL, QUICK)
     finally:
         released.set()
     assert content(context.base_model) == MODEL
@@ -253,7 +254,7 @@ def test_an_interrupted_fetch_does_not_fetch_again_what_is_whole(model_of, hub):
     hub.sent.clear()
     (staging / "files/foreign.json").write_bytes(b"{}")
     (staging / "partial/foreign").write_bytes(b"{}")
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     assert content(context.base_model) == MODEL
     assert set(hub.sent) == set(MODEL) - whole
     assert leftovers(context) == []
@@ -265,7 +266,7 @@ def test_a_complete_file_that_was_changed_since_is_fetched_again(model_of, hub):
     failure(context)
     held = context.workspace.sources / "model.tmp-fetch/files/model-00001-of-00002.safetensors"
     held.write_bytes(WEIGHTS[:-1] + b"?")
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     assert content(context.base_model) == MODEL
 
 
@@ -324,7 +325,7 @@ def test_a_link_in_what_was_left_behind_is_not_followed(model_of, tmp_path):
     files.mkdir(parents=True)
     (files / "additional_chat_templates").symlink_to(outside)
     (files / "config.json").symlink_to(outside / "config.json")
-    fetch(context, QUICK)
+    fetch(context, LOCAL, QUICK)
     assert content(context.base_model) == MODEL
     assert list(outside.iterdir()) == []
 
@@ -340,12 +341,12 @@ def test_room_is_checked_before_anything_is_copied(model_of, hub):
     context = model_of(MODEL)
     size = sum(map(len, MODEL.values()))
     with pytest.raises(TrainerError) as caught:
-        fetch(context, QUICK, free_bytes=lambda _: size - 1)
+        fetch(context, LOCAL, QUICK, free_bytes=lambda _: size - 1)
     assert caught.value.failure is FailureClass.DISK_FULL
     assert str(size) in str(caught.value)
     assert str(size - 1) in str(caught.value)
     assert hub.downloads() == []
-    assert fetch(context, QUICK, free_bytes=lambda _: size).outcome is Outcome.SUCCEEDED
+    assert fetch(context, LOCAL, QUICK, free_bytes=lambda _: size).outcome is Outcome.SUCCEEDED
 
 
 def test_the_token_goes_to_the_hub_and_nowhere_else(model_of, hub, monkeypatch, caplog):
@@ -356,7 +357,7 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(model_of, hub, monkeypatch, 
     caplog.set_level(logging.INFO)
     hub.fail("?Signature", Fault(2, status=503))
     hub.fail("?Signature", Fault(1, status=403))
-    report = fetch(context, QUICK)
+    report = fetch(context, LOCAL, QUICK)
     assert {request.headers["Authorization"] for request in hub.requests if not request.store} == {f"Bearer {token}"}
     assert {request.headers["Authorization"] for request in hub.requests if request.store} == {None}
     written = b"".join(path.read_bytes() for path in context.claims_root.rglob("*") if path.is_file()).decode(errors="replace")
@@ -366,11 +367,24 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(model_of, hub, monkeypatch, 
     assert "HTTP status 503" in caplog.text
 
 
-def test_a_token_of_an_earlier_login_is_not_used(model_of, hub, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+def test_a_token_comes_from_the_mounted_file_and_from_nowhere_else(model_of, hub, monkeypatch, tmp_path):
     (tmp_path / "token").write_text("hf_left_behind")
-    fetch(model_of(MODEL), QUICK)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    fetch(model_of(MODEL), Credentials(mounted), QUICK)
     assert {request.headers["Authorization"] for request in hub.requests} == {None}
+    (mounted / "hub").mkdir()
+    (mounted / "hub/token").write_text("hf_mounted\n")
+    hub.requests.clear()
+    fetch(model_of(MODEL | {"config.json": b"[]"}), Credentials(mounted), QUICK)
+    assert {request.headers["Authorization"] for request in hub.requests if not request.store} == {"Bearer hf_mounted"}
+
+
+def test_on_a_users_machine_the_token_of_an_earlier_login_is_used(model_of, hub, tmp_path):
+    (tmp_path / "token").write_text("hf_of_the_login")
+    fetch(model_of(MODEL), LOCAL, QUICK)
+    assert {request.headers["Authorization"] for request in hub.requests if not request.store} == {"Bearer hf_of_the_login"}
 
 
 def test_going_online_overrides_the_image(monkeypatch):
@@ -382,5 +396,5 @@ def test_going_online_overrides_the_image(monkeypatch):
 
 
 def test_the_report_fits_a_termination_message(model_of):
-    envelope = fetch(model_of(MODEL), QUICK).envelope()
+    envelope = fetch(model_of(MODEL), LOCAL, QUICK).envelope()
     assert json.loads(envelope)["facts"]["model_sha256"]

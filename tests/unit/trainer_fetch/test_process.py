@@ -31,11 +31,15 @@ def start(context: RunContext, directory: Path, attempt: int = 0) -> subprocess.
     plan.write_text(canonical_json(context.plan))
     arguments = ["fetch", "--plan", plan, "--plan-sha256", context.plan_sha256, "--claims-root", context.claims_root]
     arguments += ["--attempt", attempt, "--termination-log", directory / "termination.json"]
+    credentials = directory / "credentials"
+    (credentials / "hub").mkdir(parents=True, exist_ok=True)
+    (credentials / "hub/token").write_text("hf_secret_of_the_test")
+    arguments += ["--credentials", credentials]
     home = directory / "home"
     home.mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-c", RUN, *map(str, arguments)],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "hf_secret_of_the_test", "HOME": str(home)},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HOME": str(home)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_trainer.fetch.errors import SourceUnavailableError, StoppedError, TransientError
+from finetune_trainer.fetch.errors import SourceUnavailableError, source_given_up
 from finetune_trainer.fetch.remote import Digest, DigestKind, RemoteFile, listing_problem, path_problem
-from finetune_trainer.fetch.retry import Attempts, Patience, pause_seconds
 from finetune_trainer.fetch.staging import Staging
 from finetune_trainer.fetch.transfer import Conduct, resume_point, take
+from finetune_trainer.network.errors import StoppedError, TransientError
+from finetune_trainer.network.retry import Attempts, Patience, pause_seconds
 
 CONTENT = bytes(number * 7 % 251 for number in range(5000))
 SYNC = 512
@@ -138,7 +139,7 @@ def test_a_pause_ends_when_another_file_has_failed():
     stop = threading.Event()
     stop.set()
     with pytest.raises(StoppedError):
-        Attempts("x", Patience(first_seconds=1000), stop).failed(TransientError("y"))
+        Attempts("x", Patience(first_seconds=1000), stop, source_given_up).failed(TransientError("y"))
 
 
 @pytest.mark.parametrize("path", ["", "/a", "a/../b", "..", "./a", "a//b", "a/", "a\0b", "a\\b", "x" * 256])

@@ -1,17 +1,18 @@
 """Every merged tensor has exactly the bits of PEFT's merge_and_unload(safe_merge=False) on a CPU."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from finetune_trainer.merge import arithmetic
-from finetune_trainer.merge.assignment import Orientation
+from finetune_trainer.merge.changes import Orientation
 from finetune_trainer.merge.run import MergeOptions, MergeReport, merge_adapter
+from finetune_trainer.merge.steps import low_rank
 from tests.unit.trainer_merge import tiny
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -57,7 +58,7 @@ def merged_and_reference(
 ) -> tuple[MergeReport, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     base = tiny.save_base(tmp_path / "base", config, dtype, base_shard)
     adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(**lora), adapter_dtype)
-    report = merge_adapter(MergeOptions(base, adapter, tmp_path / "merged", out, max_shard_bytes))
+    report = merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", out, max_shard_bytes))
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted((tmp_path / "merged").glob("*.safetensors")):
         tensors |= load_file(path)
@@ -120,29 +121,68 @@ def test_many_shards_in_and_out_give_the_same_tensors(tmp_path: Path) -> None:
     assert len(shards) > 2
     assert all(path.stat().st_size < 200_000 + 20_000 for path in shards)
     assert_same_bits(merged, reference, is_tied=False)
-    assert report.bytes_written == sum(tensor.numel() * 2 for tensor in merged.values())
+    assert report.bytes_written == sum(path.stat().st_size for path in shards)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     assert_same_bits(dict(loaded), reference, is_tied=False)
 
 
 def test_a_checkpoint_without_the_first_name_part_is_matched(tmp_path: Path) -> None:
     """The Hub's gpt2 leaves out `transformer.`; names stay as the base has them."""
-    from safetensors.torch import save_file
-
     config, lora = CASES["gpt2 lora"]
     base = tiny.save_base(tmp_path / "base", config, torch.float32)
     adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(**lora))
     reference = tiny.peft_merged(base, adapter)
     short = {name.removeprefix("transformer."): t for name, t in load_file(base / "model.safetensors").items()}
     save_file(short, base / "model.safetensors", {"format": "pt"})
-    merge_adapter(MergeOptions(base, adapter, tmp_path / "merged", None, 1 << 30))
+    merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", None, 1 << 30))
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert set(merged) == set(short)
     assert all(torch.equal(tensor, reference[f"transformer.{name}"]) for name, tensor in merged.items())
 
 
+class Convolutions(torch.nn.Module):
+    """One convolution of each kind, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv1d(6, 10, 3)
+        self.second = torch.nn.Conv2d(5, 12, (3, 5), bias=False)
+        self.third = torch.nn.Conv3d(4, 8, 2)
+        self.last = torch.nn.Linear(9, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["first", "second", "third", "last"]},
+        {"target_modules": ["second", "third"], "use_dora": True, "use_rslora": True},
+        {"target_modules": ["first", "third"], "lora_bias": True},
+        {"target_modules": ["first", "second"], "rank_pattern": {"second": 5}, "alpha_pattern": {"first": 2}},
+    ],
+    ids=["lora", "dora", "lora bias", "patterns"],
+)
+def test_convolutions_have_pefts_bits(settings: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    model = Convolutions().to(dtype)
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file(model.state_dict(), base / "model.safetensors", {"format": "pt"})
+    (base / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": false}')
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, **settings))
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_adapter(MergeOptions(base, (tmp_path / "adapter",), tmp_path / "merged", None, 1 << 30))
+    reference = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter").merge_and_unload().state_dict()
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert_same_bits(merged, dict(reference), is_tied=False)
+    assert not torch.equal(
+        merged[f"{settings['target_modules'][0]}.weight"], model.state_dict()[f"{settings['target_modules'][0]}.weight"]
+    )
+
+
 def test_where_blocks_would_differ_weights_are_merged_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "blocks_are_exact", lambda _: False)
+    monkeypatch.setattr(low_rank, "_exact_shapes", {})
+    monkeypatch.setattr(low_rank, "blocks_are_exact", lambda _: False)
     config, lora = CASES["lora"]
     report, merged, reference = merged_and_reference(tmp_path, config, lora, torch.bfloat16)
     assert_same_bits(merged, reference, is_tied=False)
@@ -154,29 +194,29 @@ def test_the_self_check_sees_one_different_bit_in_any_block(orientation: Orienta
     torch.manual_seed(3)
     num_rows = 2000
     b_rows, a_columns = (num_rows, 40) if orientation is Orientation.LINEAR else (40, num_rows)
-    factors = arithmetic.Factors(torch.randn(4, a_columns), torch.randn(b_rows, 4), None, 2.0, orientation)
-    assert arithmetic.blocks_are_exact(factors)
-    blocks = arithmetic.row_blocks(num_rows, 40)
+    factors = low_rank.Factors(torch.randn(4, a_columns), torch.randn(b_rows, 4), None, 2.0, orientation, rounds_product=False)
+    assert low_rank.blocks_are_exact(factors)
+    blocks = low_rank.row_blocks(num_rows, 40)
     assert len(blocks) > 3
-    real = arithmetic.product
+    real = low_rank.product
     for wrong in blocks:
 
-        def product(given: arithmetic.Factors, start: int, stop: int, wrong: tuple[int, int] = wrong) -> torch.Tensor:
+        def product(given: low_rank.Factors, start: int, stop: int, wrong: tuple[int, int] = wrong) -> torch.Tensor:
             result = real(given, start, stop).contiguous()
             if (start, stop) == wrong:
                 result.view(torch.int32)[-1, -1] ^= 1
             return result
 
-        monkeypatch.setattr(arithmetic, "product", product)
-        assert not arithmetic.blocks_are_exact(factors)
+        monkeypatch.setattr(low_rank, "product", product)
+        assert not low_rank.blocks_are_exact(factors)
 
 
 @pytest.mark.parametrize("num_columns", [1, 96, 8192, 28672, 1_000_000])
 @pytest.mark.parametrize("num_rows", [1, 63, 64, 255, 256, 257, 511, 512, 513, 4097])
 def test_blocks_cover_all_rows_and_none_is_small(num_rows: int, num_columns: int) -> None:
-    blocks = arithmetic.row_blocks(num_rows, num_columns)
+    blocks = low_rank.row_blocks(num_rows, num_columns)
     assert [row for start, stop in blocks for row in (start, stop)][1:-1:2] == [start for start, _ in blocks][1:]
     assert (blocks[0][0], blocks[-1][1]) == (0, num_rows)
     sizes = [stop - start for start, stop in blocks]
-    assert min(sizes) >= min(num_rows, arithmetic.MIN_BLOCK_ROWS)
-    assert max(sizes) < 2 * arithmetic.BLOCK_ROWS
+    assert min(sizes) >= min(num_rows, low_rank.MIN_BLOCK_ROWS)
+    assert max(sizes) < 2 * low_rank.BLOCK_ROWS

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 VOCABULARY = 320
@@ -60,12 +60,19 @@ def save_base(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, max
     return directory
 
 
-def save_adapter(directory: Path, base: Path, lora: LoraConfig, adapter_dtype: torch.dtype | None = None, seed: int = 5) -> Path:
+def save_adapter(
+    directory: Path,
+    base: Path,
+    settings: PeftConfig,
+    adapter_dtype: torch.dtype | None = None,
+    seed: int = 5,
+    auto: Any = AutoModelForCausalLM,
+) -> Path:
     """An adapter as after training: every trainable tensor moved away from where it began.
 
-    adapter_dtype: what the adapter file holds, when not what PEFT trains in.
+    adapter_dtype: what the adapter file holds, when not what PEFT trains in. auto: loads the base.
     """
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+    model = get_peft_model(auto.from_pretrained(base), settings)
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -95,6 +95,13 @@ def test_a_method_without_settings_adapts_every_linear_layer(context):
     }
 
 
+def test_an_adapter_with_fixed_tensors_can_be_merged(context):
+    """VeRA's random projections are not trained, but the merge needs them."""
+    job = context({"method": {"type": "VeRA", "settings": {"r": 4}}})
+    assert run(job).outcome is Outcome.SUCCEEDED
+    assert not any("vera_A" in name for name in report_of(job).saved_tensors)
+
+
 def test_full_fine_tuning_trains_everything(context):
     job = context({"method": {"type": "Full"}})
     assert run(job).outcome is Outcome.SUCCEEDED

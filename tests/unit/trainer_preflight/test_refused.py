@@ -75,6 +75,12 @@ def test_a_target_of_another_method_that_does_not_exist_is_refused(context):
     assert (finding.field, finding.value) == ("spec.method.settings.targetModules", "v_porj")
 
 
+def test_a_trained_bias_that_the_base_lacks_is_refused_before_it_is_trained(context):
+    finding = only(context({"method": {"type": "BEFT", "settings": {"targetModules": ["v_proj"]}}}), "merge-impossible")
+    assert "trains its bias" in finding.message
+    assert "spec.merge.enabled: false" in finding.fix
+
+
 def test_settings_that_peft_refuses_for_this_model_are_refused(context):
     job = context({"method": {"type": "C3A", "settings": {"blockSize": 7}}, "merge.enabled": False})
     assert only(job, "model-settings-conflict").field == "spec.method.settings"
@@ -265,14 +271,10 @@ def test_records_longer_than_the_models_positions_are_refused(context, model):
 
 
 @pytest.mark.parametrize("settings", [{"targetModules": ["embed_tokens", "q_proj"]}, {"modulesToSave": ["lm_head"]}])
-def test_an_adapter_that_could_not_be_merged_is_refused_before_it_is_trained(context, model, settings):
+def test_an_adapter_on_tied_embeddings_is_accepted_because_they_are_parted(context, model, settings):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    job = context({f"method.lora.{name}": value for name, value in settings.items()})
-    finding = only(job, "merge-impossible")
-    assert "tied" in finding.message
-    assert "spec.merge.enabled: false" in finding.fix
-    assert run(context({"method.lora": settings, "merge.enabled": False})).outcome is Outcome.SUCCEEDED
+    assert run(context({"method.lora": settings})).outcome is Outcome.SUCCEEDED
 
 
 def test_packing_is_refused_where_a_state_would_run_on_from_record_to_record(context, monkeypatch):

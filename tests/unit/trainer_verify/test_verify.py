@@ -41,6 +41,13 @@ RIGHT: dict[str, tuple[PreTrainedConfig, dict[str, Any], torch.dtype, str | None
     ),
     "llama fp32 to bf16": (tiny.llama(), {"target_modules": ["embed_tokens", *LINEAR]}, torch.float32, "bfloat16"),
     "llama fp16 to bf16": (tiny.llama(), {"target_modules": LINEAR}, torch.float16, "bfloat16"),
+    "qwen2 bf16 untied": (tiny.qwen2(), {"target_modules": ["embed_tokens", "q_proj"]}, torch.bfloat16, None),
+    "llama bf16 tokens and lora biases": (
+        tiny.llama(attention_bias=True),
+        {"target_modules": ["q_proj", "o_proj"], "lora_bias": True, "trainable_token_indices": [1, 200, 5]},
+        torch.bfloat16,
+        None,
+    ),
 }
 
 
@@ -48,7 +55,7 @@ def merged_triple(directory: Path, case: str = "llama bf16") -> tuple[Path, Path
     config, lora, dtype, out = RIGHT[case]
     base = tiny.save_base(directory / "base", config, dtype)
     adapter = tiny.save_adapter(directory / "adapter", base, LoraConfig(**{"r": 8, "lora_alpha": 16, **lora}))
-    merge_adapter(MergeOptions(base, adapter, directory / "merged", out, 1 << 30))
+    merge_adapter(MergeOptions(base, (adapter,), directory / "merged", out, 1 << 30))
     return base, adapter, directory / "merged"
 
 
@@ -79,7 +86,13 @@ def test_a_right_merge_passes_with_room(case: str, tmp_path: Path) -> None:
     dtypes = [json.loads((path / "config.json").read_text())["dtype"] for path in (base, merged)]
     gate = gate_for(*dtypes)
     report = verify_merge(
-        base=base, adapter=adapter, merged=merged, prompts=PROMPTS, gate=gate, report_path=tmp_path / "report.json"
+        base=base,
+        adapters=[adapter],
+        merged=merged,
+        prompts=PROMPTS,
+        gate=gate,
+        report_path=tmp_path / "report.json",
+        page_path=tmp_path / "report.md",
     )
     assert report.faults == ()
     assert report.passed
@@ -92,7 +105,10 @@ def test_a_right_merge_passes_with_room(case: str, tmp_path: Path) -> None:
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["passed"] is True
     assert written["logits"]["num_positions"] == sum(len(prompt) for prompt in PROMPTS)
+    assert written["tensors"]["num_changed"] == sum(found["num_changed"] for found in written["tensors"]["classes"].values())
+    assert written["compared"]["merged"]["manifest.json"]
     assert "passed" in report.text()
+    assert (tmp_path / "report.md").read_text().startswith("# Verification of the merge: passed\n")
 
 
 def test_one_wrong_bit_in_an_untouched_tensor_is_found(triple: tuple[Path, Path, Path]) -> None:
@@ -103,7 +119,7 @@ def test_one_wrong_bit_in_an_untouched_tensor_is_found(triple: tuple[Path, Path,
         return tensor
 
     change_tensor(merged, "lm_head.weight", flip)
-    assert any("lm_head.weight differs from the base" in fault for fault in check_tensors(base, adapter, merged).faults)
+    assert any("lm_head.weight differs from the base" in fault for fault in check_tensors(base, [adapter], merged).faults)
 
 
 def test_a_changed_tensor_beyond_rounding_is_found(triple: tuple[Path, Path, Path]) -> None:
@@ -115,7 +131,7 @@ def test_a_changed_tensor_beyond_rounding_is_found(triple: tuple[Path, Path, Pat
         return tensor
 
     change_tensor(merged, name, next_values)
-    assert any(f"tensor {name} at [0, " in fault for fault in check_tensors(base, adapter, merged).faults)
+    assert any(f"tensor {name} at [0, " in fault for fault in check_tensors(base, [adapter], merged).faults)
 
 
 def test_a_bit_that_rots_after_the_merge_is_found_anywhere(triple: tuple[Path, Path, Path]) -> None:
@@ -126,12 +142,12 @@ def test_a_bit_that_rots_after_the_merge_is_found_anywhere(triple: tuple[Path, P
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
-    assert any("sha256" in fault for fault in check_tensors(base, adapter, merged).faults)
+    assert any("sha256" in fault for fault in check_tensors(base, [adapter], merged).faults)
 
 
 def test_a_copy_of_the_base_is_not_a_merged_model(triple: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, adapter, _ = triple
-    faults = check_tensors(base, adapter, base).faults
+    faults = check_tensors(base, [adapter], base).faults
     assert any("the adapter was not merged" in fault for fault in faults)
 
 
@@ -140,8 +156,8 @@ def test_an_untrained_adapter_may_leave_the_base_as_it_is(tmp_path: Path) -> Non
     adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(r=4, target_modules=["q_proj"]))
     path = adapter / "adapter_model.safetensors"
     save_file({name: t * 0 if "lora_B" in name else t for name, t in load_file(path).items()}, path, {"format": "pt"})
-    merge_adapter(MergeOptions(base, adapter, tmp_path / "merged", None, 1 << 30))
-    figures = check_tensors(base, adapter, tmp_path / "merged")
+    merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", None, 1 << 30))
+    figures = check_tensors(base, [adapter], tmp_path / "merged")
     assert figures.is_zero_adapter
     assert figures.faults == []
 
@@ -154,18 +170,18 @@ def test_a_scaling_that_is_wrong_is_found_by_logits_alone(
     config = adapter / "adapter_config.json"
     right = config.read_text()
     config.write_text(json.dumps({**json.loads(right), "lora_alpha": 4}))
-    merge_adapter(MergeOptions(base, adapter, merged, None, 1 << 30))
+    merge_adapter(MergeOptions(base, (adapter,), merged, None, 1 << 30))
     config.write_text(right)
-    assert any("fp64" in fault for fault in check_tensors(base, adapter, merged).faults)
-    monkeypatch.setattr("finetune_trainer.verify.run.check_tensors", lambda *_: check_tensors(base, adapter, prepared_copy(merged)))
+    assert any("fp64" in fault for fault in check_tensors(base, [adapter], merged).faults)
+    monkeypatch.setattr("finetune_trainer.verify.run.check_tensors", lambda *_: check_tensors(base, [adapter], prepared_copy()))
 
-    def prepared_copy(_: Path) -> Path:
+    def prepared_copy() -> Path:
         good = tmp_path / "good"
-        merge_adapter(MergeOptions(base, adapter, good, None, 1 << 30))
+        merge_adapter(MergeOptions(base, (adapter,), good, None, 1 << 30))
         return good
 
     report = verify_merge(
-        base=base, adapter=adapter, merged=merged, prompts=PROMPTS, gate=GATES["bfloat16"], report_path=tmp_path / "r.json"
+        base=base, adapters=[adapter], merged=merged, prompts=PROMPTS, gate=GATES["bfloat16"], report_path=tmp_path / "r.json"
     )
     assert not report.passed
     assert any("as far from base + adapter as the base" in fault for fault in report.faults)
@@ -175,7 +191,7 @@ def test_a_scaling_that_is_wrong_is_found_by_logits_alone(
 def test_verification_without_prompts_is_an_error(triple: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, adapter, merged = triple
     with pytest.raises(ValueError, match="prompts"):
-        verify_merge(base=base, adapter=adapter, merged=merged, prompts=[], gate=GATES["bfloat16"], report_path=tmp_path / "r")
+        verify_merge(base=base, adapters=[adapter], merged=merged, prompts=[], gate=GATES["bfloat16"], report_path=tmp_path / "r")
 
 
 def test_quarantine_keeps_every_failed_model(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
@@ -20,11 +20,13 @@ from obstore.exceptions import (
 from obstore.store import ObjectStore, S3Store
 
 from finetune_job.api.base import BucketPath
+from finetune_trainer.credentials import S3Keys
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.fetch.errors import SourceUnavailableError, TransientError
+from finetune_trainer.fetch.errors import SourceUnavailableError
 from finetune_trainer.fetch.remote import RemoteFile
+from finetune_trainer.network.errors import TransientError
+from finetune_trainer.network.s3_service import S3Service
 
-DEFAULT_REGION = "us-east-1"
 RANGE_BYTES = 16 * 1024**2
 """Of one request: many at once are what an object store is fast with."""
 RANGES_AT_ONCE = 4
@@ -39,26 +41,21 @@ _DENIED = frozenset({401, 403})
 _NOT_FOUND = frozenset({404, 410})
 
 
-def open_bucket(bucket: str, endpoint: str | None, region: str | None, environment: Mapping[str, str]) -> ObjectStore:
-    """A bucket with the credentials of the environment; without any, requests are not signed, as public buckets allow.
-
-    `endpoint` and `region`: None leaves them to the environment's AWS_ENDPOINT_URL and AWS_REGION.
-    """
-    address = endpoint or environment.get("AWS_ENDPOINT_URL")
-    key, secret = environment.get("AWS_ACCESS_KEY_ID"), environment.get("AWS_SECRET_ACCESS_KEY")
-    settings: dict[str, str] = {"region": region or environment.get("AWS_REGION") or DEFAULT_REGION}
-    if address:
-        settings["endpoint"] = address
-    if key and secret:
-        settings |= {"access_key_id": key, "secret_access_key": secret}
-        if token := environment.get("AWS_SESSION_TOKEN"):
-            settings["session_token"] = token
+def open_bucket(bucket: str, service: S3Service, keys: S3Keys | None) -> ObjectStore:
+    """A bucket; without keys, requests are not signed, as public buckets allow."""
+    settings: dict[str, str] = {"region": service.region}
+    if service.address:
+        settings["endpoint"] = service.address
+    if keys is not None:
+        settings |= {"access_key_id": keys.access_key_id, "secret_access_key": keys.secret_access_key}
+        if keys.session_token is not None:
+            settings["session_token"] = keys.session_token
     return S3Store(
         bucket,
         config=settings,  # type: ignore[arg-type]
-        skip_signature=not (key and secret),
+        skip_signature=keys is None,
         client_options={
-            "allow_http": bool(address and address.startswith("http://")),
+            "allow_http": service.is_plain_http,
             "connect_timeout": _CONNECT,
             "timeout": _REQUEST,
         },

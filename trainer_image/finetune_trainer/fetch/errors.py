@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from finetune_job.failures import FailureClass
 from finetune_trainer.errors import TrainerError
+from finetune_trainer.network.errors import TransientError
 
 
 class SourceUnavailableError(TrainerError):
@@ -18,18 +19,14 @@ class NoRoomError(TrainerError):
     failure = FailureClass.DISK_FULL
 
 
-class TransientError(Exception):
-    """One request failed in a way that may pass. The message holds no address, because signed addresses are credentials."""
-
-    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
-        """What the server asked for."""
-
-
 class WrongBytesError(TransientError):
     """A whole file came, and it is not the one that the source lists."""
 
 
-class StoppedError(Exception):
-    """Another file of the same source has failed, so this one is given up."""
+def source_given_up(message: str) -> SourceUnavailableError:
+    """What ends a fetch whose requests fail again and again."""
+    return SourceUnavailableError(
+        message,
+        "what is complete is kept, and another attempt goes on from there; check the way out of the cluster and the "
+        "endpoints of the profile's spec.fetch",
+    )

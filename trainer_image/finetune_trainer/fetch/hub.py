@@ -6,25 +6,19 @@ Importing this module imports huggingface_hub, which reads its settings from the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 
 import httpx2
 from huggingface_hub import HfApi, get_session, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers  # type: ignore[attr-defined]
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from finetune_job.api.base import HubPath
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.fetch.errors import SourceUnavailableError, TransientError
+from finetune_trainer.fetch.errors import SourceUnavailableError
 from finetune_trainer.fetch.remote import Digest, DigestKind, RemoteFile
-
-SILENCE_SECONDS = 60.0
-"""Longest time without a byte before a request counts as failed."""
-_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
-_DENIED = frozenset({401, 403})
-_NOT_FOUND = frozenset({404, 410})
+from finetune_trainer.network.errors import TransientError
+from finetune_trainer.network.hub_answers import DENIED, NOT_FOUND, SILENCE_SECONDS, passing_failure
 
 
 class HubRepository:
@@ -108,14 +102,12 @@ class HubRepository:
 
     def _failure(self, response: httpx2.Response) -> Exception:
         status = response.status_code
-        hub = httpx2.URL(self._api.endpoint)
-        elsewhere = (response.url.host, response.url.port) != (hub.host, hub.port)
-        if status in _PASSING or (elsewhere and status in _DENIED):
-            # The Hub sends us on with a signed address; one that is refused has run out, and the next one will not have.
-            return TransientError(f"HTTP status {status}", _retry_after(response))
-        if status in _DENIED:
+        passing = passing_failure(response, self._api.endpoint)
+        if passing is not None:
+            return passing
+        if status in DENIED:
             return self._refusal(f"{self._shown}: access is refused (HTTP status {status})", self._access_hint())
-        if status in _NOT_FOUND:
+        if status in NOT_FOUND:
             return self._refusal(
                 f"{self._shown}: there is none (HTTP status {status})",
                 f"correct the name or the revision; the Hub hides private ones, so otherwise {self._access_hint()}",
@@ -132,17 +124,3 @@ class HubRepository:
             "the token of spec.fetch.hubTokenSecretRef (on your own machine: HF_TOKEN) may not read it: "
             "check its rights, its expiry, and that the terms of a gated repository are accepted"
         )
-
-
-def _retry_after(response: httpx2.Response) -> float | None:
-    """Seconds that the server asks to wait: either form of Retry-After (RFC 9110, section 10.2.3), or the Hub's RateLimit."""
-    text = response.headers.get("Retry-After", "").strip()
-    limit = parse_ratelimit_headers(response.headers)
-    if not text and limit is not None and limit.remaining == 0:
-        return float(limit.reset_in_seconds)
-    if text.isdigit():
-        return float(text)
-    try:
-        return max((parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds(), 0.0)
-    except (ValueError, TypeError):
-        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import threading
 import time
@@ -18,18 +17,21 @@ from finetune_job.names import Role
 from finetune_job.plan.run_plan import FetchItem, FetchPlan
 from finetune_job.plan.sources import input_locations
 from finetune_trainer.context import RunContext
+from finetune_trainer.credentials import Credentials
 from finetune_trainer.data.read import KNOWN_EXTENSIONS
 from finetune_trainer.errors import DataError, InvariantError, ModelError, TrainerError
 from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
-from finetune_trainer.fetch.errors import NoRoomError, StoppedError
+from finetune_trainer.fetch.errors import NoRoomError, source_given_up
 from finetune_trainer.fetch.hub import HubRepository
 from finetune_trainer.fetch.manifest import FetchedFile, FetchManifest, manifest_path, proven, write_manifest
 from finetune_trainer.fetch.remote import Remote, RemoteFile, listing_problem
-from finetune_trainer.fetch.retry import Patience, retried
 from finetune_trainer.fetch.selection import data_files, has_weights, model_files
 from finetune_trainer.fetch.staging import Staging
 from finetune_trainer.fetch.transfer import Conduct, take
 from finetune_trainer.files import file_sha256
+from finetune_trainer.network.errors import StoppedError
+from finetune_trainer.network.retry import Patience, retried
+from finetune_trainer.network.s3_service import s3_service
 
 log = logging.getLogger(__name__)
 FILES_AT_ONCE = 8
@@ -70,6 +72,7 @@ class Listed:
 
 def fetch(
     context: RunContext,
+    credentials: Credentials,
     patience: Patience | None = None,
     free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
 ) -> TerminationReport:
@@ -89,7 +92,7 @@ def fetch(
             log.info("%s: %s is there already, byte for byte", wanted.name, wanted.item.source)
             Staging(wanted.target).discard()
             manifests[wanted.name] = whole
-    listed = [_list(wanted, plan, context.plan.model.allow_remote_code, patience) for wanted in missing]
+    listed = [_list(wanted, _open(wanted, plan, credentials), context.plan.model.allow_remote_code, patience) for wanted in missing]
     _check_room(context.workspace.sources, listed, free_bytes)
     received = 0
     for source in listed:
@@ -120,30 +123,28 @@ def wanted_sources(context: RunContext, plan: FetchPlan) -> list[Wanted]:
     return sorted(found, key=lambda wanted: not wanted.is_model)
 
 
-def _open(wanted: Wanted, plan: FetchPlan) -> Remote:
+def _open(wanted: Wanted, plan: FetchPlan, credentials: Credentials) -> Remote:
     place = parse_source(wanted.item.source)
     if isinstance(place, HubPath):
         if wanted.item.revision is None:
             raise InvariantError(f"{wanted.item.source} has no revision", "write the commit beside the source")
-        token = os.environ.get("HF_TOKEN") or None
         return HubRepository(
             place,
             wanted.item.revision,
-            token=token,
+            token=credentials.hub_token(),
             endpoint=plan.hub_endpoint,
             field=wanted.field,
             refusal=wanted.refusal,
         )
     if isinstance(place, BucketPath):
-        signed = bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
-        store = open_bucket(place.bucket, plan.s3_endpoint, plan.s3_region, os.environ)
-        return BucketPrefix(store, place, wanted.field, wanted.refusal, signed=signed)
+        keys = credentials.s3_keys()
+        store = open_bucket(place.bucket, s3_service(plan.s3_endpoint, plan.s3_region), keys)
+        return BucketPrefix(store, place, wanted.field, wanted.refusal, signed=keys is not None)
     raise InvariantError(f"{wanted.item.source} lies on a claim", "it needs no fetching")
 
 
-def _list(wanted: Wanted, plan: FetchPlan, allow_remote_code: bool, patience: Patience) -> Listed:
-    remote = _open(wanted, plan)
-    found = retried(wanted.item.source, patience, threading.Event(), remote.files)
+def _list(wanted: Wanted, remote: Remote, allow_remote_code: bool, patience: Patience) -> Listed:
+    found = retried(wanted.item.source, patience, threading.Event(), source_given_up, remote.files)
     problem = listing_problem(found)
     if problem is not None:
         raise wanted.refusal(f"{wanted.field}: {wanted.item.source} cannot be copied: {problem}", "rename it at the source")

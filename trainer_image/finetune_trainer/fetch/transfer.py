@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from finetune_trainer.fetch.errors import SourceUnavailableError, StoppedError, TransientError, WrongBytesError
+from finetune_trainer.fetch.errors import SourceUnavailableError, WrongBytesError, source_given_up
 from finetune_trainer.fetch.manifest import FetchedFile
 from finetune_trainer.fetch.remote import DigestKind, Remote, RemoteFile
-from finetune_trainer.fetch.retry import Attempts, Patience
 from finetune_trainer.fetch.staging import Staging
+from finetune_trainer.network.errors import StoppedError, TransientError
+from finetune_trainer.network.retry import Attempts, Patience
 
 SYNC_BYTES = 64 * 1024**2
 """Bytes between two fsyncs; what a power cut can cost of a file that was being written."""
@@ -125,7 +126,7 @@ def take(remote: Remote, file: RemoteFile, staging: Staging, conduct: Conduct) -
     complete = staging.complete(file)
     if complete is not None:
         return complete
-    attempts, wrong = Attempts(file.address, conduct.patience, conduct.stop), 0
+    attempts, wrong = Attempts(file.address, conduct.patience, conduct.stop, source_given_up), 0
     with _Landing(staging.partial(file), file, conduct.sync_bytes) as landing:
         while True:
             before = landing.offset

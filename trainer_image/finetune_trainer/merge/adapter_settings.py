@@ -1,25 +1,25 @@
-"""PURE. adapter_config.json -> what merging must know of it, or a refusal with the reason.
+"""PURE. adapter_config.json of LoRA's family -> what merging must know of it, or a refusal with the reason.
 
-In: the parsed file. Out: AdapterSettings. An adapter whose method changes more than the merge arithmetic covers is
-refused here, because leaving out a part of an adapter gives a model that loads well and answers wrong.
+In: the parsed file. Out: AdapterSettings. An adapter whose method changes more than the merge covers is refused here, because
+leaving out a part of an adapter gives a model that loads well and answers wrong.
 Field names and meanings: peft 0.21.2, LoraConfig.
 """
+
+from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from finetune_trainer.merge.errors import UnsupportedAdapterError
+from finetune_trainer.merge.headers import TensorHeader
 
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` that subtract from the base weights when training starts (peft LoraLayer.*_init)."""
 
 REFUSED_FIELDS: Mapping[str, str] = {
-    "target_parameters": "adapters on fused mixture-of-experts parameters need another arithmetic",
-    "trainable_token_indices": "trained token rows are not part of the merge",
-    "lora_bias": "biases on lora_B are not part of the merge",
     "layer_replication": "the merged model would have other layers than the base model",
     "use_qalora": "QA-LoRA pools its inputs and cannot be merged",
     "use_bdlora": "block-diagonal LoRA has another layout",
@@ -32,6 +32,23 @@ REFUSED_FIELDS: Mapping[str, str] = {
 }
 """Fields of LoraConfig that, when set, change what an adapter computes beyond LoRA, rsLoRA and DoRA."""
 
+EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
+"""Modules that PEFT takes for embeddings (peft.utils.other.EMBEDDING_LAYER_NAMES): it may save them whole although the
+configuration does not name them, when the vocabulary was resized in training, and ensure_weight_tying looks for them."""
+
+_LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
+"""The first numbered part of a module's name is its layer."""
+
+
+@dataclass(frozen=True)
+class AdapterHeaders:
+    """One adapter as it lies on disk: its tensors by name, and adapter_config.json."""
+
+    tensors: Mapping[str, TensorHeader]
+    config: Mapping[str, Any]
+    copies: frozenset[str] = field(default_factory=frozenset)
+    """Tensors of output embeddings whose values have been seen to be those of the input embeddings' (read_adapters.py)."""
+
 
 @dataclass(frozen=True)
 class AdapterSettings:
@@ -41,30 +58,46 @@ class AdapterSettings:
     lora_alpha: float
     use_rslora: bool
     use_dora: bool
-    fan_in_fan_out: bool
+    lora_bias: bool
     bias: str
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     target_modules: tuple[str, ...] | str
+    target_parameters: tuple[str, ...]
     exclude_modules: tuple[str, ...] | str
     modules_to_save: tuple[str, ...]
-    targets_all_layers: bool
+    layers: tuple[int, ...] | None
+    """Layers that target_modules is limited to; None: all."""
+    layers_pattern: tuple[str, ...]
+    ties_embeddings: bool
+    """Whether PEFT gives the output embeddings the adapter of the input embeddings (ensure_weight_tying)."""
+    token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
+    """Trained rows of the input embeddings, or of the modules whose names end so."""
 
-    def rank(self, module: str) -> int:
-        """Rank of the adapter on `module`."""
-        return self.rank_pattern.get(_first_pattern(self.rank_pattern, module), self.r)
+    def rank(self, name: str) -> int:
+        """Rank of the adapter on the module, or on the parameter for target_parameters, of this name."""
+        return self.rank_pattern.get(_first_pattern(self.rank_pattern, name), self.r)
 
-    def scaling(self, module: str) -> float:
+    def scaling(self, name: str) -> float:
         """Factor on B@A: alpha / r, or alpha / sqrt(r) for rsLoRA, as a Python float like in PEFT."""
-        alpha = self.alpha_pattern.get(_first_pattern(self.alpha_pattern, module), self.lora_alpha)
-        rank = self.rank(module)
+        alpha = self.alpha_pattern.get(_first_pattern(self.alpha_pattern, name), self.lora_alpha)
+        rank = self.rank(name)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def targets(self, module: str) -> bool:
         """True when PEFT puts an adapter on a module of this name (given that its class can hold one)."""
         if _matches(self.exclude_modules, module):
             return False
-        return _matches(self.target_modules, module)
+        if any(re.match(rf"(^|.*\.){saved}($|\..*)", module) for saved in self.modules_to_save):
+            return False
+        if not _matches(self.target_modules, module):
+            return False
+        is_limited = self.layers is not None and not isinstance(self.target_modules, str) and module not in self.target_modules
+        return not is_limited or self._layer(module) in (self.layers or ())
+
+    def targets_parameter(self, path: str) -> bool:
+        """True when PEFT puts an adapter on the parameter itself, whatever module holds it."""
+        return _matches(self.target_parameters, path)
 
     def is_saved_whole(self, module: str) -> bool:
         """True when `module` lies in one of `modules_to_save`, which the adapter file holds as whole tensors."""
@@ -72,15 +105,23 @@ class AdapterSettings:
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return any(prefix.endswith(saved) for prefix in prefixes for saved in self.modules_to_save)
 
+    def tokens_of(self, module: str, is_input_embedding: bool) -> tuple[int, ...] | None:
+        """Indices of the trained rows of a module; None: it has none."""
+        if isinstance(self.token_indices, Mapping):
+            return next((indices for name, indices in self.token_indices.items() if module.endswith(name)), None)
+        return self.token_indices if is_input_embedding else None
+
+    def _layer(self, module: str) -> int | None:
+        if not self.layers_pattern:
+            match = _LAYER_NUMBER.match(module)
+        else:
+            patterns = (re.match(rf"(?:^|.*?\.){name}\.(?P<number>\d+)\.", module) for name in self.layers_pattern)
+            match = next((found for found in patterns if found), None)
+        return int(match["number"]) if match else None
+
 
 def adapter_settings(config: Mapping[str, Any]) -> AdapterSettings:
     """Raises UnsupportedAdapterError naming the field, its value, the reason and the way out."""
-    peft_type = config.get("peft_type")
-    if peft_type != "LORA":
-        raise UnsupportedAdapterError(
-            f"adapter_config.json: peft_type is {peft_type!r}; only LORA adapters (LoRA, rsLoRA, DoRA) can be merged. "
-            "Publish the adapter alone (merge.enabled: false)."
-        )
     for name, reason in REFUSED_FIELDS.items():
         if config.get(name):
             raise UnsupportedAdapterError(
@@ -95,26 +136,48 @@ def adapter_settings(config: Mapping[str, Any]) -> AdapterSettings:
             "path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter."
         )
     if isinstance(init, str) and init.lower() == "mica":
-        raise UnsupportedAdapterError("adapter_config.json: init_lora_weights is 'mica', a variant with frozen lora_B.")
-    targets = config.get("target_modules") or ()
+        raise UnsupportedAdapterError(
+            "adapter_config.json: init_lora_weights is 'mica', a variant with frozen lora_B. Train with another one, or publish "
+            "the adapter alone (merge.enabled: false)."
+        )
+    layers = config.get("layers_to_transform")
+    if isinstance(layers, int):
+        layers = (layers,)
+    tokens = config.get("trainable_token_indices")
     return AdapterSettings(
         r=int(config.get("r", 8)),
         lora_alpha=config.get("lora_alpha", 8),
         use_rslora=bool(config.get("use_rslora")),
         use_dora=bool(config.get("use_dora")),
-        fan_in_fan_out=bool(config.get("fan_in_fan_out")),
+        lora_bias=bool(config.get("lora_bias")),
         bias=config.get("bias") or "none",
         rank_pattern=dict(config.get("rank_pattern") or {}),
         alpha_pattern=dict(config.get("alpha_pattern") or {}),
-        target_modules=targets if isinstance(targets, str) else tuple(targets),
+        target_modules=_names(config.get("target_modules")),
+        target_parameters=tuple(config.get("target_parameters") or ()),
         exclude_modules=_names(config.get("exclude_modules")),
         modules_to_save=tuple(config.get("modules_to_save") or ()),
-        targets_all_layers=config.get("layers_to_transform") is None,
+        layers=tuple(layers) if layers else None,
+        layers_pattern=_listed(config.get("layers_pattern")),
+        ties_embeddings=bool(config.get("ensure_weight_tying")) and _has_embedding(config.get("target_modules")),
+        token_indices={name: tuple(indices) for name, indices in tokens.items()}
+        if isinstance(tokens, Mapping)
+        else (tuple(tokens) if tokens is not None else None),
     )
+
+
+def _has_embedding(targets: Any) -> bool:
+    if isinstance(targets, str):
+        return any(_matches(targets, name) for name in EMBEDDINGS)
+    return any(name.rpartition(".")[2] in EMBEDDINGS for name in targets or ())
 
 
 def _names(value: Any) -> tuple[str, ...] | str:
     return value if isinstance(value, str) else tuple(value or ())
+
+
+def _listed(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) and value else tuple(value or ())
 
 
 def _matches(patterns: tuple[str, ...] | str, module: str) -> bool:

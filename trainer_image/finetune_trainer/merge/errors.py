@@ -29,7 +29,7 @@ class UnsupportedBaseError(MergeError):
 
 
 class TiedWeightsError(MergeError):
-    """The adapter changes one of two tensors that share memory in the model."""
+    """The adapter changes one of several tensors that share memory, and the model cannot be written with them apart."""
 
     reason = "TiedWeights"
 
@@ -68,3 +68,33 @@ class NotFiniteError(MergeError):
     """A merged weight is NaN or infinite."""
 
     reason = "NotFinite"
+
+
+class StorageError(MergeError):
+    """A file could not be read or written for a reason that lies in the storage; what was finished is kept for the next try."""
+
+    reason = "StorageFailed"
+
+
+class NoSpaceError(StorageError):
+    """The output's file system is full, or a quota or limit of file sizes is reached."""
+
+    reason = "DiskFull"
+
+
+class InputChangedError(MergeError):
+    """Base or adapter was written to while it was merged."""
+
+    reason = "InputChanged"
+
+
+class OutputBusyError(MergeError):
+    """Another process merges into the same output."""
+
+    reason = "OutputBusy"
+
+
+class DeviceUnavailableError(MergeError):
+    """The device that was asked for is not there."""
+
+    reason = "DeviceUnavailable"

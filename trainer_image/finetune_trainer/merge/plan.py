@@ -1,20 +1,25 @@
 """PURE. Headers and configurations -> MergePlan: every output tensor, its bytes' place, and where they come from.
 
 Called by run.py, and by verify to know which tensors may differ from the base. Invariants: each adapter tensor is used
-exactly once (assignment.py), each base tensor gives exactly one output tensor of the same name and shape, and offsets
-within a shard are contiguous. Bytes are computed by arithmetic.py and moved by stream.py.
+exactly once (assignment.py), each base tensor gives exactly one output tensor of the same name and shape, tied tensors that
+the adapters part follow them, and offsets within a shard are contiguous. Bytes are computed by `steps` and moved by stream.py.
 """
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
-from finetune_trainer.merge.adapter_settings import adapter_settings
-from finetune_trainer.merge.assignment import LowRank, assign
+from finetune_trainer.merge.adapter_settings import AdapterHeaders
+from finetune_trainer.merge.assignment import assign
+from finetune_trainer.merge.changes import Change, Quantization, read_by
 from finetune_trainer.merge.errors import MergeError, UnsupportedBaseError
 from finetune_trainer.merge.headers import DTYPE_BYTES, INDEX_FILE, SINGLE_FILE, TensorHeader
+from finetune_trainer.merge.stored import StoredModel
 
 OUTPUT_DTYPES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """`MergeOptions.dtype` -> the name in safetensors headers. None keeps each tensor's dtype."""
@@ -28,7 +33,8 @@ class OutputTensor:
     """One tensor of the merged model. `compute_dtype`: the dtype PEFT would hold the base weight in.
 
     It is the wider of the base's and the output's dtype, so a merge with another output dtype equals loading the base
-    in the wider one, merging with PEFT, and casting: no rounding that was not asked for.
+    in the wider one, merging with PEFT, and casting: no rounding that was not asked for. Where the library itself holds a
+    float16 module in fp32, so does the merge.
     """
 
     name: str
@@ -36,18 +42,33 @@ class OutputTensor:
     shape: tuple[int, ...]
     source: TensorHeader
     compute_dtype: str
-    low_rank: LowRank | None
-    is_replaced: bool
-    offset: int
+    changes: tuple[tuple[Change, ...], ...] = ()
+    """Empty: the source's values are copied. Otherwise one tuple per matrix, applied in order; see `matrix_shape`."""
+    is_replaced: bool = False
+    """Whether `source` is an adapter's tensor."""
+    offset: int = 0
     """Bytes from the start of the shard file."""
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(rows, columns) of each matrix of `changes`: the experts of a stored stack, else all of the tensor, by its first axis."""
+        if len(self.shape) == 3 and len(self.changes) == self.shape[0]:
+            return self.shape[1], self.shape[2]
+        return self.shape[0], math.prod(self.shape[1:])
 
     @property
     def num_bytes(self) -> int:
         return self.source.num_bytes // DTYPE_BYTES[self.source.dtype] * DTYPE_BYTES[self.dtype]
 
     @property
+    def adapter_tensors(self) -> tuple[TensorHeader, ...]:
+        """What is read of the adapters: every tensor of `changes` and, where it replaces the base's, `source`."""
+        changed = [tensor for matrix in self.changes for change in matrix for tensor in read_by(change)]
+        return tuple(dict.fromkeys([*([self.source] if self.is_replaced else []), *changed]))
+
+    @property
     def is_changed_by_adapter(self) -> bool:
-        return self.low_rank is not None or self.is_replaced
+        return any(self.changes) or self.is_replaced
 
 
 @dataclass(frozen=True)
@@ -68,7 +89,10 @@ class MergePlan:
     """Everything that decides the output's bytes, except the weights themselves."""
 
     shards: tuple[Shard, ...]
-    adapter_tensors: tuple[str, ...]
+    adapter_tensors: tuple[TensorHeader, ...] = ()
+    """Of all adapters, in their order."""
+    config_changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of config.json that the merged model needs other values in."""
 
     @property
     def tensors(self) -> tuple[OutputTensor, ...]:
@@ -95,12 +119,18 @@ def merge_plan(
     *,
     base: Mapping[str, TensorHeader],
     base_config: Mapping[str, Any],
-    adapter: Mapping[str, TensorHeader],
-    adapter_config: Mapping[str, Any],
+    model: StoredModel,
+    adapters: Sequence[AdapterHeaders],
     dtype: str | None,
     max_shard_bytes: int,
+    quantized: Mapping[str, Quantization] = MappingProxyType({}),
 ) -> MergePlan:
-    """dtype: None keeps the base's, else a key of OUTPUT_DTYPES. Raises MergeError subclasses naming what is wrong."""
+    """base, base_config, model: of one checkpoint (read_model.py). adapters: merged one after the other, at least one. dtype: None
+    keeps the base's, else a key of OUTPUT_DTYPES.
+
+    quantized: base tensors, by stored name, that adapters are added to as a quantised layer holds them. Raises MergeError
+    subclasses naming what is wrong.
+    """
     if dtype is not None and dtype not in OUTPUT_DTYPES:
         raise MergeError(f"dtype {dtype!r} is not one of {sorted(OUTPUT_DTYPES)} (or unset, to keep the base model's).")
     if max_shard_bytes < 1:
@@ -110,42 +140,68 @@ def merge_plan(
             "the base model's config.json has a quantization_config: adding to quantised weights quantises the adapter as "
             "well. Give the original 16-bit model as the base."
         )
-    changes = assign(base, adapter, adapter_settings(adapter_config), base_config)
+    if not adapters:
+        raise MergeError("no adapter is given, so there is nothing to merge.")
+    assignment = assign(model, base_config, adapters)
     outputs = []
-    for tensor in base.values():
-        change = changes.get(tensor.name)
+    for name, tensor in (*base.items(), *assignment.added.items()):
+        changed = assignment.changed.get(name)
+        before = None if changed and changed.is_replaced else quantized.get(name)
         out_dtype = OUTPUT_DTYPES[dtype] if dtype and tensor.dtype in _CONVERTIBLE else tensor.dtype
-        if change and tensor.dtype not in _CONVERTIBLE:
+        if changed and tensor.dtype not in _CONVERTIBLE:
             raise UnsupportedBaseError(
-                f"base tensor {tensor.name}: the adapter changes it, but its dtype is {tensor.dtype}. Give the original "
+                f"base tensor {name}: the adapter changes it, but its dtype is {tensor.dtype}. Give the original "
                 "16-bit model as the base."
             )
-        replacement = change.replacement if change else None
+        changes = changed.changes if changed else ()
+        if before:
+            changes = tuple((before, *matrix) for matrix in changes or ((),))
         outputs.append(
             OutputTensor(
-                name=tensor.name,
+                name=name,
                 dtype=out_dtype,
                 shape=tensor.shape,
-                source=replacement or tensor,
-                compute_dtype=_wider(tensor.dtype, out_dtype),
-                low_rank=change.low_rank if change else None,
-                is_replaced=replacement is not None,
-                offset=0,
+                source=changed.source if changed else tensor,
+                compute_dtype=_held_dtype(name, tensor.dtype, out_dtype, model) if changed else _wider(tensor.dtype, out_dtype),
+                changes=changes,
+                is_replaced=changed is not None and changed.is_replaced,
             )
         )
-    return MergePlan(shards=shard_layout(outputs, max_shard_bytes), adapter_tensors=tuple(sorted(adapter)))
+    return MergePlan(
+        shards=shard_layout(outputs, max_shard_bytes),
+        adapter_tensors=tuple(tensor for adapter in adapters for tensor in adapter.tensors.values()),
+        config_changes=assignment.config_changes,
+    )
 
 
 def plan_digest(plan: MergePlan, inputs: Mapping[str, str]) -> str:
     """sha256 over all that decides the output: the layout, the arithmetic, and `inputs` (name -> content digest)."""
-    layout = [
-        [shard.file_name, *([t.name, t.dtype, t.compute_dtype, t.source.name, t.source.dtype, t.source.offset,
-                             t.low_rank.scaling if t.low_rank else None,
-                             t.low_rank.orientation if t.low_rank else None] for t in shard.tensors)]
-        for shard in plan.shards
-    ]  # fmt: skip
-    text = json.dumps({"layout": layout, "inputs": dict(inputs)}, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256()
+    for shard in plan.shards:
+        digest.update(shard.file_name.encode())
+        for tensor in shard.tensors:
+            digest.update(json.dumps(_described(tensor), separators=(",", ":")).encode())
+    digest.update(json.dumps([dict(plan.config_changes), dict(inputs)], sort_keys=True, separators=(",", ":")).encode())
+    return digest.hexdigest()
+
+
+def _described(value: Any) -> Any:
+    """JSON of a plan's part, without the directories that the inputs happen to lie in."""
+    if isinstance(value, TensorHeader):
+        return [value.name, value.dtype, value.shape, value.file.name, value.offset]
+    if dataclasses.is_dataclass(value):
+        return [type(value).__name__, *(_described(getattr(value, part.name)) for part in dataclasses.fields(value))]
+    if isinstance(value, tuple | list):
+        return [_described(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _described(item) for key, item in sorted(value.items())}
+    return value
+
+
+def _held_dtype(name: str, stored: str, out: str, model: StoredModel) -> str:
+    wider = _wider(stored, out)
+    is_held_wide = wider == "F16" and any(part in model.family.held_in_fp32 for part in name.split("."))
+    return "F32" if is_held_wide else wider
 
 
 def _wider(first: str, second: str) -> str:

@@ -1,48 +1,47 @@
 """The merge, start to end: headers -> plan -> stream -> publish. The way in for the merge role, the CLI and tests.
 
-In: three directories. Out: the merged model under its final name, and a MergeReport. A merge that was killed is simply
-run again: its temporary directory is removed, and a finished output of the same plan is accepted as done.
+In: directories. Out: the merged model under its final name, and a MergeReport. A merge that was killed is simply run again: it goes
+on from what is on disk for certain, and a finished output of the same plan is accepted as done.
 """
 
-import hashlib
-import os
+from __future__ import annotations
+
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune_trainer.merge.errors import MergeError
-from finetune_trainer.merge.headers import (
-    ADAPTER_CONFIG_FILE,
-    CONFIG_FILE,
-    Checkpoint,
-    read_adapter,
-    read_checkpoint,
-    read_json,
-)
-from finetune_trainer.merge.plan import MergePlan, Shard, merge_plan, plan_digest
-from finetune_trainer.merge.shard_file import ShardFile
-from finetune_trainer.merge.stream import stream
-from finetune_trainer.merge.writer import OutputDirectory, WrittenFile, complete_manifest
-
-FINGERPRINT_BYTES = 64 << 10
-"""Read from each end of every base shard to tell models of equal layout apart. Hashing all of it would cost a merge."""
+from finetune_trainer.files import file_sha256
+from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.errors import MergeError, StorageError
+from finetune_trainer.merge.inputs import Inputs, plan_merge
+from finetune_trainer.merge.plan import MergePlan, plan_digest
+from finetune_trainer.merge.stream import Progress, StreamResult, stream
+from finetune_trainer.merge.writer import OutputDirectory, WrittenFile, complete_manifest, remove_leftovers
 
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """base, adapter: existing directories. output: created. dtype: None keeps the base's, or bfloat16, float16, float32."""
+    """base, adapters: existing directories, adapters merged in this order. output: created.
+
+    dtype: None keeps the base's, or bfloat16, float16, float32. quantization: merge into what a QLoRA training with these settings
+    saw of the base; None merges into the base as stored. device: of matrix products; PEFT's bits are promised for cpu alone.
+    """
 
     base: Path
-    adapter: Path
+    adapters: tuple[Path, ...]
     output: Path
     dtype: str | None
     max_shard_bytes: int
+    quantization: Quantization | None = None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """Figures of a finished merge. whole_tensors: weights that had to be held in memory whole (see stream.py)."""
+    """Figures of a finished merge. bytes_resumed: of shards that an earlier, killed merge had finished.
+
+    whole_tensors: those of which a matrix had to be computed at once (see stream.py).
+    """
 
     output: Path
     plan_sha256: str
@@ -51,132 +50,101 @@ class MergeReport:
     num_adapter_tensors: int
     bytes_read: int
     bytes_written: int
+    bytes_resumed: int
     seconds: float
     sha256: dict[str, str]
     whole_tensors: tuple[str, ...]
     was_complete: bool
 
 
-def merge_adapter(options: MergeOptions, progress: Callable[[int, int], None] | None = None) -> MergeReport:
-    """Merges or finds the merge done. progress: called with (bytes written, bytes in all).
+def merge_adapter(options: MergeOptions, progress: Progress | None = None) -> MergeReport:
+    """Merges or finds the merge done. progress: called with (bytes of weights that are there, bytes in all).
 
-    Raises subclasses of MergeError, each with a `reason`; then no directory called `options.output` was made.
+    Raises subclasses of MergeError, each with a `reason`; then no directory called `options.output` was made. After a StorageError
+    what was finished is kept for the next merge, after others nothing is.
     """
     started = time.monotonic()
-    plan = plan_merge(options.base, options.adapter, options.dtype, options.max_shard_bytes)
-    digest = plan_digest(plan, _inputs(options))
+    _require_another_output(options)
+    inputs = Inputs.of(options.base, options.adapters)
+    plan = plan_merge(options.base, options.adapters, options.dtype, options.max_shard_bytes, options.quantization)
+    digests = inputs.digests()
+    # Another device may give other bits.
+    digest = plan_digest(plan, digests if options.device == "cpu" else {**digests, "device": options.device})
     existing = complete_manifest(options.output, digest)
-    if existing is not None:
-        sha256 = {entry["name"]: entry["sha256"] for entry in existing["files"]}
-        return _report(options, plan, digest, started, sha256, was_complete=True)
-
-    output = OutputDirectory(options.output)
-    try:
-        output.copy_model_files(options.base, options.adapter, options.dtype)
-        output.write_index(plan)
-        shard_files: dict[Shard, ShardFile] = {}
+    if existing is None:
+        directory = OutputDirectory(options.output, digest, inputs.identity())
         try:
-            for shard in plan.shards:
-                shard_files[shard] = output.create_shard(shard)
-            result = stream(shard_files, progress)
+            # Another merge may have ended between the two lines above.
+            existing = complete_manifest(options.output, digest)
         except BaseException:
-            for file in shard_files.values():
-                file.abandon()
+            directory.close(keep=True)
             raise
-        for file in shard_files.values():
-            file.close()
+        if existing is None:
+            files, result = _write(options, plan, directory, inputs=inputs, digests=digests, plan_sha256=digest, progress=progress)
+            return _report(options, plan, digest, started, sha256={file.name: file.sha256 for file in files}, result=result)
+        directory.close(keep=False)
+    remove_leftovers(options.output)
+    sha256 = {entry["name"]: entry["sha256"] for entry in existing["files"]}
+    return _report(options, plan, digest, started, sha256=sha256, result=None)
+
+
+def _write(
+    options: MergeOptions,
+    plan: MergePlan,
+    directory: OutputDirectory,
+    *,
+    inputs: Inputs,
+    digests: dict[str, str],
+    plan_sha256: str,
+    progress: Progress | None,
+) -> tuple[list[WrittenFile], StreamResult]:
+    """Everything that the output consists of, under its final name."""
+    try:
+        shards = directory.open_shards(plan)
+        try:
+            directory.copy_model_files(options.base, options.adapters, options.dtype, plan.config_changes)
+            directory.write_index(plan)
+            result = stream(shards, directory.journal, progress, device=options.device)
+        finally:
+            for file in shards.values():
+                file.close()
+        inputs.require_unchanged(digests)
         files = [WrittenFile(shard.file_name, shard.num_bytes, result.sha256[shard.file_name]) for shard in plan.shards]
-        files += [_small_file(path) for path in output.small_files({shard.file_name for shard in plan.shards})]
-        facts = {"plan_sha256": digest, "dtype": options.dtype, "whole_tensors": result.whole_tensors}
-        output.write_manifest(files, facts)
-        output.publish()
-    except BaseException:
-        output.discard()
+        files += [_small_file(path) for path in directory.small_files({shard.file_name for shard in plan.shards})]
+        directory.write_manifest(files, {"plan_sha256": plan_sha256, "dtype": options.dtype})
+        directory.publish()
+    except BaseException as error:
+        directory.close(keep=isinstance(error, StorageError) or not isinstance(error, MergeError))
         raise
-    return _report(
-        options,
-        plan,
-        digest,
-        started,
-        {file.name: file.sha256 for file in files},
-        bytes_read=result.bytes_read,
-        bytes_written=result.bytes_written,
-        whole_tensors=tuple(result.whole_tensors),
-    )
+    return files, result
 
 
-def plan_merge(base: Path, adapter: Path, dtype: str | None, max_shard_bytes: int) -> MergePlan:
-    """The plan of a merge, from headers and configurations only: cheap enough for preflight. Raises MergeError."""
-    return merge_plan(
-        base=read_checkpoint(base).tensors,
-        base_config=read_json(base / CONFIG_FILE),
-        adapter=read_adapter(adapter).tensors,
-        adapter_config=read_json(adapter / ADAPTER_CONFIG_FILE),
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-    )
-
-
-def _inputs(options: MergeOptions) -> dict[str, str]:
-    """Content digests: the adapter's files whole, the base's headers and ends."""
-    for role, directory in (("base", options.base), ("adapter", options.adapter)):
-        if options.output.resolve() == directory.resolve():
+def _require_another_output(options: MergeOptions) -> None:
+    for role, path in (("base", options.base), *(("adapter", adapter) for adapter in options.adapters)):
+        if options.output.resolve() == path.resolve():
             raise MergeError(f"output {options.output} is the {role} directory itself. Choose another output.")
-    inputs = {f"base/{CONFIG_FILE}": _file_sha256(options.base / CONFIG_FILE)}
-    inputs[f"adapter/{ADAPTER_CONFIG_FILE}"] = _file_sha256(options.adapter / ADAPTER_CONFIG_FILE)
-    for role, checkpoint in (("adapter", read_adapter(options.adapter)), ("base", read_checkpoint(options.base))):
-        for name in checkpoint.file_bytes:
-            digest = _file_sha256 if role == "adapter" else _fingerprint
-            inputs[f"{role}/{name}"] = digest(_path(checkpoint, name))
-    return inputs
-
-
-def _path(checkpoint: Checkpoint, name: str) -> Path:
-    return checkpoint.directory / name
-
-
-def _fingerprint(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(FINGERPRINT_BYTES))
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - FINGERPRINT_BYTES))
-        digest.update(file.read())
-    digest.update(str(size).encode())
-    return digest.hexdigest()
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _small_file(path: Path) -> WrittenFile:
-    return WrittenFile(path.name, path.stat().st_size, _file_sha256(path))
+    return WrittenFile(path.name, path.stat().st_size, file_sha256(path))
 
 
 def _report(
-    options: MergeOptions,
-    plan: MergePlan,
-    digest: str,
-    started: float,
-    sha256: dict[str, str],
-    *,
-    bytes_read: int = 0,
-    bytes_written: int = 0,
-    whole_tensors: tuple[str, ...] = (),
-    was_complete: bool = False,
+    options: MergeOptions, plan: MergePlan, digest: str, started: float, *, sha256: dict[str, str], result: StreamResult | None
 ) -> MergeReport:
+    """result: None where the merge was found done."""
+    done = result or StreamResult()
     return MergeReport(
         output=options.output,
         plan_sha256=digest,
         num_tensors=len(plan.tensors),
         num_changed_tensors=sum(tensor.is_changed_by_adapter for tensor in plan.tensors),
         num_adapter_tensors=len(plan.adapter_tensors),
-        bytes_read=bytes_read,
-        bytes_written=bytes_written,
+        bytes_read=done.bytes_read,
+        bytes_written=done.bytes_written,
+        bytes_resumed=done.bytes_resumed,
         seconds=time.monotonic() - started,
         sha256=sha256,
-        whole_tensors=whole_tensors,
-        was_complete=was_complete,
+        whole_tensors=tuple(done.whole_tensors),
+        was_complete=result is None,
     )

@@ -5,57 +5,61 @@ arithmetic, and swung between 0.4 and 5 s for 2 GB (ext4 on a virtual disk), whe
 piece's first and last bytes that fill no page go through the cache. Where a file system refuses direct writes, all do.
 """
 
+from __future__ import annotations
+
 import errno
+import hashlib
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from finetune_trainer.merge.errors import MergeError
+from finetune_trainer.merge.journal import Durable
+from finetune_trainer.merge.storage import naming_file, read_some, write_all
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 PAGE_BYTES = 4096
 """Position, length and address of a direct write are multiples of this; disks ask for 512 or 4096."""
-
+READ_BYTES = 4 << 20
 
 _REFUSED_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ShardFile:
-    """A new file of a known size. Raises MergeError when there is no space for it, now or while it is filled.
+    """A file of a known size, new or begun before. Raises StorageError, also NoSpaceError, when it cannot be made or written.
 
-    The size is set and free space is checked, but blocks are not allocated ahead: where a file system cannot (NFS before
-    4.2), the C library would write the whole file once more.
+    `digest` is the sha256 of the first `num_done` bytes, which were durable before; at least the header. Blocks are not allocated
+    ahead: where a file system cannot (NFS before 4.2), the C library would write the whole file once more.
     """
 
-    def __init__(self, path: Path, num_bytes: int, header: bytes) -> None:
+    def __init__(self, path: Path, num_bytes: int, header: bytes, durable: Durable | None = None) -> None:
         self.path = path
-        self._num_bytes = num_bytes
-        self._direct: int | None = None
+        self.num_bytes = num_bytes
+        self.digest, self.num_done, self.is_resumed = hashlib.sha256(header), len(header), False
         self._is_direct = True
-        file_system = os.statvfs(path.parent)
-        if num_bytes > file_system.f_bavail * file_system.f_frsize:
-            raise self._no_space()
-        self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            os.ftruncate(self._cached, num_bytes)
-            os.pwrite(self._cached, header, 0)
-            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
-        except OSError as error:
-            if error.errno not in _REFUSED_DIRECT:
+        self._direct: int | None = None
+        proven = None if durable is None else _proven(path, num_bytes, durable)
+        if durable is not None and proven is not None:
+            self.digest, self.num_done, self.is_resumed = proven, durable.num_bytes, True
+        else:
+            path.unlink(missing_ok=True)
+        with naming_file(path, "written"):
+            self._cached = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                if proven is None:
+                    os.ftruncate(self._cached, num_bytes)
+                    write_all(self._cached, memoryview(header), 0)
+                self._direct = _open_direct(path)
+            except BaseException:
                 os.close(self._cached)
-            if error.errno in _NO_SPACE:
-                raise self._no_space() from error
-            if error.errno not in _REFUSED_DIRECT:
                 raise
 
     def write(self, data: memoryview, position: int) -> None:
         """Writes all of `data`. For direct writes its address must agree with `position` modulo PAGE_BYTES."""
-        try:
+        with naming_file(self.path, "written"):
             if not self._write_directly(data, position):
-                _write(self._cached, data, position)
-        except OSError as error:
-            if error.errno in _NO_SPACE:
-                raise self._no_space() from error
-            raise
+                write_all(self._cached, data, position)
 
     def _write_directly(self, data: memoryview, position: int) -> bool:
         """False when nothing was written because the file system wants no direct writes or no page is full."""
@@ -64,37 +68,48 @@ class ShardFile:
         if self._direct is None or not self._is_direct or last <= first:
             return False
         try:
-            _write(self._direct, data[first:last], position + first)
+            write_all(self._direct, data[first:last], position + first)
         except OSError as error:
             if error.errno not in _REFUSED_DIRECT:
                 raise
             self._is_direct = False  # the descriptor stays open: other threads may be using it
             return False
-        _write(self._cached, data[:first], position)
-        _write(self._cached, data[last:], position + last)
+        write_all(self._cached, data[:first], position)
+        write_all(self._cached, data[last:], position + last)
         return True
 
-    def _no_space(self) -> MergeError:
-        return MergeError(
-            f"{self.path}: no space for {self._num_bytes} bytes. The merged model needs as much space as the base model, or "
-            "what its dtype takes; enlarge the workspace."
-        )
+    def sync(self) -> None:
+        """Makes everything that was written durable."""
+        with naming_file(self.path, "made durable"):
+            os.fsync(self._cached)
 
     def close(self) -> None:
-        """Makes the content durable and closes the file. Raises OSError when the disk has failed."""
-        try:
-            os.fsync(self._cached)
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
         """Closes the file without waiting for the disk."""
         for descriptor in (self._cached, self._direct):
             if descriptor is not None:
                 os.close(descriptor)
 
 
-def _write(descriptor: int, data: memoryview, position: int) -> None:
-    written = 0
-    while written < len(data):
-        written += os.pwrite(descriptor, data[written:], position + written)
+def _open_direct(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+    except OSError as error:
+        if error.errno in _REFUSED_DIRECT:
+            return None
+        raise
+
+
+def _proven(path: Path, num_bytes: int, durable: Durable) -> _Hash | None:
+    """The hash of the durable bytes, read again; None where the file is not what the journal says of it."""
+    if not path.is_file() or path.is_symlink() or path.stat().st_size != num_bytes:
+        return None
+    digest, position = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(READ_BYTES))
+    with naming_file(path, "read"), path.open("rb") as file:
+        while position < durable.num_bytes:
+            count = min(READ_BYTES, durable.num_bytes - position)
+            if read_some(file.fileno(), buffer[:count], position) < count:
+                return None
+            digest.update(buffer[:count])
+            position += count
+    return digest if digest.hexdigest() == durable.sha256 else None

@@ -1,94 +1,56 @@
-"""Moves the bytes of a MergePlan: large sequential reads, blocks through arithmetic.py, writes in place. Bounded memory.
+"""Moves the bytes of a MergePlan: large sequential reads, rows through `steps`, writes in place. Bounded memory.
 
 In: shards and their files (shard_file.py). Out: filled shards and their sha256. Called by run.py.
-Shape:  pieces in output order -> workers (pread, compute, pwrite into a buffer of their own)
-        -> this thread, in the same order: hash, progress, buffer handed back.
+Shape:  pieces in output order (pieces.py) -> workers (pread, compute, pwrite into a buffer of their own)
+        -> this thread, in the same order: hash, progress, buffer handed back
+        -> one thread that syncs what is hashed and notes it in the journal.
 Hashing needs the order and writing does not, so a slow piece holds up only the hash. At most workers + 1 buffers exist.
 Invariant: memory is the buffers, one block's fp32 temporaries per worker and the factors of the weights in flight, never
-a weight, except those that `whole_tensors` in the result names.
+a weight, except those that `whole_tensors` in the result names, one at a time.
 """
 
-import hashlib
+from __future__ import annotations
+
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from finetune_trainer.merge import arithmetic
-from finetune_trainer.merge.arithmetic import TORCH_DTYPES, Factors, Scratch
-from finetune_trainer.merge.errors import BrokenCheckpointError, NotFiniteError
-from finetune_trainer.merge.headers import DTYPE_BYTES, TensorHeader
+from finetune_trainer.merge.changes import ModuleMerge, read_by
+from finetune_trainer.merge.errors import NotFiniteError
+from finetune_trainer.merge.journal import Durable, Journal
+from finetune_trainer.merge.pieces import PIECE_BYTES, Cutter, Piece
 from finetune_trainer.merge.plan import OutputTensor, Shard
 from finetune_trainer.merge.shard_file import PAGE_BYTES, ShardFile
+from finetune_trainer.merge.sources import Sources
+from finetune_trainer.merge.steps.on_device import require_device
+from finetune_trainer.merge.steps.rounding import TORCH_DTYPES, all_finite, round_into
+from finetune_trainer.merge.steps.step import Scratch
 
-PIECE_BYTES = 4 << 20
-"""Bytes read at once. Large enough for full disk speed, small enough that buffers stay a small part of memory."""
 MAX_WORKERS = 6
 """More gain little, as one thread hashes at about 2 GB/s, and each costs up to 50 MiB."""
 WAITING_WORKERS = 2
 """Workers beyond the processors: some always wait for the disk."""
+JOURNAL_BYTES = 1 << 30
+"""Of a shard that are synced and noted at once, at the end of a matrix; what a kill costs at most, beside one matrix."""
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows start..stop of an output tensor; for one-dimensional and plainly copied ones a row is one element."""
-
-    tensor: OutputTensor
-    file: ShardFile
-    start: int
-    stop: int
-    row_elements: int
-    factors: Factors | None
-    blocks: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def num_elements(self) -> int:
-        return (self.stop - self.start) * self.row_elements
+Progress = Callable[[int, int], None]
 
 
 @dataclass
 class StreamResult:
-    """What was done. `whole_tensors`: weights that could not be cut, hence held in memory whole."""
+    """What was done. bytes_written: into shards; what an earlier merge had finished is bytes_resumed."""
 
     sha256: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
     bytes_written: int = 0
+    bytes_resumed: int = 0
     whole_tensors: list[str] = field(default_factory=list)
-
-
-class Sources:
-    """Open input files, by path."""
-
-    def __init__(self) -> None:
-        self._descriptors: dict[Path, int] = {}
-
-    def read_into(self, tensor: TensorHeader, first_byte: int, target: memoryview) -> None:
-        """Fills `target` from the tensor's bytes. Raises BrokenCheckpointError when the file ends early."""
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._open(tensor.file), [target[done:]], tensor.offset + first_byte + done)
-            if count == 0:
-                raise BrokenCheckpointError(f"{tensor.file}: ended inside tensor {tensor.name} while it was read.")
-            done += count
-
-    def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-
-    def open_all(self, paths: set[Path]) -> None:
-        """Opens every file once, before threads begin to read."""
-        for path in sorted(paths):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            self._descriptors[path] = descriptor
-
-    def _open(self, path: Path) -> int:
-        return self._descriptors[path]
 
 
 class Workspace:
@@ -97,6 +59,7 @@ class Workspace:
     def __init__(self) -> None:
         self.data = mmap.mmap(-1, 2 * PIECE_BYTES)
         self.scratch = Scratch()
+        self._between = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
 
     def grow(self, num_bytes: int) -> None:
         """Replaces the bytes by at least so many. No view of the old ones may be in use."""
@@ -104,49 +67,119 @@ class Workspace:
             self.data.close()
             self.data = mmap.mmap(-1, num_bytes)
 
+    def between(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Block `number` (0 or 1) for what one step hands to the next, contents undefined."""
+        num_bytes = shape[0] * shape[1] * dtype.itemsize
+        if len(self._between[number]) < num_bytes:
+            self._between[number] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._between[number][:num_bytes].view(dtype).view(shape)
+
+
+class Noting:
+    """Syncs shards and notes in the journal what is durable, in a thread of its own, in the order of `note` and `finish`."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: deque[Future[None]] = deque()
+        self._noted: dict[str, int] = {}
+
+    def note(self, file: ShardFile, num_bytes: int) -> None:
+        """All bytes before `num_bytes` are written and in `file.digest`: make that known if it is worth it."""
+        self._raise_failures(wait=False)
+        if not self._pending and num_bytes - self._noted.setdefault(file.path.name, file.num_done) >= JOURNAL_BYTES:
+            self._submit(file, num_bytes)
+
+    def finish(self, file: ShardFile) -> None:
+        """All bytes of the file are written and in its digest."""
+        self._raise_failures(wait=False)
+        self._submit(file, file.num_bytes)
+
+    def wait(self) -> None:
+        """Until everything is durable. Raises StorageError."""
+        self._raise_failures(wait=True)
+
+    def close(self) -> None:
+        """After a failure, too, what is written gets noted."""
+        self._thread.shutdown(wait=True)
+
+    def _submit(self, file: ShardFile, num_bytes: int) -> None:
+        durable = Durable(num_bytes, file.digest.hexdigest())
+        self._noted[file.path.name] = num_bytes
+        self._pending.append(self._thread.submit(self._sync, file, durable))
+
+    def _sync(self, file: ShardFile, durable: Durable) -> None:
+        file.sync()
+        self._journal.record(file.path.name, durable)
+
+    def _raise_failures(self, *, wait: bool) -> None:
+        while self._pending and (wait or self._pending[0].done()):
+            self._pending.popleft().result()
+
 
 def stream(
-    files: Mapping[Shard, ShardFile], progress: Callable[[int, int], None] | None, num_workers: int | None = None
+    files: Mapping[Shard, ShardFile],
+    journal: Journal,
+    progress: Progress | None,
+    *,
+    device: str = "cpu",
+    num_workers: int | None = None,
 ) -> StreamResult:
-    """Fills every shard's file. progress: called with (bytes done, bytes in all).
+    """Fills every shard's file and makes it durable. progress: called with (bytes of shards that are there, bytes in all).
 
-    Raises NotFiniteError naming the tensor, BrokenCheckpointError, OSError.
+    Raises NotFiniteError naming the tensor, BrokenCheckpointError, StorageError, DeviceUnavailableError.
     """
     workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)) + WAITING_WORKERS)
-    total = sum(tensor.num_bytes for shard in files for tensor in shard.tensors)
-    result = StreamResult()
-    sources = Sources()
+    total = sum(shard.num_bytes for shard in files)
+    reached = sum(file.num_done for file in files.values())
+    result = StreamResult(bytes_resumed=sum(file.num_done for file in files.values() if file.is_resumed))
+    result.bytes_written = reached - result.bytes_resumed
+    cutter = Cutter(
+        Sources({path for shard in files for tensor in shard.tensors for path in _files(tensor)}), require_device(device)
+    )
+    sources = cutter.sources
     previous_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the workers are the parallelism
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    noting = Noting(journal)
     try:
-        sources.open_all({path for shard in files for tensor in shard.tensors for path in _files(tensor)})
         workspaces: deque[Workspace] = deque(Workspace() for _ in range(workers + 1))
         in_flight: deque[Future[_Done]] = deque()
-        digests = {shard.file_name: hashlib.sha256(shard.header) for shard in files}
 
         def finish_one() -> None:
+            nonlocal reached
             done = in_flight.popleft().result()
-            digests[done.piece.file.path.name].update(done.output)
-            result.bytes_written += len(done.output)
-            result.bytes_read += done.bytes_read
+            file = done.piece.file
+            file.digest.update(done.output)
             done.output.release()
-            workspaces.append(done.workspace)
+            workspaces.append(Workspace() if _is_large(done.piece) else done.workspace)
+            reached += done.piece.num_bytes
+            result.bytes_written += done.piece.num_bytes
+            end = done.piece.position + done.piece.num_bytes
+            if end == file.num_bytes:
+                noting.finish(file)
+            elif done.piece.ends_matrix:
+                noting.note(file, end)
             if progress is not None:
-                progress(result.bytes_written, total)
+                progress(reached, total)
 
         for shard, file in files.items():
-            for piece in _pieces(shard, file, sources, result):
-                if not workspaces:
+            for piece in cutter.pieces(shard, file):
+                while in_flight and (not workspaces or _is_large(piece)):
                     finish_one()
                 in_flight.append(pool.submit(_run, piece, sources, workspaces.popleft()))
+                if _is_large(piece):
+                    finish_one()
         while in_flight:
             finish_one()
-        result.sha256 = {name: digest.hexdigest() for name, digest in digests.items()}
+        noting.wait()
+        result.sha256 = {shard.file_name: file.digest.hexdigest() for shard, file in files.items()}
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        noting.close()
         sources.close()
         torch.set_num_threads(previous_threads)
+    result.bytes_read, result.whole_tensors = sources.bytes_read, cutter.whole_tensors
     return result
 
 
@@ -155,97 +188,60 @@ class _Done:
     piece: Piece
     output: memoryview
     workspace: Workspace
-    bytes_read: int
+
+
+def _is_large(piece: Piece) -> bool:
+    """Whether it needs buffers far beyond the usual: then it is alone in memory, and its buffers are given back."""
+    return piece.source_bytes + piece.num_bytes > 6 * PIECE_BYTES
 
 
 def _files(tensor: OutputTensor) -> set[Path]:
-    low_rank = tensor.low_rank
-    parts = [low_rank.a, low_rank.b, low_rank.magnitude] if low_rank else []
-    return {tensor.source.file, *(part.file for part in parts if part)}
-
-
-def _pieces(shard: Shard, file: ShardFile, sources: Sources, result: StreamResult) -> Iterator[Piece]:
-    exact_shapes: dict[tuple[object, ...], bool] = {}
-    for tensor in shard.tensors:
-        width = max(DTYPE_BYTES[tensor.dtype], DTYPE_BYTES[tensor.source.dtype])
-        if tensor.low_rank is None:
-            count = tensor.num_bytes // DTYPE_BYTES[tensor.dtype]
-            step = PIECE_BYTES // width
-            for start in range(0, count, step):
-                yield Piece(tensor, file, start, min(start + step, count), 1, None)
-            continue
-        factors = _factors(tensor, sources)
-        num_rows, columns = tensor.shape
-        shape = (factors.orientation, factors.a.shape, factors.b.shape)
-        if shape not in exact_shapes:
-            exact_shapes[shape] = arithmetic.blocks_are_exact(factors)
-        if factors.needs_whole_weight or not exact_shapes[shape]:
-            result.whole_tensors.append(tensor.name)
-            yield Piece(tensor, file, 0, num_rows, columns, factors, ((0, num_rows),))
-            continue
-        group: list[tuple[int, int]] = []
-        for block in arithmetic.row_blocks(num_rows, columns):
-            if group and (block[1] - group[0][0]) * columns * width > PIECE_BYTES:
-                yield Piece(tensor, file, group[0][0], group[-1][1], columns, factors, tuple(group))
-                group = []
-            group.append(block)
-        yield Piece(tensor, file, group[0][0], group[-1][1], columns, factors, tuple(group))
-
-
-def _factors(tensor: OutputTensor, sources: Sources) -> Factors:
-    low_rank = tensor.low_rank
-    if low_rank is None:
-        raise ValueError(f"{tensor.name} has no adapter")
-
-    def load(part: TensorHeader) -> torch.Tensor:
-        data = bytearray(part.num_bytes)
-        sources.read_into(part, 0, memoryview(data))
-        return torch.frombuffer(data, dtype=TORCH_DTYPES[part.dtype]).view(part.shape).float()
-
-    magnitude = load(low_rank.magnitude) if low_rank.magnitude else None
-    return Factors(load(low_rank.a), load(low_rank.b), magnitude, low_rank.scaling, low_rank.orientation)
+    changes = [change for of_matrix in tensor.changes for change in of_matrix]
+    modules = [header.file for change in changes if isinstance(change, ModuleMerge) for header in change.base.values()]
+    return {tensor.source.file, *modules, *(header.file for change in changes for header in read_by(change))}
 
 
 def _run(piece: Piece, sources: Sources, workspace: Workspace) -> _Done:
     """One piece in a worker: read, compute, write. The output's bytes stay in the workspace until they are hashed."""
     tensor = piece.tensor
-    in_width, out_width = DTYPE_BYTES[tensor.source.dtype], DTYPE_BYTES[tensor.dtype]
-    in_bytes, out_bytes = piece.num_elements * in_width, piece.num_elements * out_width
-    first = piece.start * piece.row_elements
-    position = tensor.offset + first * out_width
-    is_plain = piece.factors is None and tensor.dtype == tensor.source.dtype
+    position = piece.position
+    # What an adapter brings has yet to be looked at.
+    is_plain = not piece.steps and tensor.dtype == tensor.source.dtype and not tensor.is_replaced
     # The output's address agrees with its file position modulo the page size, as direct writes want it.
     in_at = position % PAGE_BYTES if is_plain else 0
-    out_at = in_at if is_plain else -(-in_bytes // PAGE_BYTES) * PAGE_BYTES + position % PAGE_BYTES
-    workspace.grow(out_at + out_bytes)
+    out_at = in_at if is_plain else -(-piece.source_bytes // PAGE_BYTES) * PAGE_BYTES + position % PAGE_BYTES
+    workspace.grow(out_at + piece.num_bytes)
     view = memoryview(workspace.data)
-    source, output = view[in_at : in_at + in_bytes], view[out_at : out_at + out_bytes]
-    sources.read_into(tensor.source, first * in_width, source)
+    source, output = view[in_at : in_at + piece.source_bytes], view[out_at : out_at + piece.num_bytes]
+    sources.read_into(tensor.source, piece.source_position, source)
     if not is_plain:
-        _compute(piece, source, output, workspace.scratch)
+        _compute(piece, source, output, workspace)
     piece.file.write(output, position)
     view.release()
     source.release()
-    return _Done(piece, output, workspace, in_bytes)
+    return _Done(piece, output, workspace)
 
 
-def _compute(piece: Piece, source: memoryview, output: memoryview, scratch: Scratch) -> None:
-    tensor, factors = piece.tensor, piece.factors
-    shape = (piece.stop - piece.start, piece.row_elements)
+def _compute(piece: Piece, source: memoryview, output: memoryview, workspace: Workspace) -> None:
+    tensor = piece.tensor
+    shape = (piece.stop - piece.start, piece.num_columns)
     base = torch.frombuffer(source, dtype=TORCH_DTYPES[tensor.source.dtype]).view(shape)
     out = torch.frombuffer(output, dtype=TORCH_DTYPES[tensor.dtype]).view(shape)
     compute = TORCH_DTYPES[tensor.compute_dtype]
-    if factors is None:
-        arithmetic.cast(base, compute, out)
-        is_finite = not tensor.is_replaced or arithmetic.all_finite(out)
-    elif factors.needs_whole_weight:
-        arithmetic.merge_whole_transposed_dora(base, factors, compute, out)
-        is_finite = arithmetic.all_finite(out)
-    else:
-        is_finite = True
-        for start, stop in piece.blocks:
-            rows = slice(start - piece.start, stop - piece.start)
-            is_finite &= arithmetic.merge_block(base[rows], factors, (start, stop), compute=compute, out=out[rows], scratch=scratch)
+    is_finite = True
+    if not piece.steps:
+        round_into(base, compute, out)
+        is_finite = not tensor.is_replaced or all_finite(out)
+    for cut in piece.cuts:
+        rows = slice(cut.rows[0] - piece.start, cut.rows[1] - piece.start)
+        values = base[rows]
+        for number, (step, blocks) in enumerate(zip(piece.steps, cut.blocks, strict=True)):
+            is_last = number == len(piece.steps) - 1
+            target = out[rows] if is_last else workspace.between(number % 2, values.shape, compute)
+            for start, stop in blocks:
+                block = slice(start - cut.rows[0], stop - cut.rows[0])
+                is_finite &= step.apply(values[block], (start, stop), target[block], workspace.scratch)
+            values = target
     if not is_finite:
         raise NotFiniteError(
             f"{tensor.name}: merged rows {piece.start} to {piece.stop} hold NaN or infinite values. The adapter diverged "

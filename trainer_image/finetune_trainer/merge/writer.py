@@ -1,37 +1,47 @@
 """The output directory: written beside its final name, complete and on disk before it gets that name.
 
-Life of an output:  <output>.tmp-<id>/  shards preallocated, filled in place, fsynced
-                    -> config, tokenizer, index, manifest.json (last), directory fsynced
-                    -> renamed to <output>, parent fsynced.
-So a directory called <output> is complete whatever happened to the process. Called by run.py; bytes come from stream.py.
+Life of an output:  <output>.tmp-journal  made and locked: one merge at a time
+                    <output>.tmp-merge/   shards of their full size, filled in place; the journal says what of them is on disk
+                    -> config, tokenizer, index, manifest.json (last), all synced
+                    -> renamed to <output>, parent synced, journal deleted.
+So a directory called <output> is complete whatever happened to the process, and what was finished before a kill is taken up. Called
+by run.py; bytes come from stream.py.
 """
+
+from __future__ import annotations
 
 import errno
 import json
 import os
 import shutil
-import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.merge.errors import OutputExistsError
+from finetune_trainer.files import TEMPORARY_MARK
+from finetune_trainer.merge.errors import NoSpaceError, OutputBusyError, OutputExistsError
 from finetune_trainer.merge.headers import CONFIG_FILE, read_json
+from finetune_trainer.merge.journal import Journal
 from finetune_trainer.merge.plan import MergePlan, Shard
 from finetune_trainer.merge.shard_file import ShardFile
+from finetune_trainer.merge.storage import naming_file, sync
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
 GENERATION_FILES = ("generation_config.json",)
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.json", TOKENIZER_CONFIG_FILE, "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-"""Files that transformers' tokenizers save. Taken as one set, from the adapter if it has a tokenizer, else the base."""
+"""Files that transformers' tokenizers save. Taken as one set, from the last adapter that has a tokenizer, else the base."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
+HASHING_THREADS = 2
+"""That read again what an earlier merge has finished, a shard each."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +53,17 @@ class WrittenFile:
     sha256: str
 
 
-def temporary_directories(output: Path) -> list[Path]:
-    """What earlier merges into `output` that did not finish have left behind."""
-    return sorted(output.parent.glob(f"{output.name}.tmp-*"))
+def temporary_directory(output: Path) -> Path:
+    """Where a merge into `output` is while it is not complete."""
+    return output.with_name(f"{output.name}{TEMPORARY_MARK}merge")
 
 
-def complete_manifest(output: Path, digest: str) -> dict[str, Any] | None:
+def journal_path(output: Path) -> Path:
+    """The journal and lock of a merge into `output`."""
+    return output.with_name(f"{output.name}{TEMPORARY_MARK}journal")
+
+
+def complete_manifest(output: Path, plan_sha256: str) -> dict[str, Any] | None:
     """The manifest of a finished merge with this plan digest, None when nothing is there.
 
     Raises OutputExistsError when something else is there, which is never overwritten.
@@ -58,9 +73,9 @@ def complete_manifest(output: Path, digest: str) -> dict[str, Any] | None:
     if not (output / MANIFEST_FILE).exists():
         raise OutputExistsError(f"{output}: exists and is no merged model of ours. Remove it or choose another output.")
     manifest = read_json(output / MANIFEST_FILE)
-    if manifest.get("plan_sha256") != digest:
+    if manifest.get("plan_sha256") != plan_sha256:
         raise OutputExistsError(
-            f"{output}: holds a merge of other inputs or options (plan {manifest.get('plan_sha256')}, now {digest}). "
+            f"{output}: holds a merge of other inputs or options (plan {manifest.get('plan_sha256')}, now {plan_sha256}). "
             "Remove it or choose another output."
         )
     for entry in manifest["files"]:
@@ -70,35 +85,86 @@ def complete_manifest(output: Path, digest: str) -> dict[str, Any] | None:
     return manifest
 
 
+def remove_leftovers(output: Path) -> None:
+    """Deletes what a merge that was killed between its last two steps has left beside the complete output."""
+    if not (journal_path(output).exists() or temporary_directory(output).exists()):
+        return
+    try:
+        journal = Journal(journal_path(output), "", {})
+    except OutputBusyError:
+        return
+    shutil.rmtree(temporary_directory(output), ignore_errors=True)
+    journal.remove()
+
+
 class OutputDirectory:
-    """A directory that takes its name only in `publish`."""
+    """A directory that takes its name only in `publish`. Raises OutputBusyError while another merge into `output` runs.
 
-    def __init__(self, output: Path) -> None:
-        for leftover in temporary_directories(output):
-            shutil.rmtree(leftover)
+    inputs: what the bytes already there were made from, as JSON; with another plan or other inputs they are deleted.
+    """
+
+    def __init__(self, output: Path, plan_sha256: str, inputs: Mapping[str, Any]) -> None:
         self._output = output
-        self.path = output.parent / f"{output.name}.tmp-{uuid.uuid4().hex[:12]}"
-        self.path.mkdir(parents=True)
+        self.path = temporary_directory(output)
+        with naming_file(output.parent, "written"):
+            output.parent.mkdir(parents=True, exist_ok=True)
+        self.journal = Journal(journal_path(output), plan_sha256, inputs)
+        try:
+            with naming_file(self.path, "written"):
+                if not self.journal.is_continued and self.path.exists():
+                    shutil.rmtree(self.path)
+                self.path.mkdir(exist_ok=True)
+            sync(output.parent)
+        except BaseException:
+            self.journal.close()
+            raise
 
-    def create_shard(self, shard: Shard) -> ShardFile:
-        """Allocates the file and writes its header. Raises MergeError when space is short."""
-        return ShardFile(self.path / shard.file_name, shard.num_bytes, shard.header)
+    def open_shards(self, plan: MergePlan) -> dict[Shard, ShardFile]:
+        """The plan's files, all of their full size, with what is proven of them. Raises NoSpaceError when space is short."""
+        names = {shard.file_name for shard in plan.shards}
+        with naming_file(self.path, "written"):
+            for path in self.path.iterdir():
+                if path.name not in names:
+                    path.unlink()
+            present = sum(path.stat().st_blocks * 512 for path in self.path.iterdir())
+            file_system = os.statvfs(self.path)
+        free = file_system.f_bavail * file_system.f_frsize
+        if plan.num_bytes - present > free:
+            raise NoSpaceError(
+                f"{self.path}: {free} bytes are free, the merged model needs {plan.num_bytes - present} more. It takes as much "
+                "space as the base model, or what its dtype takes; enlarge the workspace."
+            )
+        opened: dict[Shard, ShardFile] = {}
 
-    def copy_model_files(self, base: Path, adapter: Path, dtype: str | None) -> None:
+        def open_one(shard: Shard) -> None:
+            durable = self.journal.durable.get(shard.file_name)
+            opened[shard] = ShardFile(self.path / shard.file_name, shard.num_bytes, shard.header, durable)
+
+        try:
+            with ThreadPoolExecutor(HASHING_THREADS) as pool:
+                for _ in pool.map(open_one, plan.shards):
+                    pass
+            sync(self.path)
+        except BaseException:
+            for file in opened.values():
+                file.close()
+            raise
+        return {shard: opened[shard] for shard in plan.shards}
+
+    def copy_model_files(self, base: Path, adapters: Sequence[Path], dtype: str | None, config_changes: Mapping[str, Any]) -> None:
         """Configuration, generation defaults, tokenizer, chat template, licence. dtype: recorded in config.json."""
-        config = read_json(base / CONFIG_FILE)
+        config = _with_changes(read_json(base / CONFIG_FILE), config_changes)
         if dtype is not None:
-            config.pop("torch_dtype", None)
-            config["dtype"] = dtype
+            config = {**_in_dtype(config, dtype), "dtype": dtype}
         self._write_json(CONFIG_FILE, config)
-        tokenizer_source = adapter if (adapter / "tokenizer_config.json").exists() else base
-        for source, names in (
-            (base, GENERATION_FILES + PROCESSOR_FILES + LICENCE_FILES),
-            (tokenizer_source, TOKENIZER_FILES),
-        ):
+        tokenizer = next((adapter for adapter in reversed(adapters) if (adapter / TOKENIZER_CONFIG_FILE).exists()), base)
+        # Models with code of their own cannot be loaded without it; it is run only by those who allow it.
+        code = sorted(path.name for path in base.glob("*.py")) if "auto_map" in config else []
+        for source, names in ((base, [*GENERATION_FILES, *PROCESSOR_FILES, *LICENCE_FILES, *code]), (tokenizer, TOKENIZER_FILES)):
             for name in names:
                 if (source / name).is_file():
-                    shutil.copyfile(source / name, self.path / name)
+                    with naming_file(self.path / name, "copied"):
+                        shutil.copyfile(source / name, self.path / name)
 
     def write_index(self, plan: MergePlan) -> None:
         index = plan.index()
@@ -107,37 +173,60 @@ class OutputDirectory:
 
     def write_manifest(self, files: list[WrittenFile], facts: Mapping[str, Any]) -> None:
         """The proof of completeness, last of all files. facts: plan digest and what else describes the merge."""
+        for path in self.path.iterdir():
+            sync(path)
         entries = [{"name": f.name, "num_bytes": f.num_bytes, "sha256": f.sha256} for f in files]
         self._write_json(MANIFEST_FILE, {"format": MANIFEST_FORMAT, **facts, "files": entries})
+        sync(self.path / MANIFEST_FILE)
 
     def small_files(self, shards: set[str]) -> list[Path]:
         """Everything written so far that is no weight shard."""
         return sorted(path for path in self.path.iterdir() if path.name not in shards)
 
     def publish(self) -> None:
-        """Makes all names durable and gives the directory its name, in this order."""
-        for path in self.path.iterdir():
-            _fsync(path)
-        _fsync(self.path)
+        """Makes all names durable and gives the directory its name, in this order. Files are durable since `write_manifest`."""
+        sync(self.path)
+        with naming_file(self._output, "renamed into place"):
+            self._rename()
+        sync(self._output.parent)
+        self.journal.remove()
+
+    def _rename(self) -> None:
         try:
             self.path.rename(self._output)
         except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise OutputExistsError(f"{self._output}: appeared while the merge ran. Remove one of the two.") from error
             raise
-        _fsync(self._output.parent)
 
-    def discard(self) -> None:
-        """Removes the unfinished directory after an error; a kill leaves it for the next merge to remove."""
+    def close(self, *, keep: bool) -> None:
+        """After an error. keep: leave what the journal knows to be on disk for the next merge; without it, nothing is left."""
+        if keep and self.journal.has_records:
+            self.journal.close()
+            return
         shutil.rmtree(self.path, ignore_errors=True)
+        self.journal.remove()
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        (self.path / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        with naming_file(self.path / name, "written"):
+            (self.path / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` in place of the fields of these names, nested ones too."""
+    changed = dict(config)
+    for name, value in changes.items():
+        nested = changed.get(name)
+        changed[name] = _with_changes(nested, value) if isinstance(value, Mapping) and isinstance(nested, Mapping) else value
+    return changed
+
+
+def _in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The dtype wherever one is named, as of the text model inside a multimodal one, under transformers' present name for it."""
+    changed: dict[str, Any] = {}
+    for name, value in config.items():
+        if name in ("torch_dtype", "dtype"):
+            changed["dtype"] = dtype
+        else:
+            changed[name] = _in_dtype(value, dtype) if isinstance(value, Mapping) else value
+    return changed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +88,28 @@ def build_unwritten(plan: RunPlan, directory: Path) -> PreTrainedModel:
             attn_implementation=plan.model.attention.value,
             trust_remote_code=plan.model.allow_remote_code,
         )
-    # Each assignment in that context made a parameter of its own.
+    reserve_parameters(model)
+    return model
+
+
+def reserve_parameters(model: PreTrainedModel) -> None:
+    """Give a model that was built on the meta device parameters of zeros on the CPU, which take no room until they are written."""
+    # Each assignment while the model was built made a parameter of its own.
     model.tie_weights()
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in made:
-                # Fresh pages take no room until they are written, which no allocator promises of memory that it uses again.
-                pages = mmap.mmap(-1, max(parameter.numel() * parameter.element_size(), 1))
-                zeros = torch.frombuffer(pages, dtype=parameter.dtype, count=parameter.numel())
-                made[id(parameter)] = nn.Parameter(zeros.view(parameter.shape), parameter.requires_grad)
+                made[id(parameter)] = nn.Parameter(unwritten(parameter.shape, parameter.dtype), parameter.requires_grad)
             # Not through setattr, which modules may override; tied parameters stay tied.
             module._parameters[name] = made[id(parameter)]  # noqa: SLF001
-    return model
+
+
+def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take no room until they are written: fresh pages, which no allocator promises of memory that it uses again."""
+    count = math.prod(shape)
+    pages = mmap.mmap(-1, max(count * dtype.itemsize, 1))
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(*shape)
 
 
 def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> PreTrainedModel:

@@ -5,13 +5,18 @@ Without it, an adapter that cannot be merged exactly (on tied embeddings, say) w
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from finetune_job.api.output import MergeBase
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
+from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.errors import MergeError
 from finetune_trainer.merge.headers import ADAPTER_FILE, CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.merge.plan import merge_plan
+from finetune_trainer.merge.quantized_base import packed_in_training, quantized_tensors
+from finetune_trainer.merge.read_model import read_stored_model
 from finetune_trainer.preflight.model_structure import ModelStructure
 
 
@@ -20,15 +25,20 @@ def check_merge(plan: RunPlan, directory: Path, structure: ModelStructure) -> Fi
     if not plan.merge.enabled or structure.adapter_settings is None:
         return None
     # The planner looks at names and shapes; the adapter's element type does not decide whether it can be merged.
-    adapter = {name: TensorHeader(name, "F32", shape, Path(ADAPTER_FILE), 0) for name, shape in structure.saved_tensors.items()}
+    shapes = structure.saved_tensors | structure.fixed_tensors
+    adapter = {name: TensorHeader(name, "F32", shape, Path(ADAPTER_FILE), 0) for name, shape in shapes.items()}
     try:
+        base, config = read_checkpoint(directory), read_json(directory / CONFIG_FILE)
+        model = read_stored_model(base, config)
+        packed = packed_in_training(plan, directory) if plan.merge.base is MergeBase.DEQUANTIZED else None
         merge_plan(
-            base=read_checkpoint(directory).tensors,
-            base_config=read_json(directory / CONFIG_FILE),
-            adapter=adapter,
-            adapter_config=structure.adapter_settings,
+            base=base.tensors,
+            base_config=config,
+            model=model,
+            adapters=[AdapterHeaders(adapter, json.loads(json.dumps(structure.adapter_settings)))],
             dtype=plan.merge.dtype.value if plan.merge.dtype else None,
             max_shard_bytes=plan.merge.max_shard_bytes,
+            quantized=quantized_tensors(directory, model, packed) if packed else {},
         )
     except MergeError as error:
         return Finding(

@@ -19,7 +19,7 @@ from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.errors import ConfigError, TrainerError
-from finetune_trainer.model.adapters import adapter_settings, attach, stored_names
+from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, stored_names
 from finetune_trainer.model.compilation import missing_compiler
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_adapter_bits, check_flat_units, check_trainable, trainable_shapes
@@ -72,6 +72,9 @@ def inspect_structure(plan: RunPlan, directory: Path) -> tuple[ModelStructure | 
         dtypes={use: _name(getattr(dtypes, use)) for use in ("load", "param", "reduce", "save")},
         trainable=trainable,
         saved_tensors={saved_names[name]: shape for name, shape in trainable.items()},
+        fixed_tensors={name: tuple(tensor.shape) for name, tensor in fixed_tensors(model).items()}
+        if isinstance(model, PeftModel)
+        else {},
         adapter_settings=adapter_settings(model, directory.name) if isinstance(model, PeftModel) else None,
         vocabulary_size=vocabulary_size,
         max_positions=max_positions if isinstance(max_positions, int) else None,

@@ -15,6 +15,8 @@ class ModelStructure:
     dtypes: dict[str, str]
     trainable: dict[str, tuple[int, ...]]
     saved_tensors: dict[str, tuple[int, ...]]
+    fixed_tensors: dict[str, tuple[int, ...]]
+    """What the adapter holds beside what is trained, such as random projections."""
     adapter_settings: dict[str, Any] | None
     """Content of adapter_config.json; None for full fine-tuning."""
     vocabulary_size: int

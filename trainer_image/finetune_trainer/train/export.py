@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,24 +18,32 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedModel
 
 from finetune_job.api.method import MethodType
+from finetune_job.layout import OutputLayout
 from finetune_trainer.checkpoint.load import PieceReader, full_parameters
 from finetune_trainer.checkpoint.manifest import Manifest
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import InvariantError
 from finetune_trainer.files import file_sha256, publish_directory, sync_file, temporary_beside, write_durably
+from finetune_trainer.merge.headers import read_header
 from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, stored_names
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_saved
 from finetune_trainer.model.load import build_on_meta, build_unwritten, stored_dtype
 from finetune_trainer.model.load_shards import stored_by_name
+from finetune_trainer.release.adapter_check import TENSORS_KEY, described
+from finetune_trainer.release.licence import licence_files
 from finetune_trainer.train.model_writer import write_model
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_SETTINGS_FILE = "adapter_config.json"
 MANIFEST_FILE = "manifest.json"
-"""Names, sizes and SHA-256 of all other files of the directory."""
-NOT_COPIED = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "generation_config.json")
-"""Of the base model's files, those that are not a tokenizer's or a person's."""
+"""Names, sizes and SHA-256 of all other files of the directory; for an adapter its tensors, too."""
+_RESULTS = OutputLayout(Path())
+NOT_COPIED = (
+    *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "generation_config.json"),
+    *(".*", "README*", _RESULTS.provenance.name, _RESULTS.checksums.name, f"{_RESULTS.verification.stem}.*"),
+)
+"""Of the base model's files, those that are weights, are written anew, or tell of the base and not of what is made of it."""
 
 
 def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]) -> str:
@@ -80,6 +89,8 @@ def _write_adapter(
         check_saved({name: written.get_tensor(name) for name in written.keys()}, shapes)  # noqa: SIM118
     settings = adapter_settings(model, context.plan.model.name, context.plan.model.revision)
     (directory / ADAPTER_SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    for path in licence_files(context.base_model):
+        shutil.copyfile(path, directory / path.name)
 
 
 def _write_model(context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest) -> None:
@@ -126,6 +137,9 @@ def _write_manifest(directory: Path, plan_sha256: str, step: int) -> str:
     for path in sorted(directory.iterdir()):
         sync_file(path)
         files[path.name] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
-    content = json.dumps({"plan_sha256": plan_sha256, "step": step, "files": files}, indent=2, sort_keys=True) + "\n"
+    facts: dict[str, Any] = {"plan_sha256": plan_sha256, "step": step, "files": files}
+    if (directory / ADAPTER_FILE).is_file():
+        facts[TENSORS_KEY] = described(read_header(directory / ADAPTER_FILE))
+    content = json.dumps(facts, indent=2, sort_keys=True) + "\n"
     write_durably(directory / MANIFEST_FILE, content.encode())
     return file_sha256(directory / MANIFEST_FILE)

@@ -41,7 +41,7 @@ def write_model(
     check_names(trained.names, parameters)
     outputs = [_output(name, shape, _NAMES[dtype]) for name, shape in parameters.items()]
     outputs += [_output(name, shape, base[name].dtype) for name, shape in buffers.items()]
-    plan = MergePlan(shards=shard_layout(outputs, max_shard_bytes), adapter_tensors=())
+    plan = MergePlan(shards=shard_layout(outputs, max_shard_bytes))
     for shard in plan.shards:
         with (directory / shard.file_name).open("wb") as file:
             file.write(shard.header)
@@ -72,6 +72,4 @@ def check_names(found: Iterable[str], expected: Iterable[str]) -> None:
 
 def _output(name: str, shape: tuple[int, ...], dtype: str) -> OutputTensor:
     source = TensorHeader(name, dtype, shape, Path(), 0)
-    return OutputTensor(
-        name=name, dtype=dtype, shape=shape, source=source, compute_dtype=dtype, low_rank=None, is_replaced=False, offset=0
-    )
+    return OutputTensor(name=name, dtype=dtype, shape=shape, source=source, compute_dtype=dtype)

@@ -5,17 +5,32 @@ In: figures and a Gate. Out: the reasons why it fails, empty when it passes. Cal
 Where the thresholds come from. Base + adapter keeps B@A apart in fp32; the merged weight is rounded once to its dtype,
 a relative error of at most u per weight (bfloat16 2**-8, float16 2**-11, float32 2**-24), and both models round their
 activations to the same u. Logits are sums over thousands of such terms, so their errors are of the order of u times the
-largest logit, times a small factor for depth: 16 u for bfloat16 and float16. The Kullback-Leibler divergence grows with
-the square of the error, hence by 64 between bfloat16 and float16. Measured with tiny
-random Llama, GPT-2 and Qwen2 models of two layers, correct merges use less than a fifth of the first threshold and a
-hundredth of the second. Deep models have not been measured. Eight-bit quantisation, which users see as
-lossless, has a mean divergence around 1e-3.
+largest logit, times a factor for depth: 32 u for bfloat16 and float16. The Kullback-Leibler divergence grows with the square
+of the error, hence by 64 between bfloat16 and float16.
+
+Measured with correct merges into random models (Llama, Qwen2, GPT-2; LoRA and DoRA on all linear layers; 2,000 tokens, 384
+positions, two seeds each), as a range over the models of that depth:
+
+    layers                     2             16 to 32      32, weights three times as large
+    bfloat16, float16: largest difference, in u of the largest logit
+                               2.1 to 2.7    1.9 to 6.7    7.8 to 10.7
+    float32                    9 to 13       8 to 20       26 to 45
+    mean divergence, bfloat16  0.9e-6..1e-6  0.5e-6..2e-5  9e-5..1e-4
+                     float16   1e-8..2e-8    8e-9..2e-7    1e-6..2e-6
+                     float32   5e-15         1e-15..3e-14  2e-13..3e-13
+    divergence over that of the base: at most 1.6e-3 in bfloat16, 2.5e-5 in float16; same most likely token: at least 99.7%
+
+So a right merge uses at most a third of the first threshold and a fiftieth of the second, which leaves room for models of more
+layers and for the larger extremes of more positions and tokens. Eight-bit quantisation, which users see as lossless, has a mean
+divergence around 1e-3.
 """
 
 from dataclasses import dataclass
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of rounding to nearest, by dtype."""
+TIE_UNITS = 4
+"""Tokens whose logits are this many unit roundoffs of the position's largest logit apart count as tied."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +39,7 @@ class LogitFigures:
 
     mean_kl: KL(base + adapter || merged), nats per position. effect_mean_kl: KL(base + adapter || base), what the adapter
     does at all. top1_agreement: share of positions whose most likely token under the merged model is the most likely one
-    under base + adapter, or tied with it within two units of the dtype's precision.
+    under base + adapter, or tied with it (TIE_UNITS).
     """
 
     num_prompts: int
@@ -34,6 +49,11 @@ class LogitFigures:
     mean_kl: float
     effect_mean_kl: float
     top1_agreement: float
+
+    @property
+    def relative_difference(self) -> float:
+        """max_abs_difference over max_abs_logit."""
+        return self.max_abs_difference / self.max_abs_logit if self.max_abs_logit else self.max_abs_difference
 
 
 @dataclass(frozen=True)
@@ -48,9 +68,9 @@ class Gate:
 
 
 GATES = {
-    "bfloat16": Gate(max_relative_difference=16 * UNIT_ROUNDOFF["bfloat16"], max_mean_kl=5e-3, min_top1_agreement=0.97),
-    "float16": Gate(max_relative_difference=16 * UNIT_ROUNDOFF["float16"], max_mean_kl=1e-4, min_top1_agreement=0.99),
-    # Not 16 u: with so little rounding the order of summation, which kernels choose, is what remains.
+    "bfloat16": Gate(max_relative_difference=32 * UNIT_ROUNDOFF["bfloat16"], max_mean_kl=5e-3, min_top1_agreement=0.97),
+    "float16": Gate(max_relative_difference=32 * UNIT_ROUNDOFF["float16"], max_mean_kl=1e-4, min_top1_agreement=0.99),
+    # Not 32 u: with so little rounding the order of summation, which kernels choose, is what remains.
     "float32": Gate(max_relative_difference=1e-4, max_mean_kl=1e-7, min_top1_agreement=0.999),
 }
 
@@ -69,7 +89,7 @@ def gate_for(base_dtype: str, merged_dtype: str) -> Gate:
 def failures(figures: LogitFigures, gate: Gate) -> tuple[str, ...]:
     """One sentence per threshold that is exceeded; NaN exceeds every threshold."""
     found = []
-    relative = figures.max_abs_difference / figures.max_abs_logit if figures.max_abs_logit else figures.max_abs_difference
+    relative = figures.relative_difference
     if not relative <= gate.max_relative_difference:
         found.append(
             f"logits differ by up to {figures.max_abs_difference:.4g}, {relative:.2g} of the largest logit; allowed is "

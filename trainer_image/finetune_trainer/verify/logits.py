@@ -1,104 +1,262 @@
-"""Logits of base + adapter through PEFT against the merged model, on given prompts. One model in memory at a time.
+"""Logits of base + adapters through PEFT against the merged model, on given prompts, in bounded memory.
 
-In: three directories and token ids. Out: LogitFigures. Called by run.py. Nothing of the merge's code takes part, so this
-also catches what merge and tensor check might get wrong in the same way: names, orientation, scaling, ties.
-Reference logits wait on disk, since positions times vocabulary can exceed the models.
+In: directories and token ids. Out: LogitFigures. Called by run.py. Nothing of the merge's arithmetic takes part: this also catches
+what merge and tensor check might get wrong in the same way: names, orientation, scaling, ties. Prompts go through in waves, so that
+neither activations nor the logits, which wait on disk, grow with their number.
 """
+
+from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
 
-from finetune_trainer.verify.gate import UNIT_ROUNDOFF, LogitFigures
+from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.verify.chain import MergedWeights, Weights
+from finetune_trainer.verify.errors import UnverifiableModelError
+from finetune_trainer.verify.gate import TIE_UNITS, UNIT_ROUNDOFF, LogitFigures
+from finetune_trainer.verify.hollow import hollow_model, model_class, needs_base_weights
+from finetune_trainer.verify.streaming import NotStreamableError, Prompt, StreamedModels, logits_of, write_logits
+from finetune_trainer.verify.weights import StoredWeights
 
-POSITIONS_AT_ONCE = 64
-"""Positions whose softmax over the vocabulary is held in fp64 at a time."""
+VALUES_AT_ONCE = 1 << 20
+"""Logits that are held in fp64 at a time, several times over."""
+MAX_PROMPT_POSITIONS = 512
+"""Longer prompts are cut: one prompt's logits are in memory at a time."""
+MAX_WAVE_POSITIONS = 4096
+MAX_WAVE_PROMPTS = 16
+"""Of one pass over the weights; each prompt has two threads, one for the base and one for base + adapters."""
+MAX_WHOLE_BYTES = 4 << 30
+"""Of a model that cannot be streamed and is loaded whole instead."""
+
+ADAPTED, BASE, MERGED = "adapted", "base", "merged"
 
 
-def compare_logits(base: Path, adapter: Path, merged: Path, prompts: Sequence[Sequence[int]], scratch: Path) -> LogitFigures:
-    """prompts: token ids, each at least one token. scratch: where reference logits are kept meanwhile.
+@dataclass(frozen=True)
+class Reference:
+    """Base + adapters, the base as stored or as a quantised training saw it."""
 
-    Raises ValueError without prompts or with an empty one.
+    base: Path
+    adapters: Sequence[Path]
+    quantized: Mapping[str, Quantization] | None = None
+
+
+class Models(Protocol):
+    """What gives logits of one or more models."""
+
+    dtype: torch.dtype
+
+    def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
+        """By model, a file for each prompt; see streaming.py."""
+
+
+def compare_logits(
+    references: Sequence[Reference], merged: Path, prompts: Sequence[Sequence[int]], scratch: Path
+) -> list[LogitFigures]:
+    """Figures of the merged model against each reference.
+
+    prompts: token ids, each at least one token. scratch: where logits are kept meanwhile. Raises ValueError without prompts or with
+    an empty one, UnverifiableModelError for a model that can neither be streamed nor fits into memory, MergeError for a broken one.
     """
     if not prompts or not all(prompts):
         raise ValueError(f"prompts: {len(prompts)} given, each must hold at least one token id, or nothing is compared.")
-    figures = _Sums()
+    start = _decoder_start(merged)
+    chosen = [_prompt(prompt[:MAX_PROMPT_POSITIONS], start) for prompt in prompts]
+    sums = [_Sums() for _ in references]
     with tempfile.TemporaryDirectory(prefix="verify-", dir=scratch) as name:
         directory = Path(name)
-        model = _load(base)
-        tie_tolerance = 2 * UNIT_ROUNDOFF[str(model.dtype).removeprefix("torch.")]
-        adapted = _with_adapter(model, adapter)
-        for number, prompt in enumerate(prompts):
-            reference = _logits(adapted, prompt)
-            with adapted.disable_adapter():
-                figures.effect_kl += float(_kl(reference, _logits(adapted, prompt)).sum())
-            np.save(directory / f"{number}.npy", reference.numpy())
-        del model, adapted
-        gc.collect()
-        model = _load(merged)
-        tie_tolerance = max(tie_tolerance, 2 * UNIT_ROUNDOFF[str(model.dtype).removeprefix("torch.")])
-        for number, prompt in enumerate(prompts):
-            path = directory / f"{number}.npy"
-            figures.add(torch.from_numpy(np.load(path)), _logits(model, prompt), tie_tolerance)
-            path.unlink()
-    return LogitFigures(
-        num_prompts=len(prompts),
-        num_positions=figures.num_positions,
-        max_abs_difference=figures.max_abs_difference,
-        max_abs_logit=figures.max_abs_logit,
-        mean_kl=figures.kl / figures.num_positions,
-        effect_mean_kl=figures.effect_kl / figures.num_positions,
-        top1_agreement=figures.num_agreeing / figures.num_positions,
-    )
+        models = [_models(reference, (BASE, ADAPTED), directory) for reference in references]
+        result = _models(Reference(merged, ()), (MERGED,), directory)
+        for wave in _waves(chosen):
+            expected = []
+            for number, model in enumerate(models):
+                (directory / str(number)).mkdir(exist_ok=True)
+                expected.append(model.logits(wave, directory / str(number)))
+            found = result.logits(wave, directory)[MERGED]
+            for number, model in enumerate(models):
+                for adapted, base, other, prompt in zip(
+                    expected[number][ADAPTED], expected[number][BASE], found, wave, strict=True
+                ):
+                    sums[number].add(
+                        _Logits(adapted, prompt.num_positions, model.dtype),
+                        _Logits(base, prompt.num_positions, model.dtype),
+                        _Logits(other, prompt.num_positions, result.dtype),
+                    )
+        del models, result
+    gc.collect()
+    return [each.figures(len(prompts)) for each in sums]
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """On disk: (positions, vocabulary)."""
+
+    file: Path
+    num_positions: int
+    dtype: torch.dtype
+
+    @property
+    def vocabulary(self) -> int:
+        return self.file.stat().st_size // self.dtype.itemsize // self.num_positions
+
+    def positions(self, first: int, last: int) -> torch.Tensor:
+        """fp32 (last - first, vocabulary)."""
+        size = self.vocabulary * self.dtype.itemsize
+        raw = np.fromfile(self.file, dtype=np.uint8, count=(last - first) * size, offset=first * size)
+        return torch.from_numpy(raw).view(self.dtype).view(last - first, -1).float()
 
 
 class _Sums:
     def __init__(self) -> None:
-        self.num_positions = self.num_agreeing = 0
-        self.kl = self.effect_kl = self.max_abs_difference = self.max_abs_logit = 0.0
+        self._num_positions = self._num_agreeing = 0
+        self._kl = self._effect_kl = 0.0
+        self._max_abs_difference = self._max_abs_logit = torch.tensor(0.0)
 
-    def add(self, reference: torch.Tensor, merged: torch.Tensor, tie_tolerance: float) -> None:
-        """reference, merged: fp32 (positions, vocabulary)."""
-        difference = (reference - merged).abs().max()
-        # max() of Python drops a NaN that comes second; torch keeps it.
-        self.max_abs_difference = float(torch.maximum(torch.tensor(self.max_abs_difference), difference))
-        self.max_abs_logit = max(self.max_abs_logit, float(reference.abs().max()))
-        self.kl += float(_kl(reference, merged).sum())
-        best = reference.max(dim=1).values
-        chosen = reference.gather(1, merged.argmax(dim=1, keepdim=True)).squeeze(1)
-        self.num_agreeing += int((best - chosen <= tie_tolerance * best.abs()).sum())
-        self.num_positions += reference.shape[0]
+    def add(self, reference: _Logits, base: _Logits, merged: _Logits) -> None:
+        """One prompt, block by block. A vocabulary of another size leaves NaN, which passes no gate."""
+        tolerance = TIE_UNITS * max(UNIT_ROUNDOFF[str(logits.dtype).removeprefix("torch.")] for logits in (reference, merged))
+        self._num_positions += reference.num_positions
+        if reference.vocabulary != merged.vocabulary:
+            self._max_abs_difference = torch.tensor(torch.nan)
+            self._kl = torch.nan
+            return
+        step = max(1, VALUES_AT_ONCE // reference.vocabulary)
+        for first in range(0, reference.num_positions, step):
+            last = min(first + step, reference.num_positions)
+            expected, found = reference.positions(first, last), merged.positions(first, last)
+            # torch's maximum keeps a NaN that comes second, Python's drops it.
+            self._max_abs_difference = torch.maximum(self._max_abs_difference, (expected - found).abs().max())
+            self._max_abs_logit = torch.maximum(self._max_abs_logit, expected.abs().max())
+            self._kl += float(_kl(expected, found))
+            self._effect_kl += float(_kl(expected, base.positions(first, last)))
+            best, largest = expected.max(dim=1).values, expected.abs().max(dim=1).values
+            chosen = expected.gather(1, found.argmax(dim=1, keepdim=True)).squeeze(1)
+            self._num_agreeing += int((best - chosen <= tolerance * largest).sum())
+
+    def figures(self, num_prompts: int) -> LogitFigures:
+        return LogitFigures(
+            num_prompts=num_prompts,
+            num_positions=self._num_positions,
+            max_abs_difference=float(self._max_abs_difference),
+            max_abs_logit=float(self._max_abs_logit),
+            mean_kl=self._kl / self._num_positions,
+            effect_mean_kl=self._effect_kl / self._num_positions,
+            top1_agreement=self._num_agreeing / self._num_positions,
+        )
 
 
 def _kl(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """KL(reference || other) per position, in nats, from logits (positions, vocabulary)."""
-    parts = []
-    for start in range(0, reference.shape[0], POSITIONS_AT_ONCE):
-        first = reference[start : start + POSITIONS_AT_ONCE].double().log_softmax(dim=1)
-        second = other[start : start + POSITIONS_AT_ONCE].double().log_softmax(dim=1)
-        parts.append((first.exp() * (first - second)).sum(dim=1))
-    return torch.cat(parts)
+    """KL(reference || other) summed over positions, in nats, from logits (positions, vocabulary)."""
+    first, second = reference.double().log_softmax(dim=1), other.double().log_softmax(dim=1)
+    # A token that the model rules out has the logit -inf in both and adds nothing.
+    terms = first.exp() * (first - second)
+    return terms.masked_fill(first.isneginf() & second.isneginf(), 0.0).sum()
 
 
-def _logits(model: Any, prompt: Sequence[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        output = model(input_ids=torch.tensor([list(prompt)]), use_cache=False)
-    logits: torch.Tensor = output.logits[0].float()
-    return logits
+def _waves(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
+    """PURE. The prompts in order, as many together as one pass may hold, at least one."""
+    wave: list[Prompt] = []
+    for prompt in prompts:
+        num_positions = sum(each.num_positions for each in (*wave, prompt))
+        if wave and (num_positions > MAX_WAVE_POSITIONS or len(wave) == MAX_WAVE_PROMPTS):
+            yield wave
+            wave = []
+        wave.append(prompt)
+    yield wave
 
 
-def _load(directory: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+def _prompt(ids: Sequence[int], start: int | None) -> Prompt:
+    """An encoder-decoder is given the prompt twice: whole, and as what the decoder is to say."""
+    return Prompt(tuple(ids), None if start is None else (start, *ids[:-1]))
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True, use_safetensors=True).eval()
+
+def _decoder_start(directory: Path) -> int | None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if not config.is_encoder_decoder:
+        return None
+    start = getattr(config, "decoder_start_token_id", None)
+    return int(start if start is not None else config.pad_token_id or 0)
 
 
-def _with_adapter(model: Any, adapter: Path) -> Any:
-    from peft import PeftModel
+class _StreamedModels:
+    """Layer by layer; from the first time on that this turns out to be impossible, whole."""
 
-    return PeftModel.from_pretrained(model, str(adapter)).eval()
+    def __init__(self, reference: Reference, labels: Sequence[str], scratch: Path) -> None:
+        self._reference, self._labels = reference, labels
+        stored = StoredWeights(reference.base, reference.quantized)
+        weights: Weights = stored
+        for adapter in reference.adapters[:-1]:
+            weights = MergedWeights(stored, weights, adapter)
+        hollow = {label: hollow_model(stored, reference.adapters[-1] if label == ADAPTED else None) for label in labels}
+        self.dtype = hollow[labels[0]].dtype
+        # The base alone is read together with base + adapter, except where other adapters come between the two.
+        groups = [hollow] if weights is stored else [{label: model} for label, model in hollow.items()]
+        self._streamed = [StreamedModels(weights if ADAPTED in group else stored, group, scratch) for group in groups]
+        self._whole: _WholeModels | None = None
+
+    def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
+        if self._whole is None:
+            try:
+                return {label: files for each in self._streamed for label, files in each.logits(prompts, directory).items()}
+            except NotStreamableError as error:
+                self._whole = _WholeModels(self._reference, self._labels, str(error))
+                self._streamed = []
+        return self._whole.logits(prompts, directory)
+
+
+class _WholeModels:
+    """Models of which one at a time is loaded whole for each wave."""
+
+    def __init__(self, reference: Reference, labels: Sequence[str], reason: str) -> None:
+        self._reference, self._labels = reference, labels
+        self._stored = StoredWeights(reference.base, reference.quantized)
+        if self._stored.num_bytes > MAX_WHOLE_BYTES:
+            raise UnverifiableModelError(
+                f"{reference.base}: cannot be verified layer by layer ({reason}), and {self._stored.num_bytes} bytes are more than "
+                f"the {MAX_WHOLE_BYTES} that are loaded whole. Publish the adapter alone (merge.enabled: false)."
+            )
+        self.dtype = torch.get_default_dtype()
+
+    def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
+        loaded: PreTrainedModel = model_class(self._reference.base).from_pretrained(
+            self._reference.base, dtype="auto", local_files_only=True, use_safetensors=True
+        )
+        self.dtype = loaded.dtype
+        model: nn.Module = loaded
+        if self._reference.quantized:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(self._stored.whole(name, parameter.dtype))
+        files: dict[str, list[Path]] = {}
+        for label in sorted(self._labels, key=lambda label: label == ADAPTED):
+            if label == ADAPTED:
+                model = _with_adapters(model, self._reference.adapters)
+            model.eval()
+            files[label] = [directory / f"{label}-{number}" for number in range(len(prompts))]
+            for prompt, path in zip(prompts, files[label], strict=True):
+                write_logits(logits_of(model, prompt), path)
+        return files
+
+
+def _with_adapters(model: nn.Module, adapters: Sequence[Path]) -> nn.Module:
+    for adapter in adapters[:-1]:
+        model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=False)
+    adapted: nn.Module = PeftModel.from_pretrained(model, str(adapters[-1]))
+    return adapted
+
+
+def _models(reference: Reference, labels: Sequence[str], scratch: Path) -> Models:
+    if any(needs_base_weights(adapter) for adapter in reference.adapters):
+        return _WholeModels(reference, labels, "its adapter is made from the base's weights")
+    return _StreamedModels(reference, labels, scratch)

@@ -1,10 +1,14 @@
-"""What a verification found, as JSON beside the model and as text for people. Written by run.py, read by publish."""
+"""What a verification found: as data, as JSON beside the model, and as a few lines for logs. The page for people: page.py."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune_trainer.verify.gate import Gate, LogitFigures
 from finetune_trainer.verify.tensors import TensorFigures
@@ -13,8 +17,22 @@ MAX_FAULTS_IN_TEXT = 5
 
 
 @dataclass(frozen=True)
+class Compared:
+    """Which files were compared: sha256 by file name."""
+
+    base: Mapping[str, str]
+    adapters: tuple[Mapping[str, str], ...]
+    merged: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class VerificationReport:
-    """passed: no fault in tensors or logits. logits is None when tensors were wrong already or no prompts were given."""
+    """passed: no fault in tensors or logits. logits is None when tensors were wrong already.
+
+    merged_onto: the base that the adapters were added to, which `logits` and `gate` are about: Original or Dequantized.
+    other_logits: for an adapter of a quantised training, the figures against base + adapter with the other base.
+    peak_memory_bytes: of the whole process.
+    """
 
     passed: bool
     faults: tuple[str, ...]
@@ -22,6 +40,10 @@ class VerificationReport:
     logits: LogitFigures | None
     gate: Gate | None
     seconds: float
+    merged_onto: str
+    other_logits: LogitFigures | None
+    compared: Compared
+    peak_memory_bytes: int
 
     def text(self) -> str:
         """A few lines for logs and termination messages."""
@@ -45,12 +67,24 @@ class VerificationReport:
             lines.append(f"and {len(self.faults) - MAX_FAULTS_IN_TEXT} more faults in the full report")
         return "\n".join(lines)
 
-    def write(self, path: Path) -> None:
-        """Writes JSON so that a reader sees the old file or the new one."""
-        temporary = path.with_name(f"{path.name}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(self), file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+    def json(self) -> str:
+        """Everything; of classes only those that the model has."""
+        tensors: dict[str, Any] = dataclasses.asdict(self.tensors)
+        tensors |= {name: getattr(self.tensors, name) for name in ("num_untouched", "num_changed", "num_by_logits_only")}
+        tensors |= {name: getattr(self.tensors, name) for name in ("num_values_sampled", "worst_rounding")}
+        tensors["classes"] = {
+            name: {**tensors["classes"][name], "relative_change": figures.relative_change}
+            for name, figures in self.tensors.classes.items()
+            if figures.num_untouched or figures.num_changed
+        }
+        return json.dumps({**dataclasses.asdict(self), "tensors": tensors}, indent=2) + "\n"
+
+
+def write_text(text: str, path: Path) -> None:
+    """So that a reader sees the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,29 +1,59 @@
-"""Verification, start to end, and what becomes of a model that fails. The way in for the merge role, the CLI and tests."""
+"""Verification, start to end, and what becomes of a model that fails. The way in for the merge role, the command line and tests."""
 
+from __future__ import annotations
+
+import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from finetune_job.api.output import MergeBase
+from finetune_trainer.fetch.manifest import read_manifest
+from finetune_trainer.files import file_sha256
+from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
+from finetune_trainer.merge.read_model import read_stored_model
+from finetune_trainer.merge.writer import MANIFEST_FILE
 from finetune_trainer.verify.gate import Gate, LogitFigures, failures
-from finetune_trainer.verify.logits import compare_logits
-from finetune_trainer.verify.report import VerificationReport
+from finetune_trainer.verify.logits import Reference, compare_logits
+from finetune_trainer.verify.page import verification_page
+from finetune_trainer.verify.report import Compared, VerificationReport, write_text
 from finetune_trainer.verify.tensors import check_tensors
 
 
 def verify_merge(
-    *, base: Path, adapter: Path, merged: Path, prompts: Sequence[Sequence[int]], gate: Gate, report_path: Path
+    *,
+    base: Path,
+    adapters: Sequence[Path],
+    merged: Path,
+    prompts: Sequence[Sequence[int]],
+    gate: Gate,
+    report_path: Path,
+    page_path: Path | None = None,
+    quantization: Quantization | None = None,
+    merged_onto: MergeBase = MergeBase.ORIGINAL,
 ) -> VerificationReport:
-    """Checks tensors, then logits if the tensors are right, and writes the report.
+    """Checks tensors, then logits if the tensors are right, and writes the report, and a page for people where `page_path` says.
 
-    prompts: held-out token ids. gate: see gate.gate_for. The caller quarantines `merged` when `passed` is False.
-    Raises MergeError when a directory cannot be read, ValueError for empty prompts.
+    adapters: in the order in which they were merged. prompts: held-out token ids, or prompts.default_prompts. gate: see
+    gate.gate_for. quantization: how the training that made the adapters packed the base, if it did; then the logits are compared
+    with both bases, and the gate is about `merged_onto`. The caller quarantines `merged` when `passed` is False.
+    Raises MergeError when a directory cannot be read or the model cannot be verified, ValueError for empty prompts or Dequantized
+    without `quantization`.
     """
     started = time.monotonic()
-    tensors = check_tensors(base, adapter, merged)
-    faults = tuple(tensors.faults)
+    onto_dequantized = merged_onto is MergeBase.DEQUANTIZED
+    if onto_dequantized and quantization is None:
+        raise ValueError("merged_onto is Dequantized, but no quantization is given: nothing was packed in training.")
+    tensors = check_tensors(base, adapters, merged, quantization if onto_dequantized else None)
+    compared = _compared(base, adapters, merged)
+    faults = (*_faults_of_base(base, compared.base), *tensors.faults)
     logits: LogitFigures | None = None
+    other: LogitFigures | None = None
     if not faults:
-        logits = compare_logits(base, adapter, merged, prompts, scratch=report_path.parent)
+        references = _references(base, adapters, quantization, onto_dequantized=onto_dequantized)
+        logits, *others = compare_logits(references, merged, prompts, scratch=report_path.parent)
+        other = others[0] if others else None
         faults = failures(logits, gate)
     report = VerificationReport(
         passed=not faults,
@@ -32,9 +62,50 @@ def verify_merge(
         logits=logits,
         gate=gate,
         seconds=time.monotonic() - started,
+        merged_onto=merged_onto.value,
+        other_logits=other,
+        compared=compared,
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
-    report.write(report_path)
+    write_text(report.json(), report_path)
+    if page_path is not None:
+        write_text(verification_page(report), page_path)
     return report
+
+
+def _references(
+    base: Path, adapters: Sequence[Path], quantization: Quantization | None, *, onto_dequantized: bool
+) -> list[Reference]:
+    """The one that the gate is about first."""
+    original = Reference(base, adapters)
+    if quantization is None:
+        return [original]
+    # Imports bitsandbytes: only where it is needed.
+    from finetune_trainer.merge.quantized_base import quantized_tensors
+
+    stored = read_stored_model(read_checkpoint(base), read_json(base / CONFIG_FILE))
+    packed = Reference(base, adapters, quantized_tensors(base, stored, quantization))
+    return [packed, original] if onto_dequantized else [original, packed]
+
+
+def _compared(base: Path, adapters: Sequence[Path], merged: Path) -> Compared:
+    return Compared(
+        base=_digests(base, (CONFIG_FILE, *read_checkpoint(base).file_bytes)),
+        adapters=tuple(_digests(adapter, (ADAPTER_CONFIG_FILE, ADAPTER_FILE)) for adapter in adapters),
+        merged=_digests(merged, (MANIFEST_FILE,) if (merged / MANIFEST_FILE).exists() else read_checkpoint(merged).file_bytes),
+    )
+
+
+def _faults_of_base(base: Path, digests: Mapping[str, str]) -> Iterator[str]:
+    """Where a fetched base is not what was fetched any more. Nobody knows what a base on a claim of the user's should be."""
+    manifest = read_manifest(base)
+    for file in manifest.files if manifest is not None else ():
+        if digests.get(file.path, file.sha256) != file.sha256:
+            yield f"base file {file.path} does not have the sha256 with which it was fetched: it changed after that"
+
+
+def _digests(directory: Path, names: Sequence[str] | Mapping[str, int]) -> dict[str, str]:
+    return {name: file_sha256(directory / name) for name in names}
 
 
 def quarantine(path: Path, kept: Path) -> Path:

@@ -1,82 +1,125 @@
-"""Merged tensors against base and adapter, without a model: untouched ones byte for byte, changed ones against fp64.
+"""Merged tensors against base and adapters, without a model: untouched ones byte for byte, changed ones against fp64 (exact.py).
 
-In: three directories. Out: TensorFigures with every fault found. Called by run.py. Deliberately shares no arithmetic with
-the merge: the names come from the same pure assignment, the values from the formulas in fp64.
+In: directories. Out: TensorFigures with every fault found. Called by run.py. Which tensors may differ, and by what, is the plan's
+word; whether they do is found here, and by the logits whether the plan is right.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from finetune_trainer.merge.adapter_settings import adapter_settings
-from finetune_trainer.merge.assignment import Change, LowRank, Orientation, assign
-from finetune_trainer.merge.headers import (
-    ADAPTER_CONFIG_FILE,
-    CONFIG_FILE,
-    TensorHeader,
-    read_adapter,
-    read_checkpoint,
-    read_json,
-)
+from finetune_trainer.merge.changes import LowRank, Quantization, TokenRows
+from finetune_trainer.merge.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
+from finetune_trainer.merge.inputs import plan_merge
+from finetune_trainer.merge.plan import MergePlan, OutputTensor
+from finetune_trainer.merge.steps.rounding import TORCH_DTYPES
 from finetune_trainer.merge.writer import MANIFEST_FILE
-from finetune_trainer.verify.gate import UNIT_ROUNDOFF
+from finetune_trainer.verify.exact import ExactMatrix, forget_adapter, has_formula, is_zero, read_rows
+from finetune_trainer.verify.tensor_classes import ORDER, class_of
 
 SAMPLE_ROWS = 16
-"""Rows of each changed tensor that are computed again in fp64, the first and the last among them."""
+"""Rows of each changed matrix that are computed again in fp64, the first and the last among them."""
+MIN_SAMPLE_ROWS = 4
+"""Of each matrix where many are stacked in one tensor."""
+TOKEN_ROWS = 64
+"""Of trained tokens, besides."""
 READ_BYTES = 8 << 20
+_UNBOUNDED = 1 << 62
+_WRITTEN_BY_MERGE = frozenset({"dtype", "torch_dtype"})
+"""Fields of config.json that follow from the merge's options rather than from the model."""
 
-_TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ROUNDOFF = {
-    "F64": 2.0**-53,
-    "F32": UNIT_ROUNDOFF["float32"],
-    "F16": UNIT_ROUNDOFF["float16"],
-    "BF16": UNIT_ROUNDOFF["bfloat16"],
-}
-_FP32 = UNIT_ROUNDOFF["float32"]
+
+@dataclass
+class ClassFigures:
+    """Tensors of one class. worst_rounding: largest error over what rounding allows. relative_change: ||W' - W||/||W||, sampled.
+
+    num_by_logits_only: changed tensors that have no formula outside of PEFT, so that only the comparison of logits covers them.
+    """
+
+    num_untouched: int = 0
+    num_changed: int = 0
+    num_by_logits_only: int = 0
+    num_values_sampled: int = 0
+    worst_rounding: float = 0.0
+    squared_change: float = 0.0
+    squared_base: float = 0.0
+
+    @property
+    def relative_change(self) -> float:
+        return math.sqrt(self.squared_change / self.squared_base) if self.squared_base else 0.0
 
 
 @dataclass
 class TensorFigures:
-    """What was compared, and sentences about what is wrong. worst_rounding: largest error over what rounding allows."""
+    """What was compared, by class in the order of tensor_classes.ORDER, and sentences about what is wrong."""
 
-    num_untouched: int = 0
-    num_changed: int = 0
-    num_values_sampled: int = 0
-    worst_rounding: float = 0.0
+    classes: dict[str, ClassFigures] = field(default_factory=lambda: {name: ClassFigures() for name in ORDER})
     num_changed_tensors_with_base_bytes: int = 0
     is_zero_adapter: bool = False
     faults: list[str] = field(default_factory=list)
 
+    @property
+    def num_untouched(self) -> int:
+        return sum(figures.num_untouched for figures in self.classes.values())
 
-def check_tensors(base: Path, adapter: Path, merged: Path) -> TensorFigures:
-    """Compares all tensors. Raises MergeError only when a directory cannot be read as what it should be."""
-    base_tensors, merged_tensors = read_checkpoint(base).tensors, read_checkpoint(merged).tensors
-    settings = adapter_settings(read_json(adapter / ADAPTER_CONFIG_FILE))
-    changes = assign(base_tensors, read_adapter(adapter).tensors, settings, read_json(base / CONFIG_FILE))
+    @property
+    def num_changed(self) -> int:
+        return sum(figures.num_changed for figures in self.classes.values())
+
+    @property
+    def num_by_logits_only(self) -> int:
+        return sum(figures.num_by_logits_only for figures in self.classes.values())
+
+    @property
+    def num_values_sampled(self) -> int:
+        return sum(figures.num_values_sampled for figures in self.classes.values())
+
+    @property
+    def worst_rounding(self) -> float:
+        return max((figures.worst_rounding for figures in self.classes.values()), default=0.0)
+
+
+def check_tensors(base: Path, adapters: Sequence[Path], merged: Path, quantization: Quantization | None = None) -> TensorFigures:
+    """Compares all tensors. quantization: what the merge added to, where that was not the base as stored.
+
+    Raises MergeError only when a directory cannot be read as what it should be.
+    """
+    plan = plan_merge(base, adapters, None, _UNBOUNDED, quantization)
+    found = read_checkpoint(merged).tensors
     figures = TensorFigures()
     figures.faults += _manifest_faults(merged)
-    for name in sorted(base_tensors.keys() ^ merged_tensors.keys()):
-        where = "the merged model" if name in base_tensors else "the base model"
-        figures.faults.append(f"tensor {name} is missing in {where}")
-    figures.is_zero_adapter = all(_is_zero_change(change) for change in changes.values())
-    for name in sorted(base_tensors.keys() & merged_tensors.keys()):
-        source, result = base_tensors[name], merged_tensors[name]
-        if source.shape != result.shape:
-            figures.faults.append(f"tensor {name} has shape {list(result.shape)}, the base has {list(source.shape)}")
-        elif name in changes:
-            figures.num_changed += 1
-            figures.num_changed_tensors_with_base_bytes += _is_cast_of(source, result, source.dtype)
-            _check_changed(changes[name], result, figures)
+    figures.faults += _config_faults(base, merged, plan)
+    planned = {tensor.name: tensor for tensor in plan.tensors}
+    figures.faults += (f"tensor {name} is missing in the merged model" for name in sorted(planned.keys() - found.keys()))
+    figures.faults += (f"tensor {name} is no tensor of this model" for name in sorted(found.keys() - planned.keys()))
+    originals = read_checkpoint(base).tensors
+    changed = [tensor for tensor in planned.values() if tensor.is_changed_by_adapter]
+    figures.is_zero_adapter = all(_is_zero_change(tensor, originals) for tensor in changed)
+    for name in sorted(planned.keys() & found.keys()):
+        tensor, result = planned[name], found[name]
+        of_class = figures.classes[class_of(name)]
+        if tensor.shape != result.shape:
+            figures.faults.append(f"tensor {name} has shape {list(result.shape)}, it should have {list(tensor.shape)}")
+        elif tensor.is_changed_by_adapter:
+            of_class.num_changed += 1
+            original = originals.get(name)
+            if original is not None and _is_cast_of(original, result, original.dtype):
+                figures.num_changed_tensors_with_base_bytes += 1
+            figures.faults += _faults_of_changed(tensor, result, of_class)
         else:
-            figures.num_untouched += 1
-            if not _is_cast_of(source, result, source.dtype):
+            of_class.num_untouched += 1
+            if not _is_cast_of(tensor.source, result, tensor.compute_dtype):
                 figures.faults.append(f"tensor {name} differs from the base, although the adapter does not touch it")
+    forget_adapter()
     if figures.num_changed and figures.num_changed == figures.num_changed_tensors_with_base_bytes and not figures.is_zero_adapter:
         figures.faults.append(
             "the merged model has the base model's weights in every tensor that the adapter changes: the adapter was not "
@@ -99,105 +142,75 @@ def _manifest_faults(merged: Path) -> Iterator[str]:
                 yield f"file {entry['name']} does not have the sha256 of the manifest: it changed after the merge"
 
 
-def _is_zero_change(change: Change) -> bool:
-    """True when the change cannot alter any value: lora_B all zero, no magnitudes, nothing replaced."""
-    if change.replacement is not None:
-        return _is_cast_of(change.replacement, change.base, change.base.dtype)
-    low_rank = change.low_rank
-    if low_rank is None or low_rank.magnitude is not None:
+def _config_faults(base: Path, merged: Path, plan: MergePlan) -> Iterator[str]:
+    """config.json is the base's, but for what the plan changes: a model of other settings can have the same tensors."""
+    expected = {**read_json(base / CONFIG_FILE), **plan.config_changes}
+    result = read_json(merged / CONFIG_FILE)
+    for key in sorted((expected.keys() | result.keys()) - _WRITTEN_BY_MERGE):
+        first, second = _without_dtype(expected.get(key)), _without_dtype(result.get(key))
+        if first != second:
+            yield f"{CONFIG_FILE}: {key} is {second!r} in the merged model, it should be {first!r}"
+
+
+def _without_dtype(value: Any) -> Any:
+    return {key: item for key, item in value.items() if key not in _WRITTEN_BY_MERGE} if isinstance(value, dict) else value
+
+
+def _is_zero_change(tensor: OutputTensor, originals: Mapping[str, TensorHeader]) -> bool:
+    """True when nothing can alter any value: lora_B all zero, no magnitudes, the same values in place of the base's."""
+    original = originals.get(tensor.name)
+    if tensor.is_replaced and not (original is not None and _is_cast_of(tensor.source, original, original.dtype)):
         return False
-    return any(not bool(_load(part).any()) for part in (low_rank.b, low_rank.a))
+    changes = [change for matrix in tensor.changes for change in matrix]
+    return all(
+        isinstance(change, LowRank) and change.magnitude is None and (is_zero(change.b) or is_zero(change.a)) for change in changes
+    )
 
 
-def _check_changed(change: Change, result: TensorHeader, figures: TensorFigures) -> None:
-    name = change.base.name
-    if change.low_rank is None:
-        if change.replacement is not None and not _is_cast_of(change.replacement, result, change.base.dtype):
-            figures.faults.append(f"tensor {name} is not the adapter's copy {change.replacement.name}")
+def _faults_of_changed(tensor: OutputTensor, result: TensorHeader, figures: ClassFigures) -> Iterator[str]:
+    """At most one: the first row that rounding does not explain."""
+    if not tensor.changes:
+        if not _is_cast_of(tensor.source, result, tensor.compute_dtype):
+            yield f"tensor {tensor.name} is not the adapter's copy {tensor.source.name}"
         return
-    exact = _Exact(change, change.low_rank, result.dtype)
-    num_rows = result.shape[0]
-    chosen = {0, num_rows - 1} | set(random.Random(name).sample(range(num_rows), min(num_rows, SAMPLE_ROWS)))  # noqa: S311
-    for row in sorted(chosen):
-        merged = _row(result, row).double()
-        expected, allowed = exact.row(row)
+    if not all(has_formula(matrix) for matrix in tensor.changes):
+        figures.num_by_logits_only += 1
+        return
+    out = TORCH_DTYPES[result.dtype]
+    held = torch.promote_types(TORCH_DTYPES[tensor.compute_dtype], out)
+    shape = tensor.matrix_shape
+    sampler = random.Random(tensor.name)  # noqa: S311 - which rows are looked at, the same ones each time
+    for index, changes in enumerate(tensor.changes):
+        tokens = [row for change in changes if isinstance(change, TokenRows) for row in change.indices]
+        rows = _sample(shape[0], max(MIN_SAMPLE_ROWS, SAMPLE_ROWS // len(tensor.changes)), tokens, sampler)
+        merged = read_rows(result, index, shape, rows).double()
+        before = read_rows(tensor.source, index, shape, rows).double()
+        expected, allowed = ExactMatrix(tensor.source, index, shape, changes, held=held, out=out).rows(rows)
         figures.num_values_sampled += merged.numel()
-        ratio = (merged - expected).abs() / allowed
-        worst = int(torch.nan_to_num(ratio, nan=math.inf).argmax())
-        figures.worst_rounding = max(figures.worst_rounding, float(torch.nan_to_num(ratio, nan=math.inf)[worst]))
-        if not bool(ratio[worst] <= 1):
-            figures.faults.append(
-                f"tensor {name} at [{row}, {worst}] is {float(merged[worst]):.9g}, fp64 gives {float(expected[worst]):.9g}; "
-                f"rounding allows {float(allowed[worst]):.2g}"
+        figures.squared_change += float(((merged - before) ** 2).sum())
+        figures.squared_base += float((before**2).sum())
+        ratio = torch.nan_to_num((merged - expected).abs() / allowed, nan=math.inf)
+        worst = int(ratio.argmax())
+        row, column = divmod(worst, shape[1])
+        figures.worst_rounding = max(figures.worst_rounding, float(ratio.view(-1)[worst]))
+        if float(ratio.view(-1)[worst]) > 1:
+            where = [*([index] if len(tensor.changes) > 1 else []), rows[row], *([column] if len(tensor.shape) > 1 else [])]
+            yield (
+                f"tensor {tensor.name} at {where} is {float(merged[row, column]):.9g}, fp64 gives "
+                f"{float(expected[row, column]):.9g}; rounding allows {float(allowed[row, column]):.2g}"
             )
             return
 
 
-class _Exact:
-    """Rows of one merged weight in fp64, with the error that rounding explains."""
-
-    def __init__(self, change: Change, low_rank: LowRank, out_dtype: str) -> None:
-        self._source = change.replacement or change.base
-        self._held_dtype = torch.promote_types(_TORCH_DTYPES[change.base.dtype], _TORCH_DTYPES[out_dtype])
-        self._low_rank = low_rank
-        self._a, self._b = _load(low_rank.a).double(), _load(low_rank.b).double()
-        self._magnitude = _load(low_rank.magnitude).double() if low_rank.magnitude else None
-        self._is_transposed = low_rank.orientation is not Orientation.LINEAR
-        self._held_roundoff = torch.finfo(self._held_dtype).eps / 2
-        is_rounded_twice = self._held_dtype != _TORCH_DTYPES[out_dtype]
-        self._roundoff = _ROUNDOFF[out_dtype] + (self._held_roundoff if is_rounded_twice else 0.0)
-        # Smallest distance of subnormal float16 numbers; other dtypes reach so far down that it does not matter.
-        self._floor = 2.0**-24 if "F16" in (out_dtype, change.base.dtype) else 1e-37
-        self._column_norms = self._norms_of_columns() if self._magnitude is not None and self._is_transposed else None
-
-    def row(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(exact values, allowed absolute errors) of one stored row."""
-        weight, delta, product_error = self._parts(row)
-        exact = weight + delta
-        # fp32: a sum of r products, the scaling, the addition
-        error = product_error + 2 * _FP32 * (weight.abs() + delta.abs())
-        if self._low_rank.orientation is Orientation.EMBEDDING and self._magnitude is None:
-            error += self._held_roundoff * delta.abs()
-        if self._magnitude is not None:
-            norms = self._column_norms
-            factor = self._magnitude[row] / exact.norm() if norms is None else self._magnitude / norms
-            num_terms = self._source.shape[0 if self._is_transposed else 1]
-            exact = exact * factor
-            error = error * factor.abs() + (16 + num_terms / 64) * _FP32 * exact.abs()
-        error += self._roundoff * 1.01 * exact.abs()
-        return exact, error + self._floor
-
-    def _parts(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weight = _row(self._source, row).to(self._held_dtype).double()
-        scaling = self._low_rank.scaling
-        left, right = (self._a[:, row], self._b.T) if self._is_transposed else (self._b[row], self._a)
-        rank = left.shape[0]
-        return weight, scaling * (left @ right), (rank + 2) * _FP32 * abs(scaling) * (left.abs() @ right.abs())
-
-    def _norms_of_columns(self) -> torch.Tensor:
-        squares = torch.zeros(self._source.shape[1], dtype=torch.float64)
-        for row in range(self._source.shape[0]):
-            weight, delta, _ = self._parts(row)
-            squares += (weight + delta) ** 2
-        return squares.sqrt()
-
-
-def _row(tensor: TensorHeader, row: int) -> torch.Tensor:
-    num_bytes = tensor.num_bytes // tensor.shape[0]
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.offset + row * num_bytes)
-        return torch.frombuffer(bytearray(file.read(num_bytes)), dtype=_TORCH_DTYPES[tensor.dtype])
-
-
-def _load(tensor: TensorHeader) -> torch.Tensor:
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.offset)
-        return torch.frombuffer(bytearray(file.read(tensor.num_bytes)), dtype=_TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+def _sample(count: int, size: int, tokens: Sequence[int], sampler: random.Random) -> list[int]:
+    """PURE. Rows of one matrix: the first, the last, some others, and some of those that are replaced, which are few among many."""
+    trained = sampler.sample(tokens, min(len(tokens), TOKEN_ROWS))
+    return sorted({0, count - 1, *trained, *sampler.sample(range(count), min(count, size))})
 
 
 def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> bool:
     """True when `result` has the values of `source`, held in the wider of `held_as` and its own dtype, then cast to the latter."""
-    if source.dtype != result.dtype and not {source.dtype, result.dtype} <= _TORCH_DTYPES.keys():
+    if source.dtype != result.dtype and not {source.dtype, result.dtype} <= TORCH_DTYPES.keys():
         return False
     num_elements = math.prod(source.shape)
     step = READ_BYTES // 8
@@ -212,9 +225,9 @@ def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> boo
                 if left != right:
                     return False
                 continue
-            values = torch.frombuffer(left, dtype=_TORCH_DTYPES[source.dtype])
-            out_dtype = _TORCH_DTYPES[result.dtype]
-            held = values.to(torch.promote_types(_TORCH_DTYPES[held_as], out_dtype))
+            values = torch.frombuffer(left, dtype=TORCH_DTYPES[source.dtype])
+            out_dtype = TORCH_DTYPES[result.dtype]
+            held = values.to(torch.promote_types(TORCH_DTYPES[held_as], out_dtype))
             if not torch.equal(held.to(out_dtype), torch.frombuffer(right, dtype=out_dtype)):
                 return False
     return True

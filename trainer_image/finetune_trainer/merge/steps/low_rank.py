@@ -1,23 +1,21 @@
-"""Merged weights with exactly the bits of peft 0.21.2 on a CPU (`merge_and_unload(safe_merge=False)`), block by block.
+"""W + scaling * B@A, with PEFT's bits: what peft 0.21.2 does on a CPU, cut into blocks of rows.
 
-In: rows of a base weight and the adapter's factors. Out: rows of the merged weight. Called by stream.py.
-What is exact and why: adapters are upcast to fp32 when PEFT loads them; B@A comes first and the scaling after it; LoRA
-and DoRA on projections add in fp32 and round once, LoRA on embeddings rounds the delta to the weight's dtype and then
-the sum (sources: peft tuners/lora/layer.py `merge`, `get_delta_weight`; variants.py `Dora...Variant.merge_unsafe`).
-Elementwise work may be cut anywhere. A matrix product may not: its bits depend on the kernel that the library picks for
-its shape. So products are cut into blocks only where `blocks_are_exact` has seen equal bits on this machine.
+PEFT widens the factors to fp32, multiplies them whole, scales the product, adds it to the weight (which promotes 16-bit values to
+fp32) and rounds once. DoRA divides by the norms of the sum and rounds once as well. Embeddings and expert parameters round twice:
+the product to the weight's dtype and then the sum (sources: peft tuners/lora/layer.py `merge`, `get_delta_weight`; variants.py
+`Dora...Variant.merge_unsafe`). Elementwise work may be cut anywhere. A matrix product may not: its bits depend on the kernel that
+the library picks for its shape. So products are cut into blocks only where `blocks_are_exact` has seen equal bits on this machine.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
 
-from finetune_trainer.merge.assignment import Orientation
-
-TORCH_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-}  # fmt: skip
-"""Names in safetensors headers of the dtypes that arithmetic is done in."""
+from finetune_trainer.merge.changes import Orientation
+from finetune_trainer.merge.steps.rounding import all_finite, round_into
+from finetune_trainer.merge.steps.step import Scratch
 
 BLOCK_ROWS = 256
 """Rows of one matrix product. Measured: blocks of 64 rows and more had PEFT's bits, of 1 and 7 rows had not."""
@@ -26,6 +24,9 @@ BLOCK_BYTES = 8 << 20
 """Wider weights than 8,192 columns get fewer rows per block, so that an fp32 block stays near this."""
 SELF_CHECK_BYTES = 32 << 20
 """The whole product that blocks are compared with is cut to this many fp32 bytes, because memory is bounded."""
+
+_exact_shapes: dict[tuple[object, ...], bool] = {}
+"""What the self-check has seen in this process, by the shapes that decide which kernels the library picks."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,40 @@ class Factors:
     magnitude: torch.Tensor | None
     scaling: float
     orientation: Orientation
+    rounds_product: bool
+    """Whether B@A is rounded to the weight's dtype before it is added, as for embeddings and expert parameters."""
 
     @property
     def is_transposed(self) -> bool:
         """True when the weight is stored as (in, out): its rows are then columns of B@A."""
         return self.orientation is not Orientation.LINEAR
 
+
+@dataclass(frozen=True)
+class LowRankStep:
+    """LoRA, rsLoRA or DoRA on one matrix."""
+
+    factors: Factors
+    compute: torch.dtype
+
     @property
-    def needs_whole_weight(self) -> bool:
-        """DoRA's norms run along the stored rows' other axis here, so that no single row can be finished alone."""
-        return self.magnitude is not None and self.is_transposed
+    def needs_whole(self) -> bool:
+        """DoRA's norms run across the stored rows where the weight is transposed, so that no row can be finished alone."""
+        return self.factors.magnitude is not None and self.factors.is_transposed
+
+    def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
+        """Blocks of one matrix product each; all rows where blocks would not have the whole product's bits."""
+        factors = self.factors
+        key = (factors.orientation, factors.a.shape, factors.a.stride(), factors.b.shape, factors.b.stride())
+        if key not in _exact_shapes:
+            _exact_shapes[key] = blocks_are_exact(factors)
+        return row_blocks(num_rows, num_columns) if _exact_shapes[key] else [(0, num_rows)]
+
+    def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:
+        if self.needs_whole:
+            _merge_whole_transposed_dora(values, self.factors, self.compute, out)
+            return all_finite(out)
+        return _merge_block(values, self.factors, rows, compute=self.compute, out=out, scratch=scratch)
 
 
 def row_blocks(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
@@ -54,20 +79,6 @@ def row_blocks(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
     rows = min(BLOCK_ROWS, max(MIN_BLOCK_ROWS, BLOCK_BYTES // (4 * max(num_columns, 1)) // 8 * 8))
     starts = list(range(0, max(num_rows - rows, 0) + 1, rows))
     return [(start, stop) for start, stop in zip(starts, [*starts[1:], num_rows], strict=True)]
-
-
-class Scratch:
-    """Two fp32 blocks that a worker uses again and again: allocating them for each block took half of the time."""
-
-    def __init__(self) -> None:
-        self._blocks = [torch.empty(0), torch.empty(0)]
-
-    def block(self, number: int, num_rows: int, num_columns: int) -> torch.Tensor:
-        """Block `number` (0 or 1) as (num_rows, num_columns), contents undefined."""
-        count = num_rows * num_columns
-        if self._blocks[number].numel() < count:
-            self._blocks[number] = torch.empty(count)
-        return self._blocks[number][:count].view(num_rows, num_columns)
 
 
 def product(factors: Factors, start: int, stop: int, scratch: Scratch | None = None) -> torch.Tensor:
@@ -99,7 +110,7 @@ def blocks_are_exact(factors: Factors) -> bool:
     return True
 
 
-def merge_block(
+def _merge_block(
     base: torch.Tensor,
     factors: Factors,
     rows: tuple[int, int],
@@ -115,7 +126,7 @@ def merge_block(
     """
     start, stop = rows
     delta = product(factors, start, stop, scratch).mul_(factors.scaling)
-    if factors.orientation is Orientation.EMBEDDING:
+    if factors.rounds_product and factors.magnitude is None:
         rounded = base.to(compute, copy=True)
         rounded += delta.to(compute)
         out.copy_(rounded)
@@ -128,14 +139,14 @@ def merge_block(
     if factors.magnitude is not None:
         norm = torch.linalg.norm(weight, dim=1)
         weight.mul_((factors.magnitude[start:stop] / norm).view(-1, 1))
-    _round(weight, compute, out)
+    round_into(weight, compute, out)
     # Of the output dtypes only float16 can overflow where the fp32 sum did not; elsewhere the sum, still in the
     # processor's cache, is cheaper to look at.
     return all_finite(out if torch.float16 in (compute, out.dtype) else weight)
 
 
-def merge_whole_transposed_dora(base: torch.Tensor, factors: Factors, compute: torch.dtype, out: torch.Tensor) -> None:
-    """DoRA on a weight stored as (in, out): Conv1D, embeddings. Shapes and dtypes as in `merge_block`, all rows.
+def _merge_whole_transposed_dora(base: torch.Tensor, factors: Factors, compute: torch.dtype, out: torch.Tensor) -> None:
+    """DoRA on a weight stored as (in, out): Conv1D, embeddings. Shapes and dtypes as in `_merge_block`, all rows.
 
     Follows PEFT operation by operation, memory layouts included: the order in which a norm adds up its terms depends on
     the strides of the sum, and those on the order of the operands.
@@ -146,21 +157,4 @@ def merge_whole_transposed_dora(base: torch.Tensor, factors: Factors, compute: t
     delta = (factors.b @ factors.a).T * factors.scaling
     norm = torch.linalg.norm(weight.T + 1 * delta.T, dim=1)
     merged = (factors.magnitude / norm).view(1, -1) * (weight + delta)
-    _round(merged, compute, out)
-
-
-def cast(source: torch.Tensor, compute: torch.dtype, out: torch.Tensor) -> None:
-    """Copies whole values: into the dtype PEFT would hold them in, then into the output's."""
-    _round(source, compute, out)
-
-
-def _round(values: torch.Tensor, compute: torch.dtype, out: torch.Tensor) -> None:
-    if compute not in (out.dtype, values.dtype):
-        values = values.to(compute)
-    out.copy_(values)
-
-
-def all_finite(values: torch.Tensor) -> bool:
-    """False when a value is NaN or infinite. One pass in most cases: a NaN or infinity survives any sum."""
-    total = values.sum(dtype=torch.float32)
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())
+    round_into(merged, compute, out)

@@ -1,4 +1,4 @@
-"""The image is offline by its environment; this role alone is not."""
+"""The image is offline by its environment; the roles that copy from and to other places are not."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def go_online() -> None:
     os.environ.pop("TRANSFORMERS_OFFLINE", None)
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     for name in ("httpx2", "httpcore2", "huggingface_hub"):
-        # Addresses to which the Hub sends us on are signed, so whoever reads one may read the file.
-        logging.getLogger(name).setLevel(logging.WARNING)
+        # Addresses to which the Hub sends us on are signed, so whoever reads one may use it; warnings of retries show them.
+        logging.getLogger(name).setLevel(logging.ERROR)

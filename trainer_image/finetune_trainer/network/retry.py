@@ -9,15 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from finetune_trainer.fetch.errors import SourceUnavailableError, StoppedError, TransientError
+from finetune_trainer.network.errors import StoppedError, TransientError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+GivenUp = Callable[[str], Exception]
+"""Makes the failure that ends the role, from what is to be said of the last request."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a source may fail."""
+    """How long a service may fail."""
 
     attempts: int = 8
     """Requests in a row that bring nothing new."""
@@ -42,8 +44,8 @@ def pause_seconds(patience: Patience, failures: int, retry_after_seconds: float 
 class Attempts:
     """Failures in a row of one thing that is asked for."""
 
-    def __init__(self, what: str, patience: Patience, stop: threading.Event) -> None:
-        self._what, self._patience, self._stop = what, patience, stop
+    def __init__(self, what: str, patience: Patience, stop: threading.Event, given_up: GivenUp) -> None:
+        self._what, self._patience, self._stop, self._given_up = what, patience, stop, given_up
         self._failures = 0
 
     def progressed(self) -> None:
@@ -51,23 +53,21 @@ class Attempts:
         self._failures = 0
 
     def failed(self, error: TransientError) -> None:
-        """Wait before the next request. Raises SourceUnavailableError, StoppedError."""
+        """Wait before the next request. Raises what `given_up` makes, and StoppedError."""
         self._failures += 1
         pause = pause_seconds(self._patience, self._failures, error.retry_after_seconds, random.random())  # noqa: S311
         if pause is None:
-            raise SourceUnavailableError(
-                f"{self._what}: {error} (request {self._failures} of {self._patience.attempts} in a row without success)",
-                "what is complete is kept, and another attempt goes on from there; check the way out of the cluster and the "
-                "endpoints of the profile's spec.fetch",
+            raise self._given_up(
+                f"{self._what}: {error} (request {self._failures} of {self._patience.attempts} in a row without success)"
             )
         log.warning("%s: %s; again in %.1f s", self._what, error, pause)
         if self._stop.wait(pause):
             raise StoppedError
 
 
-def retried(what: str, patience: Patience, stop: threading.Event, operation: Callable[[], T]) -> T:
-    """The result of `operation`, asked for again while it raises TransientError. Raises SourceUnavailableError, StoppedError."""
-    attempts = Attempts(what, patience, stop)
+def retried(what: str, patience: Patience, stop: threading.Event, given_up: GivenUp, operation: Callable[[], T]) -> T:
+    """The result of `operation`, asked for again while it raises TransientError. Raises what `given_up` makes, and StoppedError."""
+    attempts = Attempts(what, patience, stop, given_up)
     while True:
         try:
             return operation()

@@ -1,0 +1,114 @@
+"""The merge of directories as a process of the trainer, which tells by lines of JSON how far it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.local.launch import Interruption
+from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass
+
+_TAIL_BYTES = 4096
+"""Of what the process said on its standard error, where it ended without a word of its own."""
+_USER_FAILURES = frozenset({FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL})
+_WRONG_ARGUMENTS = 2
+
+
+@dataclass(frozen=True)
+class MergeOrder:
+    """What is merged, and how."""
+
+    base: Path
+    adapters: Sequence[Path]
+    """Merged one after the other."""
+    output: Path
+    dtype: str | None
+    max_shard_size: str
+    verify: bool
+    prompts: Path | None
+    device: str
+
+    def command(self) -> list[str]:
+        """Arguments of the process."""
+        command = [sys.executable, "-m", "finetune_trainer.merge", "--base", str(self.base)]
+        for adapter in self.adapters:
+            command += ["--adapter", str(adapter)]
+        command += ["--output", str(self.output), "--max-shard-size", self.max_shard_size, "--device", self.device]
+        if self.dtype is not None:
+            command += ["--dtype", self.dtype]
+        if self.prompts is not None:
+            command += ["--prompts", str(self.prompts)]
+        return command if self.verify else [*command, "--no-verify"]
+
+
+@dataclass(frozen=True)
+class MergeEnd:
+    """How it ended."""
+
+    exit_code: ExitCode
+    report: Mapping[str, Any]
+    """Empty where the process ended before it had one."""
+    said: str
+    """What went wrong, in the words of the process."""
+
+
+def merge_directories(
+    command: Sequence[str], interruption: Interruption, progressed: Callable[[int, int], None], ended_writing: Callable[[], None]
+) -> MergeEnd:
+    """Run a merge to its end. `progressed`: bytes written, and in all. `ended_writing`: what follows is the verification."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True)
+        interruption.watch(process)
+        report: Mapping[str, Any] = {}
+        try:
+            for line in process.stdout or ():
+                said = _parsed(line)
+                if isinstance(said.get("report"), dict):
+                    report = said["report"]
+                elif isinstance(said.get("written"), int) and isinstance(said.get("total"), int):
+                    progressed(said["written"], said["total"])
+                    if said["written"] == said["total"]:
+                        ended_writing()
+            code = process.wait()
+        finally:
+            interruption.watch(None)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        return MergeEnd(_exit_code(code, interrupted=interruption.requested), report, _tail(errors) if code else "")
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """A line of progress or the report; anything else that a library may print is none."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _exit_code(code: int, *, interrupted: bool) -> ExitCode:
+    if code == 0:
+        return ExitCode.DONE
+    if interrupted:
+        return ExitCode.INTERRUPTED
+    if code == _WRONG_ARGUMENTS:
+        return ExitCode.UNUSABLE
+    return ExitCode.REFUSED if CLASS_OF_EXIT_CODE.get(code) in _USER_FAILURES else ExitCode.FAILED
+
+
+def _tail(errors: IO[bytes]) -> str:
+    end = errors.seek(0, os.SEEK_END)
+    errors.seek(max(end - _TAIL_BYTES, 0))
+    return errors.read().decode(errors="replace").strip()

@@ -1,0 +1,57 @@
+"""Credentials as files that the kubelet mounts from the user's Secrets; neither the operator nor the plan ever holds one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from finetune_job.api.base import BucketPath, HubPath, parse_destination
+from finetune_job.credentials import HUB_TOKEN, REGISTRY_LOGINS, S3_KEYS, CredentialFile
+from finetune_job.plan.run_plan import FetchPlan, PublishPlan
+
+VOLUME_NAME = "credentials"
+_GROUP_READS = 0o440
+_ALL_READ = 0o444
+
+
+def credentials_volume(sources: Sequence[dict[str, Any]], fs_group: int | None) -> dict[str, Any]:
+    """The volume with these files, in the kubelet's memory and in no other container.
+
+    The kubelet gives them to the pod's group where it has one. Where none is set here, a platform that assigns users of its own may
+    or may not assign a group, so the files' mode has to let any user of the container read them.
+    """
+    mode = _ALL_READ if fs_group is None else _GROUP_READS
+    return {"name": VOLUME_NAME, "projected": {"defaultMode": mode, "sources": list(sources)}}
+
+
+def fetch_credentials(fetch: FetchPlan) -> list[dict[str, Any]]:
+    """Sources of a projected volume with what the fetch pod may show."""
+    sources = []
+    if fetch.hub_token is not None:
+        sources += _secret(fetch.hub_token.name, (HUB_TOKEN,), key=fetch.hub_token.key)
+    if fetch.s3_secret is not None:
+        sources += _secret(fetch.s3_secret, S3_KEYS)
+    return sources
+
+
+def publish_credentials(publish: PublishPlan) -> list[dict[str, Any]]:
+    """Sources of a projected volume with what the publish pod may show."""
+    if publish.secret is None:
+        return []
+    match parse_destination(publish.destination):
+        case HubPath():
+            return _secret(publish.secret, (HUB_TOKEN,))
+        case BucketPath():
+            return _secret(publish.secret, S3_KEYS)
+        case _:
+            return _secret(publish.secret, (REGISTRY_LOGINS,))
+
+
+def _secret(name: str, files: tuple[CredentialFile, ...], key: str | None = None) -> list[dict[str, Any]]:
+    """One source for the keys that must be there and one for those that may be: `optional` speaks of a whole source."""
+    sources = []
+    for required in (True, False):
+        items = [{"key": key or file.key, "path": file.path} for file in files if file.required is required]
+        if items:
+            sources.append({"secret": {"name": name, "items": items, "optional": not required}})
+    return sources

@@ -1,0 +1,99 @@
+"""Credentials: which file or place a value comes from, how a registry's login is found, and where no value shows."""
+
+from __future__ import annotations
+
+import base64
+import json
+import traceback
+
+import pytest
+
+from finetune_trainer.credentials import Credentials, RegistryLogin, S3Keys, login_for
+from finetune_trainer.errors import DestinationRefusedError
+
+CANARY = "canary-that-sings"
+
+
+def encoded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+@pytest.mark.parametrize(
+    ("registry", "key"),
+    [
+        ("registry.example:5000", "registry.example:5000"),
+        ("registry.example", "https://registry.example"),
+        ("registry.example", "https://registry.example/v1/"),
+        ("registry.example", "http://Registry.example"),
+        ("docker.io", "https://index.docker.io/v1/"),
+        ("docker.io", "registry-1.docker.io"),
+        ("index.docker.io", "docker.io"),
+    ],
+)
+def test_the_login_of_a_registry_is_found_as_docker_finds_it(registry, key):
+    logins = {"auths": {"other.example": {"auth": encoded("x:y")}, key: {"auth": encoded(f"user:{CANARY}:with:colons")}}}
+    assert login_for(registry, logins) == RegistryLogin("user", f"{CANARY}:with:colons")
+
+
+def test_the_very_key_wins_over_one_of_the_same_host():
+    logins = {"auths": {"https://a.example/v2/": {"auth": encoded("x:old")}, "a.example": {"auth": encoded("x:new")}}}
+    assert login_for("a.example", logins) == RegistryLogin("x", "new")
+
+
+@pytest.mark.parametrize(
+    "logins", [{}, {"auths": {}}, {"auths": {"a.example:5000": {"auth": encoded("x:y")}}}, {"auths": {"a.example": {}}}]
+)
+def test_no_login_is_none(logins):
+    assert login_for("a.example", logins) is None
+
+
+def test_user_name_and_password_may_stand_alone_and_tokens_are_known():
+    assert login_for("a", {"auths": {"a": {"username": "u", "password": "p"}}}) == RegistryLogin("u", "p")
+    assert login_for("a", {"auths": {"a": {"auth": encoded("u:p"), "identitytoken": "t"}}}) == RegistryLogin("u", "p", "t")
+    assert login_for("a", {"auths": {"a": {"auth": encoded("<token>:t")}}}) == RegistryLogin("<token>", "t", "t")
+
+
+def test_mounted_files_are_read_and_nothing_else(tmp_path, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "of-the-environment")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    (tmp_path / "docker").mkdir()
+    (tmp_path / "docker/config.json").write_text(json.dumps({"auths": {"a": {"username": "of", "password": "docker"}}}))
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    credentials = Credentials(mounted)
+    assert (credentials.hub_token(), credentials.s3_keys(), credentials.registry_login("a")) == (None, None, None)
+    for name, value in {
+        "hub/token": "hf\n",
+        "s3/AWS_ACCESS_KEY_ID": "id\n",
+        "s3/AWS_SECRET_ACCESS_KEY": "secret",
+        "registry/config.json": json.dumps({"auths": {"a": {"username": "u", "password": "p"}}}),
+    }.items():
+        (mounted / name).parent.mkdir(exist_ok=True)
+        (mounted / name).write_text(value)
+    assert credentials.hub_token() == "hf"
+    assert credentials.s3_keys() == S3Keys("id", "secret", None)
+    assert credentials.registry_login("a") == RegistryLogin("u", "p")
+    (mounted / "s3/AWS_SESSION_TOKEN").write_text("session")
+    assert credentials.s3_keys() == S3Keys("id", "secret", "session")
+    local = Credentials(tmp_path / "not-mounted")
+    assert local.hub_token() == "of-the-environment"
+    assert local.s3_keys() == S3Keys("of-the-environment", "of-the-environment", None)
+    assert local.registry_login("a") == RegistryLogin("of", "docker")
+
+
+@pytest.mark.parametrize(
+    "content", [f'{{"auths": {{"a": {{"auth": "{CANARY}"}}', f'["{CANARY}"]', f'{{"auths": {{"a": {{"auth": "{CANARY}!"}}}}}}']
+)
+def test_a_damaged_file_is_named_and_not_quoted(tmp_path, content):
+    (tmp_path / "registry").mkdir()
+    (tmp_path / "registry/config.json").write_text(content)
+    with pytest.raises(DestinationRefusedError, match=r"config\.json") as caught:
+        Credentials(tmp_path).registry_login("a")
+    assert "spec.output.secretRef" in caught.value.hint
+    assert CANARY not in "".join(traceback.format_exception(caught.value))
+
+
+def test_no_value_shows_in_a_repr():
+    shown = repr([S3Keys(CANARY, CANARY, CANARY), RegistryLogin(CANARY, CANARY, CANARY)])
+    assert CANARY not in shown

@@ -1,0 +1,221 @@
+"""The model card: what the Hub reads of it, what people read, and that no name of a user is taken for markup."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from finetune_trainer.release.card import adapter_card, front_matter, model_card
+from finetune_trainer.release.curves import ROWS, WIDTH, Point, chosen, course, sparkline
+from finetune_trainer.release.facts import RunFacts
+from finetune_trainer.release.licence import Licence, read_licence
+from finetune_trainer.release.licence import front_matter as parsed_front_matter
+from finetune_trainer.release.markdown import block, code, table
+from finetune_trainer.release.serving import ServingReport
+from tests.unit.trainer_release.example import BASE_COMMIT, DATA_COMMIT, FROM_HUB, IMAGE, example
+
+HUB = {"output.destination": "hf://team/tuned"}
+
+
+def read_back(card: str) -> dict:
+    match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
+    assert match is not None
+    return yaml.safe_load(match[1])
+
+
+def test_the_hub_reads_what_it_needs(tmp_path):
+    facts = example(tmp_path, FROM_HUB | HUB).facts()
+    assert read_back(model_card(facts)) == {
+        "base_model": "maker/base",
+        "base_model_relation": "finetune",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": "other",
+        "license_name": "maker-terms",
+        "license_link": "LICENSE",
+        "datasets": ["maker/records"],
+        "tags": ["finetune-operator", "lora"],
+    }
+    assert read_back(adapter_card(facts))["library_name"] == "peft"
+    assert read_back(adapter_card(facts))["base_model_relation"] == "adapter"
+
+
+def test_names_that_the_hub_does_not_know_are_left_out(tmp_path):
+    found = read_back(model_card(example(tmp_path).facts()))
+    assert "base_model" not in found
+    assert "datasets" not in found
+
+
+def test_an_adapter_alone_is_an_adapter(tmp_path):
+    facts = example(tmp_path, FROM_HUB | HUB | {"merge.enabled": False}).facts()
+    card = model_card(facts)
+    assert read_back(card)["library_name"] == "peft"
+    assert "PeftModel.from_pretrained(base, 'team/tuned')" in card
+    assert "Verification" not in card
+
+
+@pytest.mark.parametrize(
+    ("destination", "expected"),
+    [
+        ("hf://team/tuned", ["from_pretrained('team/tuned'", "subfolder='adapter'", "vllm serve team/tuned"]),
+        ("s3://results/run", ["from_pretrained('./merged'", "aws s3 cp --recursive s3://results/run ."]),
+        ("oci://registry.example/team/tuned:v1", ["from_pretrained('.'", "oras pull registry.example/team/tuned:v1"]),
+        ("pvc://out/result", ["from_pretrained('./merged'", "PeftModel.from_pretrained(base, './adapter')"]),
+    ],
+)
+def test_it_says_how_to_load_from_where_it_lies(tmp_path, destination, expected):
+    card = model_card(example(tmp_path, FROM_HUB | {"output.destination": destination}).facts())
+    assert [part for part in expected if part not in card] == []
+    assert f"from_pretrained('maker/base', revision='{BASE_COMMIT}'" in card
+    assert "--enable-lora --max-lora-rank 16" in card
+
+
+def test_everything_about_the_run_is_told(tmp_path):
+    made = example(tmp_path, FROM_HUB | HUB)
+    card = model_card(made.facts())
+    expected = [
+        f"`hf://datasets/maker/records/train` at `{DATA_COMMIT}`",
+        "| 30 | 4,321 | 1,234 |",
+        f"* `a.jsonl`: SHA-256 `{'e' * 64}`",
+        "10 optimizer steps over 1,000 tokens, 600 of them supervised.",
+        "| base model | 0 | 2.5000 |",
+        "| last | 10 | 1.7500 |",
+        "held-out loss  █▁  2.5 -> 1.75",
+        "| same most likely token | 99.0000% | at least 97.00% |",
+        "| mean KL divergence from base and adapter, nats | 0.0001 | at most 0.005 |",
+        f"| plan, SHA-256 | `{made.context.plan_sha256}` |",
+        f"| trainer image | `{IMAGE}` |",
+        f"| base digest, SHA-256 over headers and sizes | `{'c' * 64}` |",
+        "whose licence goes on: `maker-terms`",
+        "| `learning_rate` |",
+        "| `r` | `16` |",
+        "| `weight_decay` | `0` |",
+    ]
+    assert [part for part in expected if part not in card] == []
+
+
+def test_it_is_the_same_each_time_and_names_no_directory(tmp_path):
+    card = model_card(example(tmp_path / "one", FROM_HUB).facts())
+    assert card == model_card(example(tmp_path / "two", FROM_HUB).facts())
+    assert str(tmp_path) not in card
+
+
+def test_what_vllm_does_not_serve_is_said_with_the_reason(tmp_path):
+    made = example(tmp_path)
+    card = model_card(made.facts(ServingReport(("it has no DoRA",), None)))
+    assert "vLLM does not serve the adapter as it is: `it has no DoRA`." in card
+    assert "--enable-lora" not in card
+
+
+TEXT = st.text(max_size=60) | st.sampled_from(
+    [
+        "---\nx: y",
+        "a: b",
+        "`x` | y",
+        "```\n# not a title",
+        "<script>alert(1)</script>",
+        "[x](http://y)",
+        "'\"\\",
+        "\u202ename",
+        "#",
+        "- a",
+        "@x",
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def plain_facts(tmp_path_factory) -> RunFacts:
+    return example(tmp_path_factory.mktemp("claims"), FROM_HUB | HUB).facts()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=TEXT, source=TEXT, licence=TEXT, link=TEXT, model=TEXT)
+def test_no_text_of_a_user_breaks_the_card(plain_facts, name, source, licence, link, model):
+    plan = plain_facts.plan
+    plan = plan.model_copy(
+        update={
+            "job": plan.job.model_copy(update={"name": name}),
+            "model": plan.model.model_copy(update={"name": model}),
+        }
+    )
+    sources = tuple(dataclasses.replace(one, source=source) for one in plain_facts.sources)
+    facts = dataclasses.replace(
+        plain_facts, plan=plan, sources=sources, base_source=source, licence=Licence("other", licence, link, (licence,))
+    )
+    card = model_card(facts)
+    assert read_back(card) == front_matter(facts, is_adapter=False)
+    assert read_back(card).get("license_name", "") == licence
+    body = card.split("\n---\n", 1)[1]
+    outside = "".join(re.split(r"(?ms)^(`{3,})[a-z]*$.*?^\1$", body)[::2])
+    titles = [line for line in outside.splitlines() if line.startswith("#")]
+    assert len(titles) == 9
+    # What is not in a code span is ours: no user's markup, no tag, no link is left there.
+    for line in outside.splitlines():
+        plain = re.sub(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)", "", line)
+        assert not re.search(r"<script|\]\(http|`", plain), line
+
+
+@pytest.mark.parametrize("text", ["plain", "`", "``a`", "a`b", " `x", "x\ny", "", "a|b"])
+def test_a_code_span_holds_its_text(text):
+    span = code(text)
+    assert "\n" not in span
+    fence = re.match(r"`*", span)[0]
+    assert span.endswith(fence)
+    assert fence not in span[len(fence) : -len(fence) or None].replace(" ", "") or not fence
+
+
+def test_a_pipe_does_not_end_a_cell():
+    assert table(("a",), [("`x|y`",)])[-1] == "| `x\\|y` |"
+    assert block("```\nx")[0] == "````"
+
+
+def test_lines_that_were_written_again_count_once():
+    lines = [{"step": 1, "loss": 3.0, "tokens": 5}, {"step": 2, "loss": 2.0, "tokens": 5}, {"step": 2, "loss": 1.5, "tokens": 5}]
+    found = course(lines)
+    assert [point.loss for point in found.points] == [3.0, 1.5]
+    assert found.tokens == 10
+
+
+def test_curves_are_short_and_keep_their_ends():
+    line = sparkline([float(number) for number in range(1000)])
+    assert len(line) == WIDTH
+    assert (line[0], line[-1]) == ("▁", "█")
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    points = [Point(step, 1.0, None) for step in range(500)]
+    kept = chosen(points)
+    assert len(kept) == ROWS
+    assert (kept[0].step, kept[-1].step) == (0, 499)
+    evaluated = [Point(step, 1.0, 2.0 if step % 100 == 0 else None) for step in range(500)]
+    assert [point.step for point in chosen(evaluated)] == [0, 100, 200, 300, 400]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"README.md": "---\nlicense: apache-2.0\n---\n"}, Licence("apache-2.0")),
+        ({"README.md": "---\nlicense: [mit, apache-2.0]\n---\n"}, Licence("mit")),
+        ({"README.md": "---\nlicense: {a: b}\n---\n", "LICENSE": "x"}, Licence(files=("LICENSE",))),
+        ({"README.md": "---\nlicense: 'no such: thing'\n---\n"}, Licence()),
+        ({"README.md": "---\n: [\n---\n"}, Licence()),
+        ({"README.md": "no front matter"}, Licence()),
+        ({"config.json": '{"license": "MIT"}'}, Licence("mit")),
+        ({"config.json": "[]", "NOTICE.txt": "x"}, Licence(files=("NOTICE.txt",))),
+        ({}, Licence()),
+    ],
+)
+def test_the_licence_is_what_the_base_says(tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert read_licence(tmp_path) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=200))
+def test_any_card_of_a_base_can_be_read(text):
+    assert isinstance(parsed_front_matter(f"---\n{text}\n---\n"), dict)

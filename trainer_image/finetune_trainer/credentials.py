@@ -1,0 +1,135 @@
+"""Credentials, read from the files that the kubelet mounts and from nowhere else.
+
+On a user's own machine, where that directory does not exist, they come from the places that the tools of each service know.
+
+A value is read when it is used and kept no longer than the client that needs it; none shows in a repr.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune_job.credentials import (
+    HUB_TOKEN,
+    REGISTRY_LOGINS,
+    S3_ACCESS_KEY_ID,
+    S3_SECRET_ACCESS_KEY,
+    S3_SESSION_TOKEN,
+    CredentialFile,
+)
+from finetune_trainer.errors import DestinationRefusedError
+
+DOCKER_HUB = "docker.io"
+_DOCKER_HUB_HOSTS = frozenset({DOCKER_HUB, "index.docker.io", "registry-1.docker.io"})
+_DOCKER_HUB_KEY = "https://index.docker.io/v1/"
+"""Under which Docker keeps the login of its own registry."""
+_TOKEN_USER = "<token>"  # noqa: S105 - the user name that stands for an identity token
+_LOGINS_HINT = (
+    "spec.output.secretRef must name a Secret of type kubernetes.io/dockerconfigjson, as `kubectl create secret docker-registry` "
+    "makes it (on your own machine: `docker login`)"
+)
+
+
+@dataclass(frozen=True)
+class S3Keys:
+    """Signs requests to an object store."""
+
+    access_key_id: str = field(repr=False)
+    secret_access_key: str = field(repr=False)
+    session_token: str | None = field(repr=False, default=None)
+
+
+@dataclass(frozen=True)
+class RegistryLogin:
+    """Opens a registry: user name and password, or an identity token that a token service takes."""
+
+    username: str = field(repr=False)
+    password: str = field(repr=False)
+    identity_token: str | None = field(repr=False, default=None)
+
+
+class Credentials:
+    """What the role was given."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory`: where the kubelet mounts credentials; where it does not exist, this is a user's own machine."""
+        self._directory = directory
+
+    @property
+    def _is_local(self) -> bool:
+        return not self._directory.is_dir()
+
+    def _value(self, file: CredentialFile) -> str | None:
+        """Without the newline that editors add; None where there is none."""
+        try:
+            return (self._directory / file.path).read_text().strip() or None
+        except FileNotFoundError:
+            return None
+
+    def hub_token(self) -> str | None:
+        """Locally HF_TOKEN, or what `hf auth login` has kept."""
+        if not self._is_local:
+            return self._value(HUB_TOKEN)
+        from huggingface_hub import get_token
+
+        return get_token()
+
+    def s3_keys(self) -> S3Keys | None:
+        """Locally AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN. None: requests are not signed."""
+        files = (S3_ACCESS_KEY_ID, S3_SECRET_ACCESS_KEY, S3_SESSION_TOKEN)
+        key_id, secret, token = (os.environ.get(file.key) if self._is_local else self._value(file) for file in files)
+        return S3Keys(key_id, secret, token or None) if key_id and secret else None
+
+    def registry_login(self, registry: str) -> RegistryLogin | None:
+        """Locally from Docker's config.json. Raises DestinationRefusedError where the file cannot be read."""
+        if self._is_local:
+            path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+        else:
+            path = self._directory / REGISTRY_LOGINS.path
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            return login_for(registry, json.loads(content))
+        except (ValueError, TypeError, AttributeError):
+            # What the exception says may hold a part of the file.
+            raise DestinationRefusedError(f"{path}: holds no logins for registries", _LOGINS_HINT) from None
+
+
+def login_for(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
+    """PURE. The login of a registry in a dockerconfigjson; None where there is none.
+
+    Keys are hosts with their ports, as Docker writes them; older ones are addresses with scheme and path, whose host alone counts.
+    Raises ValueError, TypeError, AttributeError where the document has another form.
+    """
+    entries = logins.get("auths") or {}
+    wanted = _host(registry)
+    found = next((entry for key, entry in entries.items() if key == registry), None)
+    if found is None:
+        found = next((entry for key, entry in entries.items() if _host(key) == wanted), None)
+    if found is None:
+        return None
+    username, password = found.get("username") or "", found.get("password") or ""
+    if found.get("auth"):
+        try:
+            decoded = base64.b64decode(found["auth"], validate=True).decode()
+        except binascii.Error as error:
+            raise ValueError("auth is not base64") from error
+        username, _, password = decoded.rstrip("\0").partition(":")
+    token = found.get("identitytoken") or (password if username == _TOKEN_USER else None)
+    if not token and not (username and password):
+        return None
+    return RegistryLogin(username, password, token or None)
+
+
+def _host(key: str) -> str:
+    host = key.removeprefix("https://").removeprefix("http://").partition("/")[0].lower()
+    return _DOCKER_HUB_KEY if host in _DOCKER_HUB_HOSTS else host

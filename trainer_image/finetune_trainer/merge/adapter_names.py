@@ -1,0 +1,100 @@
+"""PURE. Names in a LoRA adapter file -> module of the base model and part of the adapter on it (peft 0.21.2,
+get_peft_model_state_dict).
+
+`base_model.model.<module>.lora_A.weight` and so on are factors, `<module>.token_adapter.trainable_tokens_delta` trained rows;
+`<module>.base_layer.<parameter>` and `<module>.<parameter>` hold whole parameters (embeddings, biases, modules_to_save). Where
+several parameters of one module are adapted (target_parameters), PEFT nests its layers: `<module>.base_layer.lora_A.weight` lies
+one deeper.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from finetune_trainer.merge.errors import AdapterTensorDuplicateError, AdapterTensorUnknownError
+from finetune_trainer.merge.headers import TensorHeader
+
+Key = TypeVar("Key")
+ADAPTER_PREFIX = "base_model.model."
+TOKENS_PART = "token_adapter.trainable_tokens_delta"
+FACTOR_PARTS: Mapping[str, str] = {
+    "lora_A.weight": "lora_A",
+    "lora_B.weight": "lora_B",
+    "lora_B.bias": "lora_B.bias",
+    "lora_embedding_A": "lora_embedding_A",
+    "lora_embedding_B": "lora_embedding_B",
+    "lora_magnitude_vector": "lora_magnitude_vector",
+    "lora_magnitude_vector.weight": "lora_magnitude_vector",
+}
+"""Parts as files name them, older ones included -> what they are."""
+
+_NESTED = re.compile(r"(?P<module>.+?)(?P<nesting>(\.base_layer)*)\.(?P<part>(?:lora_|token_adapter\.|modules_to_save\.).+)")
+
+
+@dataclass
+class ParsedAdapter:
+    """The tensors of one file by what they are. Modules are named as in the base model."""
+
+    factors: dict[tuple[str, int], dict[str, TensorHeader]] = field(default_factory=dict)
+    """By module and depth of nesting, then by the values of FACTOR_PARTS."""
+    tokens: dict[str, TensorHeader] = field(default_factory=dict)
+    """Trained rows by module."""
+    whole: dict[tuple[str, str], TensorHeader] = field(default_factory=dict)
+    """Whole parameters by module and name, as the module itself has them."""
+    base_copies: dict[tuple[str, str], TensorHeader] = field(default_factory=dict)
+    """Whole parameters of the layers below an adapter: what these were when the adapter was trained, or trained biases."""
+
+
+def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
+    """Raises AdapterTensorUnknownError and AdapterTensorDuplicateError naming the tensor."""
+    parsed = ParsedAdapter()
+    for name, tensor in adapter.items():
+        if not name.startswith(ADAPTER_PREFIX):
+            raise AdapterTensorUnknownError(
+                f"adapter tensor {name}: PEFT's names begin with {ADAPTER_PREFIX!r}. Save the adapter with PEFT's save_pretrained."
+            )
+        path = name.removeprefix(ADAPTER_PREFIX)
+        match = _NESTED.fullmatch(path)
+        if match is None:
+            module, _, parameter = path.rpartition(".")
+            owners = parsed.base_copies if module.endswith(".base_layer") else parsed.whole
+            _claim(owners, (module.removesuffix(".base_layer"), parameter), tensor)
+            if not module or not parameter or ".base_layer" in module.removesuffix(".base_layer"):
+                raise _unnamed(name)
+        elif match["part"] in FACTOR_PARTS:
+            key = (match["module"], match["nesting"].count(".base_layer"))
+            _claim(parsed.factors.setdefault(key, {}), FACTOR_PARTS[match["part"]], tensor)
+        elif match["part"] == TOKENS_PART and not match["nesting"]:
+            _claim(parsed.tokens, match["module"], tensor)
+        elif match["part"].startswith("lora_"):
+            raise AdapterTensorUnknownError(
+                f"adapter tensor {name}: {match['part']} is no part of a LoRA, rsLoRA or DoRA adapter. Publish the adapter alone "
+                "(merge.enabled: false)."
+            )
+        else:
+            raise _unnamed(name)
+    for key in parsed.whole.keys() & parsed.base_copies.keys():
+        raise _duplicate(parsed.whole[key], parsed.base_copies[key])
+    return parsed
+
+
+def _claim(owners: dict[Key, TensorHeader], key: Key, tensor: TensorHeader) -> None:
+    if key in owners:
+        raise _duplicate(owners[key], tensor)
+    owners[key] = tensor
+
+
+def _duplicate(first: TensorHeader, second: TensorHeader) -> AdapterTensorDuplicateError:
+    names = sorted((first.name, second.name))
+    return AdapterTensorDuplicateError(
+        f"adapter tensors {names[0]} and {names[1]} both change the same thing. Save the adapter again."
+    )
+
+
+def _unnamed(name: str) -> AdapterTensorUnknownError:
+    return AdapterTensorUnknownError(
+        f"adapter tensor {name}: is not named as PEFT saves LoRA adapters. Save the adapter with PEFT's save_pretrained."
+    )

@@ -1,0 +1,118 @@
+"""PURE. What an adapter does to one matrix of the base model, as data: made by the planner, carried out by `steps`.
+
+A stored tensor is one matrix or, where experts are stacked in it, several; each has a tuple of changes, applied in order. Tensors
+are named by their headers, so that nothing is read before its turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from finetune_trainer.merge.headers import TensorHeader
+
+
+class Orientation(StrEnum):
+    """How B@A, of shape (out, in), lies on the stored weight."""
+
+    LINEAR = "Linear"  # weight (out, in)
+    CONV1D = "Conv1D"  # weight (in, out): transposed
+    EMBEDDING = "Embedding"  # weight (num_embeddings, dim): transposed, and rounded before it is added
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """Which part of PEFT's factors, which hold all experts of a parameter, belongs to one stored matrix."""
+
+    expert: int
+    num_experts: int
+    first_row: int
+    """Row of the expert's whole matrix, as the model holds it, at which the stored one begins: up after gate, for instance."""
+    first_column: int = 0
+    zeros_before: int = 0
+    """Ranks of zeros that PEFT puts before the factors' own, fusing an adapter of one projection with those of its neighbours."""
+    zeros_after: int = 0
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """W += scaling * B@A, with `magnitude` rescaled as DoRA does. a: (r, in), b: (out, r), magnitude: one per output."""
+
+    a: TensorHeader
+    b: TensorHeader
+    magnitude: TensorHeader | None
+    scaling: float
+    orientation: Orientation
+    part: ExpertPart | None = None
+
+
+@dataclass(frozen=True)
+class Addition:
+    """W += scaling * tensor, of one shape: the bias on lora_B."""
+
+    tensor: TensorHeader
+    scaling: float
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows `indices` are replaced by those of `tensor`, in order: trained tokens of an embedding."""
+
+    indices: tuple[int, ...]
+    tensor: TensorHeader
+
+
+@dataclass(frozen=True)
+class ModuleMerge:
+    """The module is merged by PEFT's own layer of this method; the changed matrix is its `parameter`."""
+
+    module: str
+    """Inside the base model."""
+    layer: str
+    """Class of the base layer: Linear, Conv1D, Embedding, Conv2d and so on."""
+    parameter: str
+    base: Mapping[str, TensorHeader]
+    """The module's parameters by name, as stored."""
+    adapter: Mapping[str, TensorHeader]
+    """The module's adapter tensors, by their names in the file."""
+    config: Mapping[str, Any]
+    """adapter_config.json."""
+    shared_extent: tuple[int, int] | None = None
+    """(out, in), each the largest of all layers that the adapter adapts, where these share projections of that size."""
+
+    def __hash__(self) -> int:
+        return hash((self.module, self.parameter, tuple(self.adapter)))
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """W becomes what a bitsandbytes layer of these settings, made from it, computes with: packed and unpacked again."""
+
+    bits: int
+    quant_type: str
+    """nf4 or fp4."""
+    double_quant: bool
+    load_dtype: str
+    """In which the model was loaded before it was packed; this and the next are bfloat16, float16 or float32."""
+    compute_dtype: str
+    """In which the layer unpacks its weight."""
+    is_transposed: bool = False
+    """Stored as (in, out), but packed as (out, in): Conv1D."""
+
+
+Change = LowRank | Addition | TokenRows | ModuleMerge | Quantization
+
+
+def read_by(change: Change) -> tuple[TensorHeader, ...]:
+    """The adapter's tensors that carrying out `change` reads."""
+    match change:
+        case LowRank():
+            return tuple(tensor for tensor in (change.a, change.b, change.magnitude) if tensor is not None)
+        case Addition() | TokenRows():
+            return (change.tensor,)
+        case ModuleMerge():
+            return tuple(change.adapter.values())
+        case Quantization():
+            return ()

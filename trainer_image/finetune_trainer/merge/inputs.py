@@ -1,0 +1,110 @@
+"""The directories that are merged: their headers as a plan, what identifies their content, and whether it has changed since.
+
+Weights of the base are identified by their files' headers, ends, sizes and times: to hash them would take as long as the merge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune_trainer.files import file_sha256
+from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.errors import InputChangedError
+from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
+from finetune_trainer.merge.plan import MergePlan, merge_plan
+from finetune_trainer.merge.read_adapters import read_adapter_headers
+from finetune_trainer.merge.read_model import read_stored_model
+
+FINGERPRINT_BYTES = 64 << 10
+"""Read from each end of every base shard to tell models of equal layout apart."""
+
+
+def plan_merge(
+    base: Path, adapters: Sequence[Path], dtype: str | None, max_shard_bytes: int, quantization: Quantization | None = None
+) -> MergePlan:
+    """The plan of a merge, from headers and configurations only: cheap enough for preflight. Raises MergeError.
+
+    quantization: merge into what a training with these settings saw of the base, else into the base as stored.
+    """
+    checkpoint, config = read_checkpoint(base), read_json(base / CONFIG_FILE)
+    model = read_stored_model(checkpoint, config)
+    quantized: dict[str, Quantization] = {}
+    if quantization is not None:
+        # Imports transformers, which takes more memory than the merge itself: only where it is needed.
+        from finetune_trainer.merge.quantized_base import quantized_tensors
+
+        quantized = quantized_tensors(base, model, quantization)
+    return merge_plan(
+        base=checkpoint.tensors,
+        base_config=config,
+        model=model,
+        adapters=[read_adapter_headers(adapter, model) for adapter in adapters],
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        quantized=quantized,
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The input files by role and name, such as `adapter-1/adapter_config.json`."""
+
+    base_weights: dict[str, Path]
+    others: dict[str, Path]
+    states: dict[str, tuple[int, int]]
+    """Size and time of last change in ns, as first seen."""
+
+    @classmethod
+    def of(cls, base: Path, adapters: Sequence[Path]) -> Inputs:
+        """The files as they are now."""
+        weights = {f"base/{name}": base / name for name in read_checkpoint(base).file_bytes}
+        others = {f"base/{CONFIG_FILE}": base / CONFIG_FILE}
+        for number, adapter in enumerate(adapters, start=1):
+            others |= {f"adapter-{number}/{name}": adapter / name for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE)}
+        return cls(weights, others, {name: _state(path) for name, path in (weights | others).items()})
+
+    def digests(self) -> dict[str, str]:
+        """What the plan's digest is made from: sha256 of the adapters' files whole, of the base's the ends."""
+        return {name: _fingerprint(path) for name, path in self.base_weights.items()} | {
+            name: file_sha256(path) for name, path in self.others.items()
+        }
+
+    def identity(self) -> dict[str, list[int]]:
+        """`states`, as JSON: what a merge that was begun before must have been begun with."""
+        return {name: list(state) for name, state in self.states.items()}
+
+    def require_unchanged(self, digests: dict[str, str]) -> None:
+        """That no file has changed since `of`. digests: from then. Raises InputChangedError naming the file."""
+        for name, path in (self.base_weights | self.others).items():
+            try:
+                is_same = _state(path) == self.states[name]
+                is_same &= name not in self.base_weights or _fingerprint(path) == digests[name]
+            except OSError as error:
+                raise InputChangedError(
+                    f"{path}: cannot be read any more ({error}). Keep the inputs until the merge is done."
+                ) from error
+            if not is_same:
+                raise InputChangedError(
+                    f"{path}: was written to while it was merged, so that the result would be of neither. It is discarded; merge "
+                    "again when nothing writes to the inputs."
+                )
+
+
+def _state(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _fingerprint(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(FINGERPRINT_BYTES))
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - FINGERPRINT_BYTES))
+        digest.update(file.read())
+    digest.update(str(size).encode())
+    return digest.hexdigest()

@@ -1,0 +1,164 @@
+"""PURE. What one adapter of LoRA's family does to the parameters of the base model. Every adapter tensor is used, or it is an
+error.
+
+In: the adapter's headers and settings, and where the base's parameters are stored. Out: changes and whole replacements by the
+model's own parameter paths. Called by assignment.py for `peft_type` LORA; methods.py does the same for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetune_job.api.method import ALL_LINEAR
+from finetune_trainer.merge.adapter_changes import AdapterChanges, let_copies_follow, module_of, require_all_targets
+from finetune_trainer.merge.adapter_names import ParsedAdapter, parse_names
+from finetune_trainer.merge.adapter_settings import EMBEDDINGS, AdapterHeaders, adapter_settings
+from finetune_trainer.merge.errors import (
+    AdapterTensorDuplicateError,
+    AdapterTensorMisshapedError,
+    AdapterTensorUnknownError,
+)
+from finetune_trainer.merge.factors import Found, bias_change, check_shapes, convolution_changes, module_change
+from finetune_trainer.merge.headers import TensorHeader
+from finetune_trainer.merge.parameter_adapters import parameter_changes
+from finetune_trainer.merge.stored import StoredModel, StoredParameter
+from finetune_trainer.merge.token_rows import add_token_rows
+
+
+def lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: Mapping[str, Any]) -> AdapterChanges:
+    """Raises UnsupportedAdapterError, UnsupportedBaseError and the AdapterTensor... errors, naming field or tensor."""
+    return _Lora(adapter, model, str(base_config.get("model_type"))).changes()
+
+
+class _Lora:
+    """One adapter on its way to an AdapterChanges."""
+
+    def __init__(self, adapter: AdapterHeaders, model: StoredModel, model_type: str) -> None:
+        self._adapter = adapter
+        self._model = model
+        self._model_type = model_type
+        self._settings = adapter_settings(adapter.config)
+        self._result = AdapterChanges()
+
+    def changes(self) -> AdapterChanges:
+        """All that the adapter does."""
+        tensors = self._adapter.tensors
+        on_parameters = parameter_changes(self._model, tensors, self._settings)
+        self._result.matrices += on_parameters.changes
+        parsed = parse_names({name: tensor for name, tensor in tensors.items() if name not in on_parameters.used})
+        adapted = self._add_factors(parsed) | on_parameters.paths
+        for (module, name), tensor in parsed.whole.items():
+            self._add_whole(module, name, tensor)
+        for (module, name), tensor in parsed.base_copies.items():
+            self._add_base_copy(module, name, tensor)
+        add_token_rows(parsed.tokens, self._model, self._settings, self._result)
+        let_copies_follow(self._adapter, self._model, self._result)
+        require_all_targets(self._model, self._settings, adapted)
+        return self._result
+
+    def _add_factors(self, parsed: ParsedAdapter) -> set[str]:
+        """Paths of the weights that have factors."""
+        adapted = set()
+        for (module, depth), found in parsed.factors.items():
+            example = next(iter(found.values())).name
+            weight = self._parameter(f"{module}.weight", example)
+            path = self._model.path(f"{module}.weight")
+            self._require_target(module, depth, path, example)
+            adapted.add(path)
+            if all(tensor.name in self._adapter.copies for tensor in found.values()):
+                continue
+            if len(weight.shape) > 2:
+                self._add_convolution(module, found)
+                continue
+            self._result.add(path, module_change(module, found, weight, self._settings, self._model_type))
+            bias = bias_change(module, found, self._model.parameter(f"{module}.bias"), self._settings)
+            if bias is not None:
+                self._result.add(self._model.path(f"{module}.bias"), bias)
+        return adapted
+
+    def _require_target(self, module: str, depth: int, path: str, example: str) -> None:
+        """PEFT drops tensors of modules that adapter_config.json does not target when it loads the file, without an error."""
+        settings = self._settings
+        if depth == 0:
+            names = {module, module_of(path)}
+            if settings.target_modules == ALL_LINEAR or any(settings.targets(name) for name in names):
+                return
+            tie = self._model.tie(path)
+            if settings.ties_embeddings and tie is not None and settings.targets(module_of(tie.paths[0])):
+                return
+        raise AdapterTensorUnknownError(
+            f"adapter tensor {example}: adapter_config.json has no target_modules or target_parameters that cover it. The file and "
+            "its configuration belong to different adapters."
+        )
+
+    def _parameter(self, path: str, example: str) -> StoredParameter:
+        found = self._model.parameter(path)
+        if found is None:
+            raise AdapterTensorUnknownError(
+                f"adapter tensor {example}: the base model has no tensor {path}. The adapter was trained on another model "
+                "or another revision; give that one as the base."
+            )
+        return found
+
+    def _add_convolution(self, module: str, found: Found) -> None:
+        parameters = {name: self._model.parameter(f"{module}.{name}") for name in ("weight", "bias")}
+        base = {name: parameter.parts[0].header for name, parameter in parameters.items() if parameter is not None}
+        for name, change in convolution_changes(module, found, base, self._settings, self._adapter.config).items():
+            self._result.add(self._model.path(f"{module}.{name}"), change)
+
+    def _add_whole(self, module: str, name: str, tensor: TensorHeader) -> None:
+        """A parameter of a module that was trained whole."""
+        path = self._whole_path(module, name, tensor, is_base_copy=False)
+        if tensor.name in self._adapter.copies:
+            return
+        if path in self._result.changes:
+            raise AdapterTensorDuplicateError(
+                f"adapter tensors {tensor.name} and factors of {module} both change {path}. Save the adapter again."
+            )
+        self._replace(path, tensor)
+
+    def _add_base_copy(self, module: str, name: str, tensor: TensorHeader) -> None:
+        """PEFT loads it into the base model itself, and thereby into every parameter that shares its memory."""
+        path = self._whole_path(module, name, tensor, is_base_copy=True)
+        if tensor.name in self._adapter.copies:
+            return
+        tie = self._model.tie(path)
+        if tie is None:
+            self._replace(path, tensor)
+        for other in tie.paths if tie else ():
+            if other == path or other not in self._result.replacements:
+                self._result.replacements[other] = tensor
+        if not self._is_trained_bias(module, name):
+            self._result.base_copies.update(other for other in (tie.paths if tie else (path,)) if self._holds(other, tensor))
+
+    def _holds(self, path: str, tensor: TensorHeader) -> bool:
+        return self._result.replacements[path] is tensor
+
+    def _replace(self, path: str, tensor: TensorHeader) -> None:
+        first = self._result.replacements.setdefault(path, tensor)
+        if first is not tensor:
+            raise AdapterTensorDuplicateError(
+                f"adapter tensors {first.name} and {tensor.name} both replace {path}. Save the adapter again."
+            )
+
+    def _is_trained_bias(self, module: str, name: str) -> bool:
+        bias = self._settings.bias
+        return name == "bias" and (bias == "all" or (bias == "lora_only" and self._settings.targets(module)))
+
+    def _whole_path(self, module: str, name: str, tensor: TensorHeader, *, is_base_copy: bool) -> str:
+        """Path of the parameter that the tensor holds, once it is sure that it may, and fits."""
+        parameter = self._parameter(f"{module}.{name}", tensor.name)
+        is_embedding = module.rpartition(".")[2] in EMBEDDINGS or (is_base_copy and name == "weight")
+        if not (self._is_trained_bias(module, name) or is_embedding or self._settings.is_saved_whole(module)):
+            raise AdapterTensorUnknownError(
+                f"adapter tensor {tensor.name}: adapter_config.json does not say that {module}.{name} is trained "
+                "(modules_to_save, bias). The file and its configuration belong to different adapters."
+            )
+        if tensor.shape != parameter.shape:
+            raise AdapterTensorMisshapedError(
+                f"adapter tensor {tensor.name}: shape {list(tensor.shape)} does not fit {parameter.parts[0].header.name} of shape "
+                f"{list(parameter.shape)}. If the vocabulary was resized in training, give the resized model as the base."
+            )
+        check_shapes({name: tensor}, {name: parameter.shape}, parameter.path)
+        return self._model.path(f"{module}.{name}")

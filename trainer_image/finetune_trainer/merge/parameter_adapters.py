@@ -1,0 +1,255 @@
+"""PURE. Adapters on parameters of a model rather than on its modules: PEFT's target_parameters, above all fused experts.
+
+In: headers of the base (StoredModel) and of the adapter. Out: changes of stored matrices, and which adapter tensors they use.
+PEFT 0.21.2 wraps a module once for each of its adapted parameters, so that tensors are named by their place in the nest: with
+gate_up and down adapted, `experts.lora_A.weight` belongs to down, which was wrapped last, and `experts.base_layer.lora_A.weight` to
+gate_up (tuners/tuners_utils.py, `_inject_parameters`). Adapters of older versions hold factors of single experts, which PEFT fuses
+when it loads them (utils/transformers_weight_conversion.py); they are merged with the bits that this gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
+from finetune_trainer.merge.adapter_settings import AdapterSettings
+from finetune_trainer.merge.changes import ExpertPart, LowRank, Orientation
+from finetune_trainer.merge.errors import (
+    AdapterTensorMisshapedError,
+    AdapterTensorMissingError,
+    TiedWeightsError,
+    UnsupportedAdapterError,
+    UnsupportedBaseError,
+)
+from finetune_trainer.merge.factors import TRAINING_DTYPES
+from finetune_trainer.merge.headers import TensorHeader
+from finetune_trainer.merge.stored import ExpertProjection, StoredModel, StoredParameter
+
+PARAMETER_ORDER = (
+    "w1", "v1", "w2", "gate_up_proj", "gate_up_proj_bias", "gate_proj", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias",
+)  # fmt: skip
+"""In which order modules of transformers 5.23 register parameters of these names, which decides how PEFT nests its wrappers."""
+ROUTER = "gate"
+"""The router's module where PEFT converts old adapters: a linear layer then, a module with a bare parameter now."""
+
+_FACTOR = re.compile(rf"{re.escape(ADAPTER_PREFIX)}(?P<module>.+?)(?P<nest>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
+
+Place = tuple[str, int]
+"""Module by the model's own path, and the number of wrappers around the one that is meant."""
+
+
+@dataclass(frozen=True)
+class MatrixChange:
+    """What an adapter does to one matrix of a stored tensor."""
+
+    stored: TensorHeader
+    matrix: int
+    """Index within a stored stack of experts; otherwise 0."""
+    change: LowRank
+
+
+@dataclass
+class ParameterChanges:
+    """All that an adapter does to parameters, and the names of the adapter tensors that it does it with."""
+
+    changes: list[MatrixChange] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    paths: set[str] = field(default_factory=set)
+    """The parameters, by the model's own paths."""
+
+
+@dataclass
+class _Found:
+    """Factors at one place, by their letter."""
+
+    module: str
+    """As the adapter spells it."""
+    factors: dict[str, TensorHeader] = field(default_factory=dict)
+
+    def both(self) -> tuple[TensorHeader, TensorHeader]:
+        """A and B. Raises AdapterTensorMissingError."""
+        for letter in "AB":
+            if letter not in self.factors:
+                other = next(iter(self.factors.values())).name
+                raise AdapterTensorMissingError(f"adapter tensor lora_{letter} beside {other} is missing. Save the adapter again.")
+        return self.factors["A"], self.factors["B"]
+
+
+def parameter_changes(stored: StoredModel, adapter: Mapping[str, TensorHeader], settings: AdapterSettings) -> ParameterChanges:
+    """Assign the adapter tensors that belong to parameters; the others are left to the caller.
+
+    Raises AdapterTensorMissingError, AdapterTensorMisshapedError, TiedWeightsError, UnsupportedAdapterError, UnsupportedBaseError.
+    """
+    result = ParameterChanges()
+    places = _places(stored, adapter)
+    targeted = _targeted(stored, settings, places)
+    if targeted and settings.use_dora:
+        raise UnsupportedAdapterError(
+            f"adapter_config.json: use_dora with target_parameters {list(settings.target_parameters)!r}, which PEFT cannot "
+            "compute. Train without one of them."
+        )
+    for module, parameters in targeted.items():
+        for depth, parameter in enumerate(reversed(parameters)):
+            found = places.pop((module, depth), None)
+            if found is None:
+                raise AdapterTensorMissingError(
+                    f"the adapter holds no tensor {ADAPTER_PREFIX}{module}{'.base_layer' * depth}.lora_A.weight, although "
+                    f"target_parameters {list(settings.target_parameters)!r} covers {parameter.path}: the adapter was saved "
+                    "incompletely. Save it again from all ranks."
+                )
+            _add(result, stored, parameter, found.both(), settings)
+    _add_single_experts(result, stored, places, settings)
+    return result
+
+
+def _places(stored: StoredModel, adapter: Mapping[str, TensorHeader]) -> dict[Place, _Found]:
+    places: dict[Place, _Found] = {}
+    for name, tensor in adapter.items():
+        match = _FACTOR.fullmatch(name)
+        if match:
+            place = stored.module(match["module"]), match["nest"].count(".")
+            places.setdefault(place, _Found(match["module"])).factors[match["factor"]] = tensor
+    return places
+
+
+def _targeted(stored: StoredModel, settings: AdapterSettings, places: Mapping[Place, _Found]) -> dict[str, list[StoredParameter]]:
+    """Adapted parameters by module, in the order in which the module registers them."""
+    targeted: dict[str, list[StoredParameter]] = defaultdict(list)
+    for path, parameter in stored.parameters.items():
+        module, _, name = path.rpartition(".")
+        is_old_router = (
+            stored.family.peft_fuses_experts and module.endswith(f".{ROUTER}") and name == "weight" and (module, 0) in places
+        )
+        if (settings.targets_parameter(path) or is_old_router) and not stored.is_extra(path):
+            targeted[module].append(parameter)
+    for module, parameters in targeted.items():
+        for parameter in parameters:
+            tie = stored.tie(parameter.path)
+            if tie is not None:
+                raise TiedWeightsError(
+                    f"adapter_config.json: target_parameters cover {parameter.path}, which shares its memory with {tie.paths}. "
+                    "PEFT changes one of them in training and all of them in a merge. Untie them before training, or leave it out."
+                )
+        names = [parameter.path.rpartition(".")[2] for parameter in parameters]
+        if len(names) == 1:
+            continue
+        if not set(names) <= set(PARAMETER_ORDER):
+            raise UnsupportedAdapterError(
+                f"adapter_config.json: target_parameters cover {names} of {module}; it is not known in which order PEFT nests "
+                f"adapters on these, only on {list(PARAMETER_ORDER)}. Adapt one parameter of a module at a time."
+            )
+        parameters.sort(key=lambda parameter: PARAMETER_ORDER.index(parameter.path.rpartition(".")[2]))
+    return dict(targeted)
+
+
+def _add(
+    result: ParameterChanges,
+    stored: StoredModel,
+    parameter: StoredParameter,
+    factors: tuple[TensorHeader, TensorHeader],
+    settings: AdapterSettings,
+) -> None:
+    """PEFT's one adapter on a whole parameter: a (experts * r, in), b (out, r * experts)."""
+    a, b = factors
+    shape = parameter.shape
+    if len(shape) not in (2, 3):
+        raise UnsupportedAdapterError(
+            f"adapter tensor {a.name}: adapts {parameter.path} of shape {list(shape)}; parameters need two or three dimensions."
+        )
+    num_experts = shape[0] if len(shape) == 3 else 1
+    is_transposed = len(shape) == 3 and stored.family.has_transposed_experts
+    if is_transposed and num_experts == 1:
+        raise UnsupportedAdapterError(
+            f"adapter tensor {a.name}: PEFT cannot merge an adapter on a single expert that is stored as (in, out), which "
+            f"{parameter.path} is. Publish the adapter alone (merge.enabled: false)."
+        )
+    orientation = Orientation.CONV1D if is_transposed else Orientation.LINEAR
+    num_out, num_in = (shape[-1], shape[-2]) if is_transposed else (shape[-2], shape[-1])
+    rank = settings.rank(parameter.path)
+    _require_shapes(parameter.path, {a: (num_experts * rank, num_in), b: (num_out, rank * num_experts)})
+    for part in parameter.parts:
+        for matrix, expert_part in enumerate(parameter.expert_parts(part)):
+            change = LowRank(a, b, None, settings.scaling(parameter.path), orientation, expert_part)
+            result.changes.append(MatrixChange(part.header, matrix, change))
+    result.used |= {a.name, b.name}
+    result.paths.add(parameter.path)
+
+
+def _add_single_experts(
+    result: ParameterChanges, stored: StoredModel, places: Mapping[Place, _Found], settings: AdapterSettings
+) -> None:
+    """Factors of one projection of one expert each, which PEFT fuses: a (r, in), b (rows of the projection, r)."""
+    fused: dict[str, dict[tuple[int, int], tuple[ExpertProjection, _Found]]] = defaultdict(dict)
+    for (_, depth), found in places.items():
+        projection = stored.projection(f"{found.module}.weight") if depth == 0 else None
+        if projection is not None:
+            fused[projection.parameter.path][projection.expert, projection.index] = projection, found
+    for path, members in fused.items():
+        _require_fusable(stored, path, members, settings)
+        result.paths.add(path)
+        for projection, found in members.values():
+            part, (a, b) = projection.part, found.both()
+            if part is None:
+                raise UnsupportedBaseError(
+                    f"adapter tensor {a.name}: adapts one projection of one expert, but the base stores {path} as one tensor. Give "
+                    "the base as published, with a tensor for each expert, or load the adapter with PEFT 0.21 and save it again."
+                )
+            rank = settings.rank(found.module)
+            _require_shapes(part.header.name, {a: (rank, part.header.shape[1]), b: (part.header.shape[0], rank)})
+            others = projection.count - 1 - projection.index
+            place = ExpertPart(0, 1, 0, zeros_before=projection.index * rank, zeros_after=others * rank)
+            change = LowRank(a, b, None, settings.scaling(found.module), Orientation.LINEAR, place)
+            result.changes.append(MatrixChange(part.header, 0, change))
+            result.used |= {a.name, b.name}
+
+
+def _require_fusable(
+    stored: StoredModel,
+    path: str,
+    members: Mapping[tuple[int, int], tuple[ExpertProjection, _Found]],
+    settings: AdapterSettings,
+) -> None:
+    """Refuse what PEFT cannot fuse, or fuses to something else than was trained."""
+    projection, found = next(iter(members.values()))
+    example = found.both()[0].name
+    refusal = f"adapter tensor {example}: adapts one projection of one expert, which PEFT 0.21 "
+    advice = "Publish the adapter alone (merge.enabled: false)."
+    if not stored.family.peft_fuses_experts:
+        raise UnsupportedAdapterError(f"{refusal}does not load for this model type. {advice}")
+    if settings.use_dora:
+        raise UnsupportedAdapterError(f"{refusal}fuses into one on all experts, where there is no DoRA. {advice}")
+    if settings.use_rslora and projection.count > 1:
+        raise UnsupportedAdapterError(
+            f"{refusal}fuses with a rank {projection.count} times as large, so that rsLoRA's division by the root of the rank "
+            f"gives another scaling than in training. {advice}"
+        )
+    for expert in range(projection.parameter.shape[0]):
+        for index in range(projection.count):
+            if (expert, index) not in members:
+                raise AdapterTensorMissingError(
+                    f"the adapter holds no tensor for projection {index} of expert {expert} of {path}, although {example} is "
+                    "there: PEFT fuses all experts or none. Save the adapter again from all ranks."
+                )
+    plain = (settings.r, settings.lora_alpha / settings.r)
+    for _, member in members.values():
+        trained = settings.rank(member.module), settings.scaling(member.module)
+        loaded = settings.rank(path), settings.scaling(path)
+        if trained != loaded or (projection.count > 1 and trained != plain):
+            raise UnsupportedAdapterError(
+                f"{refusal}fuses without regard to rank_pattern and alpha_pattern, which give {member.module} rank {trained[0]} "
+                f"and scaling {trained[1]}. {advice}"
+            )
+
+
+def _require_shapes(path: str, expected: Mapping[TensorHeader, tuple[int, ...]]) -> None:
+    for tensor, shape in expected.items():
+        if tensor.shape != shape:
+            raise AdapterTensorMisshapedError(
+                f"adapter tensor {tensor.name}: shape {list(tensor.shape)}, expected {list(shape)} for {path}. The adapter belongs "
+                "to another base model or configuration."
+            )
+        if tensor.dtype not in TRAINING_DTYPES:
+            raise AdapterTensorMisshapedError(f"adapter tensor {tensor.name}: dtype {tensor.dtype} is not a training dtype.")

@@ -1,0 +1,98 @@
+"""Which of a base's weights a QLoRA training packed, and how: for a merge into what its adapter saw (merge.base: Dequantized).
+
+transformers is asked itself: the model is built without weights, and its own rules say which layers bitsandbytes replaces. Imports
+transformers, so only such a merge imports this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.errors import UnsupportedBaseError
+from finetune_trainer.merge.stored import StoredModel
+from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.load import quantization_config, stored_dtype
+
+
+def packed_in_training(plan: RunPlan, base: Path) -> Quantization | None:
+    """What the plan's training did to each packed weight of the model in `base`; None: it packed none.
+
+    Raises UnsupportedBaseError for 8 bits.
+    """
+    if plan.method.quantization is None:
+        return None
+    return training_quantization(plan.method.quantization, resolve_dtypes(plan, stored_dtype(base)).load)
+
+
+def training_quantization(plan: QuantizationPlan, load: torch.dtype) -> Quantization:
+    """What the trainer did to each packed weight of a model that it loaded in `load`. Raises UnsupportedBaseError for 8 bits."""
+    config = quantization_config(plan, load)
+    if not config.load_in_4bit:
+        raise UnsupportedBaseError(
+            f"method.quantization.bits is {plan.bits}: only 4-bit bases can be written out as they were trained on. Set merge.base "
+            "to Original."
+        )
+    return Quantization(
+        bits=plan.bits,
+        quant_type=config.bnb_4bit_quant_type,
+        double_quant=config.bnb_4bit_use_double_quant,
+        load_dtype=_name(load),
+        compute_dtype=_name(config.bnb_4bit_compute_dtype),
+    )
+
+
+def quantized_tensors(base: Path, stored: StoredModel, quantization: Quantization) -> dict[str, Quantization]:
+    """Stored tensors of the model in `base` that a training with these settings packs, with how.
+
+    Raises UnsupportedBaseError where a packed weight has no stored tensor of its own.
+    """
+    found: dict[str, Quantization] = {}
+    for path, is_transposed in quantized_parameters(_structure(base)).items():
+        parameter = stored.parameter(path)
+        if parameter is None or len(parameter.parts) != 1 or parameter.parts[0].expert is not None:
+            raise UnsupportedBaseError(
+                f"base parameter {path}: was packed in training, but the files hold no tensor of its own for it. Set merge.base to "
+                "Original."
+            )
+        found[parameter.parts[0].header.name] = replace(quantization, is_transposed=is_transposed)
+    return found
+
+
+def quantized_parameters(model: PreTrainedModel) -> dict[str, bool]:
+    """Paths of the weights that transformers hands to bitsandbytes when it loads `model` quantised; whether it turns them before.
+
+    transformers 5.23: integrations/bitsandbytes.py, replace_with_bnb_linear; the trainer names no exceptions of its own.
+    """
+    kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)  # noqa: SLF001 - as the quantiser does
+    return {
+        f"{name}.weight": isinstance(module, Conv1D)
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, kept)
+    }
+
+
+def _structure(base: Path) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(base, local_files_only=True)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    except (ValueError, OSError) as error:
+        raise UnsupportedBaseError(
+            f"{base}: transformers cannot build the model, so that what was packed in training is not known: {error}. Set "
+            "merge.base to Original."
+        ) from error
+    return model
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,73 @@
+"""The input files of a merge: open, read at positions from many threads, counted."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from finetune_trainer.merge.errors import BrokenCheckpointError
+from finetune_trainer.merge.headers import TensorHeader
+from finetune_trainer.merge.steps.rounding import READ_DTYPES
+from finetune_trainer.merge.storage import naming_file, read_some
+
+
+class Sources:
+    """Open input files, by path. Raises BrokenCheckpointError when a file ends early, StorageError when it cannot be read."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.bytes_read = 0
+        self._descriptors: dict[Path, int] = {}
+        self._counting = threading.Lock()
+        try:
+            for path in sorted(paths):
+                with naming_file(path, "read"):
+                    descriptor = os.open(path, os.O_RDONLY)
+                    self._descriptors[path] = descriptor
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, tensor: TensorHeader, first_byte: int, target: memoryview) -> None:
+        """Fills `target` from the tensor's bytes, from `first_byte` on."""
+        with naming_file(tensor.file, "read"):
+            count = read_some(self._descriptors[tensor.file], target, tensor.offset + first_byte)
+        if count < len(target):
+            raise BrokenCheckpointError(
+                f"{tensor.file}: ended inside tensor {tensor.name} while it was read: {len(target) - count} of "
+                f"{tensor.num_bytes} bytes are missing. Fetch or save the file again."
+            )
+        with self._counting:
+            self.bytes_read += count
+
+    def tensor(self, header: TensorHeader) -> torch.Tensor:
+        """A whole tensor in its own dtype and shape."""
+        data = torch.empty(header.num_bytes, dtype=torch.uint8)
+        if header.num_bytes:
+            self.read_into(header, 0, data.numpy().data)
+        return data.view(READ_DTYPES[header.dtype]).view(header.shape)
+
+    def reader(self, *, keeps: int, device: torch.device | None = None) -> Callable[[TensorHeader], torch.Tensor]:
+        """Reads tensors, to `device`, and holds the last `keeps` of them, which are not read again."""
+        kept: dict[TensorHeader, torch.Tensor] = {}
+
+        def read(header: TensorHeader) -> torch.Tensor:
+            tensor = kept.pop(header, None)
+            if tensor is None:
+                tensor = self.tensor(header).to(device)
+            if keeps:
+                kept[header] = tensor
+                if len(kept) > keeps:
+                    del kept[next(iter(kept))]
+            return tensor
+
+        return read
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()

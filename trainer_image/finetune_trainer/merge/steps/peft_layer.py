@@ -1,0 +1,277 @@
+"""One module merged by PEFT's own layer of the adapter's method: for what no formula of this package covers.
+
+A model is made that has this one module only, under its own name, so that PEFT's settings find it as they would in the whole model;
+the adapter is attached to it and filled as `PeftModel.from_pretrained` does it, and merged as `merge_and_unload(safe_merge=False)`
+does it. That gives the bits of the whole model's merge where a layer depends on nothing outside it but shared tensors of the
+adapter file. Measured for every method that methods.py of the contract says merges (tests/unit/trainer_merge/test_methods.py).
+Memory: the module's parameters in PEFT's dtype, the adapter's tensors for it, and PEFT's temporaries, which are fp32 products of
+the weight's shape, one to three of them; for FRoD and PSOFT decompositions of the weight. One module at a time, whatever the
+threads.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.frod.layer import Linear as FrodLinear
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from finetune_trainer.merge.changes import ModuleMerge
+from finetune_trainer.merge.errors import (
+    AdapterTensorMisshapedError,
+    AdapterTensorMissingError,
+    AdapterTensorUnknownError,
+    UnsupportedAdapterError,
+)
+from finetune_trainer.merge.headers import TensorHeader
+from finetune_trainer.merge.steps.rounding import all_finite, round_into
+from finetune_trainer.merge.steps.step import Scratch
+
+Read = Callable[[TensorHeader], torch.Tensor]
+ADAPTER = "default"
+"""PEFT's name of the adapter."""
+ALIGNMENT = 64
+"""Bytes: addresses that agree modulo this are one to the processor's vector instructions."""
+_COMPANION = "shared_extent"
+"""Module beside the merged one, of the size of the shared projections; its weight takes no room."""
+_CONVOLUTIONS = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}
+_MADE_WITH_VALUES = frozenset({"VERA", "PVERA", "RANDLORA", "SHIRA"})
+"""Methods whose layers cannot be made on torch's meta device; what tensors they have follows from the layer's shape alone."""
+_layouts: dict[tuple[object, ...], dict[str, tuple[int, ...]]] = {}
+"""Tensors of such layers, by what decides them; the module's name is left out."""
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True)
+class ModuleStep:
+    """Merges the module and takes one of its parameters."""
+
+    change: ModuleMerge
+    compute: torch.dtype
+    read: Read
+
+    needs_whole = True
+
+    def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:  # noqa: ARG002 - as every step
+        """All rows: PEFT knows whole modules."""
+        return [(0, num_rows)]
+
+    def apply(
+        self,
+        values: torch.Tensor,
+        rows: tuple[int, int],  # noqa: ARG002 - all of them
+        out: torch.Tensor,
+        scratch: Scratch,  # noqa: ARG002 - as every step
+    ) -> bool:
+        change = self.change
+        with _one_at_a_time, torch.no_grad():
+            parameters = {}
+            for name, header in change.base.items():
+                stored = values.view(header.shape) if name == change.parameter else self.read(header)
+                parameters[name] = _placed(stored, header.offset) if stored.dtype == self.compute else stored.to(self.compute)
+            merged = merged_parameter(change, parameters, {name: self.read(header) for name, header in change.adapter.items()})
+            round_into(merged.view(out.shape), self.compute, out)
+        return all_finite(out)
+
+
+def _placed(values: torch.Tensor, offset: int) -> torch.Tensor:
+    """A copy that lies in memory as the base's mapped file would: products with a vector have other bits at other alignments."""
+    buffer = torch.empty(values.nbytes + ALIGNMENT, dtype=torch.uint8)
+    start = (offset - buffer.data_ptr()) % ALIGNMENT
+    return buffer[start : start + values.nbytes].view(values.dtype).view(values.shape).copy_(values)
+
+
+def merged_parameter(
+    change: ModuleMerge, parameters: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """`change.parameter` as PEFT merges it; of its own shape and dtype.
+
+    parameters: all of the module's, by name, in the dtype that PEFT would hold them in; they may be changed. adapter: the tensors
+    of the file. Raises UnsupportedAdapterError, AdapterTensorMissingError, AdapterTensorUnknownError, AdapterTensorMisshapedError.
+    """
+    if change.config["peft_type"] == "FROD":
+        return _merged_by_frod(change, parameters, adapter)
+    model = _adapted(change, parameters, empty=False)
+    _compare(change, _tensors(model), {name: tuple(tensor.shape) for name, tensor in adapter.items()})
+    set_peft_model_state_dict(model, dict(adapter), adapter_name=ADAPTER)
+    model.eval()
+    layer = model.base_model.model.get_submodule(change.module)
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        merged: nn.Module = layer.unload_and_optionally_merge_module(True, False, None)
+    else:
+        layer.merge(safe_merge=False)
+        merged = layer.get_base_layer()
+    return merged.get_parameter(change.parameter).detach()
+
+
+def check_module(change: ModuleMerge) -> None:
+    """That the adapter holds for this module the tensors that PEFT's layer has, in their shapes. Reads no tensor.
+
+    Raises what `merged_parameter` raises.
+    """
+    shapes = {name: header.shape for name, header in change.adapter.items()}
+    method = change.config["peft_type"]
+    if method == "FROD":
+        _check_frod(change, shapes)
+    elif method in _MADE_WITH_VALUES:
+        settings = json.dumps(change.config, sort_keys=True, default=str)
+        key = (settings, change.layer, change.base["weight"].shape, change.shared_extent)
+        if key not in _layouts:
+            zeros = {name: torch.zeros(1).expand(header.shape) for name, header in change.base.items()}
+            state = _tensors(_adapted(change, zeros, empty=False))
+            _layouts[key] = {name.replace(f".{change.module}.", "..", 1): shape for name, shape in state.items()}
+        _compare(change, {name.replace("..", f".{change.module}.", 1): shape for name, shape in _layouts[key].items()}, shapes)
+    else:
+        nothing = {name: torch.empty(header.shape, device="meta") for name, header in change.base.items()}
+        _compare(change, _tensors(_adapted(change, nothing, empty=True)), shapes)
+
+
+def _tensors(model: PeftModel) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what PEFT stores of the module."""
+    state = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if f".{_COMPANION}." not in name}
+
+
+def _compare(change: ModuleMerge, wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
+    method = change.config["peft_type"]
+    for name in sorted(wanted.keys() - given.keys()):
+        raise AdapterTensorMissingError(
+            f"adapter tensor {name} is missing: {method} has it on {change.module}. Save the adapter again from all ranks."
+        )
+    for name in sorted(given.keys() - wanted.keys()):
+        raise AdapterTensorUnknownError(
+            f"adapter tensor {name}: {method} as adapter_config.json describes it has no such tensor on {change.module}. The file "
+            "and its configuration belong to different adapters."
+        )
+    for name, shape in given.items():
+        if shape != wanted[name]:
+            raise AdapterTensorMisshapedError(
+                f"adapter tensor {name}: shape {list(shape)}, expected {list(wanted[name])} for {change.module} with "
+                f"{method} as adapter_config.json describes it. The adapter belongs to another base model or configuration."
+            )
+
+
+def _adapted(change: ModuleMerge, parameters: Mapping[str, torch.Tensor], *, empty: bool) -> PeftModel:
+    """A model of this one module with a fresh adapter. empty: without values, to ask what tensors it has."""
+    root = nn.Module()
+    _add(root, change.module, _base_layer(change, parameters))
+    targets = {change.module}
+    if change.shared_extent is not None:
+        num_out, num_in = change.shared_extent
+        companion = _without_values(nn.Linear, num_in, num_out, bias=False)
+        companion.weight = nn.Parameter(torch.zeros(1).expand(num_out, num_in), requires_grad=False)
+        root.add_module(_COMPANION, companion)
+        targets.add(_COMPANION)
+    try:
+        config = _config(change, targets)
+        return PeftModel(root, config, adapter_name=ADAPTER, low_cpu_mem_usage=empty)
+    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise UnsupportedAdapterError(
+            f"{change.module}: PEFT's {change.config['peft_type']} does not take this {change.layer}: {error}. Publish the adapter "
+            "alone (merge.enabled: false)."
+        ) from error
+
+
+def _config(change: ModuleMerge, targets: set[str]) -> Any:
+    """The adapter's settings, aimed at the module alone; what chooses modules has done so already."""
+    config = PeftConfig.from_peft_type(**change.config)
+    config.inference_mode = True
+    aimed: dict[str, Any] = {
+        "target_modules": targets,
+        "target_parameters": None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "modules_to_save": None,
+        "bias": "none",  # biases that were trained are whole tensors in the file
+    }
+    if change.layer == "Conv1D":
+        aimed["fan_in_fan_out"] = True  # PEFT sets it by itself, with a warning
+    for name, value in aimed.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    return config
+
+
+def _add(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        child = nn.Module()
+        root.add_module(name, child)
+        root = child
+    root.add_module(last, module)
+
+
+def _without_values(layer: type[nn.Module], *arguments: Any, **named: Any) -> nn.Module:
+    with torch.device("meta"):
+        return layer(*arguments, **named)
+
+
+def _base_layer(change: ModuleMerge, parameters: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A layer of the base's class and shapes with these parameters."""
+    shape, has_bias = parameters["weight"].shape, "bias" in parameters
+    if change.layer == "Linear":
+        layer = _without_values(nn.Linear, shape[1], shape[0], bias=has_bias)
+    elif change.layer == "Conv1D":
+        layer = _without_values(Conv1D, shape[1], shape[0])
+    elif change.layer == "Embedding":
+        layer = _without_values(nn.Embedding, shape[0], shape[1])
+    elif change.layer in _CONVOLUTIONS:
+        # Stride and padding say how the layer is used, not what is merged; groups are refused by PEFT's merge.
+        layer = _without_values(_CONVOLUTIONS[change.layer], shape[1], shape[0], tuple(shape[2:]), bias=has_bias)
+    else:
+        raise UnsupportedAdapterError(f"{change.module}: adapters on a {change.layer} cannot be merged. Publish the adapter alone.")
+    for name, values in parameters.items():
+        setattr(layer, name, nn.Parameter(values, requires_grad=False))
+    return layer
+
+
+def _merged_by_frod(
+    change: ModuleMerge, parameters: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """FRoD's projections are decomposed from all layers together; its layer takes those of the file instead."""
+    _check_frod(change, {name: tuple(tensor.shape) for name, tensor in adapter.items()})
+    shared, own = _frod_names(change)
+    dtype = parameters["weight"].dtype
+    held = {part: BufferDict({ADAPTER: adapter[name]}) for part, name in shared.items()}
+    held["frod_V"][ADAPTER] = held["frod_V"][ADAPTER].to(dtype)
+    config = _config(change, {change.module})
+    config.fan_in_fan_out = change.layer == "Conv1D"
+    layer = FrodLinear(
+        _base_layer(change, parameters), held["frod_V"], held["frod_s_indices"], held["frod_s_size"], ADAPTER, config=config
+    )
+    for part, name in own.items():
+        getattr(layer, part)[ADAPTER] = nn.Parameter(adapter[name].float(), requires_grad=False)
+    layer.merge(safe_merge=False)
+    merged: nn.Module = layer.get_base_layer()
+    return merged.get_parameter(change.parameter).detach()
+
+
+def _frod_names(change: ModuleMerge) -> tuple[dict[str, str], dict[str, str]]:
+    """Tensor names in the file by FRoD's own names: those that layers of one category share, and the module's own."""
+    from peft.tuners.frod.model import _category_from_key
+
+    category = _category_from_key(change.module)
+    shared = {part: f"base_model.{part}.{category}" for part in ("frod_V", "frod_s_indices", "frod_s_size")}
+    own = {part: f"base_model.model.{change.module}.{part}" for part in ("frod_lambda_l", "frod_lambda_s_values")}
+    return shared, own
+
+
+def _check_frod(change: ModuleMerge, given: Mapping[str, tuple[int, ...]]) -> None:
+    shared, own = _frod_names(change)
+    num_rows, num_columns = change.base["weight"].shape
+    num_in = num_rows if change.layer == "Conv1D" else num_columns
+    num_sparse = given.get(shared["frod_s_indices"], (2, 0))[-1]
+    shapes = ((num_in, num_in), (2, num_sparse), (2,))
+    wanted = dict(zip(shared.values(), shapes, strict=True))
+    wanted |= dict(zip(own.values(), ((num_in,), (num_sparse,)), strict=True))
+    _compare(change, wanted, given)

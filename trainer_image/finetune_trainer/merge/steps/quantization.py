@@ -1,0 +1,108 @@
+"""W becomes what a 4-bit layer of bitsandbytes, made from it, computes with: packed and unpacked again, on the CPU.
+
+bitsandbytes 0.50 packs 64 values after each other, whatever rows they lie in, as a 4-bit code each and their largest absolute
+value, which double quantisation packs once more: mean taken off, 256 to a block of 8-bit codes. A layer unpacks straight into the
+type that it computes in (bitsandbytes/functional.py quantize_4bit, backends/default/ops.py gemm_4bit). So values can be packed
+piece by piece, but with double quantisation none can be unpacked before the last of the matrix is packed: memory is the matrix, a
+quarter of it in codes, and a piece's temporaries. Its own layers on a CPU with AVX-512 unpack rows wrong of which 64 is no divisor,
+in every step of a training; here they come out as they were packed, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from bitsandbytes import functional
+
+from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.errors import UnsupportedBaseError
+from finetune_trainer.merge.steps.rounding import all_finite, round_into
+from finetune_trainer.merge.steps.step import Scratch
+
+BLOCK_VALUES = 64
+"""Values with one largest absolute value: what bitsandbytes' layers take where nothing is said, and transformers says nothing."""
+PIECE_VALUES = 1 << 20
+"""Packed at once: a whole number of blocks."""
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def dequantized(weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
+    """What a layer with these settings, made from `weight` as it is stored, computes with; its shape, in the layer's compute dtype.
+
+    weight: (rows, columns), any floating dtype. Raises UnsupportedBaseError for other settings than 4 bits.
+    """
+    out = torch.empty(weight.shape, dtype=_DTYPES[quantization.compute_dtype])
+    _unpack_into(weight, quantization, out)
+    return out
+
+
+def _unpack_into(weight: torch.Tensor, quantization: Quantization, out: torch.Tensor) -> None:
+    if quantization.bits != 4:
+        raise UnsupportedBaseError(
+            f"quantization.bits is {quantization.bits}: only 4-bit bases are trained on. Merge into the original weights."
+        )
+    if quantization.is_transposed:
+        weight = weight.T.contiguous()
+    values = weight.reshape(-1)
+    load, compute = _DTYPES[quantization.load_dtype], _DTYPES[quantization.compute_dtype]
+    packed, maxima = [], []
+    for piece in torch.split(values, PIECE_VALUES):
+        codes, absmax = torch.ops.bitsandbytes.quantize_4bit.default(
+            piece.to(load), BLOCK_VALUES, quantization.quant_type, torch.uint8
+        )
+        packed.append(codes)
+        maxima.append(absmax)
+    absmax = torch.cat(maxima)
+    if quantization.double_quant:
+        absmax = _doubly_quantized(absmax)
+    # A transposed weight is unpacked as it was packed, and turned back at the end.
+    turned = out if not quantization.is_transposed else torch.empty(weight.shape, dtype=compute)
+    target = turned.view(-1)
+    first = 0
+    for codes in packed:
+        last = min(first + PIECE_VALUES, target.numel())
+        blocks = slice(first // BLOCK_VALUES, -(-last // BLOCK_VALUES))
+        # Two codes to a byte: a last single value has a neighbour that is cut off.
+        piece = torch.ops.bitsandbytes.dequantize_4bit.default(
+            codes, absmax[blocks], BLOCK_VALUES, quantization.quant_type, (2 * codes.numel(),), compute
+        )
+        target[first:last].copy_(piece.view(-1)[: last - first])
+        first = last
+    if quantization.is_transposed:
+        out.copy_(turned.T)
+
+
+def _doubly_quantized(absmax: torch.Tensor) -> torch.Tensor:
+    """The blocks' largest absolute values as double quantisation keeps them."""
+    offset = absmax.mean()
+    codes, state = functional.quantize_blockwise(absmax - offset, blocksize=256)
+    held: torch.Tensor = functional.dequantize_blockwise(codes, state)
+    return held + offset
+
+
+@dataclass(frozen=True)
+class QuantizationStep:
+    """Packs and unpacks one matrix."""
+
+    quantization: Quantization
+    compute: torch.dtype
+
+    needs_whole = True
+
+    def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:  # noqa: ARG002 - as every step
+        """All rows: their largest values are packed together."""
+        return [(0, num_rows)]
+
+    def apply(
+        self,
+        values: torch.Tensor,
+        rows: tuple[int, int],  # noqa: ARG002 - all of them
+        out: torch.Tensor,
+        scratch: Scratch,  # noqa: ARG002 - as every step
+    ) -> bool:
+        if self.compute == out.dtype == _DTYPES[self.quantization.compute_dtype]:
+            _unpack_into(values, self.quantization, out)
+        else:
+            round_into(dequantized(values, self.quantization), self.compute, out)
+        return all_finite(out)

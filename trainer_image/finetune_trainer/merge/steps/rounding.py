@@ -1,0 +1,34 @@
+"""Dtypes and the casts between them, as PEFT makes them: into the dtype that it holds a weight in, then into the output's."""
+
+from __future__ import annotations
+
+import torch
+
+TORCH_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+"""Names in safetensors headers of the dtypes that arithmetic is done in."""
+READ_DTYPES = TORCH_DTYPES | {
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Those and what else adapters hold: indices, masks."""
+
+
+FINITE_VALUES = 4 << 20
+"""Looked at in one go for NaN and infinity, which takes their size in fp32."""
+
+
+def round_into(values: torch.Tensor, compute: torch.dtype, out: torch.Tensor) -> None:
+    """Writes `values` to `out`, through `compute`, the dtype that PEFT would hold them in."""
+    if compute not in (out.dtype, values.dtype):
+        values = values.to(compute)
+    out.copy_(values)
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """False when a value is NaN or infinite. One pass in most cases: a NaN or infinity survives any sum."""
+    if values.numel() > FINITE_VALUES and len(values) > 1:
+        num_rows = max(1, FINITE_VALUES * len(values) // values.numel())
+        return all(all_finite(rows) for rows in torch.split(values, num_rows))
+    total = values.sum(dtype=torch.float32)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())

@@ -1,0 +1,39 @@
+"""What the stream asks of every kind of change. The stream knows nothing else of arithmetic."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Scratch:
+    """fp32 blocks that a worker uses again and again: allocating them for each block took half of the time."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._blocks = [torch.empty(0, device=device), torch.empty(0, device=device)]
+
+    def block(self, number: int, num_rows: int, num_columns: int) -> torch.Tensor:
+        """Block `number` (0 or 1) as (num_rows, num_columns), contents undefined."""
+        count = num_rows * num_columns
+        if self._blocks[number].numel() < count:
+            self._blocks[number] = torch.empty(count, device=self._blocks[number].device)
+        return self._blocks[number][:count].view(num_rows, num_columns)
+
+
+class Step(Protocol):
+    """One change with its tensors in memory, for one matrix of (num_rows, num_columns)."""
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether no part of the matrix can be finished alone; then `apply` is called once, with all rows."""
+
+    def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
+        """Rows that are to be computed together so that the bits are right; in order, without gaps."""
+
+    def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:
+        """Write the changed rows to `out`; whether all of them are finite.
+
+        rows: first and last + 1 within the matrix. values: (rows, columns), in the stored dtype or the one that PEFT would hold
+        them in. out: (rows, columns), in the latter or, for the last step, in the output's; rounded to the latter first.
+        """

@@ -1,0 +1,72 @@
+"""What answers of the Hub mean, whether it is read from or written to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import httpx2
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+
+from finetune_trainer.network.errors import TransientError
+from finetune_trainer.network.retry_after import asked_pause_seconds
+
+T = TypeVar("T")
+
+SILENCE_SECONDS = 60.0
+"""Longest time without a byte before a request counts as failed."""
+DENIED = frozenset({401, 403})
+NOT_FOUND = frozenset({404, 410})
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
+_ADDRESS = re.compile(r"\w+://\S+")
+_LONGEST_SAYING = 300
+
+
+def passing_failure(response: httpx2.Response, endpoint: str) -> TransientError | None:
+    """The failure of a request that may succeed when it is made again; None: it will not."""
+    hub, asked = httpx2.URL(endpoint), response.url
+    elsewhere = (asked.host, asked.port) != (hub.host, hub.port)
+    if response.status_code in _PASSING or (elsewhere and response.status_code in DENIED):
+        # The Hub sends us on with a signed address; one that is refused has run out, and the next one will not have.
+        return TransientError(f"HTTP status {response.status_code}", retry_after_seconds(response))
+    return None
+
+
+def retry_after_seconds(response: httpx2.Response) -> float | None:
+    """Seconds that the server asks to wait: by Retry-After, or by the Hub's RateLimit."""
+    text = response.headers.get("Retry-After")
+    limit = parse_ratelimit_headers(response.headers)
+    if not text and limit is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds)
+    return asked_pause_seconds(text)
+
+
+def shown_saying(text: str | None) -> str:
+    """PURE. What the Hub says of a refusal, without addresses, which may be signed; empty where it says nothing."""
+    plain = " ".join(_ADDRESS.sub("(address)", text or "").split())
+    return f": {plain[:_LONGEST_SAYING]}" if plain else ""
+
+
+def answered(operation: Callable[[], T]) -> T:
+    """The result of calls of huggingface_hub. Raises TransientError where no whole answer came, and HfHubHTTPError."""
+    try:
+        return operation()
+    except (RuntimeError, ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise _meaning(error) from None
+
+
+def _meaning(error: BaseException) -> BaseException:
+    """What to raise in its place; messages of requests may hold an address, so none is kept."""
+    if isinstance(error, HfHubHTTPError):
+        return error
+    if isinstance(error, json.JSONDecodeError):
+        return TransientError("the answer is no JSON")
+    if isinstance(error, httpx2.HTTPError | httpx2.InvalidURL | httpx2.StreamError):
+        return TransientError(f"no answer ({type(error).__name__})")
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:
+        # The client wraps what fails in one of its threads.
+        return _meaning(error.__cause__)
+    return error

@@ -1,0 +1,91 @@
+"""Requests to a destination: bodies in small pieces, so that they can be stopped, and failures without what was sent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import httpx2
+
+from finetune_trainer.network.errors import StoppedError, TransientError
+from finetune_trainer.network.retry_after import asked_pause_seconds
+
+SILENCE_SECONDS = 60.0
+"""Longest time without a byte before a request counts as failed."""
+ANSWER_SECONDS = 300.0
+"""Time for an answer: an object store assembles gigabytes, and a registry hashes them, before either gives one."""
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
+DENIED = frozenset({401, 403})
+FULL = frozenset({413, 507})
+"""More than the destination takes: of one request, or altogether."""
+_PIECE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer."""
+
+    status: int
+    headers: httpx2.Headers
+    content: bytes
+    url: str
+    """That was asked for."""
+
+    @property
+    def succeeded(self) -> bool:
+        return httpx2.codes.is_success(self.status)
+
+    @property
+    def passing_failure(self) -> TransientError | None:
+        """What to wait for; None where the answer is final."""
+        if self.status not in PASSING:
+            return None
+        return TransientError(f"HTTP status {self.status}", asked_pause_seconds(self.headers.get("Retry-After")))
+
+
+class Wire:
+    """Sends single requests, from several threads. Follows no redirect and sends no header that it was not given."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop, self._lock, self.bytes_sent = stop, threading.Lock(), 0
+        self._client = httpx2.Client(
+            timeout=httpx2.Timeout(SILENCE_SECONDS, read=ANSWER_SECONDS),
+            headers={"User-Agent": "finetune-operator", "Accept-Encoding": "identity"},
+            follow_redirects=False,
+        )
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def send(self, method: str, url: str, headers: dict[str, str], body: bytes | None = None) -> Answer:
+        """One request and its answer, whatever that says. Raises TransientError where none came, and StoppedError."""
+        if body is None:
+            return self.stream(method, url, headers, None, 0)
+        return self.stream(method, url, headers, (body,), len(body))
+
+    def stream(self, method: str, url: str, headers: dict[str, str], body: Iterable[bytes] | None, length: int) -> Answer:
+        """The same with a body of several parts, together `length` bytes."""
+        if self._stop.is_set():
+            raise StoppedError
+        content = None if body is None else self._pieces(body)
+        lengths = {} if body is None else {"Content-Length": str(length)}
+        try:
+            response = self._client.request(method, url, headers=headers | lengths, content=content)
+        except httpx2.ConnectError as error:
+            # Says which address or certificate is wrong, and came before anything was sent.
+            raise TransientError(f"no connection ({error})") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
+            raise TransientError(f"the connection failed ({type(error).__name__})") from None
+        return Answer(response.status_code, response.headers, response.content, url)
+
+    def _pieces(self, body: Iterable[bytes]) -> Iterator[bytes]:
+        for part in body:
+            for start in range(0, len(part), _PIECE_BYTES):
+                if self._stop.is_set():
+                    raise StoppedError
+                piece = part[start : start + _PIECE_BYTES]
+                yield piece
+                with self._lock:
+                    self.bytes_sent += len(piece)

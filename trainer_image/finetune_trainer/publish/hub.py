@@ -1,0 +1,250 @@
+"""`hf://` destinations: large files first, then one commit that makes all of them visible at once.
+
+What the Hub has already is not sent again, so a publication that was killed goes on where it was. Files travel by the large file
+storage protocol, not by Xet: that is a second stack of libraries with its own proxies, caches, buffers and log lines, none of which
+this image bounds or tests, and its gain, sending only the changed parts of a file, is nothing to weights that are all new.
+
+Importing this module imports huggingface_hub, which reads its settings from the environment then and only then: see online.py.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TypeVar
+
+import httpx2
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    disable_progress_bars,
+    hf_raise_for_status,
+)
+
+from finetune_job.api.base import HubPath
+from finetune_trainer.errors import CheckpointError, DestinationRefusedError, DestinationUnavailableError
+from finetune_trainer.network.errors import StoppedError
+from finetune_trainer.network.hub_answers import DENIED, NOT_FOUND, SILENCE_SECONDS, answered, passing_failure, shown_saying
+from finetune_trainer.network.retry import Patience, retried
+from finetune_trainer.publish.destination import Publication
+from finetune_trainer.publish.errors import DESTINATION_FIELD, denied, given_up
+from finetune_trainer.publish.hub_changes import Changes, ForeignModelError, StoredFile, changes_for, is_stored
+from finetune_trainer.release.files import Release, ReleaseFile
+from finetune_trainer.release.places import CHECKSUMS
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SECRET_HOLDS = "a write token under `token`; on your own machine: HF_TOKEN"  # noqa: S105 - words for people
+UPLOADS = 4
+"""Files sent at a time; each holds a few megabytes in memory."""
+TRIES = 4
+"""How often a commit is made anew because somebody else's came in between."""
+_CONFLICT = frozenset({409, 412})
+
+constants.HF_HUB_DISABLE_XET = True
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A file that the commit can name."""
+
+    addition: CommitOperationAdd
+    bytes_sent: int
+
+
+class HubDestination:
+    """The main branch of one model repository."""
+
+    def __init__(
+        self,
+        place: HubPath,
+        *,
+        token: str | None,
+        endpoint: str | None,
+        private: bool,
+        patience: Patience | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """`private`: whether a repository that has to be made is. `endpoint`: None for the library's own. `stop`: gives all up."""
+        self._repository, self._token, self._private = place.repository, token, private
+        self._patience = patience or Patience()
+        # False: no token at all, rather than one that a login has left in the home directory.
+        self._api = HfApi(endpoint=endpoint, token=token or False)
+        self._shown = f"{DESTINATION_FIELD}: model {place.repository} on the Hub"
+        self._stop = stop or threading.Event()
+        disable_progress_bars()
+
+    def publish(self, release: Release) -> Publication:
+        """See Destination. After a commit of somebody else in between, what has to change is found out anew.
+
+        Raises StoppedError as well.
+        """
+        self._asked("making the repository", self._make_repository)
+        bytes_sent = 0
+        for _ in range(TRIES):
+            head, changes = self._asked("looking at what is there", lambda: self._missing(release))
+            if not changes.added and not changes.deleted:
+                return self._publication(head, bytes_sent)
+            sent = self._upload(changes.added)
+            bytes_sent += sum(file.bytes_sent for file in sent)
+            additions = [file.addition for file in sent]
+            commit = self._asked("the commit", lambda: self._commit(release, head, additions, changes.deleted))  # noqa: B023
+            if commit is not None:
+                stored = self._asked("looking at the commit", lambda: self._checked(release, commit))  # noqa: B023
+                bytes_sent += sum(file.size for file in changes.added if stored[file.name].sha256 is None)
+                return self._publication(commit, bytes_sent)
+            log.info("%s: somebody else has committed in between", self._shown)
+        raise DestinationUnavailableError(
+            f"{self._shown}: others commit to it all the time", "publish when nobody else writes there"
+        )
+
+    def _publication(self, commit: str, bytes_sent: int) -> Publication:
+        return Publication(address=f"hf://{self._repository}@{commit}", digest=commit, bytes_sent=bytes_sent)
+
+    def _make_repository(self) -> None:
+        self._api.create_repo(self._repository, private=self._private, exist_ok=True)
+
+    def _missing(self, release: Release) -> tuple[str, Changes]:
+        """Newest commit, and what it lacks."""
+        head = self._api.repo_info(self._repository).sha
+        if head is None:
+            raise DestinationUnavailableError(f"{self._shown}: no commit is named", "check the profile's spec.publish.hubEndpoint")
+        stored = self._stored(head)
+        older = self._checksums(head) if any(file.path == CHECKSUMS for file in stored) else None
+        try:
+            return head, changes_for(release, stored, older)
+        except ForeignModelError as error:
+            raise DestinationRefusedError(
+                f"{self._shown}: {error}, which no run of this operator put there, and which loaders would mix with the new model",
+                f"name another repository in {DESTINATION_FIELD}, or delete these files",
+            ) from None
+
+    def _stored(self, commit: str) -> list[StoredFile]:
+        tree = self._api.list_repo_tree(self._repository, recursive=True, revision=commit)
+        return [
+            StoredFile(entry.path, entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs is not None else None)
+            for entry in tree
+            if isinstance(entry, RepoFile)
+        ]
+
+    def _checksums(self, commit: str) -> str:
+        url = hf_hub_url(self._repository, CHECKSUMS, revision=commit, endpoint=self._api.endpoint)
+        response = get_session().get(url, headers=build_hf_headers(token=self._token or False), follow_redirects=True)
+        hf_raise_for_status(response)
+        return response.content.decode(errors="replace")
+
+    def _upload(self, files: tuple[ReleaseFile, ...]) -> list[_Sent]:
+        """Bring large files to the storage, several at a time; small ones wait for the commit."""
+        with ThreadPoolExecutor(UPLOADS) as pool:
+            futures = [pool.submit(self._upload_one, file) for file in files]
+            finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failures = [error for future in finished if (error := future.exception()) is not None]
+            if failures:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise next((error for error in failures if not isinstance(error, StoppedError)), failures[0])
+        return [future.result() for future in futures]
+
+    def _upload_one(self, file: ReleaseFile) -> _Sent:
+        with CountingReader(file, self._stop) as reader:
+            # Reads the whole file for its digest, without which the storage cannot be asked whether it has the file.
+            addition = CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=reader)
+            found = addition.upload_info.sha256.hex()
+            if (addition.upload_info.size, found) != (file.size, file.sha256):
+                raise CheckpointError(
+                    f"{file.local}: its sha256 is {found}, and {file.sha256} was to be published",
+                    "it was damaged after the merge: delete the directory that holds it and run the merge again",
+                )
+            reader.bytes_read = 0
+
+            def send() -> None:
+                # The library leaves the file where a failed request has stopped to read.
+                reader.seek(0)
+                self._api.preupload_lfs_files(self._repository, [addition], num_threads=1, free_memory=False)
+
+            self._asked(f"sending {file.name}", send)
+            bytes_sent = reader.bytes_read
+        # What was not large enough for the storage is read again for the commit, which holds it whole.
+        addition.path_or_fileobj = str(file.local)
+        log.info("%s: %s is ready, %d bytes were sent", self._shown, file.name, bytes_sent)
+        return _Sent(addition, bytes_sent)
+
+    def _commit(self, release: Release, head: str, additions: list[CommitOperationAdd], deleted: tuple[str, ...]) -> str | None:
+        """The new commit; None: the repository has another head by now."""
+        facts = release.facts
+        try:
+            made = self._api.create_commit(
+                self._repository,
+                [*additions, *(CommitOperationDelete(path_in_repo=path, is_folder=False) for path in deleted)],
+                commit_message=f"{facts.get('job', 'Fine-tuned model')}: {facts.get('method', 'fine-tuning')}",
+                commit_description="\n".join(f"{name}: {value}" for name, value in sorted(facts.items())),
+                parent_commit=head,
+            )
+        except HfHubHTTPError as error:
+            if error.response.status_code in _CONFLICT:
+                return None
+            raise
+        return str(made.oid)
+
+    def _checked(self, release: Release, commit: str) -> dict[str, StoredFile]:
+        """The files of the commit, which shows every file of the release as it is here."""
+        stored = {file.path: file for file in self._stored(commit)}
+        lacking = [file.name for file in (*release.files, release.manifest) if not is_stored(file, stored.get(file.name))]
+        if lacking:
+            raise DestinationRefusedError(
+                f"{self._shown}: commit {commit} lacks {lacking[:3]} of the {len(release.files) + 1} files sent",
+                "the repository's .gitignore may leave them out: delete it there, or name another repository",
+            )
+        return stored
+
+    def _asked(self, what: str, operation: Callable[[], T]) -> T:
+        def once() -> T:
+            # Each time, because the library makes a new session after a failure.
+            get_session().timeout = httpx2.Timeout(SILENCE_SECONDS)
+            try:
+                return answered(operation)
+            except HfHubHTTPError as error:
+                raise self._failure(what, error) from None
+            except ValueError as error:
+                raise DestinationRefusedError(
+                    f"{self._shown}: {what}{shown_saying(str(error))}", "see what the Hub says; its storage may be full"
+                ) from None
+
+        return retried(f"{self._shown}: {what}", self._patience, self._stop, given_up, once)
+
+    def _failure(self, what: str, error: HfHubHTTPError) -> Exception:
+        status = error.response.status_code
+        passing = passing_failure(error.response, self._api.endpoint)
+        if passing is not None:
+            return passing
+        said = f" (HTTP status {status}){shown_saying(error.server_message)}"
+        if status in DENIED | NOT_FOUND:
+            # A private repository is hidden in the same words as one that does not exist.
+            return denied(f"{self._shown}: {what}", said, signed=self._token is not None, secret_holds=SECRET_HOLDS)
+        return DestinationRefusedError(
+            f"{self._shown}: {what} is refused{said}", f"see what the Hub says, and check {DESTINATION_FIELD}"
+        )
+
+
+class CountingReader(io.BufferedReader):
+    """An open file that knows how much of it was read, and that nobody reads any more once all is given up."""
+
+    def __init__(self, file: ReleaseFile, stop: threading.Event) -> None:
+        super().__init__(io.FileIO(file.local))
+        self._stop = stop
+        self.bytes_read = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """See BufferedReader. Raises StoppedError."""
+        if self._stop.is_set():
+            raise StoppedError
+        content = super().read(size)
+        self.bytes_read += len(content)
+        return content

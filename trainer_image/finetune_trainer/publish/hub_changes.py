@@ -1,0 +1,96 @@
+"""PURE. What a commit to a repository on the Hub has to change, and what speaks against it.
+
+The repository may hold an older release of ours, which the new one replaces whole: a shard that stays behind might be loaded with
+shards of another model. Nothing else that loaders would take for a model is ever deleted or left beside ours: it is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from finetune_trainer.release.build import parse_checksums
+from finetune_trainer.release.files import Release, ReleaseFile
+from finetune_trainer.release.places import CHECKSUMS, PROVENANCE
+
+_LOADABLE_SUFFIXES = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".pkl", ".index.json"}
+)
+_LOADABLE_NAMES = frozenset({"config.json", "adapter_config.json", "generation_config.json", "chat_template.jinja"})
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the repository as it stands."""
+
+    path: str
+    size: int
+    git_blob: str
+    sha256: str | None
+    """None: it is kept in git, not in large file storage."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What one commit does. Nothing: the repository holds the release already."""
+
+    added: tuple[ReleaseFile, ...]
+    """In the order of the release."""
+    deleted: tuple[str, ...]
+
+
+class ForeignModelError(Exception):
+    """The repository holds parts of a model that this run has not put there. The message names the first of them."""
+
+
+def changes_for(release: Release, stored: Iterable[StoredFile], older_checksums: str | None) -> Changes:
+    """What is missing and what has to go. `older_checksums`: content of the repository's SHA256SUMS. Raises ForeignModelError."""
+    standing = {file.path: file for file in stored}
+    files = (*release.files, release.manifest)
+    names = {file.name for file in files}
+    older = _older_release(standing, older_checksums)
+    foreign = sorted(path for path in standing if path not in older and is_loadable(path) and path not in names)
+    if not older:
+        # Without a release of ours, files of our names are another model's too.
+        foreign += sorted(path for path in standing if path in names and is_loadable(path) and not _is_same(standing[path], files))
+    if foreign:
+        raise ForeignModelError(f"it holds {foreign[0]}{f' and {len(foreign) - 1} more files' if len(foreign) > 1 else ''}")
+    added = tuple(file for file in files if not is_stored(file, standing.get(file.name)))
+    return Changes(added, tuple(sorted(path for path in older if path not in names)))
+
+
+def is_loadable(path: str) -> bool:
+    """Whether a loader might take the file for a part of a model."""
+    name = PurePosixPath(path).name.lower()
+    return name in _LOADABLE_NAMES or name.endswith(tuple(_LOADABLE_SUFFIXES))
+
+
+def is_stored(file: ReleaseFile, stored: StoredFile | None) -> bool:
+    """Whether the repository holds exactly this file. Reads it where it is small enough to be kept in git."""
+    if stored is None or stored.size != file.size:
+        return False
+    if stored.sha256 is not None:
+        return stored.sha256 == file.sha256
+    return stored.git_blob == git_blob(file.local)
+
+
+def git_blob(path: Path) -> str:
+    """Name of the content in git."""
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _is_same(stored: StoredFile, files: Iterable[ReleaseFile]) -> bool:
+    return any(file.name == stored.path and is_stored(file, stored) for file in files)
+
+
+def _older_release(standing: Mapping[str, StoredFile], checksums: str | None) -> set[str]:
+    """Files of an older release of ours that stand as it left them."""
+    listed = parse_checksums(checksums) if checksums is not None else None
+    if listed is None or PROVENANCE not in listed:
+        return set()
+    # Weights that somebody has put in the place of ours are not ours any more.
+    ours = {path for path, sha256 in listed.items() if path in standing and standing[path].sha256 in (None, sha256)}
+    return ours | {CHECKSUMS}

@@ -1,0 +1,96 @@
+"""PURE. A release as an OCI artifact in the form of the CNCF's ModelPack specification: a raw layer for each file.
+
+Source of media types and annotations: https://github.com/modelpack/model-spec, docs/{spec,config,annotations}.md and
+specs-go/v1/mediatype.go at d78bf3231b4f; of the manifest: https://github.com/opencontainers/image-spec/blob/v1.1.0/manifest.md.
+Nothing but the release goes in, no time and no machine, so equal releases have equal digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from finetune_trainer.fetch.selection import CODE_SUFFIX, MODEL_NAMES
+from finetune_trainer.release.files import Release, ReleaseFile
+from finetune_trainer.release.places import BESIDE, CHECKSUMS, WEIGHT_SUFFIX
+
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
+CONFIG_TYPE = "application/vnd.cncf.model.config.v1+json"
+WEIGHT_TYPE = "application/vnd.cncf.model.weight.v1.raw"
+WEIGHT_CONFIG_TYPE = "application/vnd.cncf.model.weight.config.v1.raw"
+DOC_TYPE = "application/vnd.cncf.model.doc.v1.raw"
+CODE_TYPE = "application/vnd.cncf.model.code.v1.raw"
+FILE_PATH = "org.cncf.model.filepath"
+FACT_PREFIX = "dev.finetune."
+"""Of the annotations that say where a model comes from."""
+_DOCS = frozenset({*BESIDE, CHECKSUMS})
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What is pushed besides the files."""
+
+    config: bytes
+    manifest: bytes
+
+    @property
+    def digest(self) -> str:
+        """That names the whole content."""
+        return digest_of(self.manifest)
+
+
+def digest_of(content: bytes) -> str:
+    """As registries write it."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def media_type(name: str) -> str:
+    """What kind of layer a file of this name is."""
+    path = PurePosixPath(name)
+    if path.suffix == WEIGHT_SUFFIX:
+        return WEIGHT_TYPE
+    if path.suffix == CODE_SUFFIX:
+        return CODE_TYPE
+    if name in _DOCS or path.suffix == ".md" or path.name.upper().startswith(MODEL_NAMES):
+        return DOC_TYPE
+    return WEIGHT_CONFIG_TYPE
+
+
+def artifact_of(release: Release) -> Artifact:
+    """Configuration and manifest; SHA256SUMS is the last layer."""
+    files = (*release.files, release.manifest)
+    name = release.facts.get("job", "").rpartition("/")[2]
+    config = _json(
+        {
+            "descriptor": {"name": name} if name else {},
+            "config": {"format": "safetensors"},
+            "modelfs": {"type": "layers", "diffIds": [f"sha256:{file.sha256}" for file in files]},
+        }
+    )
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "artifactType": ARTIFACT_TYPE,
+        "config": {"mediaType": CONFIG_TYPE, "digest": digest_of(config), "size": len(config)},
+        "layers": [_layer(file) for file in files],
+        "annotations": {f"{FACT_PREFIX}{name}": value for name, value in release.facts.items()},
+    }
+    return Artifact(config, _json(manifest))
+
+
+def _layer(file: ReleaseFile) -> dict[str, Any]:
+    return {
+        "mediaType": media_type(file.name),
+        "digest": f"sha256:{file.sha256}",
+        "size": file.size,
+        "annotations": {FILE_PATH: file.name},
+    }
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,259 @@
+"""`oci://` destinations: every file a blob, then the manifest under its digest, then the tag.
+
+A reader of the tag sees what was there before or the whole release: the registry takes a manifest only once it has every blob, and
+the tag is written last of all. The tag `latest`, which a destination without a tag means, moves from release to release, as it does
+for container images; what it named before stays under the digest in the status of the job that wrote it until the registry cleans
+up what no tag names. Any other tag is a name that somebody chose for one result: if it names other content already, nothing is sent
+and the publication is refused.
+
+Blobs that the registry has are not sent again, and an upload that was broken off goes on at the byte that the registry says it has.
+Registries built on distribution 2.x know a broken upload no more when the break came within a chunk; then the blob begins anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from finetune_job.api.base import DEFAULT_TAG, RegistryPath
+from finetune_trainer.credentials import RegistryLogin
+from finetune_trainer.errors import DestinationRefusedError
+from finetune_trainer.network.errors import StoppedError, TransientError
+from finetune_trainer.network.retry import Attempts, Patience, retried
+from finetune_trainer.publish.destination import Publication
+from finetune_trainer.publish.errors import DESTINATION_FIELD, given_up
+from finetune_trainer.publish.http import Answer, Wire
+from finetune_trainer.publish.journal import Journal
+from finetune_trainer.publish.model_pack import MANIFEST_TYPE, artifact_of, digest_of
+from finetune_trainer.publish.reading import ProvenReader
+from finetune_trainer.publish.registry import Registry
+from finetune_trainer.release.files import Release, ReleaseFile
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+CHUNK_BYTES = 16 * 1024**2
+"""Of one request, so that proxies before a registry take it, and held in memory."""
+BLOBS_AT_ONCE = 4
+_READ_BYTES = 1024**2
+_NOT_FOUND = 404
+_GONE = frozenset({400, 404, 410, 416})
+"""What registries answer to an upload that they do not know, or not as far as we do."""
+_RANGE = re.compile(r"(?:bytes=)?0-(\d+)")
+_ANY_MANIFEST = (
+    f"{MANIFEST_TYPE}, application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.v2+json, "
+    "application/vnd.docker.distribution.manifest.list.v2+json"
+)
+
+
+class _UploadGoneError(Exception):
+    """The registry does not go on with this upload."""
+
+
+class _Progress:
+    """Failures in a row of one blob; what was sent before and has to be sent again is no progress."""
+
+    def __init__(self, attempts: Attempts) -> None:
+        self.attempts, self._furthest = attempts, 0
+
+    def reached(self, offset: int) -> None:
+        """The registry has so many bytes."""
+        if offset > self._furthest:
+            self._furthest = offset
+            self.attempts.progressed()
+
+
+class RegistryDestination:
+    """One tag of one repository."""
+
+    def __init__(
+        self,
+        place: RegistryPath,
+        login: RegistryLogin | None,
+        journal: Journal,
+        stop: threading.Event,
+        *,
+        plain_http: bool,
+        patience: Patience | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._place, self._journal, self._stop = place, journal, stop
+        self._patience, self._chunk_bytes = patience or Patience(), chunk_bytes
+        self._wire = Wire(stop)
+        self._registry = Registry(self._wire, place, login, plain_http=plain_http)
+        self._address = f"oci://{place.registry}/{place.repository}"
+
+    def publish(self, release: Release) -> Publication:
+        """See Destination."""
+        try:
+            return self._publish(release)
+        finally:
+            self._wire.close()
+
+    def _publish(self, release: Release) -> Publication:
+        artifact = artifact_of(release)
+        if not self._is_tagged(artifact.digest):
+            blobs = {file.sha256: file for file in (*release.files, release.manifest)}
+            self._bring_all(list(blobs.values()))
+            self._bring_content(artifact.config)
+            self._put_manifest(artifact.digest, artifact.manifest)
+            # Somebody else may have taken the tag meanwhile.
+            if not self._is_tagged(artifact.digest):
+                self._put_manifest(self._place.tag, artifact.manifest)
+        self._journal.forget()
+        return Publication(
+            address=f"{self._address}:{self._place.tag}@{artifact.digest}", digest=artifact.digest, bytes_sent=self._wire.bytes_sent
+        )
+
+    def _is_tagged(self, digest: str) -> bool:
+        """Whether the tag names this content. Raises DestinationRefusedError where it names other content and must not move."""
+        found = self._asked("looking at the tag", self._tagged)
+        if found is None or found == digest:
+            return found == digest
+        if self._place.tag != DEFAULT_TAG:
+            raise DestinationRefusedError(
+                f"{DESTINATION_FIELD}: {self._address}:{self._place.tag} names other content already ({found})",
+                f"name another tag, or delete this one; only `{DEFAULT_TAG}` moves from one result to the next",
+            )
+        log.info("%s:%s moves from %s to %s", self._address, self._place.tag, found, digest)
+        return False
+
+    def _tagged(self) -> str | None:
+        what, url = "looking at the tag", self._registry.url(f"manifests/{self._place.tag}")
+        answer = self._registry.send("HEAD", url, {"Accept": _ANY_MANIFEST}, what=what)
+        if answer.status == _NOT_FOUND:
+            return None
+        self._registry.check(answer, what)
+        found = answer.headers.get("Docker-Content-Digest")
+        if found:
+            return str(found)
+        answer = self._registry.send("GET", url, {"Accept": _ANY_MANIFEST}, what=what)
+        return digest_of(self._registry.check(answer, what).content)
+
+    def _put_manifest(self, reference: str, manifest: bytes) -> None:
+        what, url = f"writing manifest {reference}", self._registry.url(f"manifests/{reference}")
+        headers = {"Content-Type": MANIFEST_TYPE}
+        self._asked(what, lambda: self._registry.check(self._registry.send("PUT", url, headers, manifest, what=what), what))
+
+    def _bring_all(self, files: list[ReleaseFile]) -> None:
+        with ThreadPoolExecutor(BLOBS_AT_ONCE, thread_name_prefix="blob") as pool:
+            running = [pool.submit(self._bring, file) for file in files]
+            try:
+                done, _ = wait(running, return_when=FIRST_EXCEPTION)
+                failures = [error for future in done if (error := future.exception()) is not None]
+                if failures:
+                    raise next((error for error in failures if not isinstance(error, StoppedError)), failures[0])
+            except BaseException:
+                # The other uploads go on later, from the journal.
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _has(self, digest: str) -> bool:
+        what = f"looking at blob {digest}"
+        answer = self._asked(what, lambda: self._registry.send("HEAD", self._registry.url(f"blobs/{digest}"), what=what))
+        return answer.status != _NOT_FOUND and self._registry.check(answer, what).succeeded
+
+    def _bring_content(self, content: bytes) -> None:
+        digest = digest_of(content)
+        if not self._has(digest):
+            self._asked(f"writing blob {digest}", lambda: self._put_whole(digest, lambda: iter((content,)), len(content)))
+
+    def _bring(self, file: ReleaseFile) -> None:
+        digest = f"sha256:{file.sha256}"
+        progress = _Progress(Attempts(f"{self._address}: {file.name}", self._patience, self._stop, given_up))
+        takes_chunks = True
+        while not self._has(digest):
+            is_new = self._journal.recall(digest) is None
+            try:
+                if takes_chunks and file.size:
+                    self._upload(file, digest, progress)
+                else:
+                    self._put_whole(digest, lambda: _proven_parts(file), file.size)
+                break
+            except _UploadGoneError:
+                takes_chunks = not is_new
+                self._journal.remember(digest, "")
+                progress.attempts.failed(TransientError("the registry does not go on with the upload"))
+            except TransientError as error:
+                progress.attempts.failed(error)
+        log.info("%s: %s is there, %d bytes", self._address, file.name, file.size)
+
+    def _put_whole(self, digest: str, parts: Callable[[], Iterator[bytes]], length: int) -> None:
+        what = f"writing blob {digest}"
+        location = self._registry.location(self._begin(what))
+        headers = {"Content-Type": "application/octet-stream"}
+        answer = self._registry.send("PUT", _with_digest(location, digest), headers, (parts, length), what=what)
+        self._registry.check(answer, what)
+
+    def _begin(self, what: str) -> Answer:
+        answer = self._registry.send("POST", self._registry.url("blobs/uploads/"), what=what)
+        return self._registry.check(answer, what)
+
+    def _upload(self, file: ReleaseFile, digest: str, progress: _Progress) -> None:
+        """In chunks, each remembered. Raises _UploadGoneError, TransientError."""
+        what, headers = f"writing blob {digest}", {"Content-Type": "application/octet-stream"}
+        location, offset, chunk_bytes = self._journal.recall(digest), 0, self._chunk_bytes
+        if location is not None:
+            offset, location = self._reached(location, what)
+        else:
+            answer = self._begin(what)
+            location = self._registry.location(answer)
+            chunk_bytes = max(chunk_bytes, int(answer.headers.get("OCI-Chunk-Min-Length", "0")))
+        if offset > file.size:
+            raise _UploadGoneError
+        with ProvenReader(file) as reader:
+            reader.skip_to(offset)
+            while reader.offset < file.size:
+                start = reader.offset
+                chunk = reader.read(chunk_bytes)
+                position = {"Content-Range": f"{start}-{reader.offset - 1}"}
+                answer = self._registry.send("PATCH", location, headers | position, chunk, what=what)
+                if answer.status in _GONE:
+                    raise _UploadGoneError
+                self._registry.check(answer, what)
+                location = self._registry.location(answer)
+                if _received(answer, reader.offset) != reader.offset:
+                    raise _UploadGoneError
+                self._journal.remember(digest, location)
+                progress.reached(reader.offset)
+            reader.prove()
+        answer = self._registry.send("PUT", _with_digest(location, digest), headers, b"", what=what)
+        if answer.status in _GONE:
+            raise _UploadGoneError
+        self._registry.check(answer, what)
+
+    def _reached(self, location: str, what: str) -> tuple[int, str]:
+        """Bytes that the registry has of an upload that was broken off, and where it goes on. Raises _UploadGoneError."""
+        answer = self._registry.send("GET", location, what=what)
+        if not answer.succeeded:
+            raise _UploadGoneError
+        return _received(answer, 0), self._registry.location(answer) if "Location" in answer.headers else location
+
+    def _asked(self, what: str, operation: Callable[[], T]) -> T:
+        return retried(f"{self._address}: {what}", self._patience, self._stop, given_up, operation)
+
+
+def _received(answer: Answer, default: int) -> int:
+    """Bytes that the registry says it has: the header names the last one, and 0-0 may mean none."""
+    found = _RANGE.fullmatch(answer.headers.get("Range", ""))
+    if found is None:
+        return default
+    return int(found[1]) + 1 if int(found[1]) else 0
+
+
+def _with_digest(location: str, digest: str) -> str:
+    """The address of the upload, which may be signed, so that nothing else of it changes."""
+    return f"{location}{'&' if '?' in location else '?'}digest={digest.replace(':', '%3A')}"
+
+
+def _proven_parts(file: ReleaseFile) -> Iterator[bytes]:
+    with ProvenReader(file) as reader:
+        while reader.offset < file.size:
+            part = reader.read(_READ_BYTES)
+            if reader.offset == file.size:
+                reader.prove()
+            yield part

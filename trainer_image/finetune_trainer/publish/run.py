@@ -1,0 +1,117 @@
+"""The `publish` role: bring the results to where the plan says. May be killed and run again at any point."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from finetune_job.api.base import BucketPath, ClaimPath, HubPath, RegistryPath, parse_destination
+from finetune_job.failures import Outcome, TerminationReport
+from finetune_job.names import Role
+from finetune_job.plan.run_plan import PublishPlan
+from finetune_trainer.context import RunContext
+from finetune_trainer.credentials import Credentials
+from finetune_trainer.errors import InvariantError, PreemptedError
+from finetune_trainer.network.errors import StoppedError
+from finetune_trainer.network.retry import Patience
+from finetune_trainer.network.s3_service import s3_service
+from finetune_trainer.publish.destination import Destination
+from finetune_trainer.publish.journal import Journal
+from finetune_trainer.publish.oci import RegistryDestination
+from finetune_trainer.publish.s3 import BucketDestination
+from finetune_trainer.release.build import read_release
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _End:
+    """SIGTERM, as the threads that send see it."""
+
+    stop: threading.Event = field(default_factory=threading.Event)
+    came: bool = False
+
+
+def publish(context: RunContext, credentials: Credentials, patience: Patience | None = None) -> TerminationReport:
+    """Bring the release.
+
+    Raises DestinationRefusedError, DestinationUnavailableError, CheckpointError where the results are not what the merge left,
+    PreemptedError, OSError.
+    """
+    plan = context.plan.publish
+    if plan is None:
+        raise InvariantError("the plan publishes nothing", "the results lie on the claim of spec.output.destination already")
+    started = time.monotonic()
+    release = read_release(context)
+    total = sum(file.size for file in (*release.files, release.manifest))
+    with _sigterm() as end:
+        log.info("%s: %d files, %d bytes", plan.destination, len(release.files) + 1, total)
+        destination = _open(plan, context, credentials, patience or Patience(), end.stop)
+        try:
+            publication = destination.publish(release)
+        except StoppedError:
+            if not end.came:
+                raise
+            raise PreemptedError("SIGTERM arrived; what is at the destination is not sent again") from None
+    facts = {
+        "address": publication.address,
+        "digest": publication.digest,
+        "bytes": str(total),
+        "bytes_sent": str(publication.bytes_sent),
+        "seconds": f"{time.monotonic() - started:.1f}",
+    }
+    return TerminationReport(role=Role.PUBLISH, attempt=context.attempt, outcome=Outcome.SUCCEEDED, time=time.time(), facts=facts)
+
+
+def _open(
+    plan: PublishPlan, context: RunContext, credentials: Credentials, patience: Patience, stop: threading.Event
+) -> Destination:
+    place = parse_destination(plan.destination)
+    match place:
+        case RegistryPath():
+            return RegistryDestination(
+                place,
+                credentials.registry_login(place.registry),
+                Journal(context.workspace.publication),
+                stop,
+                plain_http=place.registry in plan.plain_http_registries,
+                patience=patience,
+            )
+        case BucketPath():
+            service = s3_service(plan.s3_endpoint, plan.s3_region)
+            journal = Journal(context.workspace.publication)
+            return BucketDestination(place, service, credentials.s3_keys(), journal, stop, patience=patience)
+        case HubPath():
+            from finetune_trainer.publish.hub import HubDestination
+
+            return HubDestination(
+                place,
+                token=credentials.hub_token(),
+                endpoint=plan.hub_endpoint,
+                private=plan.private,
+                patience=patience,
+                stop=stop,
+            )
+        case ClaimPath():
+            raise InvariantError(f"{plan.destination} lies on a claim", "it needs no publishing")
+
+
+@contextmanager
+def _sigterm() -> Iterator[_End]:
+    """SIGTERM stops what is being sent; a container's first process would otherwise not notice it at all."""
+    end = _End()
+
+    def came(_number: int, _frame: object) -> None:
+        end.came = True
+        end.stop.set()
+
+    before = signal.signal(signal.SIGTERM, came)
+    try:
+        yield end
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,1 @@
+"""What goes with the weights: model card, provenance, checksums, and the files in the order in which a destination gets them."""

@@ -1,0 +1,193 @@
+"""PURE. README.md: the model card, from what is known of the run. Front matter as the Hub reads it, then text for people.
+
+Names that users choose stand in code spans and YAML scalars, so that none of them is taken for markup.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from finetune_job.api.base import BucketPath, HubPath, RegistryPath, parse_destination, parse_source
+from finetune_job.names import MANAGED_BY
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.release.card_sections import (
+    evaluation,
+    licence,
+    provenance,
+    settings,
+    training,
+    training_data,
+    verification,
+)
+from finetune_trainer.release.facts import RunFacts
+from finetune_trainer.release.licence import OTHER
+from finetune_trainer.release.markdown import block, code, one_line
+from finetune_trainer.release.places import ADAPTER, MERGED
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_SECTIONS: tuple[tuple[str, Callable[[RunFacts], list[str]]], ...] = (
+    ("Training data", training_data),
+    ("Settings", settings),
+    ("Training", training),
+    ("Evaluation", evaluation),
+    ("Verification of the merge", verification),
+    ("Provenance", provenance),
+    ("Licence", licence),
+)
+
+
+def model_card(facts: RunFacts) -> str:
+    """The card of everything that is published together."""
+    lines = [*_front_matter(facts, is_adapter=not facts.places.has_merged), f"# {code(facts.plan.job.name)}", "", *_what(facts), ""]
+    lines += ["## How to load it", "", *_loading(facts)]
+    for title, section in _SECTIONS:
+        if body := section(facts):
+            lines += ["", f"## {title}", "", *body]
+    return "\n".join(lines) + "\n"
+
+
+def adapter_card(facts: RunFacts) -> str:
+    """A short card for the adapter's own directory, with what the Hub and PEFT look for."""
+    base = code(facts.plan.model.name)
+    text = f"An adapter for {base}, made by {facts.plan.method.type.value}. The model card beside this directory says all about it."
+    return "\n".join([*_front_matter(facts, is_adapter=True), f"# {code(facts.plan.job.name)}", "", text]) + "\n"
+
+
+def front_matter(facts: RunFacts, *, is_adapter: bool) -> dict[str, Any]:
+    """What the Hub reads. It refuses names of models, data sets and licences that it does not know, so only the Hub's own go in."""
+    plan = facts.plan
+    found: dict[str, Any] = {}
+    if _HUB_NAME.fullmatch(plan.model.name):
+        found["base_model"] = plan.model.name
+        found["base_model_relation"] = "adapter" if is_adapter else "finetune"
+    found["library_name"] = "peft" if is_adapter else "transformers"
+    found["pipeline_tag"] = "text-generation"
+    if facts.licence.identifier:
+        found["license"] = facts.licence.identifier
+        if facts.licence.identifier == OTHER:
+            found |= {
+                key: value for key, value in (("license_name", facts.licence.name), ("license_link", facts.licence.link)) if value
+            }
+    if datasets := _hub_datasets(plan):
+        found["datasets"] = datasets
+    found["tags"] = [MANAGED_BY, plan.method.type.value.lower()]
+    return found
+
+
+def _front_matter(facts: RunFacts, *, is_adapter: bool) -> list[str]:
+    document = yaml.safe_dump(front_matter(facts, is_adapter=is_adapter), sort_keys=False, allow_unicode=True, width=1 << 20)
+    return ["---", document.rstrip("\n"), "---", ""]
+
+
+def _hub_datasets(plan: RunPlan) -> list[str]:
+    held_out = [plan.data.validation] if plan.data.validation is not None else []
+    places = [parse_source(source.source) for source in (*plan.data.train, *held_out)]
+    return sorted({place.repository for place in places if isinstance(place, HubPath) and place.is_dataset})
+
+
+def _what(facts: RunFacts) -> list[str]:
+    plan, places = facts.plan, facts.places
+    base = code(plan.model.name) + (f" at {code(plan.model.revision)}" if plan.model.revision else "")
+    if not plan.method.trains_adapter:
+        return [f"{base}, fine-tuned whole."]
+    if not places.has_merged:
+        return [f"An adapter for {base}, made by {plan.method.type.value}."]
+    more = " The adapter alone is here as well." if places.has_adapter else ""
+    return [f"{base}, fine-tuned by {plan.method.type.value} and merged: it needs no adapter to be loaded.{more}"]
+
+
+def _loading(facts: RunFacts) -> list[str]:
+    lines: list[str] = []
+    if facts.places.has_merged:
+        lines += _load_merged(facts)
+    if facts.places.has_adapter:
+        lines += ([""] if lines else []) + _load_adapter(facts)
+    return lines
+
+
+def _load_merged(facts: RunFacts) -> list[str]:
+    where = _address(facts, MERGED)
+    script = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained({where!r}, dtype="auto")\n'
+        f"tokenizer = AutoTokenizer.from_pretrained({where!r})\n"
+    )
+    return [
+        "The merged model:",
+        "",
+        *_pulling(facts),
+        *block(script, "python"),
+        "",
+        "With vLLM:",
+        "",
+        *block(f"vllm serve {_quoted(where)}", "sh"),
+    ]
+
+
+def _load_adapter(facts: RunFacts) -> list[str]:
+    where = _address(facts, ADAPTER)
+    base, revision = facts.plan.model.name, facts.plan.model.revision
+    at = f", revision={revision!r}" if revision else ""
+    folder = f", subfolder={ADAPTER!r}" if _is_on_hub(facts) and facts.places.top != ADAPTER else ""
+    script = (
+        "from peft import PeftModel\n"
+        "from transformers import AutoModelForCausalLM\n\n"
+        f'base = AutoModelForCausalLM.from_pretrained({base!r}{at}, dtype="auto")\n'
+        f"model = PeftModel.from_pretrained(base, {where!r}{folder})\n"
+    )
+    return [
+        "The adapter:",
+        "",
+        *([] if facts.places.has_merged else _pulling(facts)),
+        *block(script, "python"),
+        "",
+        *_serving(facts),
+    ]
+
+
+def _serving(facts: RunFacts) -> list[str]:
+    report = facts.serving
+    if report is None:
+        return []
+    if not report.is_served:
+        reasons = "; ".join(one_line(reason) for reason in report.reasons)
+        return [f"vLLM does not serve the adapter as it is: {code(reasons)}."]
+    command = (
+        f"vllm serve {_quoted(facts.plan.model.name)} --enable-lora --max-lora-rank {report.max_lora_rank} \\\n"
+        f"  --lora-modules {_quoted(facts.plan.job.name)}=./{ADAPTER if facts.places.top != ADAPTER else ''}"
+    )
+    notes = [f"* {note}" for note in report.notes]
+    return ["With vLLM, from a local copy of these files:", "", *block(command, "sh"), *(["", *notes] if notes else [])]
+
+
+def _address(facts: RunFacts, part: str) -> str:
+    """What loaders are given: the repository on the Hub, or a directory below the place where these files are."""
+    if _is_on_hub(facts) and facts.plan.publish is not None:
+        place = parse_destination(facts.plan.publish.destination)
+        if isinstance(place, HubPath):
+            return place.repository
+    return "." if facts.places.top == part else f"./{part}"
+
+
+def _is_on_hub(facts: RunFacts) -> bool:
+    return facts.plan.publish is not None and isinstance(parse_destination(facts.plan.publish.destination), HubPath)
+
+
+def _pulling(facts: RunFacts) -> list[str]:
+    if facts.plan.publish is None:
+        return []
+    place = parse_destination(facts.plan.publish.destination)
+    if isinstance(place, RegistryPath):
+        return [*block(f"oras pull {place.registry}/{place.repository}:{place.tag}", "sh"), ""]
+    if isinstance(place, BucketPath):
+        return [*block(f"aws s3 cp --recursive {_quoted(facts.plan.publish.destination)} .", "sh"), ""]
+    return []
+
+
+def _quoted(text: str) -> str:
+    plain = one_line(text)
+    return plain if re.fullmatch(r"[A-Za-z0-9_./:@=-]+", plain) else "'" + plain.replace("'", "'\\''") + "'"

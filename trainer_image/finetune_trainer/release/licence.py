@@ -1,0 +1,88 @@
+"""The base model's licence, as its own files state it: a tuned model is a derivative, so its terms go on."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune_trainer.fetch.selection import MODEL_NAMES
+
+CARD_FILE = "README.md"
+_MAX_FRONT_MATTER = 1 << 20
+_IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
+"""The Hub's names of licences."""
+_LONGEST_TEXT = 200
+OTHER = "other"
+"""The Hub's word for a licence that is not in its list."""
+
+
+@dataclass(frozen=True)
+class Licence:
+    """Empty strings: the base says nothing."""
+
+    identifier: str = ""
+    """As the Hub calls it."""
+    name: str = ""
+    link: str = ""
+    files: tuple[str, ...] = ()
+    """Terms that lie in the base's directory."""
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.identifier or self.files)
+
+
+def read_licence(model: Path) -> Licence:
+    """What the base's card, its configuration and its files say; in this order where they differ. Raises OSError."""
+    files = tuple(path.name for path in licence_files(model))
+    card = front_matter(_text(model / CARD_FILE))
+    identifier = _identifier(card.get("license")) or _identifier(_settings(model).get("license"))
+    if not identifier:
+        return Licence(files=files)
+    return Licence(identifier, _line(card.get("license_name")), _line(card.get("license_link")), files)
+
+
+def licence_files(model: Path) -> list[Path]:
+    """Files with terms: they go along with what is made of the model."""
+    return sorted(path for path in model.iterdir() if path.is_file() and path.name.upper().startswith(MODEL_NAMES))
+
+
+def front_matter(text: str) -> dict[str, Any]:
+    """PURE. The mapping at the head of a card; empty where there is none that can be read."""
+    match = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
+    if match is None:
+        return {}
+    try:
+        found = yaml.safe_load(match[1])
+    except (yaml.YAMLError, ValueError):
+        return {}
+    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return file.read(_MAX_FRONT_MATTER).decode(errors="replace")
+
+
+def _settings(model: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _identifier(value: object) -> str:
+    first = value[0] if isinstance(value, list) and value else value
+    return first.lower() if isinstance(first, str) and _IDENTIFIER.fullmatch(first.lower()) else ""
+
+
+def _line(value: object) -> str:
+    return " ".join(value.split())[:_LONGEST_TEXT] if isinstance(value, str) else ""

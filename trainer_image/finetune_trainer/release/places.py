@@ -1,0 +1,70 @@
+"""PURE. Which name each result has at its destination, by kind of destination.
+
+A directory (`pvc://`, `s3://`) has `adapter/` and `merged/` with the model card beside them. A repository (`hf://`, `oci://`) is a
+model itself: the merged one, or the adapter where that is the only result, lies at its top, because that is where loaders look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune_job.api.base import HubPath, RegistryPath, parse_destination
+from finetune_job.layout import OutputLayout
+from finetune_job.plan.run_plan import RunPlan
+
+_NAMES = OutputLayout(Path())
+ADAPTER, MERGED = _NAMES.adapter.name, _NAMES.merged.name
+CARD, PROVENANCE, CHECKSUMS = _NAMES.model_card.name, _NAMES.provenance.name, _NAMES.checksums.name
+VERIFICATION, VERIFICATION_PAGE = _NAMES.verification.name, _NAMES.verification_page.name
+BESIDE = (CARD, PROVENANCE, VERIFICATION, VERIFICATION_PAGE)
+"""Files beside the directories of weights, which the checksums name; the last two only where something was merged."""
+WEIGHT_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which results there are, and which of them lies at the top of the destination."""
+
+    has_adapter: bool
+    has_merged: bool
+    is_repository: bool
+
+    @property
+    def top(self) -> str | None:
+        """Directory of the results whose files lie at the top; None: all keep their directories."""
+        if not self.is_repository:
+            return None
+        return MERGED if self.has_merged else ADAPTER
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Of weights, in the order in which they are published."""
+        return tuple(name for name, is_there in ((ADAPTER, self.has_adapter), (MERGED, self.has_merged)) if is_there)
+
+    @property
+    def needs_adapter_card(self) -> bool:
+        """Whether the adapter lies in a directory of its own, where the model card is not seen."""
+        return self.has_adapter and self.top != ADAPTER
+
+    def at_destination(self, local: str) -> str:
+        """Name at the destination of a file of the results, both with slashes and relative to their roots."""
+        first, _, rest = local.partition("/")
+        return rest if rest and first == self.top else local
+
+    def in_results(self, name: str) -> str:
+        """The other way round."""
+        first, slash, _ = name.partition("/")
+        keeps_name = name in BESIDE or (bool(slash) and first in self.directories and first != self.top)
+        return name if self.top is None or keeps_name else f"{self.top}/{name}"
+
+
+def places_of(plan: RunPlan) -> Places:
+    """What the plan publishes, and in which form."""
+    trains_adapter = plan.method.trains_adapter
+    destination = parse_destination(plan.publish.destination) if plan.publish else plan.output
+    return Places(
+        has_adapter=trains_adapter and (plan.keeps_adapter or not plan.merge.enabled),
+        has_merged=plan.merge.enabled or not trains_adapter,
+        is_repository=isinstance(destination, HubPath | RegistryPath),
+    )

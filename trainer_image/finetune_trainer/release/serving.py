@@ -1,0 +1,121 @@
+"""PURE. What a serving engine makes of an adapter in PEFT's layout, from its settings and its tensor names alone.
+
+The rules are vLLM's, read in the sources of 0.22 (vllm/lora/peft_helper.py, lora_model.py, utils.py, vllm/config/lora.py). Whether
+the engine's own class of the base model takes adapters at all, and on which modules, is not to be seen from here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VLLM_RULES = "0.22"
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that --max-lora-rank takes."""
+VLLM_DEFAULT_RANK = 16
+PEFT_PREFIX = "base_model."
+"""Where everything lies in a PeftModel, and so how every stored name begins; tensors of one module go on with `model.`."""
+_FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.(lora_(?P<side>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """Whether vLLM loads the adapter and computes what was trained."""
+
+    reasons: tuple[str, ...]
+    """Why it does not; empty: it does."""
+    max_lora_rank: int | None
+    """What --max-lora-rank must be at least; None where it does not load."""
+    notes: tuple[str, ...] = ()
+    """What it depends on besides."""
+
+    @property
+    def is_served(self) -> bool:
+        return not self.reasons
+
+    def text(self) -> str:
+        """One line for reports."""
+        if self.is_served:
+            return f"loads with --max-lora-rank {self.max_lora_rank}"
+        return f"does not load: {'; '.join(self.reasons)}"
+
+
+def serving_report(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ServingReport:
+    """`settings`: adapter_config.json; `shapes`: of the tensors of adapter_model.safetensors by their names."""
+    if settings.get("peft_type") != "LORA":
+        return ServingReport((f"it takes LoRA alone, and this is {settings.get('peft_type')}",), None)
+    ranks = _ranks(shapes)
+    reasons = [*_features(settings), *_names(shapes), *_scaling(settings, ranks)]
+    largest = max((*ranks.values(), settings.get("r", 0)))
+    needed = next((rank for rank in VLLM_RANKS if rank >= largest), None)
+    if needed is None:
+        reasons.append(f"its rank is {largest}, and the highest --max-lora-rank is {VLLM_RANKS[-1]}")
+    if reasons:
+        return ServingReport(tuple(reasons), None)
+    return ServingReport((), needed, tuple(_notes(shapes)))
+
+
+def _features(settings: Mapping[str, Any]) -> list[str]:
+    found = []
+    if settings.get("use_dora"):
+        found.append("it has no DoRA")
+    if settings.get("modules_to_save"):
+        found.append(f"it replaces no whole modules, and modules_to_save names {', '.join(settings['modules_to_save'])}")
+    if settings.get("bias", "none") != "none":
+        found.append(f"it takes no biases, and bias is {settings['bias']}")
+    return found
+
+
+def _names(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    matches = {name: _FACTOR.fullmatch(name) for name in shapes}
+    unknown = sorted(name for name, match in matches.items() if match is None and not name.endswith("lora_magnitude_vector"))
+    found = []
+    if unknown:
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        found.append(f"it knows no tensors called {', '.join(unknown[:_SHOWN])}{more}")
+    sides: dict[str, set[str]] = {}
+    for match in matches.values():
+        if match is not None:
+            sides.setdefault(match["module"], set()).add(match["side"] or match["embedding"])
+    alone = sorted(module for module, both in sides.items() if len(both) == 1)
+    if alone:
+        found.append(f"{alone[0]} has one of lora_A and lora_B alone")
+    return found
+
+
+def _ranks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Rank by module: rows of A."""
+    matches = ((match, shape) for name, shape in shapes.items() if (match := _FACTOR.fullmatch(name)) is not None)
+    return {match["module"]: shape[0] for match, shape in matches if "A" in (match["side"], match["embedding"]) and shape}
+
+
+def _scaling(settings: Mapping[str, Any], ranks: Mapping[str, int]) -> list[str]:
+    """It scales every module by lora_alpha and r of the settings, whatever the patterns say."""
+    if not settings.get("rank_pattern") and not settings.get("alpha_pattern"):
+        return []
+    rank = settings["r"]
+    root = math.sqrt if settings.get("use_rslora") else float
+    common = settings["lora_alpha"] / root(rank)
+    for module, own in ranks.items():
+        alpha = _first_match(settings.get("alpha_pattern") or {}, module, settings["lora_alpha"])
+        if not math.isclose(alpha / root(own), common):
+            return [
+                f"it scales all modules by {common:g}, and rank_pattern or alpha_pattern make it {alpha / root(own):g} for {module}"
+            ]
+    return []
+
+
+def _first_match(pattern: Mapping[str, int], module: str, otherwise: int) -> int:
+    """As PEFT looks settings up by the end of a module's name."""
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+
+
+def _notes(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    found = ["the engine's class of the base model must take adapters on every module that has one"]
+    if any("lora_embedding_" in name for name in shapes):
+        found.append("adapters on embeddings are taken where the model's class names its embedding modules")
+    return found

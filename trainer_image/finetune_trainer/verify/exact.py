@@ -1,0 +1,176 @@
+"""Rows of one merged matrix in fp64, with the error that rounding explains. Deliberately shares no arithmetic with the merge.
+
+The formulas are PEFT's as documented: W + scaling * B@A, DoRA's m * (W + scaling * B@A) / ||W + scaling * B@A||, sums and replaced
+rows. What only PEFT's own layers can merge (ModuleMerge) has no formula here; such tensors rest on the comparison of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from finetune_trainer.merge.changes import Addition, Change, LowRank, ModuleMerge, Orientation, Quantization, TokenRows
+from finetune_trainer.merge.errors import BrokenCheckpointError
+from finetune_trainer.merge.headers import TensorHeader
+from finetune_trainer.merge.steps.rounding import TORCH_DTYPES
+from finetune_trainer.verify.gate import UNIT_ROUNDOFF
+
+_FP32 = UNIT_ROUNDOFF["float32"]
+_NORM_ROWS = 512
+"""Rows at a time where norms need all of them."""
+_Values = tuple[torch.Tensor, torch.Tensor]
+"""Exact values and the errors that are allowed, both (rows, columns) in fp64."""
+
+
+def has_formula(changes: Sequence[Change]) -> bool:
+    """Whether ExactMatrix can compute these."""
+    return not any(isinstance(change, ModuleMerge) for change in changes)
+
+
+class ExactMatrix:
+    """Matrix number `index` of a tensor of (rows, columns) each, after `changes`."""
+
+    def __init__(
+        self,
+        source: TensorHeader,
+        index: int,
+        shape: tuple[int, int],
+        changes: Sequence[Change],
+        *,
+        held: torch.dtype,
+        out: torch.dtype,
+    ) -> None:
+        """held: the dtype that the weight has between two changes. out: of the merged tensor."""
+        self._source, self._index, self._shape, self._changes = source, index, shape, tuple(changes)
+        self._held, self._out = held, out
+        self._held_roundoff = torch.finfo(held).eps / 2
+        # Smallest distance of subnormal float16 numbers; other dtypes reach so far down that it does not matter.
+        self._floor = 2.0**-24 if torch.float16 in (held, out) or source.dtype == "F16" else 1e-37
+        self._norms: dict[int, torch.Tensor] = {}
+        self._unpacked: torch.Tensor | None = None
+
+    def rows(self, chosen: Sequence[int]) -> _Values:
+        """Of the finished matrix."""
+        values, errors = self._after(len(self._changes), chosen)
+        if self._out is not self._held:
+            errors = errors + torch.finfo(self._out).eps / 2 * 1.01 * values.abs()
+        return values, errors + self._floor
+
+    def _after(self, count: int, chosen: Sequence[int]) -> _Values:
+        if count == 0:
+            values = read_rows(self._source, self._index, self._shape, chosen).to(self._held).double()
+            return values, torch.zeros_like(values)
+        change = self._changes[count - 1]
+        values, errors = self._before(change, count, chosen)
+        match change:
+            case LowRank():
+                values, errors = self._low_rank(change, count, chosen, values, errors)
+            case Addition():
+                added = change.scaling * _load(change.tensor).view(self._shape)[list(chosen)].double()
+                errors = errors + 2 * _FP32 * (values.abs() + added.abs())
+                values = values + added
+            case TokenRows():
+                rows = _load(change.tensor).to(self._held).double().view(len(change.indices), -1)
+                places = {index: number for number, index in enumerate(change.indices)}
+                for number, row in enumerate(chosen):
+                    if row in places:
+                        values[number], errors[number] = rows[places[row]], 0.0
+            case _:
+                pass
+        return values, errors + self._held_roundoff * 1.01 * values.abs()
+
+    def _before(self, change: Change, count: int, chosen: Sequence[int]) -> _Values:
+        if not isinstance(change, Quantization):
+            return self._after(count - 1, chosen)
+        if self._unpacked is None:
+            # Imports bitsandbytes, so only where a base was packed.
+            from finetune_trainer.merge.steps.quantization import dequantized
+
+            whole = read_rows(self._source, self._index, self._shape, range(self._shape[0]))
+            self._unpacked = dequantized(whole, change)
+        values = self._unpacked[list(chosen)].to(self._held).double()
+        return values, torch.zeros_like(values)
+
+    def _low_rank(self, change: LowRank, count: int, chosen: Sequence[int], values: torch.Tensor, errors: torch.Tensor) -> _Values:
+        summed, summed_errors = self._sum(change, chosen, values, errors)
+        if change.magnitude is None:
+            return summed, summed_errors
+        magnitude = _load(change.magnitude).double().view(-1)
+        if change.orientation is Orientation.LINEAR:
+            norms = summed.norm(dim=1, keepdim=True)
+            factor, num_terms = magnitude[list(chosen)].unsqueeze(1) / norms, summed.shape[1]
+            inherited = summed_errors.norm(dim=1, keepdim=True) / norms
+        else:
+            if count not in self._norms:
+                self._norms[count] = self._norms_of_columns(change, count)
+            factor, num_terms = (magnitude / self._norms[count]).unsqueeze(0), self._shape[0]
+            inherited = torch.tensor(0.0 if count == 1 else self._held_roundoff, dtype=torch.float64)
+        result = summed * factor
+        return result, summed_errors * factor.abs() + ((16 + num_terms / 64) * _FP32 + inherited) * result.abs()
+
+    def _norms_of_columns(self, change: LowRank, count: int) -> torch.Tensor:
+        squares = torch.zeros(self._shape[1], dtype=torch.float64)
+        for first in range(0, self._shape[0], _NORM_ROWS):
+            block = range(first, min(first + _NORM_ROWS, self._shape[0]))
+            summed, _ = self._sum(change, block, *self._after(count - 1, block))
+            squares += (summed**2).sum(dim=0)
+        return squares.sqrt()
+
+    def _sum(self, change: LowRank, chosen: Sequence[int], values: torch.Tensor, errors: torch.Tensor) -> _Values:
+        """W + scaling * B@A, which PEFT computes in fp32: a sum of r products, the scaling, the addition."""
+        left, right = self._factors(change, list(chosen))
+        delta = change.scaling * (left @ right)
+        rank = left.shape[1]
+        error = (rank + 2) * _FP32 * abs(change.scaling) * (left.abs() @ right.abs())
+        if change.magnitude is None and (change.orientation is Orientation.EMBEDDING or change.part is not None):
+            error = error + self._held_roundoff * delta.abs()  # PEFT rounds the product by itself
+        return values + delta, errors + error + 2 * _FP32 * (values.abs() + delta.abs())
+
+    def _factors(self, change: LowRank, chosen: list[int]) -> _Values:
+        """(rows, r) and (r, columns) whose product has the orientation of the stored matrix, of its `chosen` rows."""
+        a, b = _load(change.a), _load(change.b)
+        a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
+        part = change.part
+        first_row = first_column = 0
+        if part is not None:
+            rank = a.shape[0] // part.num_experts
+            a, b = a[part.expert * rank : (part.expert + 1) * rank], b[:, part.expert :: part.num_experts]
+            first_row, first_column = part.first_row, part.first_column
+        rows = [first_row + row for row in chosen]
+        columns = slice(first_column, first_column + self._shape[1])
+        if change.orientation is Orientation.LINEAR:
+            return b[rows].double(), a[:, columns].double()
+        return a[:, rows].T.double(), b[columns].T.double()
+
+
+def read_rows(tensor: TensorHeader, index: int, shape: tuple[int, int], chosen: Sequence[int]) -> torch.Tensor:
+    """Rows `chosen` of matrix `index` of a stored tensor, (rows, columns) in its own dtype. Raises BrokenCheckpointError."""
+    dtype = TORCH_DTYPES[tensor.dtype]
+    row_bytes = shape[1] * dtype.itemsize
+    start = tensor.offset + index * shape[0] * row_bytes
+    out = torch.empty(len(chosen), shape[1], dtype=dtype)
+    view = out.view(-1).view(torch.uint8).numpy().data
+    with tensor.file.open("rb") as file:
+        for number, row in enumerate(chosen):
+            file.seek(start + row * row_bytes)
+            if file.readinto(view[number * row_bytes : (number + 1) * row_bytes]) != row_bytes:
+                raise BrokenCheckpointError(f"{tensor.file}: ended inside tensor {tensor.name}. Fetch it again.")
+    return out
+
+
+@lru_cache(maxsize=8)
+def _load(tensor: TensorHeader) -> torch.Tensor:
+    """An adapter's tensor. Kept for the next few matrices, because all experts of a layer share their factors."""
+    return read_rows(tensor, 0, (1, tensor.num_bytes // TORCH_DTYPES[tensor.dtype].itemsize), [0]).view(tensor.shape)
+
+
+def is_zero(tensor: TensorHeader) -> bool:
+    """Whether all values are zero."""
+    return not bool(_load(tensor).any())
+
+
+def forget_adapter() -> None:
+    """Let go of the tensors that are kept, whose files may change."""
+    _load.cache_clear()

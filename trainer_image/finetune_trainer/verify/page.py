@@ -1,0 +1,133 @@
+"""PURE. A verification's report as a page in Markdown: the verdict first, then what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from finetune_trainer.release.markdown import code, table
+from finetune_trainer.verify.gate import Gate, LogitFigures
+from finetune_trainer.verify.report import VerificationReport
+
+MAX_FAULTS = 50
+_OTHER_BASE = {"Original": "Dequantized", "Dequantized": "Original"}
+
+
+def verification_page(report: VerificationReport) -> str:
+    """The page."""
+    lines = [
+        f"# Verification of the merge: {'passed' if report.passed else 'FAILED'}",
+        "",
+        _summary(report),
+        *_faults(report),
+        *_gate(report),
+        *_other(report),
+        *_tensors(report),
+        *_compared(report),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(report: VerificationReport) -> str:
+    tensors = report.tensors
+    done = (
+        f"{tensors.num_changed + tensors.num_untouched:,} tensors were compared with base and adapter: {tensors.num_untouched:,} "
+        f"that the adapter does not touch byte for byte, {tensors.num_changed:,} that it changes against a computation in fp64."
+    )
+    if report.logits is None:
+        return f"{done} Logits were not compared, because tensors were wrong already."
+    return (
+        f"{done} Logits were compared at {report.logits.num_positions:,} positions of {report.logits.num_prompts:,} prompts. It "
+        f"took {report.seconds:,.0f} s and {report.peak_memory_bytes / 2**30:.1f} GiB of memory at most."
+    )
+
+
+def _faults(report: VerificationReport) -> Iterator[str]:
+    if not report.faults:
+        return
+    yield from ("", "## What is wrong", "")
+    yield from (f"* {fault}" for fault in report.faults[:MAX_FAULTS])
+    if len(report.faults) > MAX_FAULTS:
+        yield f"* and {len(report.faults) - MAX_FAULTS:,} more in the JSON report"
+
+
+def _gate(report: VerificationReport) -> Iterator[str]:
+    if report.logits is None or report.gate is None:
+        return
+    yield from ("", "## Logits: merged model against base + adapter", "")
+    yield from table(("figure", "measured", "allowed"), _gate_rows(report.logits, report.gate))
+    yield from ("", f"The base that the adapter was added to: {report.merged_onto}.")
+
+
+def _gate_rows(logits: LogitFigures, gate: Gate) -> list[Sequence[str]]:
+    share = f"{logits.mean_kl / logits.effect_mean_kl:.2%}" if logits.effect_mean_kl else "no effect"
+    return [
+        (
+            "largest difference, of the largest logit",
+            f"{logits.relative_difference:.3g}",
+            f"at most {gate.max_relative_difference:.3g}",
+        ),
+        ("largest difference", f"{logits.max_abs_difference:.4g}", f"largest logit {logits.max_abs_logit:.4g}"),
+        ("mean KL divergence, nats", f"{logits.mean_kl:.3g}", f"at most {gate.max_mean_kl:.3g}"),
+        ("same most likely token", f"{logits.top1_agreement:.3%}", f"at least {gate.min_top1_agreement:.2%}"),
+        ("KL divergence of the base, nats (the adapter's effect)", f"{logits.effect_mean_kl:.3g}", ""),
+        (
+            "mean KL divergence, of the adapter's effect",
+            share,
+            f"at most {gate.max_kl_share_of_effect:.0%} where the effect exceeds {gate.max_mean_kl:.3g}",
+        ),
+    ]
+
+
+def _other(report: VerificationReport) -> Iterator[str]:
+    if report.other_logits is None:
+        return
+    other = report.other_logits
+    yield from ("", f"## Against the other base: {_OTHER_BASE[report.merged_onto]}", "")
+    yield (
+        "The adapter was trained on a quantised base. These are the same figures against base + adapter with the base that the "
+        "merge did not use. They show what the choice of the base changes, and no threshold applies to them."
+    )
+    yield ""
+    rows = [
+        ("largest difference, of the largest logit", f"{other.relative_difference:.3g}"),
+        ("mean KL divergence, nats", f"{other.mean_kl:.3g}"),
+        ("same most likely token", f"{other.top1_agreement:.3%}"),
+        ("KL divergence of the base, nats (the adapter's effect)", f"{other.effect_mean_kl:.3g}"),
+    ]
+    yield from table(("figure", "measured"), rows)
+
+
+def _tensors(report: VerificationReport) -> Iterator[str]:
+    yield from ("", "## Tensors", "")
+    rows = [
+        (
+            name,
+            f"{figures.num_untouched:,}",
+            f"{figures.num_changed:,}",
+            f"{figures.num_values_sampled:,}",
+            f"{figures.worst_rounding:.2f}" if figures.num_values_sampled else "",
+            f"{figures.relative_change:.2e}" if figures.num_values_sampled else "",
+        )
+        for name, figures in report.tensors.classes.items()
+        if figures.num_untouched or figures.num_changed
+    ]
+    header = ("class", "untouched", "changed", "values against fp64", "largest error, of what rounding allows", "relative change")
+    yield from table(header, rows)
+    if report.tensors.num_by_logits_only:
+        yield ""
+        yield (
+            f"{report.tensors.num_by_logits_only:,} changed tensors can be merged by PEFT's own layers only, so no formula outside "
+            "of them was there to compare with: for these the comparison of logits decides alone."
+        )
+
+
+def _compared(report: VerificationReport) -> Iterator[str]:
+    yield from ("", "## What was compared, SHA-256", "")
+    numbered = len(report.compared.adapters) > 1
+    groups: list[tuple[str, Mapping[str, str]]] = [("base", report.compared.base)]
+    groups += [
+        (f"adapter {number}" if numbered else "adapter", files) for number, files in enumerate(report.compared.adapters, start=1)
+    ]
+    groups.append(("merged", report.compared.merged))
+    rows = [(role, code(name), code(sha256)) for role, files in groups for name, sha256 in files.items()]
+    yield from table(("role", "file", "digest"), rows)

@@ -1,0 +1,229 @@
+"""Forward passes of a model whose weights are in memory one module at a time, each read once for all prompts.
+
+A unit is an outermost module that owns weights itself, or a whole layer of PEFT's, since some of those look at their base layer's
+weight outside of its forward. Prompts run as lanes (lanes.py) that meet at every unit. So each prompt is computed alone, with the
+bits of the whole model, and memory is the largest unit, the adapter, and the lanes' activations between two units. Two matrices are
+in memory only in part: of the input embeddings the rows that the prompts need, of an output head blocks of its rows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Embedding as LoraEmbedding
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import TrainableTokensWrapper
+from torch import nn
+
+from finetune_trainer.verify.chain import Weights
+from finetune_trainer.verify.hollow import HollowModel, Place, empty_again
+from finetune_trainer.verify.lanes import Lanes
+
+HEAD_BLOCK_BYTES = 64 << 20
+"""Of an output head that are in memory at a time."""
+
+
+class NotStreamableError(Exception):
+    """The model uses weights elsewhere than in the module that owns them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is loaded at a time: parameters by their paths; of embeddings needed rows only, of a head one block."""
+
+    paths: tuple[str, ...]
+    needs_rows: bool = False
+    block: int | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of one forward pass. decoder_ids: for encoder-decoders, what the decoder is given; its logits are compared."""
+
+    ids: tuple[int, ...]
+    decoder_ids: tuple[int, ...] | None = None
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.decoder_ids or self.ids)
+
+
+class StreamedModels:
+    """Models over the same weights, for instance with an adapter and without."""
+
+    def __init__(self, weights: Weights, models: Mapping[str, HollowModel], scratch: Path) -> None:
+        """scratch: a directory, where a large head's blocks of logits wait."""
+        self._weights, self._models, self._scratch = weights, models, scratch
+        self._places: dict[Part, list[Place]] = {}
+        self._ids: frozenset[int] = frozenset()
+        self._block: torch.Tensor | None = None
+        self._lanes: Lanes[Part] = Lanes(self._load, self._release)
+        for model in models.values():
+            self._attach(model)
+
+    def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
+        """Runs all prompts through all models. Returns each model's files in `directory`, one per prompt: (positions, vocabulary)
+        in the model's dtype, row after row. Raises NotStreamableError, MergeError.
+        """
+        self._ids = frozenset(token for prompt in prompts for token in (*prompt.ids, *(prompt.decoder_ids or ())))
+        files = {label: [directory / f"{label}-{number}" for number in range(len(prompts))] for label in self._models}
+        self._lanes.run(
+            [
+                lambda model=model.model, prompt=prompt, path=path: write_logits(_complete(logits_of(model, prompt)), path)  # type: ignore[misc]
+                for label, model in self._models.items()
+                for prompt, path in zip(prompts, files[label], strict=True)
+            ]
+        )
+        return files
+
+    def _attach(self, hollow: HollowModel) -> None:
+        by_module: dict[int, list[Place]] = {}
+        for place in hollow.places:
+            by_module.setdefault(id(place.module), []).append(place)
+        head = _blocked_head(hollow, by_module)
+        if head is not None:
+            of_head = {place.name: place for place in by_module.pop(id(head))}
+            bias = self._weights.whole(of_head["bias"].path, of_head["bias"].dtype) if "bias" in of_head else head.bias
+            head.forward = _HeadInBlocks(self, head, of_head["weight"], bias).forward  # type: ignore[method-assign, assignment]
+        for unit, places in _units(hollow.model, by_module):
+            part = Part(tuple(place.path for place in places))
+            if hollow.looked_up.issuperset(part.paths) and _looks_rows_up(unit) and self._weights.is_one_tensor(part.paths[0]):
+                part = Part(part.paths, needs_rows=True)
+                _inner(unit).register_forward_pre_hook(self._check_ids)
+            self._places.setdefault(part, []).extend(places)
+            unit.register_forward_pre_hook(lambda _module, _arguments, part=part: self._lanes.enter(part))
+
+    def _check_ids(self, _module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        if not arguments or not set(torch.unique(arguments[0]).tolist()) <= self._ids:
+            raise NotStreamableError("the model looks up embeddings of other tokens than the prompts hold")
+
+    def _load(self, part: Part) -> None:
+        if part.block is not None:
+            return
+        values: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        for place in self._places[part]:
+            key = place.path, place.dtype
+            if key not in values:
+                values[key] = (
+                    self._weights.some_rows(place.path, self._ids, place.dtype)
+                    if part.needs_rows
+                    else self._weights.whole(place.path, place.dtype)
+                )
+            place.module._parameters[place.name] = nn.Parameter(values[key], requires_grad=False)  # noqa: SLF001
+
+    def _release(self, part: Part) -> None:
+        self._block = None
+        for place in self._places.get(part, ()):
+            empty_again(place)
+
+    def head_block(self, place: Place, number: int, first: int, last: int) -> torch.Tensor:
+        """Rows of an output head, once it is this lane's turn; for use before the next `enter` only."""
+        self._lanes.enter(Part((place.path,), block=number))
+        if self._block is None:
+            self._block = self._weights.rows(place.path, first, last, place.dtype)
+        return self._block
+
+    @property
+    def scratch(self) -> Path:
+        return self._scratch
+
+
+class _HeadInBlocks:
+    """Stands in for the forward of a linear layer."""
+
+    def __init__(self, models: StreamedModels, head: nn.Linear, place: Place, bias: torch.Tensor | None) -> None:
+        self._models, self._place = models, place
+        self._shape = head.out_features, head.in_features
+        self._bias = bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: (..., in) -> (..., out)."""
+        num_out, num_in = self._shape
+        step = max(1, HEAD_BLOCK_BYTES // (num_in * self._place.dtype.itemsize))
+        bounds = [(first, min(first + step, num_out)) for first in range(0, num_out, step)]
+        with tempfile.TemporaryFile(dir=self._models.scratch) as file:
+            for number, (first, last) in enumerate(bounds):
+                weight = self._models.head_block(self._place, number, first, last)
+                bias = None if self._bias is None else self._bias[first:last]
+                part = nn.functional.linear(hidden, weight, bias)
+                file.write(_bytes(part))
+                del weight, part
+            file.seek(0)
+            out = torch.empty((*hidden.shape[:-1], num_out), dtype=hidden.dtype)
+            for first, last in bounds:
+                size = out[..., first:last].numel() * out.dtype.itemsize
+                stored = torch.frombuffer(bytearray(file.read(size)), dtype=out.dtype)
+                out[..., first:last].copy_(stored.view(*hidden.shape[:-1], last - first))
+        return out
+
+
+def _complete(logits: torch.Tensor) -> torch.Tensor:
+    """The logits, if all weights were there when they were used. Raises NotStreamableError."""
+    if logits.isnan().any():
+        raise NotStreamableError("weights are used outside of the module that owns them, or a weight is NaN")
+    return logits
+
+
+def write_logits(logits: torch.Tensor, path: Path) -> None:
+    """Row after row, in their own dtype."""
+    path.write_bytes(_bytes(logits))
+
+
+def logits_of(model: nn.Module, prompt: Prompt) -> torch.Tensor:
+    """(positions, vocabulary), in the model's dtype."""
+    given = {"input_ids": torch.tensor([list(prompt.ids)])}
+    if prompt.decoder_ids is not None:
+        given["decoder_input_ids"] = torch.tensor([list(prompt.decoder_ids)])
+    with torch.inference_mode():
+        logits: torch.Tensor = model(**given, use_cache=False).logits[0]
+    return logits
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _units(module: nn.Module, by_module: Mapping[int, list[Place]]) -> Iterator[tuple[nn.Module, list[Place]]]:
+    if id(module) in by_module or isinstance(module, BaseTunerLayer | TrainableTokensWrapper):
+        within = {id(part): part for part in module.modules()}
+        places = [place for key in within for place in by_module.get(key, ())]
+        if places:
+            yield module, places
+        return
+    for child in {id(child): child for child in module.children()}.values():
+        yield from _units(child, by_module)
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    if not isinstance(module, BaseTunerLayer):
+        return module
+    inner: nn.Module = module.get_base_layer()
+    return inner
+
+
+def _looks_rows_up(unit: nn.Module) -> bool:
+    """Whether nothing but rows of an embedding is used. DoRA takes norms over all of it, trained tokens go into a copy of it."""
+    if type(unit) is not LoraEmbedding:
+        return isinstance(unit, nn.Embedding)
+    layer: Any = unit
+    return not any(layer.use_dora.values())
+
+
+def _blocked_head(hollow: HollowModel, by_module: Mapping[int, list[Place]]) -> nn.Linear | None:
+    """The output head where it is a large linear layer of which only the product is used."""
+    unit = hollow.base.get_output_embeddings()
+    head = _inner(unit) if unit is not None else None
+    if type(head) is not nn.Linear or id(head) not in by_module:
+        return None
+    if unit is not head and (type(unit) is not LoraLinear or any(unit.use_dora.values())):
+        return None
+    place = next((place for place in by_module[id(head)] if place.name == "weight"), None)
+    if place is None or head.weight.numel() * place.dtype.itemsize <= HEAD_BLOCK_BYTES:
+        return None
+    return head
