@@ -69,10 +69,22 @@ format: environment ## Format the sources
 kill-test: RUNS = 100
 kill-test: environment ## Kill training runs at random moments, RUNS with SIGKILL and RUNS with SIGTERM, and compare their bytes
 	$(PYTHON) -m tests.kill --runs $(RUNS)
+.PHONY: kill-test-merge
+kill-test-merge: RUNS = 100
+kill-test-merge: environment ## Kill merges RUNS times; every one must end with the undisturbed bytes
+	$(PYTHON) -m tests.kill.merge --runs $(RUNS)
+.PHONY: kill-test-publish
+kill-test-publish: RUNS = 100
+kill-test-publish: environment ## Kill publications RUNS times for each kind of destination; no reader may see half a release
+	$(PYTHON) -m tests.support.cluster.binaries
+	$(PYTHON) -m tests.kill.publish --kills $(RUNS)
+	$(PYTHON) -m tests.kill.publish_hub --runs $(RUNS)
 
-.PHONY: bench-merge bench-chain bench-trainer bench-gpu bench-prepare bench-prepare-memory
-bench-merge: environment ## Merge of a 1.1B model against PEFT: time and memory, RUNS pairs
+.PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu bench-prepare bench-prepare-memory
+bench-merge: environment ## Merge of a 1.1B model against PEFT and a plain copy: time and memory, RUNS rounds
 	$(PYTHON) -m bench.merge --pairs $(RUNS)
+bench-merge-7b: environment ## The same with 7B parameters, without PEFT: 30 GB of disk, removed afterwards
+	$(PYTHON) -m bench.merge --parameters 7B --pairs 3 --without-peft
 bench-chain: environment ## Seconds from apply to the first step and to Succeeded on the real node
 	$(PYTHON) -m bench.chain --runs $(RUNS)
 bench-trainer: environment ## Training on the CPU against TRL and a bare loop: tokens per second, memory, 1 and 2 ranks
@@ -87,7 +99,7 @@ bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB pe
 
 .PHONY: nightly
 nightly: environment ## What does not fit into `make test`: 100 killed runs, new property examples, every benchmark
-	$(MAKE) kill-test RUNS=100
+	$(MAKE) kill-test kill-test-merge kill-test-publish RUNS=100
 	$(MAKE) explore
 	$(MAKE) bench-merge bench-trainer bench-prepare bench-chain bench-gpu RUNS=3
 
