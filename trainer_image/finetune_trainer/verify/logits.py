@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.verify.allocator import return_large_blocks
 from finetune_trainer.verify.chain import MergedWeights, Weights
 from finetune_trainer.verify.errors import UnverifiableModelError
 from finetune_trainer.verify.gate import TIE_UNITS, UNIT_ROUNDOFF, LogitFigures
@@ -69,6 +70,7 @@ def compare_logits(
     """
     if not prompts or not all(prompts):
         raise ValueError(f"prompts: {len(prompts)} given, each must hold at least one token id, or nothing is compared.")
+    return_large_blocks()
     start = _decoder_start(merged)
     chosen = [_prompt(prompt[:MAX_PROMPT_POSITIONS], start) for prompt in prompts]
     sums = [_Sums() for _ in references]

@@ -5,8 +5,6 @@ Called by streaming.py. The names are the merge's (stored.py); what is read here
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -22,8 +20,6 @@ from finetune_trainer.model.load import unwritten
 
 BLOCK_BYTES = 16 << 20
 """Read at a time where values are converted."""
-OWN_PAGES_BYTES = 1 << 20
-"""From this size on a tensor gets pages of its own."""
 
 
 class StoredWeights:
@@ -50,7 +46,7 @@ class StoredWeights:
     def whole(self, path: str, dtype: torch.dtype) -> torch.Tensor:
         """All values of a parameter in the model's shape, rounded to `dtype`. Raises BrokenCheckpointError."""
         parameter = self._parameter(path)
-        out = _room(parameter.shape, dtype)
+        out = torch.empty(parameter.shape, dtype=dtype)
         for part in parameter.parts:
             target = out[part.place]
             if part.header.name in self._quantized:
@@ -96,7 +92,7 @@ class StoredWeights:
         return dequantized(self._values(header, 0, header.shape[0]), self._quantized[header.name])
 
     def _values(self, header: TensorHeader, first: int, last: int) -> torch.Tensor:
-        out = _room((last - first, *header.shape[1:]), TORCH_DTYPES[header.dtype])
+        out = torch.empty((last - first, *header.shape[1:]), dtype=TORCH_DTYPES[header.dtype])
         self._read(header, first * (out[0].numel() if len(out) else 0), out.view(-1))
         return out
 
@@ -121,14 +117,3 @@ class StoredWeights:
                     view = view[count:]
                 if block is not piece:
                     piece.copy_(block)
-
-
-def _room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor to be filled, whose memory goes back to the system with it.
-
-    The allocator would keep much of it: parts are loaded and released by one thread and used by others, each with its own heap.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < OWN_PAGES_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
