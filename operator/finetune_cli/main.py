@@ -17,7 +17,7 @@ from finetune_cli.local.errors import LocalError
 from finetune_cli.render.document import as_json, as_yaml, report_document
 from finetune_cli.render.text import report_text, rule_text
 from finetune_job.api.base import Dtype
-from finetune_job.api.output import MergeSpec
+from finetune_job.api.output import MergeBase, MergeSpec
 from finetune_job.rules.rule import Rule
 
 app = typer.Typer(
@@ -84,6 +84,14 @@ def merge(
     max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = MergeSpec().max_shard_size,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the result with base and adapter.")] = True,
     prompts: Annotated[Path | None, typer.Option(help="File with a prompt on each line for the comparison of logits.")] = None,
+    base_form: Annotated[
+        MergeBase,
+        typer.Option(help="What a QLoRA adapter is added to: Original, as stored, or Dequantized, as it saw it in training."),
+    ] = MergeBase.ORIGINAL,
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="How a QLoRA training packed its base, as JSON of spec.method.quantization: for the comparison too."),
+    ] = None,
     device: Annotated[str, typer.Option(help="Where products of matrices are computed, as torch names it.")] = "cpu",
 ) -> None:
     """Merge adapters into a base model on this machine, in memory that does not grow with the model.
@@ -93,7 +101,18 @@ def merge(
     from finetune_cli.commands.merge import merge as merge_order
     from finetune_cli.local.merge_process import MergeOrder
 
-    order = MergeOrder(base, adapter, output, dtype.value if dtype else None, max_shard_size, verify, prompts, device)
+    order = MergeOrder(
+        base,
+        adapter,
+        output,
+        dtype.value if dtype else None,
+        max_shard_size,
+        verify,
+        prompts,
+        device,
+        base_form,
+        quantization,
+    )
     try:
         code = merge_order(order)
     except LocalError as error:

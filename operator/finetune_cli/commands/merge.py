@@ -14,6 +14,8 @@ from finetune_cli.local.merge_process import MergeOrder, merge_directories
 from finetune_cli.local.trainer import check_trainer
 from finetune_cli.render.merge import MergeView, merge_text
 from finetune_job.api.base import SIZE_PATTERN
+from finetune_job.api.method import QuantizationSpec
+from finetune_job.api.output import MergeBase
 
 
 def merge(order: MergeOrder) -> ExitCode:
@@ -39,6 +41,15 @@ def check_order(order: MergeOrder) -> None:
         raise LocalError(f"--prompts {order.prompts}: has no effect with --no-verify; leave one of the two out")
     if not re.fullmatch(SIZE_PATTERN, order.max_shard_size):
         raise LocalError(f"--max-shard-size {order.max_shard_size}: is not a size; write it as in 5GB or 512Mi")
+    if order.base_form not in (MergeBase.ORIGINAL, MergeBase.DEQUANTIZED):
+        raise LocalError(f"--base-form {order.base_form}: nothing can be merged into it; choose Original or Dequantized")
+    if order.quantization is not None:
+        try:
+            QuantizationSpec.model_validate_json(order.quantization)
+        except ValueError as error:
+            raise LocalError(
+                f"--quantization {order.quantization}: {error}; write it as spec.method.quantization of a job"
+            ) from error
     for option, directory, _ in inputs:
         if _is_within(order.output, directory) or _is_within(directory, order.output):
             raise LocalError(f"--output {order.output}: it and {option} {directory} lie one in the other; write beside it")

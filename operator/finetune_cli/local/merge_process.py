@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.launch import Interruption
+from finetune_job.api.output import MergeBase
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass
 
 _TAIL_BYTES = 4096
@@ -36,6 +37,9 @@ class MergeOrder:
     verify: bool
     prompts: Path | None
     device: str
+    base_form: MergeBase = MergeBase.ORIGINAL
+    quantization: str | None = None
+    """How a QLoRA training packed its base, as JSON of spec.method.quantization; None: it did not, or by default."""
 
     def command(self) -> list[str]:
         """Arguments of the process."""
@@ -47,6 +51,10 @@ class MergeOrder:
             command += ["--dtype", self.dtype]
         if self.prompts is not None:
             command += ["--prompts", str(self.prompts)]
+        if self.base_form is not MergeBase.ORIGINAL:
+            command += ["--base-form", self.base_form]
+        if self.quantization is not None:
+            command += ["--quantization", self.quantization]
         return command if self.verify else [*command, "--no-verify"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from finetune_cli.local.launch import Interruption
 from finetune_cli.local.merge_process import MergeEnd, MergeOrder, merge_directories
 from finetune_cli.main import app
 from finetune_cli.render.merge import merge_text
+from finetune_job.api.output import MergeBase
 from finetune_job.failures import EXIT_CODES, FailureClass
 
 VERIFIED = {
@@ -67,6 +69,9 @@ def test_the_command_names_everything(order):
         *("-m", "finetune_trainer.merge", "--base", "b", "--adapter", "a1", "--adapter", "a2", "--output", "o"),
         *("--max-shard-size", "1Gi", "--device", "cuda", "--dtype", "float16", "--prompts", "p", "--no-verify"),
     ]
+    packed = dataclasses.replace(order, base_form=MergeBase.DEQUANTIZED, quantization='{"quantType": "fp4"}')
+    assert packed.command()[-4:] == ["--base-form", "Dequantized", "--quantization", '{"quantType": "fp4"}']
+    assert "--base-form" not in order.command()
     assert "--no-verify" not in order.command()
     assert "--dtype" not in order.command()
 
@@ -136,6 +141,8 @@ def test_the_last_words_say_where_and_how_good(order):
         ({"prompts": Path("/no/such")}, "--prompts /no/such: is no file"),
         ({"prompts": Path(__file__), "verify": False}, "--no-verify"),
         ({"max_shard_size": "five"}, "--max-shard-size five: is not a size"),
+        ({"base_form": MergeBase.QUANTIZED}, "--base-form Quantized: .*choose Original or Dequantized"),
+        ({"quantization": '{"quantType": "nf5"}'}, "--quantization .*quantType"),
     ],
 )
 def test_arguments_that_cannot_work_are_named(order, changes, words):
