@@ -25,6 +25,7 @@ from finetune_trainer.merge.quantized_base import packed_in_training
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.merge.writer import MANIFEST_FILE as MERGED_MANIFEST_FILE
 from finetune_trainer.model.load import stored_dtype
+from finetune_trainer.preflight.report import read_report
 from finetune_trainer.release.adapter_check import check_adapter
 from finetune_trainer.release.build import unseal
 from finetune_trainer.release.facts import run_facts
@@ -91,6 +92,7 @@ def _merge_and_verify(context: RunContext, *, was_complete: bool) -> Verificatio
     """The merged model under its final name. Raises VerificationError, MergeError, OSError."""
     plan, output, trained = context.plan, context.output, context.workspace.adapter
     packed = _packed_in_training(context)
+    preflight = read_report(context.workspace.model_report)
     # A model under the final name has passed before: this run follows one that was killed after that.
     target = output.merged if output.merged.exists() else output.unverified
     merge_adapter(
@@ -116,6 +118,7 @@ def _merge_and_verify(context: RunContext, *, was_complete: bool) -> Verificatio
         page_path=reports.verification_page,
         quantization=packed,
         merged_onto=plan.merge.base,
+        base_sha256=None if preflight is None else preflight.model_files,
     )
     log.info("%s", report.text())
     if not report.passed:

@@ -7,6 +7,7 @@ import pytest
 
 from finetune_job.failures import Outcome
 from finetune_trainer.data.batches import PreparedData
+from finetune_trainer.files import file_sha256
 from finetune_trainer.preflight.report import ModelReport
 from finetune_trainer.preflight.run import run
 
@@ -18,6 +19,8 @@ def report_of(context):
 def test_data_and_report_are_written_and_facts_reported(context):
     job = context()
     result = run(job)
+    weights = sorted(job.base_model.glob("*.safetensors"))
+    assert report_of(job).model_files == {path.name: file_sha256(path) for path in (job.base_model / "config.json", *weights)}
     data, report = PreparedData.open(job.workspace.prepared), report_of(job)
     assert (result.outcome, result.failure, result.findings) == (Outcome.SUCCEEDED, None, [])
     assert result.facts == {

@@ -115,6 +115,7 @@ def model_report(context: RunContext) -> ModelReport:
     return ModelReport(
         plan_sha256=context.plan_sha256,
         model_digest="c" * 64,
+        model_files={},
         data_hash="9" * 64,
         wrap_classes=(),
         fsdp_units=(),

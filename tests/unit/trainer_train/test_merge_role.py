@@ -16,9 +16,11 @@ from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, Termination
 from finetune_trainer.__main__ import main
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import file_sha256
+from finetune_trainer.preflight.model_files import file_digests
 from finetune_trainer.release.build import read_release
 from tests.support.forked_ranks import run_gang
 from tests.support.tiny_model import run_context, tiny_spec
+from tests.unit.trainer_release.example import model_report
 
 RELEASED = {"README.md", "provenance.json", "SHA256SUMS"}
 VERIFIED = {"verification.json", "verification.md"}
@@ -96,6 +98,21 @@ def test_adapter_and_verified_model_are_published_and_a_second_run_changes_nothi
     assert "license: apache-2.0" in card
     for directory in (context.output.adapter, context.output.merged):
         assert (directory / "LICENSE").read_text() == "terms"
+
+
+def test_a_base_that_changed_after_preflight_is_found(tmp_path: Path) -> None:
+    context = trained(tmp_path)
+    report = model_report(context).model_copy(update={"model_files": file_digests(context.base_model)})
+    context.workspace.model_report.write_text(report.model_dump_json())
+    with (context.base_model / "model.safetensors").open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-2, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    code, end = run_merge(context)
+    assert code == EXIT_CODES[FailureClass.VERIFICATION_FAILED]
+    assert "base file model.safetensors does not have the sha256 that preflight recorded" in end.message
+    assert "merged.quarantined" in names(context.output.root)
 
 
 def test_a_model_that_fails_its_verification_is_quarantined(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Single flipped bits: refused by the readers, without meaning, or caught by a checksum or the verification; counted and printed.
 
 What an adapter says with other bits that still read well can only be known by its checksum, which training writes and the merge
-role checks. A base from a hub or a bucket has the checksums of its fetch; one on a user's claim has none from before the merge.
+role checks. The base's files have the checksums that preflight records, from the fetch or by reading them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from peft import LoraConfig
 
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.fetch.manifest import FetchedFile, FetchManifest, write_manifest
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.errors import MergeError
 from finetune_trainer.merge.headers import CONFIG_FILE, SINGLE_FILE, read_checkpoint, read_json
@@ -185,19 +184,23 @@ def test_sampled_flips_in_weights(triple: tuple[Path, Path, Path], tmp_path: Pat
 def test_sampled_flips_in_a_base_after_the_merge(triple: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, adapter, merged = shutil.copytree(triple[0], tmp_path / "base"), *triple[1:]
     content = (base / SINGLE_FILE).read_bytes()
-    size = len(content)
-    files = [FetchedFile(path=SINGLE_FILE, size=size, sha256=file_sha256(base / SINGLE_FILE), version="1")]
+    known = {SINGLE_FILE: file_sha256(base / SINGLE_FILE)}
     changed = read_checkpoint(base).tensors["model.layers.0.self_attn.q_proj.weight"]
     outcome: Counter[str] = Counter()
     for bit in flips(content, base / SINGLE_FILE, sampled(content, 32, 3)):
         is_untouched = not changed.offset <= bit // 8 < changed.offset + changed.num_bytes
         found = bool(check_tensors(base, [adapter], merged).faults)
         assert found or not is_untouched
-        outcome["by comparison with the merged model" if found else "by the checksum of the fetch alone"] += 1
-        write_manifest(base, FetchManifest(source="hf://org/model", revision=None, files=tuple(files)))
+        outcome["by comparison with the merged model" if found else "by the checksum of preflight alone"] += 1
         report = verify_merge(
-            base=base, adapters=[adapter], merged=merged, prompts=PROMPTS, gate=GATES["bfloat16"], report_path=tmp_path / "r"
+            base=base,
+            adapters=[adapter],
+            merged=merged,
+            prompts=PROMPTS,
+            gate=GATES["bfloat16"],
+            report_path=tmp_path / "r",
+            base_sha256=known,
         )
-        assert any("with which it was fetched" in fault for fault in report.faults)
+        assert any("that preflight recorded" in fault for fault in report.faults)
     print(f"\nbase weights after the merge, 32 flips: {dict(outcome)}")
     assert outcome.total() == 32

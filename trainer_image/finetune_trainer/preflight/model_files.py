@@ -1,4 +1,4 @@
-"""The model directory as files: is it there, is it whole, is it safe to open. Headers are read, weights never.
+"""The model directory as files: is it there, is it whole, is it safe to open. Weights are read for their digests alone.
 
 Called by run.py before any library touches the directory. Every broken file gets a finding of its own.
 """
@@ -13,9 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from finetune_job.rules.rule import Finding
+from finetune_trainer.fetch.manifest import read_manifest
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.errors import MergeError
-from finetune_trainer.merge.headers import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TensorHeader, read_header, read_json
+from finetune_trainer.merge.headers import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    TensorHeader,
+    read_checkpoint,
+    read_header,
+    read_json,
+)
 
 FIELD = "spec.model.source"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -74,6 +83,14 @@ def inspect_model_files(directory: Path, address: str) -> ModelFiles:
         return ModelFiles(tuple(findings), "", 0)
     sizes = {name: (directory / name).stat().st_size for name in names}
     return ModelFiles((), _digest(directory, headers, sizes), sum(sizes.values()))
+
+
+def file_digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of configuration and weight files. Of a fetched model they are known; one on a claim is read once for it."""
+    manifest = read_manifest(directory)
+    known = {file.path: file.sha256 for file in manifest.files} if manifest is not None else {}
+    names = (CONFIG_FILE, *read_checkpoint(directory).file_bytes)
+    return {name: known.get(name) or file_sha256(directory / name) for name in names}
 
 
 def _weight_files(directory: Path, address: str, findings: list[Finding]) -> tuple[list[str], dict[str, str] | None]:

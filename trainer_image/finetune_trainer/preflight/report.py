@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict
 
 from finetune_job.rules.rule import Finding
@@ -14,6 +16,8 @@ class ModelReport(BaseModel):
     plan_sha256: str
     model_digest: str
     """SHA-256 over configuration, index, headers and file sizes of the base model; no weight is read for it."""
+    model_files: dict[str, str]
+    """SHA-256 of configuration and weight files, which the merge must find again; empty where nothing is merged."""
     data_hash: str
     wrap_classes: tuple[str, ...]
     """Layer classes that become FSDP units; empty under another policy than TRANSFORMER_BASED_WRAP."""
@@ -41,3 +45,8 @@ class ModelReport(BaseModel):
                 size *= length
             total += size
         return total
+
+
+def read_report(path: Path) -> ModelReport | None:
+    """The report at `path`, or None where there is none."""
+    return ModelReport.model_validate_json(path.read_bytes()) if path.is_file() else None

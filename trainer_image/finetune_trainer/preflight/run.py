@@ -20,7 +20,7 @@ from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.files import write_durably
 from finetune_trainer.observe.trackers import unknown_trackers
 from finetune_trainer.preflight.fit import check_fit
-from finetune_trainer.preflight.model_files import ModelFiles, inspect_model_files
+from finetune_trainer.preflight.model_files import ModelFiles, file_digests, inspect_model_files
 from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.preflight.model_structure import ModelStructure
 from finetune_trainer.preflight.report import ModelReport
@@ -124,6 +124,7 @@ def _model_report(
     return ModelReport(
         plan_sha256=context.plan_sha256,
         model_digest=files.digest,
+        model_files=file_digests(context.base_model) if context.plan.merge.enabled else {},
         data_hash=data_hash,
         wrap_classes=structure.wrap_classes,
         fsdp_units=structure.fsdp_units,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from finetune_job.plan.run_plan import FetchItem, RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shards import TRAIN, VALIDATION, read_manifest
 from finetune_trainer.observe.lines import read_lines
-from finetune_trainer.preflight.report import ModelReport
+from finetune_trainer.preflight.report import read_report
 from finetune_trainer.release.curves import Course, course
 from finetune_trainer.release.licence import Licence, read_licence
 from finetune_trainer.release.places import Places, places_of
@@ -101,9 +100,8 @@ def run_facts(
 
 
 def _model_digest(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    return ModelReport.model_validate(json.loads(path.read_bytes())).model_digest
+    report = read_report(path)
+    return None if report is None else report.model_digest
 
 
 def _sources(plan: RunPlan, prepared: Mapping[str, Any], fetched: Mapping[ClaimPath, FetchItem]) -> tuple[DataSource, ...]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from finetune_job.api.output import MergeBase
-from finetune_trainer.fetch.manifest import read_manifest
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
@@ -32,12 +31,14 @@ def verify_merge(
     page_path: Path | None = None,
     quantization: Quantization | None = None,
     merged_onto: MergeBase = MergeBase.ORIGINAL,
+    base_sha256: Mapping[str, str] | None = None,
 ) -> VerificationReport:
     """Checks tensors, then logits if the tensors are right, and writes the report, and a page for people where `page_path` says.
 
     adapters: in the order in which they were merged. prompts: held-out token ids, or prompts.default_prompts. gate: see
     gate.gate_for. quantization: how the training that made the adapters packed the base, if it did; then the logits are compared
-    with both bases, and the gate is about `merged_onto`. The caller quarantines `merged` when `passed` is False.
+    with both bases, and the gate is about `merged_onto`. base_sha256: of files of the base, by name, when the training began; None:
+    not known. The caller quarantines `merged` when `passed` is False.
     Raises MergeError when a directory cannot be read or the model cannot be verified, ValueError for empty prompts or Dequantized
     without `quantization`.
     """
@@ -47,7 +48,7 @@ def verify_merge(
         raise ValueError("merged_onto is Dequantized, but no quantization is given: nothing was packed in training.")
     tensors = check_tensors(base, adapters, merged, quantization if onto_dequantized else None)
     compared = _compared(base, adapters, merged)
-    faults = (*_faults_of_base(base, compared.base), *tensors.faults)
+    faults = (*_faults_of_base(compared.base, base_sha256 or {}), *tensors.faults)
     logits: LogitFigures | None = None
     other: LogitFigures | None = None
     if not faults:
@@ -96,12 +97,11 @@ def _compared(base: Path, adapters: Sequence[Path], merged: Path) -> Compared:
     )
 
 
-def _faults_of_base(base: Path, digests: Mapping[str, str]) -> Iterator[str]:
-    """Where a fetched base is not what was fetched any more. Nobody knows what a base on a claim of the user's should be."""
-    manifest = read_manifest(base)
-    for file in manifest.files if manifest is not None else ():
-        if digests.get(file.path, file.sha256) != file.sha256:
-            yield f"base file {file.path} does not have the sha256 with which it was fetched: it changed after that"
+def _faults_of_base(found: Mapping[str, str], known: Mapping[str, str]) -> Iterator[str]:
+    """Where the base is not what was trained on any more."""
+    for name, sha256 in known.items():
+        if found.get(name) != sha256:
+            yield f"base file {name} does not have the sha256 that preflight recorded: it changed after that"
 
 
 def _digests(directory: Path, names: Sequence[str] | Mapping[str, int]) -> dict[str, str]:
