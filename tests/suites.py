@@ -36,13 +36,13 @@ SUITES = (
         ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
     ),
     Suite("types", 1.5, ((str(BIN / "mypy"),),)),
-    Suite("unit", 9.5, ((*PYTEST, "tests/unit"),)),
-    Suite("merge-matrix", 2.5, ((*PYTEST, "tests/merge_matrix"),)),
+    Suite("unit", 10.5, ((*PYTEST, "tests/unit"),)),
+    Suite("merge-matrix", 1.5, ((*PYTEST, "tests/merge_matrix"),)),
     Suite("pitfalls", 1.0, ((*PYTEST, "tests/pitfalls"),)),
     Suite("cluster-binaries", 6.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
     Suite(
         "kill",
-        3.0,
+        2.0,
         (
             (sys.executable, "-m", "tests.kill", "--runs", "5"),
             (sys.executable, "-m", "tests.kill.merge"),
@@ -50,9 +50,9 @@ SUITES = (
             (sys.executable, "-m", "tests.kill.publish_hub", "--runs", "5"),
         ),
     ),
-    Suite("integration", 4.0, ((*PYTEST, "tests/integration"),)),
+    Suite("integration", 3.5, ((*PYTEST, "tests/integration"),)),
     Suite("images", 7.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
-    Suite("e2e", 10.0, ((*PYTEST, "tests/e2e"),)),
+    Suite("e2e", 11.5, ((*PYTEST, "tests/e2e"),)),
 )
 
 
