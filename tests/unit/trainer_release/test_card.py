@@ -75,6 +75,14 @@ def test_it_says_how_to_load_from_where_it_lies(tmp_path, destination, expected)
     assert "--enable-lora --max-lora-rank 16" in card
 
 
+def test_a_base_that_only_its_owner_can_reach_is_a_directory_of_the_reader(tmp_path):
+    card = model_card(example(tmp_path, {"model": {"source": "pvc://models/base"}}).facts())
+    assert "beside a copy of `pvc://models/base` in `./base`:" in card
+    assert "from_pretrained('./base', dtype" in card
+    assert "vllm serve ./base --enable-lora" in card
+    assert "from_pretrained('pvc:" not in card
+
+
 def test_everything_about_the_run_is_told(tmp_path):
     made = example(tmp_path, FROM_HUB | HUB)
     card = model_card(made.facts())

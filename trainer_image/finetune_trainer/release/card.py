@@ -130,7 +130,7 @@ def _load_merged(facts: RunFacts) -> list[str]:
 
 def _load_adapter(facts: RunFacts) -> list[str]:
     where = _address(facts, ADAPTER)
-    base, revision = facts.plan.model.name, facts.plan.model.revision
+    base, revision = _base_address(facts), facts.plan.model.revision
     at = f", revision={revision!r}" if revision else ""
     folder = f", subfolder={ADAPTER!r}" if _is_on_hub(facts) and facts.places.top != ADAPTER else ""
     script = (
@@ -140,13 +140,21 @@ def _load_adapter(facts: RunFacts) -> list[str]:
         f"model = PeftModel.from_pretrained(base, {where!r}{folder})\n"
     )
     return [
-        "The adapter:",
+        "The adapter:"
+        if base == facts.plan.model.name
+        else f"The adapter, beside a copy of {code(facts.plan.model.name)} in `{base}`:",
         "",
         *([] if facts.places.has_merged else _pulling(facts)),
         *block(script, "python"),
         "",
         *_serving(facts),
     ]
+
+
+def _base_address(facts: RunFacts) -> str:
+    """What loaders are given for the base: its name on the Hub, or a directory where the reader has put it."""
+    name = facts.plan.model.name
+    return name if _HUB_NAME.fullmatch(name) else "./base"
 
 
 def _serving(facts: RunFacts) -> list[str]:
@@ -157,7 +165,7 @@ def _serving(facts: RunFacts) -> list[str]:
         reasons = "; ".join(one_line(reason) for reason in report.reasons)
         return [f"vLLM does not serve the adapter as it is: {code(reasons)}."]
     command = (
-        f"vllm serve {_quoted(facts.plan.model.name)} --enable-lora --max-lora-rank {report.max_lora_rank} \\\n"
+        f"vllm serve {_quoted(_base_address(facts))} --enable-lora --max-lora-rank {report.max_lora_rank} \\\n"
         f"  --lora-modules {_quoted(facts.plan.job.name)}=./{ADAPTER if facts.places.top != ADAPTER else ''}"
     )
     notes = [f"* {note}" for note in report.notes]
