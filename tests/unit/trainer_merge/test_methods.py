@@ -25,35 +25,17 @@ from finetune_trainer.merge.errors import (
 from finetune_trainer.merge.methods import CHANGED_PARAMETERS
 from finetune_trainer.merge.run import MergeOptions, MergeReport, merge_adapter
 from finetune_trainer.model.method_settings import config_class, peft_fields
+from tests.support import method_settings
 from tests.unit.trainer_merge import tiny
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "LoHa": {"r": 4},
-    "LoKr": {"r": 4},
-    "VeRA": {"r": 8},
-    "OFT": {"oftBlockSize": 8, "r": 0},
-    "BOFT": {"boftBlockSize": 4},
-    "HRA": {"r": 4},
-    "FourierFT": {"nFrequency": 50},
-    "MiSS": {"r": 4},
-    "VBLoRA": {"r": 2, "numVectors": 16, "vectorLength": 8},
-    "HiRA": {"r": 4},
-    "SHiRA": {"r": 4},
-    "C3A": {"blockSize": 8},
-    "WaveFT": {"nFrequency": 50},
-    "DeLoRA": {"r": 4},
-    "GraLoRA": {"r": 4},
-    "RoAd": {"groupSize": 8},
-    "GLoRA": {"r": 4},
-    "PVeRA": {"r": 8},
-    "PSOFT": {"r": 4},
-    "PEANuT": {"r": 4},
-    "DEFT": {"r": 4},
+    **method_settings.SETTINGS,
     "TrainableTokens": {"tokenIndices": [3, 300, 4]},
-    "UniLoRA": {"r": 4, "thetaDLength": 64, "initThetaDBound": "0.2", "saveIndices": True},
+    "UniLoRA": method_settings.SETTINGS["UniLoRA"] | {"saveIndices": True},
     "TinyLoRA": {"r": 2, "weightTying": "1.0"},
     "BEFT": {"targetModules": ["v_proj"]},
 }
+"""What can be merged needs a little more than what can be trained."""
 MERGED = [kind.value for kind in supported(Family.OTHER) if METHODS[kind].merges]
 ON_CONV1D = ["VeRA", "FourierFT", "HiRA", "WaveFT", "GraLoRA", "PVeRA", "FRoD", "DEFT", "IA3", "LNTuning", "VBLoRA", "UniLoRA"]
 """Methods whose layers PEFT has for GPT-2's projections, too."""

@@ -22,8 +22,8 @@ from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tens
 from finetune_trainer.model.load import build_unwritten
 from finetune_trainer.release.adapter_check import check_adapter, described
 from finetune_trainer.release.serving import PEFT_PREFIX, serving_report
+from tests.support.method_settings import SETTINGS
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
-from tests.unit.trainer_train.test_methods import SETTINGS
 
 BASE_NAME, COMMIT = "maker/base", "b" * 40
 LORA: dict[str, dict[str, Any]] = {

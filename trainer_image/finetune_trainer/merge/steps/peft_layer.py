@@ -34,7 +34,7 @@ from finetune_trainer.merge.errors import (
 )
 from finetune_trainer.merge.headers import TensorHeader
 from finetune_trainer.merge.steps.rounding import all_finite, round_into
-from finetune_trainer.merge.steps.step import Scratch
+from finetune_trainer.merge.steps.step import Scratch, WholeMatrix
 
 Read = Callable[[TensorHeader], torch.Tensor]
 ADAPTER = "default"
@@ -52,18 +52,12 @@ _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
-class ModuleStep:
+class ModuleStep(WholeMatrix):
     """Merges the module and takes one of its parameters."""
 
     change: ModuleMerge
     compute: torch.dtype
     read: Read
-
-    needs_whole = True
-
-    def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:  # noqa: ARG002 - as every step
-        """All rows: PEFT knows whole modules."""
-        return [(0, num_rows)]
 
     def apply(
         self,

@@ -18,7 +18,7 @@ from bitsandbytes import functional
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.errors import UnsupportedBaseError
 from finetune_trainer.merge.steps.rounding import all_finite, round_into
-from finetune_trainer.merge.steps.step import Scratch
+from finetune_trainer.merge.steps.step import Scratch, WholeMatrix
 
 BLOCK_VALUES = 64
 """Values with one largest absolute value: what bitsandbytes' layers take where nothing is said, and transformers says nothing."""
@@ -82,17 +82,11 @@ def _doubly_quantized(absmax: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class QuantizationStep:
+class QuantizationStep(WholeMatrix):
     """Packs and unpacks one matrix."""
 
     quantization: Quantization
     compute: torch.dtype
-
-    needs_whole = True
-
-    def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:  # noqa: ARG002 - as every step
-        """All rows: their largest values are packed together."""
-        return [(0, num_rows)]
 
     def apply(
         self,

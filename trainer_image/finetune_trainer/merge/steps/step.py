@@ -37,3 +37,13 @@ class Step(Protocol):
         rows: first and last + 1 within the matrix. values: (rows, columns), in the stored dtype or the one that PEFT would hold
         them in. out: (rows, columns), in the latter or, for the last step, in the output's; rounded to the latter first.
         """
+
+
+class WholeMatrix:
+    """A base of steps that need all of a matrix: PEFT merges whole modules, double quantisation packs all largest values together."""
+
+    needs_whole = True
+
+    def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:  # noqa: ARG002 - as every step
+        """All rows."""
+        return [(0, num_rows)]
