@@ -30,6 +30,7 @@ DESCRIBED = {"model_card_sha256", "provenance_sha256", "checksums_sha256"}
 BASE_FILES = {
     "README.md": "---\nlicense: apache-2.0\n---\n# Base\n",
     "LICENSE": "terms",
+    "COPYING.txt": "more terms",
     "SHA256SUMS": "of the base\n",
     ".hidden": "",
 }
@@ -98,6 +99,7 @@ def test_adapter_and_verified_model_are_published_and_a_second_run_changes_nothi
     assert "license: apache-2.0" in card
     for directory in (context.output.adapter, context.output.merged):
         assert (directory / "LICENSE").read_text() == "terms"
+        assert (directory / "COPYING.txt").read_text() == "more terms"
 
 
 def test_a_base_that_changed_after_preflight_is_found(tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_a_fully_trained_model_is_published_as_it_is(tmp_path: Path) -> None:
     assert code == 0
     assert set(report.facts) == {"merged_manifest_sha256", *DESCRIBED}
     assert names(context.output.root) == {"merged", *RELEASED}
-    assert names(context.output.merged) & set(BASE_FILES) == {"LICENSE"}
+    assert names(context.output.merged) & set(BASE_FILES) == {"COPYING.txt", "LICENSE"}
     check_sums(context)
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "manifest.json"} <= names(
         context.output.merged

@@ -7,11 +7,10 @@ from pathlib import PurePosixPath
 
 from finetune_trainer.data.read import KNOWN_EXTENSIONS
 from finetune_trainer.fetch.remote import RemoteFile
+from finetune_trainer.terms import TERMS_NAMES
 
 MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".tiktoken", ".jinja", ".md"})
 """Weights, settings, tokenizers, chat templates, the model card. Weights in formats that can carry code are never taken."""
-MODEL_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
-"""Terms go with the model."""
 CHAT_TEMPLATES = "additional_chat_templates"
 """Directory in which transformers looks for templates beside the first one."""
 CODE_SUFFIX = ".py"
@@ -44,7 +43,7 @@ def _belongs_to_model(path: PurePosixPath, allow_remote_code: bool) -> bool:
         return allow_remote_code
     if len(path.parts) > 1:
         return path.parts[0] == CHAT_TEMPLATES and path.suffix == ".jinja"
-    return path.suffix.lower() in MODEL_SUFFIXES or path.name.upper().startswith(MODEL_NAMES)
+    return path.suffix.lower() in MODEL_SUFFIXES or path.name.upper().startswith(TERMS_NAMES)
 
 
 def _is_hidden(path: str) -> bool:

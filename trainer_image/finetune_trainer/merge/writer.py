@@ -27,6 +27,7 @@ from finetune_trainer.merge.journal import Journal
 from finetune_trainer.merge.plan import MergePlan, Shard
 from finetune_trainer.merge.shard_file import ShardFile
 from finetune_trainer.merge.storage import naming_file, sync
+from finetune_trainer.terms import terms_files
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
@@ -39,7 +40,6 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """Files that transformers' tokenizers save. Taken as one set, from the last adapter that has a tokenizer, else the base."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
 HASHING_THREADS = 2
 """That read again what an earlier merge has finished, a shard each."""
 
@@ -160,7 +160,8 @@ class OutputDirectory:
         tokenizer = next((adapter for adapter in reversed(adapters) if (adapter / TOKENIZER_CONFIG_FILE).exists()), base)
         # Models with code of their own cannot be loaded without it; it is run only by those who allow it.
         code = sorted(path.name for path in base.glob("*.py")) if "auto_map" in config else []
-        for source, names in ((base, [*GENERATION_FILES, *PROCESSOR_FILES, *LICENCE_FILES, *code]), (tokenizer, TOKENIZER_FILES)):
+        terms = [path.name for path in terms_files(base)]
+        for source, names in ((base, [*GENERATION_FILES, *PROCESSOR_FILES, *terms, *code]), (tokenizer, TOKENIZER_FILES)):
             for name in names:
                 if (source / name).is_file():
                     with naming_file(self.path / name, "copied"):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from finetune_trainer.fetch.selection import CODE_SUFFIX, MODEL_NAMES
+from finetune_trainer.fetch.selection import CODE_SUFFIX, TERMS_NAMES
 from finetune_trainer.release.files import Release, ReleaseFile
 from finetune_trainer.release.places import BESIDE, CHECKSUMS, WEIGHT_SUFFIX
 
@@ -56,7 +56,7 @@ def media_type(name: str) -> str:
         return WEIGHT_TYPE
     if path.suffix == CODE_SUFFIX:
         return CODE_TYPE
-    if name in _DOCS or path.suffix == ".md" or path.name.upper().startswith(MODEL_NAMES):
+    if name in _DOCS or path.suffix == ".md" or path.name.upper().startswith(TERMS_NAMES):
         return DOC_TYPE
     return WEIGHT_CONFIG_TYPE
 

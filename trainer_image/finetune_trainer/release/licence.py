@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from finetune_trainer.fetch.selection import MODEL_NAMES
+from finetune_trainer.terms import terms_files
 
 CARD_FILE = "README.md"
 _MAX_FRONT_MATTER = 1 << 20
@@ -39,17 +39,12 @@ class Licence:
 
 def read_licence(model: Path) -> Licence:
     """What the base's card, its configuration and its files say; in this order where they differ. Raises OSError."""
-    files = tuple(path.name for path in licence_files(model))
+    files = tuple(path.name for path in terms_files(model))
     card = front_matter(_text(model / CARD_FILE))
     identifier = _identifier(card.get("license")) or _identifier(_settings(model).get("license"))
     if not identifier:
         return Licence(files=files)
     return Licence(identifier, _line(card.get("license_name")), _line(card.get("license_link")), files)
-
-
-def licence_files(model: Path) -> list[Path]:
-    """Files with terms: they go along with what is made of the model."""
-    return sorted(path for path in model.iterdir() if path.is_file() and path.name.upper().startswith(MODEL_NAMES))
 
 
 def front_matter(text: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from finetune_trainer.model.invariants import check_saved
 from finetune_trainer.model.load import build_on_meta, build_unwritten, stored_dtype
 from finetune_trainer.model.load_shards import stored_by_name
 from finetune_trainer.release.adapter_check import TENSORS_KEY, described
-from finetune_trainer.release.licence import licence_files
+from finetune_trainer.terms import terms_files
 from finetune_trainer.train.model_writer import write_model
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -89,7 +89,7 @@ def _write_adapter(
         check_saved({name: written.get_tensor(name) for name in written.keys()}, shapes)  # noqa: SIM118
     settings = adapter_settings(model, context.plan.model.name, context.plan.model.revision)
     (directory / ADAPTER_SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    for path in licence_files(context.base_model):
+    for path in terms_files(context.base_model):
         shutil.copyfile(path, directory / path.name)
 
 

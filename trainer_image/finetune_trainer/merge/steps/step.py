@@ -40,7 +40,7 @@ class Step(Protocol):
 
 
 class WholeMatrix:
-    """A base of steps that need all of a matrix: PEFT merges whole modules, double quantisation packs all largest values together."""
+    """A base of steps that need all of a matrix: PEFT merges whole modules, double quantisation packs all maxima together."""
 
     needs_whole = True
 
