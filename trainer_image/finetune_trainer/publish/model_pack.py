@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from finetune_trainer.fetch.selection import CODE_SUFFIX, TERMS_NAMES
+from finetune_trainer.fetch.selection import CODE_SUFFIX
 from finetune_trainer.release.files import Release, ReleaseFile
 from finetune_trainer.release.places import BESIDE, CHECKSUMS, WEIGHT_SUFFIX
+from finetune_trainer.terms import TERMS_NAMES
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
