@@ -13,7 +13,7 @@ from finetune_job.api.method import MethodSpec
 from finetune_job.api.model import ModelSpec
 from finetune_job.api.output import MergeSpec, OutputSpec, WorkspaceSpec
 from finetune_job.api.parallelism import ParallelismSpec
-from finetune_job.api.run import RunSpec
+from finetune_job.api.run import PreflightSpec, RunSpec
 from finetune_job.api.training import CheckpointSpec, EvaluationSpec, TrainingSpec
 
 
@@ -44,6 +44,8 @@ class FineTuneJobSpec(ApiModel):
     """Results."""
     workspace: WorkspaceSpec
     """Working storage."""
+    preflight: PreflightSpec = PreflightSpec()
+    """What is tried before any GPU is taken."""
     run: RunSpec = RunSpec()
     """Suspension, cancellation, restarts and deadlines."""
 

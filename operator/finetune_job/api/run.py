@@ -1,5 +1,6 @@
-"""`spec.run`: how the run is driven; the only part that may change after the start."""
+"""`spec.run`: how the run is driven, the only part that may change after the start; and `spec.preflight`."""
 
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
@@ -24,3 +25,18 @@ class RunSpec(ApiModel):
     """How long the whole job may take from its start. Unset: no limit."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
     """When the job's pods and Jobs are deleted after the end; the FineTuneJob itself stays. Unset: never."""
+
+
+class Rehearsal(StrEnum):
+    """Whether preflight tries the job on a small twin of the model."""
+
+    RUN = "Run"
+    SKIP = "Skip"
+
+
+class PreflightSpec(ApiModel):
+    """What is tried before any GPU is taken."""
+
+    rehearsal: Rehearsal = Rehearsal.RUN
+    """Run: a twin of the model with few layers and small widths is trained, saved, resumed and merged with the job's settings on
+    two CPU ranks. Skip: only rules and structure are checked."""

@@ -6,6 +6,7 @@ from finetune_job.api.base import claim_path
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.model import Attention
 from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.api.run import Rehearsal
 from finetune_job.names import DEFAULT_PROFILE, workspace_claim_name
 from finetune_job.plan.choices import Choices
 from finetune_job.plan.resolve_inputs import Places, data_plan, fetch_plan, model_name
@@ -57,6 +58,7 @@ def resolve(
         output=output_location(spec, workspace),
         keeps_adapter=spec.output.adapter or not spec.merge.enabled,
         publish=publish_plan(spec, profile, choices),
+        rehearses=spec.preflight.rehearsal is Rehearsal.RUN,
         placement=None if profile is None else _placement(profile_name or spec.profile or DEFAULT_PROFILE, profile),
         choices=tuple(choices.made),
     )

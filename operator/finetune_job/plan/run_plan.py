@@ -322,6 +322,8 @@ class RunPlan(PlanModel):
     """Whether the adapter is among the results beside a merged model."""
     publish: PublishPlan | None
     """None: the results lie where they belong."""
+    rehearses: bool
+    """Whether preflight tries the job on a small twin of the model."""
     placement: Placement | None
     """None in local mode."""
     choices: tuple[Choice, ...]

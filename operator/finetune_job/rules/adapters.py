@@ -9,6 +9,7 @@ from typing import Any
 from finetune_job.api.method import ALL_LINEAR, LoraSpec
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
+from finetune_job.rules.rule import Reproduction
 
 _LORA = "method.lora"
 _DROPOUT = f"{_LORA}.loraDropout"
@@ -24,7 +25,7 @@ _ALPHAS = f"{_LORA}.alphaPattern"
     "Dropout must leave something over",
     reads=(_DROPOUT,),
     sources=("torch: nn.Dropout; a probability of 1 zeroes the adapter's input",),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_adapters.py", "ValueError: dropout probability has to be between 0 and 1"),
     holds_for="every version",
 )
 def lora_dropout_range(context: RuleContext) -> Problem | None:
@@ -45,7 +46,9 @@ def lora_dropout_range(context: RuleContext) -> Problem | None:
     "all-linear means something only alone",
     reads=(_TARGETS,),
     sources=("peft: peft/tuners/tuners_utils.py, _maybe_include_all_linear_layers (only the plain string is expanded)",),
-    evidence="reproduced",
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapters.py", "no error: the word matches no module and the names alone are adapted"
+    ),
     holds_for="peft >= 0.8",
 )
 def all_linear_beside_names(context: RuleContext) -> Problem | None:
@@ -66,7 +69,7 @@ def all_linear_beside_names(context: RuleContext) -> Problem | None:
     "Module names are compared as they stand",
     reads=(_TARGETS, _SAVED),
     sources=("peft: peft/tuners/tuners_utils.py, check_target_module_exists",),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_adapters.py", "no error: the name matches no module"),
     holds_for="every version of peft",
 )
 def module_name_malformed(context: RuleContext) -> Problem | None:
@@ -98,7 +101,7 @@ def _well_formed(lora: LoraSpec) -> dict[str, Any]:
     "A module that is trained whole gets no adapter",
     reads=(_TARGETS, _SAVED),
     sources=("peft: peft/tuners/tuners_utils.py, inject_adapter (modules_to_save wins without a word)",),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_adapters.py", "no error: the module is trained whole and gets no adapter"),
     holds_for="peft <= 0.21",
 )
 def module_adapted_and_saved(context: RuleContext) -> Problem | None:
@@ -122,7 +125,7 @@ def module_adapted_and_saved(context: RuleContext) -> Problem | None:
     "Pattern keys are regular expressions",
     reads=(_RANKS, _ALPHAS),
     sources=("peft: peft/utils/other.py, get_pattern_key",),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_adapters.py", "no error: the pattern matches no module"),
     holds_for="every version of peft",
 )
 def adapter_pattern_malformed(context: RuleContext) -> Problem | None:
@@ -163,7 +166,6 @@ def _is_pattern(key: str) -> bool:
     severity="warning",
     reads=(f"{_LORA}.useRslora", f"{_LORA}.loraAlpha", f"{_LORA}.r"),
     sources=("Kalajdzievski 2023, A rank stabilization scaling factor for fine-tuning with LoRA",),
-    evidence="source",
     holds_for="every version of peft",
 )
 def rslora_with_alpha(context: RuleContext) -> Problem | None:
@@ -185,7 +187,6 @@ def rslora_with_alpha(context: RuleContext) -> Problem | None:
     "Layers can be chosen only among named modules",
     reads=(_LAYERS, _TARGETS),
     sources=("peft: peft/tuners/lora/config.py, LoraConfig.__post_init__ (layers_to_transform needs a list of names)",),
-    evidence="source",
     holds_for="every version of peft",
 )
 def layers_without_targets(context: RuleContext) -> Problem | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from finetune_job.api.parallelism import StateDictType
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
+from finetune_job.rules.rule import Reproduction
 
 _TYPE = "parallelism.fsdp.stateDictType"
 
@@ -14,7 +15,7 @@ _TYPE = "parallelism.fsdp.stateDictType"
     "A local state dict cannot be read back",
     reads=(_TYPE,),
     sources=("accelerate: accelerate/utils/dataclasses.py, FullyShardedDataParallelPlugin",),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_checkpoints.py", "ValueError: FSDP2 does not support LOCAL_STATE_DICT"),
     holds_for="accelerate >= 1.0, both FSDP versions",
 )
 def local_state_dict(context: RuleContext) -> Problem | None:

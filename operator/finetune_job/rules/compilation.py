@@ -15,7 +15,6 @@ _RECOMPUTE = "training.activationCheckpointing"
     "A compiled layer hides its matrix products",
     reads=(_COMPILE, _RECOMPUTE),
     sources=("torch: torch/utils/checkpoint.py, create_selective_checkpoint_contexts (it sees operations as they are dispatched)",),
-    evidence="source",
     holds_for="torch >= 2.4",
 )
 def compile_with_selective_checkpointing(context: RuleContext) -> Problem | None:

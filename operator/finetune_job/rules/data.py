@@ -28,7 +28,6 @@ _UNKNOWN_SOURCE = "pvc://data/train.jsonl"
     "Training data is named in one way",
     reads=(_SOURCE, _REVISION, _DATASETS),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def source_or_datasets(context: RuleContext) -> Problem | None:
@@ -60,7 +59,6 @@ def source_or_datasets(context: RuleContext) -> Problem | None:
     "A chat template renders chats",
     reads=(_TEMPLATE, _FORMAT),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def chat_template_without_chat(context: RuleContext) -> Problem | None:
@@ -82,7 +80,6 @@ def chat_template_without_chat(context: RuleContext) -> Problem | None:
     "Only a chat has turns of an assistant",
     reads=(_LOSS_ON, _FORMAT),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def assistant_loss_without_chat(context: RuleContext) -> Problem | None:
@@ -104,7 +101,6 @@ def assistant_loss_without_chat(context: RuleContext) -> Problem | None:
     "A weight says how often a record occurs in a pass",
     reads=(_DATASETS,),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def dataset_weight_range(context: RuleContext) -> Problem | None:
@@ -131,7 +127,6 @@ def dataset_weight_range(context: RuleContext) -> Problem | None:
     "A table of texts holds no chats",
     reads=(_FORMAT, _SOURCE, _DATASETS, _VALIDATION),
     sources=("RFC 4180: a field is a text, and the turns of a chat are a list",),
-    evidence="source",
     holds_for=OURS,
 )
 def csv_with_chat(context: RuleContext) -> Problem | None:
@@ -154,7 +149,6 @@ def csv_with_chat(context: RuleContext) -> Problem | None:
     "Plain text has no completion",
     reads=(_LOSS_ON, _FORMAT),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def completion_loss_on_text(context: RuleContext) -> Problem | None:

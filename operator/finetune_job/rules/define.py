@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from finetune_job.rules.context import RuleContext
-from finetune_job.rules.rule import Evidence, FieldChange, Finding, Rule, Severity
+from finetune_job.rules.rule import FieldChange, Finding, Reproduction, Rule, Severity, Speaks
 
 OURS = "this trainer, every version"
 """`holds_for` of rules that follow from how this product works and not from a library."""
@@ -55,8 +55,9 @@ def rule(
     severity: Severity = "error",
     reads: tuple[str, ...],
     sources: tuple[str, ...],
-    evidence: Evidence,
     holds_for: str,
+    reproduction: Reproduction | None = None,
+    speaks_of: Speaks = "ours",
 ) -> Callable[[Check], Rule]:
     """Turn a check function into a `Rule`. `reads`: paths under `spec`."""
 
@@ -81,9 +82,10 @@ def rule(
             severity=severity,
             reads=tuple(f"spec.{path}" for path in reads),
             sources=sources,
-            evidence=evidence,
             holds_for=holds_for,
             check=find,
+            reproduction=reproduction,
+            speaks_of=speaks_of,
         )
 
     return made

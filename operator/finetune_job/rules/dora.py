@@ -8,6 +8,7 @@ from finetune_job.api.training import Precision
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
 from finetune_job.rules.effective import effective_plan, held_dtype
+from finetune_job.rules.rule import Reproduction
 
 _PEFT_POLICY = "parallelism.fsdp.peftWrapPolicy"
 _ORIG_PARAMS = "parallelism.fsdp.useOrigParams"
@@ -21,7 +22,7 @@ _PRECISION = "training.precision"
     "DoRA reads adapter weights outside their unit, where FSDP 1 holds a flat shard",
     reads=("parallelism.fsdp.version", _PEFT_POLICY, _ORIG_PARAMS, "method.type"),
     sources=("peft: peft/tuners/lora/dora.py, DoraLinearLayer.forward", "peft: issues 1737 and 1910, pull request 1806"),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_dora.py", "IndexError: tuple index out of range"),
     holds_for="peft >= 0.12, FSDP 1 only; hidden with one rank, where nothing is sharded",
 )
 def fsdp1_dora_orig_params(context: RuleContext) -> Problem | None:
@@ -44,7 +45,9 @@ def fsdp1_dora_orig_params(context: RuleContext) -> Problem | None:
     "DoRA multiplies weights of two units, which FSDP 1 casts at different times",
     reads=("parallelism.fsdp.version", _PEFT_POLICY, _PARAM_DTYPE, _PRECISION, _AUTOCAST, "model.dtype"),
     sources=("peft: peft/tuners/lora/dora.py, DoraLinearLayer.forward", "torch: fully_sharded_data_parallel.py, MixedPrecision"),
-    evidence="reproduced",
+    reproduction=Reproduction(
+        "tests/pitfalls/test_dora.py", "RuntimeError: expected both tensors of a product to have one element type"
+    ),
     holds_for="peft >= 0.12, FSDP 1 only, with and without autocast",
 )
 def fsdp1_dora_mixed_precision(context: RuleContext) -> Problem | None:
@@ -72,7 +75,7 @@ def fsdp1_dora_mixed_precision(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=("method.type", _AUTOCAST, "model.dtype", "training.precision"),
     sources=("trl: pull request 7268", "IEEE 754: a bfloat16 number near 1 has steps of 1/128, larger than usual updates"),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_dora.py", "no error: the magnitudes never change"),
     holds_for="every version",
 )
 def dora_16_bit_magnitude(context: RuleContext) -> Problem | None:

@@ -7,6 +7,7 @@ from finetune_job.api.method import LoraBias, MethodType, QuantStorage
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
 from finetune_job.rules.effective import effective_plan, held_dtype
+from finetune_job.rules.rule import Reproduction
 
 _PEFT_POLICY = "parallelism.fsdp.peftWrapPolicy"
 _ORIG_PARAMS = "parallelism.fsdp.useOrigParams"
@@ -30,7 +31,7 @@ _FLATTEN = "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata"
         "method.quantization.quantStorage",
     ),
     sources=(_FLATTEN, "peft: docs of autocast_adapter_dtype"),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_dtypes.py", "ValueError: Must flatten tensors with uniform dtype"),
     holds_for="torch >= 2.0 with peft >= 0.12, FSDP 1 only",
 )
 def fsdp1_adapter_dtype(context: RuleContext) -> Problem | None:
@@ -60,7 +61,7 @@ def fsdp1_adapter_dtype(context: RuleContext) -> Problem | None:
     "Adapters of a 4-bit base take its compute type",
     reads=("parallelism.fsdp.version", _PEFT_POLICY, _AUTOCAST, _COMPUTE, "model.dtype", "training.precision"),
     sources=(_FLATTEN, "peft: pull request 2893"),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_dtypes.py", "ValueError: Must flatten tensors with uniform dtype"),
     holds_for="peft >= 0.19, FSDP 1 only",
 )
 def fsdp1_qlora_compute_dtype(context: RuleContext) -> Problem | None:
@@ -86,7 +87,7 @@ def fsdp1_qlora_compute_dtype(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=("parallelism.fsdp.version", _BIAS, _AUTOCAST, "model.dtype", "training.precision"),
     sources=("torch: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _init_mp_dtypes",),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_dtypes.py", "AssertionError: FSDP expects uniform original parameter dtype"),
     holds_for="torch >= 2.6, FSDP 2 only, models whose layers have biases",
 )
 def fsdp2_trained_bias_dtype(context: RuleContext) -> Problem | None:
@@ -112,7 +113,6 @@ def fsdp2_trained_bias_dtype(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=("model.dtype", "training.precision", _PARAM_DTYPE),
     sources=("Micikevicius et al. 2018, Mixed precision training; this trainer scales no losses",),
-    evidence="source",
     holds_for="every version",
 )
 def float16_without_loss_scaling(context: RuleContext) -> Problem | None:

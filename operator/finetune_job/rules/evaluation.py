@@ -18,7 +18,6 @@ _API = ("this product's API",)
     severity="warning",
     reads=(_EVERY, _VALIDATION),
     sources=_API,
-    evidence="source",
     holds_for=OURS,
 )
 def evaluation_without_validation(context: RuleContext) -> Problem | None:
@@ -39,7 +38,6 @@ def evaluation_without_validation(context: RuleContext) -> Problem | None:
     "Early stopping needs evaluations to go by",
     reads=(_STOPPING, _EVERY, _VALIDATION),
     sources=("transformers: trainer_callback.py, EarlyStoppingCallback.on_train_begin",),
-    evidence="source",
     holds_for=OURS,
 )
 def early_stopping_without_evaluation(context: RuleContext) -> Problem | None:
@@ -66,7 +64,6 @@ def early_stopping_without_evaluation(context: RuleContext) -> Problem | None:
     "The best checkpoint is found on held-out records",
     reads=(_BEST, _VALIDATION),
     sources=_API,
-    evidence="source",
     holds_for=OURS,
 )
 def best_model_without_validation(context: RuleContext) -> Problem | None:
@@ -87,7 +84,6 @@ def best_model_without_validation(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_BEST, _EVERY),
     sources=_API,
-    evidence="source",
     holds_for=OURS,
 )
 def best_model_is_the_last(context: RuleContext) -> Problem | None:

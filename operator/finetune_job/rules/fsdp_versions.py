@@ -63,7 +63,6 @@ def _no_effect(row: FsdpField) -> Rule:
         severity="warning",
         reads=("parallelism.fsdp.version", path),
         sources=("torch: torch/distributed/fsdp; accelerate: FullyShardedDataParallelPlugin",),
-        evidence="source",
         holds_for=OURS,
     )
     def check(context: RuleContext) -> Problem | None:

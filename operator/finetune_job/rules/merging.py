@@ -9,6 +9,7 @@ from finetune_job.api.method import MethodType
 from finetune_job.api.output import MergeBase
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.rule import Reproduction
 
 _BASE = "merge.base"
 _DTYPE = "merge.dtype"
@@ -21,7 +22,6 @@ _AGREEMENT = "merge.verify.minTop1Agreement"
     severity="warning",
     reads=(_DTYPE, "model.dtype"),
     sources=("IEEE 754: float16 ends at 65504, bfloat16 and float32 at 3.4e38",),
-    evidence="source",
     holds_for="every version",
 )
 def merge_dtype_overflow(context: RuleContext) -> Problem | None:
@@ -44,7 +44,6 @@ def merge_dtype_overflow(context: RuleContext) -> Problem | None:
     "Agreement is a share",
     reads=(_AGREEMENT,),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def verification_agreement_range(context: RuleContext) -> Problem | None:
@@ -65,7 +64,9 @@ def verification_agreement_range(context: RuleContext) -> Problem | None:
     "Merging into packed weights rounds the update away",
     reads=(_BASE, "method.type"),
     sources=("peft: peft/tuners/lora/bnb.py, Linear4bit.merge", "peft: issues 2105 and 2321"),
-    evidence="reproduced",
+    reproduction=Reproduction(
+        "tests/pitfalls/test_quantization.py", "no error but a warning: logits move by more than the adapter's effect"
+    ),
     holds_for="every version of peft; its warning speaks of rounding errors only",
 )
 def merge_into_quantized(context: RuleContext) -> Problem | None:
@@ -87,7 +88,6 @@ def merge_into_quantized(context: RuleContext) -> Problem | None:
     "Only QLoRA trains on packed weights",
     reads=(_BASE, "method.type"),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def merge_dequantized_without_qlora(context: RuleContext) -> Problem | None:
@@ -110,7 +110,7 @@ def merge_dequantized_without_qlora(context: RuleContext) -> Problem | None:
     "A sharded model cannot be merged in place",
     reads=(_BASE, "parallelism.fsdp.version"),
     sources=("peft: docs/source/accelerate/fsdp.md", "peft: issues 2129 and 1674"),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_merging.py", "RuntimeError: the shard is no matrix"),
     holds_for="torch >= 2.0, FSDP 1; under FSDP 2 it works on a CPU and was not seen on a GPU",
 )
 def merge_while_sharded(context: RuleContext) -> Problem | None:
@@ -132,7 +132,6 @@ def merge_while_sharded(context: RuleContext) -> Problem | None:
     "Merging after offloading or quantised training mixes devices",
     reads=(_BASE, "parallelism.fsdp.offloadParams", "method.type"),
     sources=("peft: issue 2129 (two devices, cuda:0 and cpu)", "peft: issue 1674 (Expected a cuda device, but got: cpu)"),
-    evidence="source",
     holds_for="reported with GPUs; a CPU has one device only",
 )
 def merge_device_mismatch(context: RuleContext) -> Problem | None:

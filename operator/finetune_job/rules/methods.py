@@ -31,7 +31,6 @@ _PEFT = "peft 0.21"
     "Not every PEFT method trains right here",
     reads=(_TYPE,),
     sources=(_MEASURED, "peft: docs/source/package_reference"),
-    evidence="source",
     holds_for=_PEFT,
 )
 def method_not_supported(context: RuleContext) -> Problem | None:
@@ -53,7 +52,6 @@ def method_not_supported(context: RuleContext) -> Problem | None:
     "Some methods cannot be sharded",
     reads=(_TYPE, "parallelism.nodes", "parallelism.processesPerNode"),
     sources=(_MEASURED,),
-    evidence="source",
     holds_for=_PEFT,
 )
 def method_on_one_rank_only(context: RuleContext) -> Problem | None:
@@ -75,7 +73,6 @@ def method_on_one_rank_only(context: RuleContext) -> Problem | None:
     "Only LoRA, QLoRA and DoRA take method.lora",
     reads=(_TYPE, _LORA),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def lora_settings_misplaced(context: RuleContext) -> Problem | None:
@@ -100,7 +97,6 @@ def lora_settings_misplaced(context: RuleContext) -> Problem | None:
     "LoRA, QLoRA, DoRA and Full take no method.settings",
     reads=(_TYPE, _SETTINGS),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def method_settings_misplaced(context: RuleContext) -> Problem | None:
@@ -123,7 +119,6 @@ def method_settings_misplaced(context: RuleContext) -> Problem | None:
     "Not every adapter can be merged",
     reads=(_TYPE, _MERGE),
     sources=(_MERGED, "peft: peft/tuners/lily/layer.py, merge"),
-    evidence="source",
     holds_for=_PEFT,
 )
 def method_not_mergeable(context: RuleContext) -> Problem | None:
@@ -145,7 +140,6 @@ def method_not_mergeable(context: RuleContext) -> Problem | None:
     "Some adapters can be merged only where they say enough",
     reads=(_TYPE, _SETTINGS, _MERGE),
     sources=(_MERGED, "peft: peft/tuners/unilora/model.py, tinylora/model.py, frod/model.py"),
-    evidence="source",
     holds_for=_PEFT,
 )
 def method_merge_setting(context: RuleContext) -> Problem | None:
@@ -180,7 +174,6 @@ def _same(written: Any, needed: bool | str) -> bool:
     "FSDP 1 keeps these adapters in their layer's unit",
     reads=(_TYPE, _VERSION, _PEFT_POLICY, _ORIG_PARAMS),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", "peft: peft/utils/other.py, fsdp_auto_wrap_policy"),
-    evidence="source",
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_adapter_unit(context: RuleContext) -> Problem | None:
@@ -206,7 +199,6 @@ def fsdp1_adapter_unit(context: RuleContext) -> Problem | None:
         "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata (one element type in a flat parameter)",
         "IEEE 754: a bfloat16 number near 1 has steps of 1/128, larger than usual updates",
     ),
-    evidence="source",
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_adapter_16_bit(context: RuleContext) -> Problem | None:
@@ -230,7 +222,6 @@ def fsdp1_adapter_16_bit(context: RuleContext) -> Problem | None:
     "LoRA+ lets B learn faster than A",
     reads=(_RATIO,),
     sources=("Hayou, Ghosh and Yu 2024, LoRA+: efficient low rank adaptation of large models",),
-    evidence="source",
     holds_for="every version",
 )
 def lora_plus_ratio_range(context: RuleContext) -> Problem | None:
@@ -263,7 +254,6 @@ REFUSED_INITS = {
     "Some ways to start an adapter change the base",
     reads=(_INIT,),
     sources=("peft: peft/tuners/lora/layer.py, LoraLayer.pissa_init, olora_init, corda_init, loftq_init", "peft: LoraConfig"),
-    evidence="source",
     holds_for=_PEFT,
 )
 def lora_init_not_supported(context: RuleContext) -> Problem | None:

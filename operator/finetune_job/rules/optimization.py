@@ -26,7 +26,6 @@ _SMALLEST = Decimal("1.2e-38")
     "A decay of moments stays below 1",
     reads=_BETAS,
     sources=("torch: torch/optim/adamw.py, AdamW.__init__",),
-    evidence="source",
     holds_for="every version",
 )
 def adam_beta_range(context: RuleContext) -> Problem | None:
@@ -50,7 +49,6 @@ def adam_beta_range(context: RuleContext) -> Problem | None:
     "Adam needs a positive epsilon",
     reads=(_EPSILON,),
     sources=("Kingma and Ba, 2015, Adam: the update is m / (sqrt(v) + epsilon)", "PEFT: lora_B starts at zero"),
-    evidence="source",
     holds_for="every version",
 )
 def adam_epsilon_zero(context: RuleContext) -> Problem | None:
@@ -71,7 +69,6 @@ def adam_epsilon_zero(context: RuleContext) -> Problem | None:
     "Momentum stays below 1",
     reads=(_MOMENTUM,),
     sources=("Sutskever et al., 2013, On the importance of initialization and momentum in deep learning",),
-    evidence="source",
     holds_for="every version",
 )
 def momentum_range(context: RuleContext) -> Problem | None:
@@ -93,7 +90,6 @@ def momentum_range(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_MOMENTUM, _OPTIMIZER),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def no_effect_momentum(context: RuleContext) -> Problem | None:
@@ -115,7 +111,6 @@ def no_effect_momentum(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(*_BETAS, _EPSILON, _OPTIMIZER),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def no_effect_adam_settings(context: RuleContext) -> Problem | None:
@@ -138,7 +133,6 @@ def no_effect_adam_settings(context: RuleContext) -> Problem | None:
     "A flat parameter decays as a whole",
     reads=(_DECAY, _VERSION, _ORIGINAL, "method.type"),
     sources=("torch: torch/distributed/fsdp/fully_sharded_data_parallel.py, use_orig_params",),
-    evidence="source",
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_flat_weight_decay(context: RuleContext) -> Problem | None:

@@ -36,7 +36,6 @@ def _free(name: str, is_taken: Callable[[str], bool]) -> str:
     "Results must not be written over what they are made from",
     reads=(_DESTINATION, *_INPUTS),
     sources=("this product: results are moved into place as whole directories",),
-    evidence="source",
     holds_for=OURS,
 )
 def output_inside_input(context: RuleContext) -> Problem | None:
@@ -76,7 +75,6 @@ def _free_directory(context: RuleContext, claim: str) -> str:
     "A prefix holds inputs or results, not both",
     reads=(_DESTINATION, *_INPUTS),
     sources=("this product: a source in a bucket is every object below its prefix",),
-    evidence="source",
     holds_for=OURS,
 )
 def output_overlaps_bucket_input(context: RuleContext) -> Problem | None:
@@ -121,7 +119,6 @@ def _overlap(one: str, other: str) -> bool:
     "Results do not replace the model that they are made from",
     reads=(_DESTINATION, "model.source"),
     sources=("this product: publishing commits the merged model to the top of the repository",),
-    evidence="source",
     holds_for=OURS,
 )
 def output_replaces_model(context: RuleContext) -> Problem | None:
@@ -146,7 +143,6 @@ def output_replaces_model(context: RuleContext) -> Problem | None:
     "The profile lets results out to some destinations only",
     reads=(_DESTINATION,),
     sources=("this product's FineTuneProfile",),
-    evidence="source",
     holds_for=OURS,
 )
 def destination_not_allowed(context: RuleContext) -> Problem | None:
@@ -169,7 +165,6 @@ def destination_not_allowed(context: RuleContext) -> Problem | None:
     "Nobody writes to the Hub without a token",
     reads=(_DESTINATION, _SECRET),
     sources=("Hugging Face Hub: commits need a token with the right to write",),
-    evidence="source",
     holds_for=OURS,
 )
 def hub_destination_without_token(context: RuleContext) -> Problem | None:
@@ -193,7 +188,6 @@ def hub_destination_without_token(context: RuleContext) -> Problem | None:
     "Without a merged model the adapter is the result",
     reads=(_ADAPTER, "merge.enabled"),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def output_adapter_is_the_result(context: RuleContext) -> Problem | None:
@@ -215,7 +209,6 @@ def output_adapter_is_the_result(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_ADAPTER, "method.type"),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def no_effect_output_adapter(context: RuleContext) -> Problem | None:
@@ -237,7 +230,6 @@ def no_effect_output_adapter(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_SECRET, _DESTINATION),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def no_effect_output_secret(context: RuleContext) -> Problem | None:
@@ -259,7 +251,6 @@ def no_effect_output_secret(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_PRIVATE, _DESTINATION),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def no_effect_output_private(context: RuleContext) -> Problem | None:
@@ -281,7 +272,6 @@ def no_effect_output_private(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_SECRET, _DESTINATION),
     sources=("RFC 7617: basic authentication is as secret as the connection it is sent over",),
-    evidence="source",
     holds_for=OURS,
 )
 def credentials_without_tls(context: RuleContext) -> Problem | None:

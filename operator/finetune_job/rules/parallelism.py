@@ -9,6 +9,7 @@ from finetune_job.api.output import AccessMode
 from finetune_job.plan.resolve_training import world_size
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.rule import Reproduction
 
 _GLOBAL = "training.globalBatchSize"
 _MICRO = "training.microBatchSize"
@@ -23,7 +24,6 @@ LARGEST_GLOBAL_BATCH = 1_000_000
     "The global batch must split evenly over ranks and micro-batches",
     reads=(_GLOBAL, _MICRO, "parallelism.nodes", "parallelism.processesPerNode"),
     sources=("globalBatchSize = microBatchSize x ranks x accumulation steps",),
-    evidence="source",
     holds_for=OURS,
 )
 def global_batch_not_divisible(context: RuleContext) -> Problem | None:
@@ -52,7 +52,6 @@ def global_batch_not_divisible(context: RuleContext) -> Problem | None:
     "Several nodes need a workspace that all of them can mount",
     reads=("parallelism.nodes", _ACCESS),
     sources=("Kubernetes: a ReadWriteOnce volume is mounted by one node at a time",),
-    evidence="source",
     holds_for="every version",
 )
 def nodes_need_read_write_many(context: RuleContext) -> Problem | None:
@@ -73,7 +72,7 @@ def nodes_need_read_write_many(context: RuleContext) -> Problem | None:
     "Offloading parameters needs a GPU to offload them from",
     reads=(_OFFLOAD,),
     sources=("torch: offloaded parameters lie in pinned memory, which only a GPU driver can give",),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_offload.py", "RuntimeError: pinned memory needs an accelerator"),
     holds_for="torch >= 2.0, both FSDP versions",
 )
 def offload_without_gpu(context: RuleContext) -> Problem | None:

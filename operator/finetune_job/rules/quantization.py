@@ -7,6 +7,7 @@ from finetune_job.api.method import MethodType, QuantStorage
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
 from finetune_job.rules.effective import effective_plan, held_dtype
+from finetune_job.rules.rule import Reproduction
 
 _QUANTIZATION = "method.quantization"
 _BITS = f"{_QUANTIZATION}.bits"
@@ -20,7 +21,6 @@ _FSDP_QLORA = "bitsandbytes: docs/source/fsdp_qlora.md"
     "Only QLoRA has a quantised base",
     reads=("method.type", _QUANTIZATION),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def quantization_without_qlora(context: RuleContext) -> Problem | None:
@@ -44,7 +44,10 @@ def quantization_without_qlora(context: RuleContext) -> Problem | None:
         "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata (FSDP 1: integers cannot be flattened)",
         "bitsandbytes: bitsandbytes/nn/modules.py, Linear8bitLt (FSDP 2: the sharded parameter has lost its CB attribute)",
     ),
-    evidence="reproduced",
+    reproduction=Reproduction(
+        "tests/pitfalls/test_quantization.py",
+        "FSDP 1: ValueError: Cannot flatten integer dtype tensors; FSDP 2: AttributeError: 'Parameter' object has no 'CB'",
+    ),
     holds_for="bitsandbytes <= 0.50, both FSDP versions",
 )
 def quantization_bits(context: RuleContext) -> Problem | None:
@@ -64,7 +67,7 @@ def quantization_bits(context: RuleContext) -> Problem | None:
     "FSDP 1 cannot flatten integers",
     reads=("parallelism.fsdp.version", "method.type", _STORAGE),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", _FSDP_QLORA),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_quantization.py", "ValueError: Cannot flatten integer dtype tensors"),
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_qlora_integer_storage(context: RuleContext) -> Problem | None:
@@ -87,7 +90,6 @@ def fsdp1_qlora_integer_storage(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=("parallelism.fsdp.version", "method.type", _STORAGE),
     sources=("accelerate: issue 3983, pull request 3987 (integer parameters are excluded from fully_shard)",),
-    evidence="source",
     holds_for="accelerate >= 1.15, FSDP 2; this trainer shards integers, too",
 )
 def fsdp2_qlora_integer_storage(context: RuleContext) -> Problem | None:
@@ -110,7 +112,7 @@ def fsdp2_qlora_integer_storage(context: RuleContext) -> Problem | None:
     "FSDP 1 cannot flatten two element types together",
     reads=("parallelism.fsdp.version", "method.type", _STORAGE, "model.dtype", "training.precision"),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", _FSDP_QLORA),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_quantization.py", "ValueError: Must flatten tensors with uniform dtype"),
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
@@ -135,7 +137,9 @@ def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
     "Mixed precision would convert packed weights like numbers",
     reads=(_STORAGE, "model.dtype", "training.precision", _PARAM_DTYPE),
     sources=("torch: mixed precision casts every floating parameter of a unit, and packed 4-bit weights look like one",),
-    evidence="reproduced",
+    reproduction=Reproduction(
+        "tests/pitfalls/test_quantization.py", "RuntimeError: the packed weight is converted like numbers and has half its size"
+    ),
     holds_for="torch >= 2.0, both FSDP versions",
 )
 def qlora_storage_not_param_dtype(context: RuleContext) -> Problem | None:

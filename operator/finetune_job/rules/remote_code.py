@@ -13,7 +13,6 @@ _ALLOW = "model.allowRemoteCode"
     "The profile does not let a model's own code run",
     reads=(_ALLOW,),
     sources=("this product's FineTuneProfile",),
-    evidence="source",
     holds_for=OURS,
 )
 def remote_code_not_allowed(context: RuleContext) -> Problem | None:

@@ -12,7 +12,9 @@ from finetune_job.rules.context import RuleContext
 
 Severity = Literal["error", "warning"]
 Evidence = Literal["reproduced", "source"]
-"""`reproduced`: tests/pitfalls shows the failure on the real libraries. `source`: read in their source, needs a device to show."""
+"""`reproduced`: tests/pitfalls shows the failure on the real libraries. `source`: read in their source or in this product's API."""
+Speaks = Literal["ours", "accelerate", "Trainer"]
+"""Whose path a rule speaks of: only what fails in `ours` may refuse; the others tell users what happens elsewhere."""
 
 
 class FieldChange(BaseModel):
@@ -42,6 +44,16 @@ class Finding(BaseModel):
 
 
 @dataclass(frozen=True)
+class Reproduction:
+    """Where the failure is shown on the real libraries, and what they do."""
+
+    test: str
+    """Path of the test module, and `::` with the test's name where one shows it alone."""
+    observed: str
+    """The exception, or what goes wrong without one."""
+
+
+@dataclass(frozen=True)
 class Rule:
     """One documented pitfall."""
 
@@ -52,7 +64,13 @@ class Rule:
     """Fields that the check looks at."""
     sources: tuple[str, ...]
     """Where the pitfall is documented."""
-    evidence: Evidence
     holds_for: str
     """Library versions, in words that stand in the catalogue."""
     check: Callable[[RuleContext], Finding | None]
+    reproduction: Reproduction | None = None
+    speaks_of: Speaks = "ours"
+
+    @property
+    def evidence(self) -> Evidence:
+        """What the rule rests on."""
+        return "source" if self.reproduction is None else "reproduced"

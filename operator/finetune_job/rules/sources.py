@@ -78,7 +78,6 @@ def _problem(context: RuleContext, edits: Sequence[_Edit], message: str, fix: st
     "A repository on the Hub is read at a commit",
     reads=_REVISIONS,
     sources=("Hugging Face Hub: branches and tags can be moved, commits cannot",),
-    evidence="source",
     holds_for=OURS,
 )
 def hub_source_without_revision(context: RuleContext) -> Problem | None:
@@ -101,7 +100,6 @@ def hub_source_without_revision(context: RuleContext) -> Problem | None:
     "Only a repository on the Hub has revisions",
     reads=_REVISIONS,
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def revision_without_hub_source(context: RuleContext) -> Problem | None:
@@ -124,7 +122,6 @@ def revision_without_hub_source(context: RuleContext) -> Problem | None:
     "A model is not a data set",
     reads=("model.source",),
     sources=("Hugging Face Hub: models and data sets are repositories of different kinds",),
-    evidence="source",
     holds_for=OURS,
 )
 def model_source_is_dataset(context: RuleContext) -> Problem | None:
@@ -141,7 +138,6 @@ def model_source_is_dataset(context: RuleContext) -> Problem | None:
     "A model is a whole repository",
     reads=("model.source",),
     sources=("this product: what a model consists of is chosen from the top of its repository",),
-    evidence="source",
     holds_for=OURS,
 )
 def model_source_inside_repository(context: RuleContext) -> Problem | None:
@@ -172,7 +168,6 @@ def _path_of(named: NamedSource) -> str:
     "Records do not come from a model's repository",
     reads=("data.source", _DATASETS, "data.validation.source"),
     sources=("Hugging Face Hub: models and data sets are repositories of different kinds",),
-    evidence="source",
     holds_for=OURS,
 )
 def data_source_is_model(context: RuleContext) -> Problem | None:
@@ -194,7 +189,6 @@ def data_source_is_model(context: RuleContext) -> Problem | None:
     "The profile lets only some sources through",
     reads=_SOURCES,
     sources=("this product's FineTuneProfile",),
-    evidence="source",
     holds_for=OURS,
 )
 def source_not_allowed(context: RuleContext) -> Problem | None:
@@ -216,7 +210,6 @@ def source_not_allowed(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=("fetch.hubTokenSecretRef", *_SOURCES),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def no_effect_hub_token(context: RuleContext) -> Problem | None:
@@ -229,7 +222,6 @@ def no_effect_hub_token(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=("fetch.s3SecretRef", *_SOURCES),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def no_effect_s3_secret(context: RuleContext) -> Problem | None:

@@ -6,6 +6,7 @@ from finetune_job.api.method import LoraBias
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
 from finetune_job.rules.effective import effective_plan
+from finetune_job.rules.rule import Reproduction
 
 _PEFT_POLICY = "parallelism.fsdp.peftWrapPolicy"
 _ORIG_PARAMS = "parallelism.fsdp.useOrigParams"
@@ -20,7 +21,10 @@ _BIAS = "method.lora.bias"
         "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata; _wrap_utils.py, _check_nested_wrapping",
         "peft: docs/source/accelerate/fsdp.md",
     ),
-    evidence="reproduced",
+    reproduction=Reproduction(
+        "tests/pitfalls/test_trainable.py",
+        "ValueError: Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`",
+    ),
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_lora_mixed_requires_grad(context: RuleContext) -> Problem | None:
@@ -44,7 +48,10 @@ def fsdp1_lora_mixed_requires_grad(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=("parallelism.fsdp.version", _ORIG_PARAMS, _BIAS),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", "peft: docs of LoraConfig.bias"),
-    evidence="reproduced",
+    reproduction=Reproduction(
+        "tests/pitfalls/test_trainable.py",
+        "ValueError: Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`",
+    ),
     holds_for="torch >= 2.0, FSDP 1 only, models whose layers have biases",
 )
 def fsdp1_trained_bias(context: RuleContext) -> Problem | None:

@@ -25,7 +25,6 @@ _LOSS_ON = "data.lossOn"
     "A run has exactly one length",
     reads=(_EPOCHS, _STEPS),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def epochs_or_max_steps(context: RuleContext) -> Problem | None:
@@ -54,7 +53,6 @@ def epochs_or_max_steps(context: RuleContext) -> Problem | None:
     "The warm-up is a share of the steps",
     reads=(_WARMUP,),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def warmup_ratio_range(context: RuleContext) -> Problem | None:
@@ -75,7 +73,6 @@ def warmup_ratio_range(context: RuleContext) -> Problem | None:
     "The decay is a share of the steps",
     reads=(_DECAY,),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def decay_ratio_range(context: RuleContext) -> Problem | None:
@@ -96,7 +93,6 @@ def decay_ratio_range(context: RuleContext) -> Problem | None:
     "The least learning rate is a share of the peak",
     reads=(_LEAST,),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def min_learning_rate_ratio_range(context: RuleContext) -> Problem | None:
@@ -118,7 +114,6 @@ def min_learning_rate_ratio_range(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_DECAY, _SCHEDULER),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def no_effect_decay_ratio(context: RuleContext) -> Problem | None:
@@ -140,7 +135,6 @@ def no_effect_decay_ratio(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_LEAST, _SCHEDULER),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def no_effect_min_learning_rate_ratio(context: RuleContext) -> Problem | None:
@@ -161,7 +155,6 @@ def no_effect_min_learning_rate_ratio(context: RuleContext) -> Problem | None:
     "A learning rate of 0 trains nothing",
     reads=(_RATE,),
     sources=("AdamW: every update is a multiple of the learning rate",),
-    evidence="source",
     holds_for="every version",
 )
 def learning_rate_zero(context: RuleContext) -> Problem | None:
@@ -182,7 +175,6 @@ def learning_rate_zero(context: RuleContext) -> Problem | None:
     "Activations cannot be recomputed twice",
     reads=(_RECOMPUTE, _FSDP_RECOMPUTE),
     sources=("transformers: trainer.py refuses fsdp_config.activation_checkpointing beside the training argument",),
-    evidence="source",
     holds_for="transformers >= 4.30",
 )
 def both_activation_checkpointings(context: RuleContext) -> Problem | None:

@@ -16,7 +16,6 @@ _RETAIN = "workspace.retain"
     "A workspace is named or made, not both",
     reads=(_CLAIM, _TEMPLATE),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def workspace_claim_or_template(context: RuleContext) -> Problem | None:
@@ -47,7 +46,6 @@ def workspace_claim_or_template(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_RETAIN, _CLAIM),
     sources=("this product's API",),
-    evidence="source",
     holds_for=OURS,
 )
 def retain_with_named_claim(context: RuleContext) -> Problem | None:

@@ -8,6 +8,7 @@ from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
 from finetune_job.rules.effective import effective_plan
+from finetune_job.rules.rule import Reproduction
 
 _CLASSES = "parallelism.fsdp.transformerLayerClsToWrap"
 _POLICY = "parallelism.fsdp.autoWrapPolicy"
@@ -27,7 +28,9 @@ def _class_names(written: list[str]) -> list[str] | None:
     "An empty list of layer classes leaves the whole model in one unit",
     reads=(_CLASSES,),
     sources=(_PEFT_POLICY, _ACCELERATE_POLICY),
-    evidence="reproduced",
+    reproduction=Reproduction(
+        "tests/pitfalls/test_wrapping.py", "no error: one unit holds the whole model, which every rank gathers in every step"
+    ),
     holds_for="peft >= 0.14, accelerate >= 1.0",
 )
 def wrap_class_list_empty(context: RuleContext) -> Problem | None:
@@ -48,7 +51,7 @@ def wrap_class_list_empty(context: RuleContext) -> Problem | None:
     "A blank layer class name is skipped without a word",
     reads=(_CLASSES,),
     sources=(_PEFT_POLICY, _ACCELERATE_POLICY),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_wrapping.py", "no error: the blank name is skipped and no layer becomes a unit"),
     holds_for="peft >= 0.14 skips it, older peft and accelerate raise",
 )
 def wrap_class_name_blank(context: RuleContext) -> Problem | None:
@@ -69,7 +72,7 @@ def wrap_class_name_blank(context: RuleContext) -> Problem | None:
     "A layer class name with spaces, commas or dots matches no class",
     reads=(_CLASSES,),
     sources=(_PEFT_POLICY, _ACCELERATE_POLICY),
-    evidence="reproduced",
+    reproduction=Reproduction("tests/pitfalls/test_wrapping.py", "Could not find the transformer layer class to wrap in the model"),
     holds_for="peft >= 0.14, accelerate >= 1.0",
 )
 def wrap_class_name_malformed(context: RuleContext) -> Problem | None:
@@ -92,7 +95,6 @@ def wrap_class_name_malformed(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_CLASSES, _POLICY),
     sources=(_ACCELERATE_POLICY,),
-    evidence="source",
     holds_for="accelerate >= 1.0 and this trainer",
 )
 def wrap_class_without_transformer_policy(context: RuleContext) -> Problem | None:
@@ -115,7 +117,6 @@ def wrap_class_without_transformer_policy(context: RuleContext) -> Problem | Non
     severity="warning",
     reads=(_MIN_PARAMS, _POLICY),
     sources=(_ACCELERATE_POLICY,),
-    evidence="source",
     holds_for="accelerate >= 1.0 and this trainer",
 )
 def min_num_params_without_size_policy(context: RuleContext) -> Problem | None:
@@ -138,7 +139,6 @@ def min_num_params_without_size_policy(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_POLICY,),
     sources=("torch: torch/distributed/fsdp, one unit for all parameters that no policy claims",),
-    evidence="source",
     holds_for="torch >= 2.0",
 )
 def no_wrap_gathers_everything(context: RuleContext) -> Problem | None:

@@ -13,7 +13,6 @@ from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec, PublishSettings
 from finetune_job.rules.book import RULES, rule_by_id
 from finetune_job.rules.fsdp_versions import FSDP_FIELDS
-from tests.pitfalls.manifests import REPRODUCED
 from tests.unit.rules.manifests import applied, judged, manifest
 
 ROOT = Path(__file__).parents[3]
@@ -26,9 +25,13 @@ def test_ids_are_unique_and_found():
 
 
 def test_what_claims_to_be_reproduced_is_reproduced():
-    assert {rule.id for rule in RULES if rule.evidence == "reproduced"} == set(REPRODUCED)
-    for rule, module in REPRODUCED.items():
-        assert rule in (ROOT / "tests/pitfalls" / f"{module}.py").read_text(), f"{module} does not speak of {rule}"
+    reproduced = {rule.id: rule.reproduction for rule in RULES if rule.reproduction is not None}
+    for identifier, reproduction in reproduced.items():
+        module, _, test = reproduction.test.partition("::")
+        text = (ROOT / module).read_text()
+        assert identifier in text, f"{module} does not speak of {identifier}"
+        assert f"def {test}" in text, f"{module} has no {test}"
+        assert reproduction.observed
 
 
 def test_fields_that_rules_read_exist():
