@@ -17,7 +17,6 @@ from finetune_job.methods import Family, supported
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.merge.errors import MergeError
-from finetune_trainer.merge.headers import read_header
 from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, stored_names
 from finetune_trainer.model.load import build_unwritten
 from finetune_trainer.release.adapter_check import check_adapter, described
@@ -79,7 +78,7 @@ def written(base: Path, directory: Path, method: dict[str, Any]) -> RunPlan:
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     (directory / "adapter_config.json").write_text(json.dumps(adapter_settings(model, plan.model.name, plan.model.revision)))
-    listed = described(read_header(directory / "adapter_model.safetensors"))
+    listed = described(tensors)
     (directory / "manifest.json").write_text(json.dumps({"files": {}, "tensors": listed}))
     return plan
 
@@ -155,7 +154,7 @@ def test_an_adapter_that_is_not_what_was_trained_is_refused(base, tmp_path, dama
     elif damage == "prefix":
         tensors = {entry.removeprefix(PEFT_PREFIX): tensor for entry, tensor in tensors.items()}
         save_file(tensors, path)
-        (tmp_path / "manifest.json").write_text(json.dumps({"tensors": described(read_header(path))}))
+        (tmp_path / "manifest.json").write_text(json.dumps({"tensors": described(tensors)}))
     if damage in {"missing", "added", "shape", "dtype"}:
         save_file(tensors, path)
     if damage == "cut":

@@ -26,7 +26,7 @@ PIECE_BYTES = 4 << 20
 SHARED_FACTORS = 8
 """Adapter tensors with the factors of many matrices that are held at once: A and B of two adapters for an expert's two parameters,
 whose stored parts take turns in a file."""
-HOST = "cpu"
+HOST = torch.device("cpu")
 """Where everything is computed but, on demand, the products of factors."""
 
 Rows = tuple[int, int]
@@ -114,7 +114,7 @@ class Cutter:
                 yield from _copies(tensor, file, num_elements, first)
                 continue
             steps = tuple(self._step(tensor, change) for change in changes)
-            cuts = common_cuts([_blocks(step, num_rows, num_columns) for step in steps])
+            cuts = common_cuts([step.row_blocks(num_rows, num_columns) for step in steps])
             if len(cuts) == 1 and tensor.name not in self.whole_tensors[-1:]:
                 self.whole_tensors.append(tensor.name)
             width = max(DTYPE_BYTES[tensor.dtype], DTYPE_BYTES[tensor.source.dtype])
@@ -129,7 +129,7 @@ class Cutter:
         # PEFT keeps the factors of all experts in one tensor, which many matrices need one after the other.
         is_shared = change.part is not None and change.part.num_experts > 1
         step = load_step(change, *tensor.matrix_shape, compute, self._shared if is_shared else self._read)
-        return step if self.device.type == "cpu" else OnDevice(step, self.device)
+        return step if self.device == HOST else OnDevice(step, self.device)
 
 
 def common_cuts(blocks: list[list[Rows]]) -> list[Cut]:
@@ -141,10 +141,6 @@ def common_cuts(blocks: list[list[Rows]]) -> list[Cut]:
         cuts.append(Cut((start, stop), inside))
         start = stop
     return cuts
-
-
-def _blocks(step: Step, num_rows: int, num_columns: int) -> list[Rows]:
-    return [(0, num_rows)] if step.needs_whole else step.row_blocks(num_rows, num_columns)
 
 
 def _grouped(cuts: list[Cut], most_rows: int) -> Iterator[list[Cut]]:

@@ -6,12 +6,16 @@ Its bytes are proven by their digests, and its values were finite when they were
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, TensorHeader, read_header
+from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_header
+from finetune_trainer.merge.steps.rounding import READ_DTYPES
 from finetune_trainer.release.build import MANIFEST_FILE
 from finetune_trainer.release.serving import PEFT_PREFIX, ServingReport, serving_report
 
@@ -20,11 +24,10 @@ TENSORS_KEY = "tensors"
 _HINT = "delete it and train again: training resumes from the last checkpoint"
 
 
-def described(tensors: list[TensorHeader]) -> dict[str, dict[str, Any]]:
-    """What the manifest says of tensors."""
-    return {
-        tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in sorted(tensors, key=lambda one: one.name)
-    }
+def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """What the manifest says of tensors by name."""
+    names = {dtype: name for name, dtype in READ_DTYPES.items()}
+    return {name: {"dtype": names[tensor.dtype], "shape": list(tensor.shape)} for name, tensor in sorted(tensors.items())}
 
 
 def check_adapter(directory: Path, plan: RunPlan) -> ServingReport:
@@ -32,7 +35,8 @@ def check_adapter(directory: Path, plan: RunPlan) -> ServingReport:
 
     Raises CheckpointError, BrokenCheckpointError.
     """
-    found = described(read_header(directory / ADAPTER_FILE))
+    header = read_header(directory / ADAPTER_FILE)
+    found = {tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in header}
     settings = json.loads((directory / ADAPTER_CONFIG_FILE).read_bytes())
     trained = json.loads((directory / MANIFEST_FILE).read_bytes()).get(TENSORS_KEY, {})
     wrong = sorted(name for name in {*found, *trained} if found.get(name) != trained.get(name))
@@ -51,4 +55,4 @@ def check_adapter(directory: Path, plan: RunPlan) -> ServingReport:
             raise CheckpointError(
                 f"{directory / ADAPTER_CONFIG_FILE}: {name} is {settings.get(name)!r}, the plan has {expected!r}", _HINT
             )
-    return serving_report(settings, {name: tuple(entry["shape"]) for name, entry in found.items()})
+    return serving_report(settings, {tensor.name: tensor.shape for tensor in header})

@@ -61,10 +61,9 @@ class Places:
 
 def places_of(plan: RunPlan) -> Places:
     """What the plan publishes, and in which form."""
-    trains_adapter = plan.method.trains_adapter
     destination = parse_destination(plan.publish.destination) if plan.publish else plan.output
     return Places(
-        has_adapter=trains_adapter and (plan.keeps_adapter or not plan.merge.enabled),
-        has_merged=plan.merge.enabled or not trains_adapter,
+        has_adapter=plan.has_adapter,
+        has_merged=plan.has_merged,
         is_repository=isinstance(destination, HubPath | RegistryPath),
     )

@@ -24,7 +24,6 @@ from finetune_trainer.checkpoint.manifest import Manifest
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import InvariantError
 from finetune_trainer.files import file_sha256, publish_directory, sync_file, temporary_beside, write_durably
-from finetune_trainer.merge.headers import read_header
 from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, stored_names
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_saved
@@ -57,11 +56,13 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Map
     temporary = temporary_beside(final)
     temporary.mkdir(parents=True)
     try:
+        facts: dict[str, Any] = {"plan_sha256": context.plan_sha256, "step": manifest.step}
         if context.plan.method.type is MethodType.FULL:
             _write_model(context, temporary, checkpoint, manifest)
         else:
-            _write_adapter(context, temporary, checkpoint, manifest, fixed)
-        digest = _write_manifest(temporary, context.plan_sha256, manifest.step)
+            # As they lie in memory, so that the file is compared with what was trained and not with itself.
+            facts[TENSORS_KEY] = described(_write_adapter(context, temporary, checkpoint, manifest, fixed))
+        digest = _write_manifest(temporary, facts)
         if final.exists():
             shutil.rmtree(final)
         publish_directory(temporary, final)
@@ -73,7 +74,8 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Map
 
 def _write_adapter(
     context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]
-) -> None:
+) -> dict[str, torch.Tensor]:
+    """The adapter's tensors by name."""
     model = attach(build_unwritten(context.plan, context.base_model), context.plan)
     names = stored_names(model)
     shapes = {names[name]: tuple(parameter.shape) for name, parameter in model.named_parameters() if name in names}
@@ -91,6 +93,7 @@ def _write_adapter(
     (directory / ADAPTER_SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     for path in terms_files(context.base_model):
         shutil.copyfile(path, directory / path.name)
+    return tensors
 
 
 def _write_model(context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest) -> None:
@@ -132,14 +135,11 @@ def _tied(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str,
     }
 
 
-def _write_manifest(directory: Path, plan_sha256: str, step: int) -> str:
+def _write_manifest(directory: Path, facts: dict[str, Any]) -> str:
     files = {}
     for path in sorted(directory.iterdir()):
         sync_file(path)
         files[path.name] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
-    facts: dict[str, Any] = {"plan_sha256": plan_sha256, "step": step, "files": files}
-    if (directory / ADAPTER_FILE).is_file():
-        facts[TENSORS_KEY] = described(read_header(directory / ADAPTER_FILE))
-    content = json.dumps(facts, indent=2, sort_keys=True) + "\n"
+    content = json.dumps(facts | {"files": files}, indent=2, sort_keys=True) + "\n"
     write_durably(directory / MANIFEST_FILE, content.encode())
     return file_sha256(directory / MANIFEST_FILE)

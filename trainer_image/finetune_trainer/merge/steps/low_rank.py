@@ -55,20 +55,22 @@ class LowRankStep:
     compute: torch.dtype
 
     @property
-    def needs_whole(self) -> bool:
+    def _needs_whole(self) -> bool:
         """DoRA's norms run across the stored rows where the weight is transposed, so that no row can be finished alone."""
         return self.factors.magnitude is not None and self.factors.is_transposed
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
         """Blocks of one matrix product each; all rows where blocks would not have the whole product's bits."""
         factors = self.factors
+        if self._needs_whole:
+            return [(0, num_rows)]
         key = (factors.orientation, factors.a.shape, factors.a.stride(), factors.b.shape, factors.b.stride())
         if key not in _exact_shapes:
             _exact_shapes[key] = blocks_are_exact(factors)
         return row_blocks(num_rows, num_columns) if _exact_shapes[key] else [(0, num_rows)]
 
     def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:
-        if self.needs_whole:
+        if self._needs_whole:
             _merge_whole_transposed_dora(values, self.factors, self.compute, out)
             return all_finite(out)
         return _merge_block(values, self.factors, rows, compute=self.compute, out=out, scratch=scratch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -19,10 +19,6 @@ class OnDevice:
 
     step: Step
     device: torch.device
-    needs_whole: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "needs_whole", self.step.needs_whole)
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
         return self.step.row_blocks(num_rows, num_columns)

@@ -24,12 +24,11 @@ class Scratch:
 class Step(Protocol):
     """One change with its tensors in memory, for one matrix of (num_rows, num_columns)."""
 
-    @property
-    def needs_whole(self) -> bool:
-        """Whether no part of the matrix can be finished alone; then `apply` is called once, with all rows."""
-
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-        """Rows that are to be computed together so that the bits are right; in order, without gaps."""
+        """Rows that are to be computed together so that the bits are right; in order, without gaps.
+
+        One block of all rows: no part of the matrix can be finished alone.
+        """
 
     def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:
         """Write the changed rows to `out`; whether all of them are finite.
@@ -41,8 +40,6 @@ class Step(Protocol):
 
 class WholeMatrix:
     """A base of steps that need all of a matrix: PEFT merges whole modules, double quantisation packs all maxima together."""
-
-    needs_whole = True
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:  # noqa: ARG002 - as every step
         """All rows."""

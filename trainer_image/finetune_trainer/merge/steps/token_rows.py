@@ -19,8 +19,6 @@ class TokenRowsStep:
     tokens: torch.Tensor
     compute: torch.dtype
 
-    needs_whole = False
-
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
         """Any rows can be computed alone; the blocks are those of matrix products, so that they fit a low-rank step's."""
         return row_blocks(num_rows, num_columns)
