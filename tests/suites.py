@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 PYTEST = (str(BIN / "pytest"), "-q", "--durations=5")
+ON_BOTH_CORES = (*PYTEST, "-n", "2", "--dist", "loadfile")
 LIMIT_MINUTES = 45.0
 
 
@@ -35,9 +36,9 @@ SUITES = (
         0.5,
         ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
     ),
-    Suite("types", 1.5, ((str(BIN / "mypy"),),)),
-    Suite("unit", 10.5, ((*PYTEST, "tests/unit"),)),
-    Suite("merge-matrix", 1.5, ((*PYTEST, "tests/merge_matrix"),)),
+    Suite("types", 1.0, ((str(BIN / "mypy"),),)),
+    Suite("unit", 6.5, ((*ON_BOTH_CORES, "tests/unit"),)),
+    Suite("merge-matrix", 1.0, ((*ON_BOTH_CORES, "tests/merge_matrix"),)),
     Suite("pitfalls", 1.0, ((*PYTEST, "tests/pitfalls"),)),
     Suite("cluster-binaries", 6.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
     Suite(
@@ -51,8 +52,8 @@ SUITES = (
         ),
     ),
     Suite("integration", 3.5, ((*PYTEST, "tests/integration"),)),
-    Suite("images", 7.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
-    Suite("e2e", 11.5, ((*PYTEST, "tests/e2e"),)),
+    Suite("images", 5.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
+    Suite("e2e", 9.5, ((*PYTEST, "tests/e2e"),)),
 )
 
 

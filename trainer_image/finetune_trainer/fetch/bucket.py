@@ -26,6 +26,7 @@ from finetune_trainer.fetch.errors import SourceUnavailableError
 from finetune_trainer.fetch.remote import RemoteFile
 from finetune_trainer.network.errors import TransientError
 from finetune_trainer.network.s3_service import S3Service
+from finetune_trainer.network.statuses import ABSENT, DENIED, PASSING
 
 RANGE_BYTES = 16 * 1024**2
 """Of one request: many at once are what an object store is fast with."""
@@ -36,9 +37,6 @@ _REQUEST = timedelta(seconds=300)
 """For one range, so that a line of half a megabit per second is still fast enough."""
 _STATUS = re.compile(r"status code: (\d\d\d)")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
-_PASSING = frozenset({408, 429, 500, 502, 503, 504})
-_DENIED = frozenset({401, 403})
-_NOT_FOUND = frozenset({404, 410})
 
 
 def open_bucket(bucket: str, service: S3Service, keys: S3Keys | None) -> ObjectStore:
@@ -151,11 +149,11 @@ class BucketPrefix:
             return TransientError(f"the object store did not answer ({type(error).__name__})")
         said = f" (HTTP status {status[1]}{f', {code[1]}' if code else ''})"
         match int(status[1]):
-            case number if number in _PASSING:
+            case number if number in PASSING:
                 return TransientError(f"the object store is busy or broken{said}")
-            case number if number in _DENIED:
+            case number if number in DENIED:
                 return self._denied(said)
-            case number if number in _NOT_FOUND:
+            case number if number in ABSENT:
                 return self._not_found(said)
         return SourceUnavailableError(
             f"{self._shown}: the object store refuses the request{said}",

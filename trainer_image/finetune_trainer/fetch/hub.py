@@ -18,7 +18,8 @@ from finetune_trainer.errors import TrainerError
 from finetune_trainer.fetch.errors import SourceUnavailableError
 from finetune_trainer.fetch.remote import Digest, DigestKind, RemoteFile
 from finetune_trainer.network.errors import TransientError
-from finetune_trainer.network.hub_answers import DENIED, NOT_FOUND, SILENCE_SECONDS, passing_failure
+from finetune_trainer.network.hub_answers import SILENCE_SECONDS, answered, passing_failure
+from finetune_trainer.network.statuses import ABSENT, DENIED
 
 
 class HubRepository:
@@ -45,11 +46,9 @@ class HubRepository:
     def files(self) -> list[RemoteFile]:
         """The files below the named path. Raises TransientError, TrainerError."""
         try:
-            return [self._remote_file(entry) for entry in self._entries()]
+            return answered(lambda: [self._remote_file(entry) for entry in self._entries()])
         except HfHubHTTPError as error:
             raise self._failure(error.response) from None
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise TransientError(f"{self._shown}: the Hub did not answer ({type(error).__name__})") from None
 
     def _entries(self) -> list[RepoFile]:
         repository, path = self._place.repository, self._place.path
@@ -107,7 +106,7 @@ class HubRepository:
             return passing
         if status in DENIED:
             return self._refusal(f"{self._shown}: access is refused (HTTP status {status})", self._access_hint())
-        if status in NOT_FOUND:
+        if status in ABSENT:
             return self._refusal(
                 f"{self._shown}: there is none (HTTP status {status})",
                 f"correct the name or the revision; the Hub hides private ones, so otherwise {self._access_hint()}",

@@ -13,14 +13,12 @@ from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-d
 
 from finetune_trainer.network.errors import TransientError
 from finetune_trainer.network.retry_after import asked_pause_seconds
+from finetune_trainer.network.statuses import DENIED, PASSING
 
 T = TypeVar("T")
 
 SILENCE_SECONDS = 60.0
 """Longest time without a byte before a request counts as failed."""
-DENIED = frozenset({401, 403})
-NOT_FOUND = frozenset({404, 410})
-_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
 _ADDRESS = re.compile(r"\w+://\S+")
 _LONGEST_SAYING = 300
 
@@ -29,7 +27,7 @@ def passing_failure(response: httpx2.Response, endpoint: str) -> TransientError 
     """The failure of a request that may succeed when it is made again; None: it will not."""
     hub, asked = httpx2.URL(endpoint), response.url
     elsewhere = (asked.host, asked.port) != (hub.host, hub.port)
-    if response.status_code in _PASSING or (elsewhere and response.status_code in DENIED):
+    if response.status_code in PASSING or (elsewhere and response.status_code in DENIED):
         # The Hub sends us on with a signed address; one that is refused has run out, and the next one will not have.
         return TransientError(f"HTTP status {response.status_code}", retry_after_seconds(response))
     return None

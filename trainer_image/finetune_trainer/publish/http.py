@@ -10,15 +10,14 @@ import httpx2
 
 from finetune_trainer.network.errors import StoppedError, TransientError
 from finetune_trainer.network.retry_after import asked_pause_seconds
+from finetune_trainer.network.statuses import PASSING
 
 SILENCE_SECONDS = 60.0
 """Longest time without a byte before a request counts as failed."""
 ANSWER_SECONDS = 300.0
 """Time for an answer: an object store assembles gigabytes, and a registry hashes them, before either gives one."""
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
-DENIED = frozenset({401, 403})
-FULL = frozenset({413, 507})
-"""More than the destination takes: of one request, or altogether."""
+MOST_ANSWER_BYTES = 64 << 20
+"""Of an answer's body. Listings come in pages and manifests are small, so a longer one is not what was asked for."""
 _PIECE_BYTES = 256 * 1024
 
 
@@ -72,13 +71,13 @@ class Wire:
         content = None if body is None else self._pieces(body)
         lengths = {} if body is None else {"Content-Length": str(length)}
         try:
-            response = self._client.request(method, url, headers=headers | lengths, content=content)
+            with self._client.stream(method, url, headers=headers | lengths, content=content) as response:
+                return Answer(response.status_code, response.headers, _bounded(response), url)
         except httpx2.ConnectError as error:
             # Says which address or certificate is wrong, and came before anything was sent.
             raise TransientError(f"no connection ({error})") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             raise TransientError(f"the connection failed ({type(error).__name__})") from None
-        return Answer(response.status_code, response.headers, response.content, url)
 
     def _pieces(self, body: Iterable[bytes]) -> Iterator[bytes]:
         for part in body:
@@ -89,3 +88,13 @@ class Wire:
                 yield piece
                 with self._lock:
                     self.bytes_sent += len(piece)
+
+
+def _bounded(response: httpx2.Response) -> bytes:
+    """The body. Raises TransientError where it is longer than any answer is."""
+    content = bytearray()
+    for piece in response.iter_bytes():
+        content += piece
+        if len(content) > MOST_ANSWER_BYTES:
+            raise TransientError(f"the answer is longer than {MOST_ANSWER_BYTES >> 20} MiB")
+    return bytes(content)

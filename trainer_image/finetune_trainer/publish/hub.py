@@ -30,8 +30,9 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from finetune_job.api.base import HubPath
 from finetune_trainer.errors import CheckpointError, DestinationRefusedError, DestinationUnavailableError
 from finetune_trainer.network.errors import StoppedError
-from finetune_trainer.network.hub_answers import DENIED, NOT_FOUND, SILENCE_SECONDS, answered, passing_failure, shown_saying
+from finetune_trainer.network.hub_answers import SILENCE_SECONDS, answered, passing_failure, shown_saying
 from finetune_trainer.network.retry import Patience, retried
+from finetune_trainer.network.statuses import ABSENT, DENIED
 from finetune_trainer.publish.destination import Publication
 from finetune_trainer.publish.errors import DESTINATION_FIELD, denied, given_up
 from finetune_trainer.publish.hub_changes import Changes, ForeignModelError, StoredFile, changes_for, is_stored
@@ -225,7 +226,7 @@ class HubDestination:
         if passing is not None:
             return passing
         said = f" (HTTP status {status}){shown_saying(error.server_message)}"
-        if status in DENIED | NOT_FOUND:
+        if status in DENIED | ABSENT:
             # A private repository is hidden in the same words as one that does not exist.
             return denied(f"{self._shown}: {what}", said, signed=self._token is not None, secret_holds=SECRET_HOLDS)
         return DestinationRefusedError(

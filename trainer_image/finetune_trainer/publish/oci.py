@@ -24,6 +24,7 @@ from finetune_trainer.credentials import RegistryLogin
 from finetune_trainer.errors import DestinationRefusedError
 from finetune_trainer.network.errors import StoppedError, TransientError
 from finetune_trainer.network.retry import Attempts, Patience, retried
+from finetune_trainer.network.statuses import NOT_FOUND
 from finetune_trainer.publish.destination import Publication
 from finetune_trainer.publish.errors import DESTINATION_FIELD, given_up
 from finetune_trainer.publish.http import Answer, Wire
@@ -39,7 +40,6 @@ CHUNK_BYTES = 16 * 1024**2
 """Of one request, so that proxies before a registry take it, and held in memory."""
 BLOBS_AT_ONCE = 4
 _READ_BYTES = 1024**2
-_NOT_FOUND = 404
 _GONE = frozenset({400, 404, 410, 416})
 """What registries answer to an upload that they do not know, or not as far as we do."""
 _RANGE = re.compile(r"(?:bytes=)?0-(\d+)")
@@ -124,7 +124,7 @@ class RegistryDestination:
     def _tagged(self) -> str | None:
         what, url = "looking at the tag", self._registry.url(f"manifests/{self._place.tag}")
         answer = self._registry.send("HEAD", url, {"Accept": _ANY_MANIFEST}, what=what)
-        if answer.status == _NOT_FOUND:
+        if answer.status == NOT_FOUND:
             return None
         self._registry.check(answer, what)
         found = answer.headers.get("Docker-Content-Digest")
@@ -155,7 +155,7 @@ class RegistryDestination:
     def _has(self, digest: str) -> bool:
         what = f"looking at blob {digest}"
         answer = self._asked(what, lambda: self._registry.send("HEAD", self._registry.url(f"blobs/{digest}"), what=what))
-        return answer.status != _NOT_FOUND and self._registry.check(answer, what).succeeded
+        return answer.status != NOT_FOUND and self._registry.check(answer, what).succeeded
 
     def _bring_content(self, content: bytes) -> None:
         digest = digest_of(content)

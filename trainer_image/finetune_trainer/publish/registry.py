@@ -14,15 +14,14 @@ from urllib.parse import urljoin, urlsplit
 from finetune_job.api.base import RegistryPath
 from finetune_trainer.credentials import DOCKER_HUB, RegistryLogin
 from finetune_trainer.errors import DestinationRefusedError
+from finetune_trainer.network.statuses import DENIED, FULL, NOT_FOUND, UNAUTHORIZED
 from finetune_trainer.publish.errors import DESTINATION_FIELD, denied, full, not_found
-from finetune_trainer.publish.http import DENIED, FULL, Answer, Wire
+from finetune_trainer.publish.http import Answer, Wire
 from finetune_trainer.publish.registry_login import basic_authorization, bearer_authorization, challenges_of
 
 Body = tuple[Callable[[], Iterable[bytes]], int]
 """Makes the parts of a body, again for each time that it is sent, and their length in bytes."""
 _DOCKER_HUB_ADDRESS = "registry-1.docker.io"
-_UNAUTHORIZED = 401
-_NOT_FOUND = 404
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 5
 _CODE = re.compile(r"[A-Z_]{1,64}")
@@ -51,7 +50,7 @@ class Registry:
         """An answer that is no refusal to let us in and no passing failure; the caller judges its status."""
         used = self._authorization
         answer = self._follow(method, url, headers or {}, body, used)
-        if answer.status == _UNAUTHORIZED and self._log_in(answer.headers.get("WWW-Authenticate", ""), used):
+        if answer.status == UNAUTHORIZED and self._log_in(answer.headers.get("WWW-Authenticate", ""), used):
             answer = self._follow(method, url, headers or {}, body, self._authorization)
         if answer.status in DENIED:
             holds = "a login for this registry, of type kubernetes.io/dockerconfigjson, on your own machine from `docker login`"
@@ -66,7 +65,7 @@ class Registry:
         """Raise where the request failed."""
         if answer.succeeded:
             return answer
-        if answer.status == _NOT_FOUND:
+        if answer.status == NOT_FOUND:
             raise not_found(self.shown, _said(answer, what), "repository")
         raise DestinationRefusedError(
             f"{self.shown}: the registry refuses the request{_said(answer, what)}",

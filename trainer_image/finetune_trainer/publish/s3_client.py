@@ -17,8 +17,9 @@ from finetune_trainer.credentials import S3Keys
 from finetune_trainer.errors import DestinationRefusedError
 from finetune_trainer.network.errors import TransientError
 from finetune_trainer.network.s3_service import S3Service
+from finetune_trainer.network.statuses import DENIED, FULL, NOT_FOUND
 from finetune_trainer.publish.errors import DESTINATION_FIELD, denied, full, not_found
-from finetune_trainer.publish.http import DENIED, FULL, Answer, Wire
+from finetune_trainer.publish.http import Answer, Wire
 from finetune_trainer.publish.s3_signature import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
 
 SHA256_HEADER = "x-amz-meta-sha256"
@@ -28,7 +29,6 @@ _FULL_CODES = frozenset({"EntityTooLarge", "QuotaExceeded", "XAmzQuotaExceeded",
 _PASSING_CODES = frozenset(
     {"RequestTimeout", "SlowDown", "InternalError", "OperationAborted", "BadDigest", "XAmzContentSHA256Mismatch"}
 )
-_NOT_FOUND = 404
 
 
 class NoSuchUploadError(Exception):
@@ -57,22 +57,20 @@ class Bucket:
     def list_objects(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Keys that begin so, with the sizes of the objects."""
         query = {"list-type": "2", "prefix": prefix}
-        while True:
-            page = self._document(self._request("GET", "", query, what="listing it"))
+        for page in self._pages("", query, {"NextContinuationToken": "continuation-token"}, what="listing it"):
             for entry in page.iter("Contents"):
-                yield entry.findtext("Key", ""), int(entry.findtext("Size", "0"))
-            token = page.findtext("NextContinuationToken")
-            if page.findtext("IsTruncated") != "true" or not token:
-                return
-            query["continuation-token"] = token
+                yield entry.findtext("Key", ""), _number(entry, "Size")
 
     def head(self, key: str) -> StoredObject | None:
         """None: there is no such object."""
         answer = self._send("HEAD", key, {})
-        if answer.status == _NOT_FOUND:
+        if answer.status == NOT_FOUND:
             return None
         self._check(answer, f"looking at {key}")
-        return StoredObject(int(answer.headers.get("Content-Length", "0")), answer.headers.get(SHA256_HEADER))
+        length = answer.headers.get("Content-Length", "")
+        if not length.isdigit():
+            raise TransientError(f"the object store does not say how long {key} is")
+        return StoredObject(int(length), answer.headers.get(SHA256_HEADER))
 
     def get(self, key: str) -> bytes:
         """All bytes of a small object."""
@@ -100,15 +98,9 @@ class Bucket:
 
     def parts(self, key: str, upload: str) -> dict[int, str]:
         """ETags by number of the parts that the store has. Raises NoSuchUploadError."""
-        found: dict[int, str] = {}
-        query = {"uploadId": upload}
-        while True:
-            page = self._document(self._request("GET", key, query, what=f"listing the parts of {key}"))
-            found |= {int(part.findtext("PartNumber", "0")): part.findtext("ETag", "") for part in page.iter("Part")}
-            marker = page.findtext("NextPartNumberMarker")
-            if page.findtext("IsTruncated") != "true" or not marker:
-                return found
-            query["part-number-marker"] = marker
+        markers = {"NextPartNumberMarker": "part-number-marker"}
+        pages = self._pages(key, {"uploadId": upload}, markers, what=f"listing the parts of {key}")
+        return {_number(part, "PartNumber"): part.findtext("ETag", "") for page in pages for part in page.iter("Part")}
 
     def complete_upload(self, key: str, upload: str, tags: Mapping[int, str]) -> None:
         """Make the object of the parts. Raises NoSuchUploadError."""
@@ -128,15 +120,22 @@ class Bucket:
 
     def uploads(self, prefix: str) -> list[tuple[str, str]]:
         """Key and id of the multipart uploads under way of objects whose keys begin so."""
-        found: list[tuple[str, str]] = []
-        query = {"uploads": "", "prefix": prefix}
+        markers = {"NextKeyMarker": "key-marker", "NextUploadIdMarker": "upload-id-marker"}
+        pages = self._pages("", {"uploads": "", "prefix": prefix}, markers, what="listing its uploads")
+        return [(entry.findtext("Key", ""), entry.findtext("UploadId", "")) for page in pages for entry in page.iter("Upload")]
+
+    def _pages(self, key: str, query: Mapping[str, str], markers: Mapping[str, str], *, what: str) -> Iterator[ET.Element]:
+        """All pages of a listing. `markers`: by element of a page, the query's name for where the next page begins."""
+        after: dict[str, str] = {}
         while True:
-            page = self._document(self._request("GET", "", query, what="listing its uploads"))
-            found += [(entry.findtext("Key", ""), entry.findtext("UploadId", "")) for entry in page.iter("Upload")]
-            markers = page.findtext("NextKeyMarker"), page.findtext("NextUploadIdMarker")
-            if page.findtext("IsTruncated") != "true" or not markers[0]:
-                return found
-            query |= {"key-marker": markers[0], "upload-id-marker": markers[1] or ""}
+            page = self._document(self._request("GET", key, {**query, **after}, what=what))
+            yield page
+            following = {name: page.findtext(element) or "" for element, name in markers.items()}
+            if page.findtext("IsTruncated") != "true" or not any(following.values()):
+                return
+            if following == after:
+                raise TransientError(f"the object store gives the same page again and again ({what})")
+            after = following
 
     def _request(
         self,
@@ -149,7 +148,7 @@ class Bucket:
         body: bytes | None = None,
     ) -> Answer:
         answer = self._send(method, key, query, headers or {}, body)
-        if answer.status == _NOT_FOUND and _code(answer) == "NoSuchUpload":
+        if answer.status == NOT_FOUND and _code(answer) == "NoSuchUpload":
             raise NoSuchUploadError
         self._check(answer, what)
         return answer
@@ -186,7 +185,7 @@ class Bucket:
         if answer.status in DENIED:
             holds = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on your own machine the variables of these names"
             raise denied(self.shown, said, signed=self._keys is not None, secret_holds=holds)
-        if answer.status == _NOT_FOUND:
+        if answer.status == NOT_FOUND:
             raise not_found(self.shown, said, "bucket")
         raise DestinationRefusedError(
             f"{self.shown}: the object store refuses the request{said}",
@@ -204,6 +203,13 @@ class Bucket:
         for element in document.iter():
             element.tag = element.tag.rpartition("}")[2]
         return document
+
+
+def _number(entry: ET.Element, name: str) -> int:
+    text = entry.findtext(name, "")
+    if not (text.isascii() and text.isdigit()):
+        raise TransientError(f"the object store gives no {name} in a listing")
+    return int(text)
 
 
 def _code(answer: Answer) -> str | None:
