@@ -313,12 +313,12 @@ def test_part_of_factors_is_the_stored_parts_share_of_the_product(orientation: O
     whole = torch.einsum("ore,eri->eoi", b.view(num_out, rank, num_experts), a.view(num_experts, rank, num_in))
     if orientation is not Orientation.LINEAR:
         whole = whole.transpose(1, 2)
-    rows, columns = slice(1, 4), slice(2, 5)
+    rows, num_columns = slice(1, 4), whole.shape[2]
     for expert in range(num_experts):
-        part = ExpertPart(expert, num_experts, rows.start, columns.start)
-        of_a, of_b = experts.part_of_factors(a, b, part, orientation, (3, 3))
+        part = ExpertPart(expert, num_experts, rows.start)
+        of_a, of_b = experts.part_of_factors(a, b, part, orientation, (3, num_columns))
         product = of_b @ of_a if orientation is Orientation.LINEAR else (of_b @ of_a).T
-        assert torch.allclose(product, whole[expert, rows, columns])
+        assert torch.allclose(product, whole[expert, rows])
 
 
 def test_zeros_widen_the_rank_and_change_no_value() -> None:

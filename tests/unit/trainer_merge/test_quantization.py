@@ -28,7 +28,7 @@ DTYPES = ["bfloat16", "float16", "float32"]
 
 
 def quantization(load: str = "bfloat16", compute: str = "bfloat16", kind: str = "nf4", *, double: bool = True) -> Quantization:
-    return Quantization(4, kind, double_quant=double, load_dtype=load, compute_dtype=compute)
+    return Quantization(kind, double_quant=double, load_dtype=load, compute_dtype=compute)
 
 
 def weights(num_rows: int, num_columns: int, dtype: str = "bfloat16") -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_pieces_and_odd_shapes_have_the_values_that_were_packed(shape: tuple[int
 
 def test_a_transposed_weight_is_packed_turned() -> None:
     weight = weights(128, 64)
-    turned = Quantization(4, "nf4", double_quant=True, load_dtype="bfloat16", compute_dtype="bfloat16", is_transposed=True)
+    turned = Quantization("nf4", double_quant=True, load_dtype="bfloat16", compute_dtype="bfloat16", is_transposed=True)
     assert torch.equal(dequantized(weight, turned), dequantized(weight.T.contiguous(), quantization()).T)
     assert not torch.equal(dequantized(weight, turned), dequantized(weight, quantization()))
 

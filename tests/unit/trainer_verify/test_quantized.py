@@ -17,7 +17,7 @@ from finetune_trainer.verify.run import verify_merge
 from tests.unit.trainer_merge import tiny
 
 PROMPTS = [[1, 5, 9, 200, 17, 33, 250, 4], [2, 3, 4], [300, 11, 12, 13, 90, 91]]
-NF4 = Quantization(4, "nf4", double_quant=True, load_dtype="bfloat16", compute_dtype="bfloat16")
+NF4 = Quantization("nf4", double_quant=True, load_dtype="bfloat16", compute_dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,6 @@ def parser() -> argparse.ArgumentParser:
     )
     arguments.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="compare with base and adapter")
     arguments.add_argument("--prompts", type=Path, help="lines of text or of JSON arrays of token ids to verify with")
-    arguments.add_argument("--report", type=Path, help="file that the final report is written to as well")
     return arguments
 
 
@@ -137,8 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(text for text in (str(error), hint) if text), file=sys.stderr, flush=True)
         return EXIT_CODES[failure]
     print(json.dumps({"report": report}), flush=True)
-    if arguments.report is not None:
-        arguments.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

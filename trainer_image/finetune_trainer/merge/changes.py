@@ -30,7 +30,6 @@ class ExpertPart:
     num_experts: int
     first_row: int
     """Row of the expert's whole matrix, as the model holds it, at which the stored one begins: up after gate, for instance."""
-    first_column: int = 0
     zeros_before: int = 0
     """Ranks of zeros that PEFT puts before the factors' own, fusing an adapter of one projection with those of its neighbours."""
     zeros_after: int = 0
@@ -90,7 +89,6 @@ class ModuleMerge:
 class Quantization:
     """W becomes what a bitsandbytes layer of these settings, made from it, computes with: packed and unpacked again."""
 
-    bits: int
     quant_type: str
     """nf4 or fp4."""
     double_quant: bool

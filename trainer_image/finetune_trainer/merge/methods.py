@@ -25,7 +25,7 @@ from finetune_trainer.merge.errors import (
     AdapterTensorUnknownError,
     UnsupportedAdapterError,
 )
-from finetune_trainer.merge.factors import CONV1D_MODEL_TYPES
+from finetune_trainer.merge.factors import CONV1D_MODEL_TYPES, check_shapes
 from finetune_trainer.merge.headers import TensorHeader
 from finetune_trainer.merge.stored import StoredModel
 
@@ -164,11 +164,7 @@ def _replace(replacements: dict[str, TensorHeader], path: str, tensor: TensorHea
         raise AdapterTensorDuplicateError(
             f"adapter tensors {replacements[path].name} and {tensor.name} both replace {path}. Save the adapter again."
         )
-    if tensor.shape != base.shape:
-        raise AdapterTensorMisshapedError(
-            f"adapter tensor {tensor.name}: shape {list(tensor.shape)} does not fit {base.name} of shape {list(base.shape)}. If "
-            "the vocabulary was resized in training, give the resized model as the base."
-        )
+    check_shapes({path: tensor}, {path: base.shape}, f"{base.name}, which it replaces (with the rows of a resized vocabulary)")
     replacements[path] = tensor
 
 
@@ -177,11 +173,10 @@ def _add_tokens(tokens: Mapping[str, TensorHeader], model: StoredModel, config: 
     indices = tuple(config.get("token_indices") or ())
     for module, tensor in tokens.items():
         base = _header(model, f"{module}.weight")
-        if base is None or tensor.shape != (len(indices), *base.shape[1:]):
-            raise AdapterTensorMisshapedError(
-                f"adapter tensor {tensor.name}: shape {list(tensor.shape)}, expected a row of {module} for each of the "
-                f"{len(indices)} token_indices in adapter_config.json. The file and its configuration belong to different adapters."
-            )
+        if base is None:
+            raise AdapterTensorUnknownError(f"adapter tensor {tensor.name}: the base model has no {module}.weight with rows.")
+        rows = {module: (len(indices), *base.shape[1:])}
+        check_shapes({module: tensor}, rows, f"the {len(indices)} token_indices in adapter_config.json")
         for index in indices:
             if not 0 <= index < base.shape[0]:
                 raise AdapterTensorMisshapedError(
@@ -228,11 +223,10 @@ def _shared_by(method: str, module: str, shared: Mapping[str, TensorHeader]) -> 
     """Those of the shared tensors that this module takes."""
     if method != "FROD":
         return dict(shared)
-    *parents, last = module.split(".")
-    # FRoD's layers share by their role: the last two names, or one below a numbered block (peft tuners/frod/model.py).
-    category = last if not parents or parents[-1].isdigit() else f"{parents[-1]}_{last}"
-    if category == "output_dense" and parents[-2:-1] == ["attention"]:
-        category = "attention_output"
+    # Its layers share by their role, which PEFT reads from their names.
+    from peft.tuners.frod.model import _category_from_key
+
+    category = _category_from_key(module)
     return {name: tensor for name, tensor in shared.items() if name.rpartition(".")[2] == category}
 
 

@@ -43,7 +43,6 @@ def training_quantization(plan: QuantizationPlan, load: torch.dtype) -> Quantiza
             "to Original."
         )
     return Quantization(
-        bits=plan.bits,
         quant_type=config.bnb_4bit_quant_type,
         double_quant=config.bnb_4bit_use_double_quant,
         load_dtype=_name(load),

@@ -17,7 +17,7 @@ from finetune_trainer.release.provenance import encode, stated_plan, statement
 def write_release_files(output: OutputLayout, facts: RunFacts) -> dict[str, str]:
     """Card, provenance and checksums beside the weights; their digests, by the names of the report's facts.
 
-    Equal runs write equal bytes, and what stands there already is left alone. Raises OSError, CheckpointError.
+    What stands there already is left alone. Raises OSError, CheckpointError.
     """
     places = facts.places
     if places.needs_adapter_card:

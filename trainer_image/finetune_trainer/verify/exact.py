@@ -133,13 +133,13 @@ class ExactMatrix:
         a, b = _load(change.a), _load(change.b)
         a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
         part = change.part
-        first_row = first_column = 0
+        first_row = 0
         if part is not None:
             rank = a.shape[0] // part.num_experts
             a, b = a[part.expert * rank : (part.expert + 1) * rank], b[:, part.expert :: part.num_experts]
-            first_row, first_column = part.first_row, part.first_column
+            first_row = part.first_row
         rows = [first_row + row for row in chosen]
-        columns = slice(first_column, first_column + self._shape[1])
+        columns = slice(self._shape[1])
         if change.orientation is Orientation.LINEAR:
             return b[rows].double(), a[:, columns].double()
         return a[:, rows].T.double(), b[columns].T.double()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from finetune_trainer.verify.gate import Gate, LogitFigures
@@ -78,13 +76,3 @@ class VerificationReport:
             if figures.num_untouched or figures.num_changed
         }
         return json.dumps({**dataclasses.asdict(self), "tensors": tensors}, indent=2) + "\n"
-
-
-def write_text(text: str, path: Path) -> None:
-    """So that a reader sees the old file or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from finetune_job.api.output import MergeBase
-from finetune_trainer.files import file_sha256
+from finetune_trainer.files import file_sha256, write_durably
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
 from finetune_trainer.merge.read_model import read_stored_model
@@ -16,7 +16,7 @@ from finetune_trainer.merge.writer import MANIFEST_FILE
 from finetune_trainer.verify.gate import Gate, LogitFigures, failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.page import verification_page
-from finetune_trainer.verify.report import Compared, VerificationReport, write_text
+from finetune_trainer.verify.report import Compared, VerificationReport
 from finetune_trainer.verify.tensors import check_tensors
 
 
@@ -68,9 +68,9 @@ def verify_merge(
         compared=compared,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
-    write_text(report.json(), report_path)
+    write_durably(report_path, report.json().encode())
     if page_path is not None:
-        write_text(verification_page(report), page_path)
+        write_durably(page_path, verification_page(report).encode())
     return report
 
 

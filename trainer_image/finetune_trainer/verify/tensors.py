@@ -6,7 +6,6 @@ word; whether they do is found here, and by the logits whether the plan is right
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import random
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.changes import LowRank, Quantization, TokenRows
 from finetune_trainer.merge.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.merge.inputs import plan_merge
@@ -137,9 +137,8 @@ def _manifest_faults(merged: Path) -> Iterator[str]:
         if not file.exists():
             yield f"file {entry['name']} is in the manifest and not on disk"
             continue
-        with file.open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != entry["sha256"]:
-                yield f"file {entry['name']} does not have the sha256 of the manifest: it changed after the merge"
+        if file_sha256(file) != entry["sha256"]:
+            yield f"file {entry['name']} does not have the sha256 of the manifest: it changed after the merge"
 
 
 def _config_faults(base: Path, merged: Path, plan: MergePlan) -> Iterator[str]:

@@ -33,7 +33,7 @@ def part_of_factors(
     rank = a.shape[0] // part.num_experts
     a = a[part.expert * rank : (part.expert + 1) * rank]
     b = b[:, part.expert :: part.num_experts]
-    rows, columns = slice(part.first_row, part.first_row + shape[0]), slice(part.first_column, part.first_column + shape[1])
+    rows, columns = slice(part.first_row, part.first_row + shape[0]), slice(shape[1])
     outs, ins = (rows, columns) if orientation is Orientation.LINEAR else (columns, rows)
     a, b = a[:, ins], b[outs]
     if part.zeros_before or part.zeros_after:

@@ -16,7 +16,6 @@ import torch
 from bitsandbytes import functional
 
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.merge.errors import UnsupportedBaseError
 from finetune_trainer.merge.steps.rounding import all_finite, round_into
 from finetune_trainer.merge.steps.step import Scratch, WholeMatrix
 
@@ -30,7 +29,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 def dequantized(weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
     """What a layer with these settings, made from `weight` as it is stored, computes with; its shape, in the layer's compute dtype.
 
-    weight: (rows, columns), any floating dtype. Raises UnsupportedBaseError for other settings than 4 bits.
+    weight: (rows, columns), any floating dtype.
     """
     out = torch.empty(weight.shape, dtype=_DTYPES[quantization.compute_dtype])
     _unpack_into(weight, quantization, out)
@@ -38,10 +37,6 @@ def dequantized(weight: torch.Tensor, quantization: Quantization) -> torch.Tenso
 
 
 def _unpack_into(weight: torch.Tensor, quantization: Quantization, out: torch.Tensor) -> None:
-    if quantization.bits != 4:
-        raise UnsupportedBaseError(
-            f"quantization.bits is {quantization.bits}: only 4-bit bases are trained on. Merge into the original weights."
-        )
     if quantization.is_transposed:
         weight = weight.T.contiguous()
     values = weight.reshape(-1)
