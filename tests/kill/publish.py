@@ -1,7 +1,7 @@
 """`python -m tests.kill.publish`: publications that are killed again and again end like undisturbed ones.
 
 The role runs as a process of its own against real servers. A proxy between them sends SIGKILL at a random moment of a random
-request: when it arrives, when half of its body has passed, or when the server has answered and the client does not know it. After
+request: when it arrives, when half of its body has passed (of a request without one: at its end), or when the server has answered and the client does not know it. After
 each kill a reader looks: SHA256SUMS, or the tag, may be there only if everything is. Run N of a seed is killed at the same places
 each time.
 """
@@ -167,10 +167,10 @@ def disturbed(kind: Kind, name: str, directory: Path, credentials: Path, random:
             outcome.problem = "the publication says that it is done, and a reader sees nothing"
         elif code == 0:
             outcome.problem = kind.leftovers(name) or ("the journal is left" if context.workspace.publication.exists() else "")
-        elif moment is None or not hit:
+        elif hit is None:
             outcome.problem = f"ended with {code}, see {directory / 'log'}"
-        if hit and moment is not None:
-            outcome.landed[moment[1].value] += 1
+        if hit is not None:
+            outcome.landed[hit.value] += 1
         if outcome.problem or code == 0:
             return outcome
     outcome.problem = f"not done after {MOST_KILLS + 1} attempts"
@@ -179,9 +179,9 @@ def disturbed(kind: Kind, name: str, directory: Path, credentials: Path, random:
 
 def _attempt(
     kind: Kind, context: RunContext, directory: Path, credentials: Path, moment: tuple[int, Moment] | None
-) -> tuple[int, bool]:
-    """Exit code, and whether the kill came before the end."""
-    hits: list[bool] = []
+) -> tuple[int, Moment | None]:
+    """Exit code, and the moment at which the kill came, if it came before the end."""
+    hits: list[Moment] = []
     with (directory / "log").open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "finetune_trainer", *publish_arguments(context, directory, credentials)],
@@ -194,7 +194,7 @@ def _attempt(
         def watch(number: int, reached: Moment) -> None:
             # Bodies are small or none for most requests; for them half is the end.
             if moment is not None and number == moment[0] and reached in (moment[1], Moment.DONE) and not hits:
-                hits.append(True)
+                hits.append(reached)
                 process.kill()
 
         kind.proxy.seen.clear()
@@ -203,7 +203,7 @@ def _attempt(
     finally:
         process.kill()
         process.wait()
-    return code, bool(hits)
+    return code, hits[0] if hits else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -79,7 +79,7 @@ def disturbed(number: int, seed: int, older: Release, newer: Release, usual_seco
     with running_hub() as hub:
         hub.writes.part_bytes = PART_BYTES
         if number % 2:
-            _attempt(hub, older)
+            _undisturbed(hub, older)
             allowed.append(content(older) | FIRST_FILES)
         before = len(allowed)
         for _ in range(random.randint(1, MOST_KILLS)):
@@ -118,6 +118,12 @@ def _attempt(hub: Hub, release: Release) -> int | None:
     process.kill()
     process.join()
     return process.exitcode
+
+
+def _undisturbed(hub: Hub, release: Release) -> None:
+    code = _attempt(hub, release)
+    if code != 0:
+        raise AssertionError(f"a publication that nobody disturbed ended with {code}")
 
 
 def _killed(hub: Hub, release: Release, random: Random, outcome: Outcome, usual_seconds: float) -> None:
@@ -169,11 +175,11 @@ def run(runs: int, seed: int = 1, first: int = 0) -> list[Outcome]:
         older, newer = (release_of(Path(directory) / seed_of, seed_of) for seed_of in ("old", "new"))
         with running_hub() as hub:
             hub.writes.part_bytes = PART_BYTES
-            _attempt(hub, newer)
+            _undisturbed(hub, newer)
             hub.repositories.clear()
             hub.writes.stored.clear()
             start = time.monotonic()
-            _attempt(hub, newer)
+            _undisturbed(hub, newer)
             usual_seconds = time.monotonic() - start
         return [disturbed(number, seed, older, newer, usual_seconds) for number in range(first, first + runs)]
 
