@@ -1,9 +1,9 @@
 """`python -m tests.kill.publish`: publications that are killed again and again end like undisturbed ones.
 
 The role runs as a process of its own against real servers. A proxy between them sends SIGKILL at a random moment of a random
-request: when it arrives, when half of its body has passed (of a request without one: at its end), or when the server has answered and the client does not know it. After
-each kill a reader looks: SHA256SUMS, or the tag, may be there only if everything is. Run N of a seed is killed at the same places
-each time.
+request: when it arrives, when half of its body has passed (where it has none: at its end), or when the server has answered and the
+client does not know it. After each kill a reader looks: SHA256SUMS, or the tag, may be there only if everything is. Run N of a seed
+is killed at the same places each time.
 """
 
 from __future__ import annotations
