@@ -43,7 +43,12 @@ test-unit test-pitfalls test-integration test-e2e lint types: environment ## One
 
 .PHONY: explore
 explore: environment ## Property tests with examples that nobody has tried before
-	HYPOTHESIS_PROFILE=explore $(VENV)/bin/pytest -q tests/unit
+	HYPOTHESIS_PROFILE=explore $(VENV)/bin/pytest -q -n 2 --dist loadfile tests/unit tests/hostile
+
+.PHONY: sweep
+sweep: COUNT = 1500
+sweep: environment ## Run COUNT combinations of settings end to end: false accepts, false refusals, unexplained
+	$(PYTHON) -m tests.sweep --count $(COUNT) --record
 
 .PHONY: cluster
 cluster: environment ## A real control plane and node for a person; prints its KUBECONFIG
@@ -54,9 +59,11 @@ images: environment ## Build both container images (no daemon needed)
 	$(PYTHON) -m tests.support.images all
 
 .PHONY: generate
-generate: environment ## Write all generated files: CRDs, rule catalogue, table of metrics, image locks
+generate: environment ## Write all generated files: CRDs, rules, pitfalls, methods, table of metrics, image locks
 	$(PYTHON) -m finetune_job.api.crd crds charts/finetune-operator/files/crds
 	$(PYTHON) -m finetune_cli.generate_rules > docs/rules.md
+	$(PYTHON) -m tests.pitfalls.catalogue > docs/pitfalls.md
+	$(PYTHON) -m tests.sweep.methods_table
 	$(PYTHON) -m finetune_trainer.observe.metrics > docs/trainer-metrics.md
 	$(PYTHON) -m tests.support.images.locks
 
@@ -80,7 +87,7 @@ kill-test-publish: environment ## Kill publications RUNS times for each kind of 
 	$(PYTHON) -m tests.kill.publish --kills $(RUNS)
 	$(PYTHON) -m tests.kill.publish_hub --runs $(RUNS)
 
-.PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu bench-prepare bench-prepare-memory
+.PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu bench-prepare bench-prepare-memory bench-preflight bench-memory bench-validate
 bench-merge: environment ## Merge of a 1.1B model against PEFT and a plain copy: time and memory, RUNS rounds
 	$(PYTHON) -m bench.merge --pairs $(RUNS)
 bench-merge-7b: environment ## The same with 7B parameters, without PEFT: 30 GB of disk, removed afterwards
@@ -90,6 +97,12 @@ bench-chain: environment ## Seconds from apply to the first step and to Succeede
 bench-trainer: environment ## Training on the CPU against TRL and a bare loop: tokens per second, memory, 1 and 2 ranks
 	$(PYTHON) -m bench.trainer --runs $(RUNS) --micro-batch 2
 	$(PYTHON) -m bench.trainer --runs $(RUNS) --micro-batch 1
+bench-preflight: environment ## Looking at a 70B model without its weights: seconds and memory, against importing the libraries
+	$(PYTHON) -m bench.preflight
+bench-memory: environment ## The memory planner against what is measured: CPU, and a GPU where there is one
+	$(PYTHON) -m bench.memory
+bench-validate: environment ## `finetune validate`: milliseconds from process start, one manifest and 1,000
+	$(PYTHON) -m bench.validate
 bench-gpu: environment ## LoRA of an 8B-class model on a GPU beside TRL; says so where there is none
 	$(PYTHON) -m bench.gpu --runs $(RUNS)
 bench-prepare-memory: environment ## Memory of preparing 10 GB: 16 GB of disk, a quarter of an hour; fails at 1 GiB
@@ -101,6 +114,8 @@ bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB pe
 nightly: environment ## What does not fit into `make test`: 100 killed runs, new property examples, every benchmark
 	$(MAKE) kill-test kill-test-merge kill-test-publish RUNS=100
 	$(MAKE) explore
+	$(MAKE) sweep
+	$(PYTHON) -m tests.sweep --slice random --count 300 --seed $$(date +%s)
 	$(MAKE) bench-merge bench-trainer bench-prepare bench-chain bench-gpu RUNS=3
 
 .PHONY: clean

@@ -1,4 +1,8 @@
-"""YAML as Kubernetes means it: every document of a file, no key twice, no number that JSON does not have."""
+"""YAML as Kubernetes means it: every document of a file, no key twice, no value that JSON does not have.
+
+What comes in may be hostile: depth and number of values are counted on the parser's events before anything is built, and merge
+keys, which can multiply what stands in a file, on what they bring.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,17 @@ from typing import Any
 
 import yaml
 
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import UNREADABLE, Finding
 
+MAX_FILE_BYTES = 16_000_000
+MAX_FILE_VALUES = 500_000
 MAX_BYTES = 1_500_000
 """The API server takes no larger objects."""
 MAX_VALUES = 100_000
+"""Of one document, each alias counted as what it stands for."""
 MAX_DEPTH = 64
-UNREADABLE = "unreadable"
-"""Stands in place of a rule's id where the input itself is at fault."""
+LARGEST_INTEGER = 2**63 - 1
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class DocumentError(Exception):
@@ -35,6 +42,7 @@ class Document:
     number: int
     """From 1."""
     content: Any
+    file: str = ""
 
 
 def problem(field: str, value: object, message: str, fix: str) -> Finding:
@@ -42,14 +50,21 @@ def problem(field: str, value: object, message: str, fix: str) -> Finding:
     return Finding(rule=UNREADABLE, severity="error", field=field, value=str(value), message=message, fix=fix)
 
 
-class _Loader(yaml.SafeLoader):
+# libyaml's loader is ten times as fast, and its Python interface has the same constructors.
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class Loader(_Base):  # type: ignore[misc]
     """Refuses keys that stand twice, and leaves dates as text, because JSON has none."""
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Hashable, int] = {}
-    for key_node, _ in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":
+    own: dict[Any, Any] = {}
+    merged: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        if key_node.tag == _MERGE:
+            _merge(loader, value_node, merged)
             continue
         key = loader.construct_object(key_node, deep=True)
         line = key_node.start_mark.line + 1
@@ -58,47 +73,105 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         if key in seen:
             raise DocumentError(
                 problem(
-                    key, f"lines {seen[key]} and {line}", "the key stands twice, and only one would count", "remove one of the two"
+                    key or f"line {line}",
+                    f"lines {seen[key]} and {line}",
+                    "the key stands twice, and only one would count",
+                    "remove one of the two",
                 )
             )
         seen[key] = line
-    loader.flatten_mapping(node)
-    return {loader.construct_object(key, deep=True): loader.construct_object(value, deep=True) for key, value in node.value}
+        own[key] = loader.construct_object(value_node, deep=True)
+    return own if not merged else merged | own
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+def _merge(loader: Any, node: yaml.Node, merged: dict[Any, Any]) -> None:
+    """Take in what a merge key names; the first to name a key counts. Every key that is brought counts as a value."""
+    parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    for part in parts:
+        brought = loader.construct_object(part, deep=True)
+        if not isinstance(brought, dict):
+            line = part.start_mark.line + 1
+            raise DocumentError(problem(f"line {line}", "<<", "a merge key names mappings", "write the fields out"))
+        loader.num_merged = getattr(loader, "num_merged", 0) + len(brought)
+        if loader.num_merged > MAX_VALUES:
+            raise DocumentError(_too_much("file"))
+        for key, value in brought.items():
+            merged.setdefault(key, value)
+
+
+Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_OTHERWISE = ("tag:yaml.org,2002:timestamp", _INT, _FLOAT)
+RESOLVERS = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OTHERWISE]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-# PyYAML takes 2e-4 for text, since YAML 1.1 wants a point; Kubernetes takes it for a number, and so must we.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\Z"), list("-+0123456789")
+"""How words without quotes are read."""
+Loader.yaml_implicit_resolvers = RESOLVERS
+# As Kubernetes reads them: 2e-4 is a number, though YAML 1.1 wants a point, and 1:30 is none, though YAML 1.1 counts in sixties.
+Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0b[01_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)\Z"), list("-+0123456789"))
+Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(r"([-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z"),
+    list("-+0123456789."),
 )
 
 
-def read_documents(text: str) -> list[Document]:
+def read_documents(text: str, file: str = "") -> list[Document]:
     """The documents of a file, empty ones left out. Raises DocumentError."""
     size = len(text.encode(errors="replace"))
-    if size > MAX_BYTES:
-        raise DocumentError(problem("file", f"{size} bytes", f"is larger than {MAX_BYTES} bytes", "give the manifest alone"))
+    if size > MAX_FILE_BYTES:
+        raise DocumentError(problem("file", f"{size} bytes", f"is larger than {MAX_FILE_BYTES} bytes", "give fewer manifests"))
     try:
-        contents = list(yaml.load_all(text, Loader=_Loader))
+        _check_structure(text)
+        contents = list(yaml.load_all(text, Loader=Loader))
     except yaml.MarkedYAMLError as error:
-        place = f"line {error.problem_mark.line + 1}" if error.problem_mark else "file"
+        mark = error.problem_mark or error.context_mark
         raise DocumentError(
-            problem(place, "not YAML", str(error.problem or error.context), "mend the YAML at that line")
+            problem(
+                f"line {mark.line + 1}" if mark else "file",
+                "not YAML",
+                " ".join(str(error.problem or error.context).split()),
+                "mend the YAML at that line",
+            )
         ) from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise DocumentError(problem("file", "not YAML", " ".join(str(error).split()), "save the file as UTF-8 YAML")) from error
+    except (LookupError, AttributeError, TypeError) as error:
+        # PyYAML's constructors take it for granted that a value fits an explicit tag such as !!float.
+        raise DocumentError(problem("file", "not YAML", "a tag does not fit the value behind it", "remove the tag")) from error
     except RecursionError as error:
         raise DocumentError(_too_much("file")) from error
-    documents = [Document(number, content) for number, content in enumerate(contents, start=1) if content is not None]
+    documents = [Document(number, content, file) for number, content in enumerate(contents, start=1) if content is not None]
     for document in documents:
         _check_values(document.content)
     if not documents:
         raise DocumentError(problem("file", "empty", "holds no document", "give a file with a FineTuneJob"))
     return documents
+
+
+def _check_structure(text: str) -> None:
+    """Depth, values and bytes, before anything is built: libyaml's loader would overflow the stack on a deep document."""
+    depth = total = inside = begin = 0
+    for event in yaml.parse(text, Loader=_Base):
+        start: Any = event.start_mark
+        end: Any = event.end_mark
+        if isinstance(event, yaml.DocumentStartEvent):
+            inside, begin = 0, start.index
+        elif isinstance(event, yaml.DocumentEndEvent):
+            size = end.index - begin
+            if size > MAX_BYTES:
+                place = f"line {start.line + 1}"
+                raise DocumentError(problem(place, f"{size} characters", f"is larger than {MAX_BYTES}", "give a smaller manifest"))
+        elif isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            total, inside = total + 1, inside + 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.NodeEvent):
+            total, inside = total + 1, inside + 1
+        if depth > MAX_DEPTH or inside > 2 * MAX_VALUES or total > MAX_FILE_VALUES:
+            raise DocumentError(_too_much(f"line {start.line + 1}"))
 
 
 def _too_much(place: str) -> Finding:
@@ -110,10 +183,39 @@ def _check_values(content: Any) -> None:
     for count, (path, value) in enumerate(_walk(content, "", 0)):
         if count > MAX_VALUES:
             raise DocumentError(_too_much("file"))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise DocumentError(
-                problem(path or "document", value, "is not a finite number", 'write a finite number, such as "2e-4"')
-            )
+        fault = _fault(value)
+        if fault is not None:
+            raise DocumentError(problem(path or "document", *fault))
+
+
+def _fault(value: Any) -> tuple[str, str, str] | None:
+    """Value, reason and fix where a value is none that JSON has."""
+    match value:
+        case None | bool() | dict() | list():
+            return None
+        case str():
+            if value.isascii() or _is_text(value):
+                return None
+            return ascii(value)[:60], "is no text in Unicode", "write it in UTF-8"
+        case float():
+            if math.isfinite(value):
+                return None
+            return str(value), "is not a finite number", 'write a finite number, such as "2e-4"'
+        case int():
+            if abs(value) <= LARGEST_INTEGER:
+                return None
+            return f"{value:#x}"[:60], "is larger than any number of Kubernetes", "write a smaller number"
+        case _:
+            kind = type(value).__name__
+            return kind, f"is a {kind}, which JSON does not have", "write text, a number, true, false, a list or a mapping"
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -122,7 +224,9 @@ def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     yield path, value
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _walk(inner, f"{path}.{key}" if path else str(key), depth + 1)
+            if not key.isascii() and not _is_text(key):
+                raise DocumentError(problem(path or "document", ascii(key)[:60], "is no text in Unicode", "write it in UTF-8"))
+            yield from _walk(inner, f"{path}.{key}" if path else key, depth + 1)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             yield from _walk(inner, f"{path}[{index}]", depth + 1)

@@ -6,6 +6,7 @@ import json
 import sys
 
 from finetune_job.methods import METHODS, Method
+from finetune_job.rules.admission import TRANSITIONS, conditions_of
 from finetune_job.rules.book import RULES
 from finetune_job.rules.fsdp_versions import FSDP_FIELDS, FsdpField
 from finetune_job.rules.rule import Rule
@@ -26,20 +27,40 @@ def page() -> str:
     """The whole page in Markdown."""
     errors = [rule for rule in RULES if rule.severity == "error"]
     warnings = [rule for rule in RULES if rule.severity == "warning"]
-    parts = [_HEAD, "## Errors\n", *map(_section, errors), "## Warnings\n", *map(_section, warnings), _versions(), _methods()]
+    parts = [
+        _HEAD,
+        "## Errors\n",
+        *map(_section, errors),
+        "## Warnings\n",
+        *map(_section, warnings),
+        _transitions(),
+        _versions(),
+        _methods(),
+    ]
     return "\n".join(parts)
 
 
 def _section(rule: Rule) -> str:
     reads = ", ".join(f"`{field}`" for field in rule.reads)
+    shown = [f"* Shown by: `{rule.reproduction.test}`: {rule.reproduction.observed}"] if rule.reproduction is not None else []
+    at_the_door = ["* Refused by the API server, too, where the object alone shows it"] if conditions_of(rule) else []
     return "\n".join(
         [
             f"### {rule.id}\n",
             f"{rule.title}.\n",
             f"* Reads: {reads}",
+            *at_the_door,
             f"* Holds for: {rule.holds_for}",
+            *shown,
             f"* Evidence: {rule.evidence}; {'; '.join(rule.sources)}\n",
         ]
+    )
+
+
+def _transitions() -> str:
+    rows = [f"* `{each.rule}`: {each.title}; {each.fix}." for each in TRANSITIONS]
+    return "\n".join(
+        ["## Changes of an object\n", "What only the API server refuses, because it knows what was there before:\n", *rows, ""]
     )
 
 

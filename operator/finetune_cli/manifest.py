@@ -12,18 +12,39 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from finetune_cli.documents import UNREADABLE
+from finetune_job.api.documentation import field_docs
 from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfile
 from finetune_job.rules.define import shown
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import UNREADABLE, Finding
 
 M = TypeVar("M", bound=BaseModel)
 
 
+_METADATA = (
+    "annotations", "creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "generateName",
+    "generation", "labels", "managedFields", "name", "namespace", "ownerReferences", "resourceVersion", "selfLink", "uid",
+)  # fmt: skip
+"""Fields of every object of Kubernetes."""
+
+
 def parse_job(content: Any) -> FineTuneJob | list[Finding]:
     """The job, or every way in which the document is none."""
-    return _parse(FineTuneJob, content)
+    return _unknown_metadata(content) or _parse(FineTuneJob, content)
+
+
+def _unknown_metadata(content: Any) -> list[Finding]:
+    """The models leave what metadata holds to Kubernetes, which refuses these."""
+    metadata = content.get("metadata") if isinstance(content, dict) else None
+    if not isinstance(metadata, dict):
+        return []
+    found = []
+    for name in metadata:
+        if name not in _METADATA:
+            near = difflib.get_close_matches(name, _METADATA, n=1, cutoff=0.6)
+            fix = f"write {near[0]}" if near else "remove it, or make it a label or an annotation"
+            found.append(_made(f"metadata.{name}", _value(metadata[name]), "there is no such field", fix))
+    return found
 
 
 def parse_profile(content: Any) -> FineTuneProfile | list[Finding]:
@@ -132,8 +153,5 @@ def _meaning(model: type[BaseModel], location: Sequence[int | str]) -> str:
     while names and isinstance(names[-1], int):
         names.pop()
     holder = _model_at(model, names) if names else None
-    if holder is not None:
-        for name, info in holder.model_fields.items():
-            if (info.alias or name) == names[-1] and info.description:
-                return " ".join(info.description.split())
-    return "see kubectl explain finetunejob"
+    meaning = field_docs(holder).get(str(names[-1])) if holder is not None else None
+    return meaning or "see kubectl explain finetunejob"

@@ -53,6 +53,9 @@ class FailureClass(StrEnum):
     """No evidence was left; never an exit code."""
 
 
+USER_FAILURES = frozenset({FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL})
+"""What only a human can mend: in the manifest, in the data or in the model. Trying again does not help."""
+
 EXIT_CODES: dict[FailureClass, int] = {
     FailureClass.USER_CONFIG: 40,
     FailureClass.USER_DATA: 41,
@@ -94,6 +97,7 @@ class ReportedFinding(BaseModel):
     value: str = ""
     message: str
     fix: str = ""
+    source: str = ""
 
 
 class TerminationReport(BaseModel):

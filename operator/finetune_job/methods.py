@@ -111,6 +111,15 @@ _MERGE_SETTINGS = {
             reason="without it PEFT draws a layer's projection by its number, which the adapter does not hold",
         ),
     ),
+    MethodType.WAVEFT: (
+        MergeSetting(
+            "proportionalParameters",
+            "proportional_parameters",
+            value=False,
+            is_default=True,
+            reason="the number of a layer's values then follows from the sizes of all adapted layers together",
+        ),
+    ),
     MethodType.FROD: (
         MergeSetting(
             "saveProjection",

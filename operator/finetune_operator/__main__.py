@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 
 from kubernetes.aio.config import ConfigException
 
@@ -12,9 +13,18 @@ from finetune_operator.cluster.discovery import CrdsMissingError
 from finetune_operator.logs import configure_logs, logger
 from finetune_operator.settings import Clockwork, parse_settings
 
+DEEPEST_OBJECT = 10_000
+"""Levels of the deepest object that an API server takes. Our definition cannot bound what the free-form settings of a method hold,
+and one object of one tenant must not end the watch of all."""
+FRAMES_PER_LEVEL = 5
+STACK_BYTES = 64 << 20
+"""Of threads: json's decoder and encoder need about half a kilobyte for each level."""
+
 
 def main() -> int:
     """Returns the exit code."""
+    sys.setrecursionlimit(FRAMES_PER_LEVEL * DEEPEST_OBJECT)
+    threading.stack_size(STACK_BYTES)
     settings = parse_settings()
     configure_logs(settings.log_level)
     try:

@@ -4,6 +4,7 @@ in this process (requests, passes) is kept in counters.
 
 from __future__ import annotations
 
+import re
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -31,6 +32,16 @@ class Instruments(Protocol):
         """One pass ended."""
         ...
 
+    def found(self, rule: str, severity: str) -> None:
+        """A rule or preflight found something, and status says so."""
+        ...
+
+
+MOST_RULES = 512
+"""Different ids of findings that are counted apart. Preflight's come out of a pod that may run a tenant's code."""
+OTHER_RULES = "other"
+_RULE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9/_-]{0,63}")
+
 
 class Metrics:
     """Counters of this process, in a registry of their own."""
@@ -52,6 +63,14 @@ class Metrics:
             registry=self.registry,
         )
 
+        self._findings = Counter(
+            "finetune_validation_findings",
+            "Findings of rules and preflight, each counted once for each generation of a job.",
+            ["rule", "severity"],
+            registry=self.registry,
+        )
+        self._rules: set[str] = set()
+
     def request(self, verb: str, code: str) -> None:
         """One API request was answered; `code`: HTTP status, or `error` without an answer."""
         self._requests.labels(verb, code).inc()
@@ -59,6 +78,13 @@ class Metrics:
     def reconciled(self, seconds: float, result: str) -> None:
         """One pass ended."""
         self._passes.labels(result).observe(seconds)
+
+    def found(self, rule: str, severity: str) -> None:
+        """A rule or preflight found something, and status says so: counted once for each generation of a job."""
+        is_counted_apart = rule in self._rules or (len(self._rules) < MOST_RULES and _RULE_ID.fullmatch(rule) is not None)
+        if is_counted_apart:
+            self._rules.add(rule)
+        self._findings.labels(rule if is_counted_apart else OTHER_RULES, severity).inc()
 
     def observe_state(self, cache: Cache, queue: WorkQueue[JobKey], health: Health) -> None:
         """Count these at every scrape."""

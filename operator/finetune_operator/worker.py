@@ -69,6 +69,8 @@ class Worker:
         outcome = await self.executor.execute(gathered, actions)
         if outcome is Outcome.ACTED:
             _log_decision(gathered.observed, actions)
+            for finding in actions.news:
+                self.instruments.found(finding.rule, finding.severity)
         if outcome in (Outcome.ACTED, Outcome.OUTDATED):
             # Echoes of our own writes are known already and wake nobody, so what they allow next is looked at here.
             self.queue.add(key)

@@ -20,6 +20,8 @@ from tests.support.stack import NAMESPACE, ROOT, SYSTEM_NAMESPACE, USER_ID, Stac
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 EXAMPLE = "examples/quickstart-cluster.yaml"
+NOT_REHEARSED: dict[str, Any] = {"preflight": {"rehearsal": "Skip"}}
+"""Once is enough: the undisturbed job is."""
 PROFILE, LOGIN_SECRET, REPOSITORY = "publishing", "registry-login", "team/tuned"
 
 
@@ -78,7 +80,7 @@ def test_kubectl_get_shows_state_progress_and_loss(undisturbed: dict[str, Any]) 
 
 
 def test_a_killed_rank_restarts_the_gang_once_and_changes_no_byte(stack: Stack, undisturbed: dict[str, Any]) -> None:
-    name = stack.apply_example(EXAMPLE, name="killed-rank")
+    name = stack.apply_example(EXAMPLE, NOT_REHEARSED, name="killed-rank")
     stack.wait(
         lambda: (stack.job(name).get("status", {}).get("progress") or {}).get("checkpointStep"),
         "the first checkpoint of killed-rank",
@@ -134,7 +136,7 @@ def test_an_operator_killed_in_every_stage_starts_nothing_twice(
     keep_login(stack, replace(registry, login=("publisher", "not-the-password")))
     name = stack.apply_example(
         EXAMPLE,
-        {"data": data, "fetch": {"s3SecretRef": {"name": secret}}, "profile": PROFILE, "output": output},
+        NOT_REHEARSED | {"data": data, "fetch": {"s3SecretRef": {"name": secret}}, "profile": PROFILE, "output": output},
         name="killed-operator",
     )
     for role in Role:

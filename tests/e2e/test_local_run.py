@@ -51,6 +51,16 @@ def run(claims: Path, manifest: Path = EXAMPLE, environment: Mapping[str, str] |
 
 
 @pytest.fixture(scope="module")
+def not_rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same manifest without the rehearsal, of which the undisturbed run has one."""
+    manifest = yaml.safe_load(EXAMPLE.read_text())
+    manifest["spec"]["preflight"] = {"rehearsal": "Skip"}
+    path = tmp_path_factory.mktemp("manifests") / "not-rehearsed.yaml"
+    path.write_text(json.dumps(manifest))
+    return path
+
+
+@pytest.fixture(scope="module")
 def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     claims = tmp_path_factory.mktemp("undisturbed") / "claims"
     shutil.copytree(inputs, claims)
@@ -75,10 +85,12 @@ def test_it_ends_with_a_verified_model_that_needs_no_peft(undisturbed: tuple[Pat
     subprocess.run([sys.executable, "-m", "tests.support.plain_load", result / "merged"], cwd=ROOT, check=True, timeout=300)
 
 
-def test_a_power_cut_in_training_changes_no_byte(inputs: Path, undisturbed: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_power_cut_in_training_changes_no_byte(
+    inputs: Path, undisturbed: tuple[Path, str], not_rehearsed: Path, tmp_path: Path
+) -> None:
     claims = tmp_path / "claims"
     shutil.copytree(inputs, claims)
-    first = start(claims)
+    first = start(claims, not_rehearsed)
 
     def has_checkpoint() -> bool:
         assert first.poll() is None, first.stdout.read() if first.stdout else ""
@@ -87,12 +99,14 @@ def test_a_power_cut_in_training_changes_no_byte(inputs: Path, undisturbed: tupl
     wait_until(has_checkpoint, "the first checkpoint", 300)
     _kill_tree(first.pid)
     first.wait()
-    code, output = run(claims)
+    code, output = run(claims, not_rehearsed)
     assert code == 0, output
     assert adapter(claims) == adapter(undisturbed[0])
 
 
-def test_model_data_and_results_elsewhere_change_no_byte(inputs: Path, undisturbed: tuple[Path, str], tmp_path: Path) -> None:
+def test_model_data_and_results_elsewhere_change_no_byte(
+    inputs: Path, undisturbed: tuple[Path, str], not_rehearsed: Path, tmp_path: Path
+) -> None:
     """The model from a hub, the records from an S3 server and the results to it: the same adapter as on claims."""
     claims, token = tmp_path / "claims", "hf_token_of_the_test"
     claims.mkdir()
@@ -100,7 +114,7 @@ def test_model_data_and_results_elsewhere_change_no_byte(inputs: Path, undisturb
         model = {path.name: path.read_bytes() for path in (inputs / "models/tiny-llama").iterdir()}
         commit = hub.add("org/tiny-llama", model | {"pytorch_model.bin": b"pickle"}, token=token)
         s3.upload("sets", {f"docs/{path.name}": path.read_bytes() for path in (inputs / "data").iterdir()})
-        manifest = yaml.safe_load(EXAMPLE.read_text())
+        manifest = yaml.safe_load(not_rehearsed.read_text())
         manifest["spec"]["model"] |= {"source": "hf://org/tiny-llama", "revision": commit}
         manifest["spec"]["data"] |= {
             "source": "s3://sets/docs/train.jsonl",
@@ -122,6 +136,18 @@ def test_model_data_and_results_elsewhere_change_no_byte(inputs: Path, undisturb
     assert token not in output + logs
     assert SECRET_KEY not in output + logs
     assert written["base_model_name_or_path"] == "org/tiny-llama"
+
+
+def test_a_rehearsal_by_hand_says_what_it_changed_and_what_every_stage_gave(inputs: Path, tmp_path: Path) -> None:
+    claims = tmp_path / "claims"
+    shutil.copytree(inputs, claims)
+    command = [FINETUNE, "rehearse", EXAMPLE, "--claims", claims]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    for stage in ("build", "train", "resume", "save", "compare", "merge"):
+        assert stage in finished.stdout
+    assert not list(claims.glob("models-out/**/*.safetensors"))
+    assert not list(claims.glob("workspace/**/*.safetensors"))
 
 
 def test_merge_as_a_command_gives_the_bytes_of_the_run(inputs: Path, undisturbed: tuple[Path, str], tmp_path: Path) -> None:

@@ -46,20 +46,34 @@ def test_job_goes_from_apply_to_succeeded(workload: Workload, operator: Operator
     ]
 
 
+def finding_events(workload: Workload) -> list[Document]:
+    found = [event for event in workload.kube.list("Event", workload.namespace) if event["reason"] == "Finding"]
+    return sorted(found, key=lambda event: event["message"])
+
+
 def test_refused_job_shows_its_finding_and_takes_no_pod(workload: Workload, operator: OperatorFactory) -> None:
-    workload.apply(training={"maxSteps": 4, "globalBatchSize": 3}, parallelism={"nodes": 2})
-    operator()
+    workload.apply(output={"destination": "pvc://models/base/tuned"}, parallelism={"fsdp": {"useOrigParams": True}})
+    process = operator()
     refusal = workload.wait_for("Validated", "False", "Refused")
-    assert "globalBatchSize" in refusal["message"]
+    assert refusal["message"].startswith("output-inside-input: spec.output.destination: ")
     findings = {finding["rule"]: finding for finding in workload.status()["findings"]}
-    finding = findings["global-batch-not-divisible"]
-    assert (finding["severity"], finding["value"]) == ("error", "3")
+    finding = findings["output-inside-input"]
+    assert (finding["severity"], finding["value"]) == ("error", "pvc://models/base/tuned")
     assert finding["fix"]
+    assert finding["source"]
+    workload.wait(lambda: len(finding_events(workload)) == 2, "an event for each finding")
+    assert [(event["type"], event["message"].partition(":")[0]) for event in finding_events(workload)] == [
+        ("Normal", "no-effect-use-orig-params"),
+        ("Warning", "output-inside-input"),
+    ]
+    for rule, severity in (("output-inside-input", "error"), ("no-effect-use-orig-params", "warning")):
+        counted = f'finetune_validation_findings_total{{rule="{rule}",severity="{severity}"}} 1.0'
+        workload.wait(lambda counted=counted: counted in process.fetch("/metrics")[1], counted)
     workload.wait_for("Stalled")
     assert workload.batch_jobs(Role.PREFLIGHT) == []
     assert "startTime" not in workload.status()
     # The mended spec goes on by itself: nothing is frozen before the start.
-    workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"training": {"globalBatchSize": 4}}})
+    workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"output": {"destination": "pvc://results/tuned"}}})
     workload.wait_for("Validated")
     workload.wait_for_pods(Role.PREFLIGHT)
 

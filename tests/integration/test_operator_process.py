@@ -152,6 +152,30 @@ def test_job_that_waits_costs_no_writes_and_no_passes(workload: Workload, operat
     assert len([line for line in process.lines("decided") if line["job"] == "waits"]) <= 3
 
 
+def test_an_object_of_any_depth_stops_nobody_else(installed: Installed, workload: Workload, operator: OperatorFactory) -> None:
+    """The free-form settings of a method have no bound in the schema, and 9,000 levels are more than Python reads by itself."""
+    shape = workload.apply("shape", method={"type": "LoHa", "settings": {"targetModules": "DEEP"}}, merge={"enabled": False})
+    workload.kube.delete("FineTuneJob", workload.namespace, "shape")
+    body = json.dumps({**shape, "metadata": {"name": "deep"}}).replace('"DEEP"', "[" * 9000 + "]" * 9000)
+    installed.cluster.kubectl("create", "--namespace", workload.namespace, "--filename", "-", input=body)
+    process = operator()
+    process.wait_for_line("ready")
+    try:
+        workload.apply("plain")
+        wait_until(lambda: phase_of(installed, workload, "plain") == "Preflight", "the other job to go on", 120)
+        wait_until(lambda: phase_of(installed, workload, "deep") == "Stalled", "the deep object to be refused", 120)
+        assert sample(process, "finetune_reconcile_seconds_count", result="defect") == 0
+    finally:
+        workload.kube.delete("FineTuneJob", workload.namespace, "deep")
+
+
+def phase_of(installed: Installed, workload: Workload, name: str) -> str:
+    """By kubectl, which reads objects of any depth."""
+    return installed.cluster.kubectl(
+        *("get", "finetunejob", name, "--namespace", workload.namespace, "--output", "jsonpath={.status.phase}")
+    ).strip()
+
+
 def test_metrics_and_probes(workload: Workload, operator: OperatorFactory) -> None:
     workload.apply()
     process = operator()

@@ -7,46 +7,48 @@ import re
 import pytest
 import torch
 
-from tests.pitfalls.cases import Case, load_base
+from tests.pitfalls.lab.build import load_base
+from tests.pitfalls.lab.case import Case
 from tests.pitfalls.manifests import findings
+from tests.pitfalls.one_process import judged, trained
 
 
-def adapted_modules(base, **settings) -> set[str]:
+def adapted_modules(**settings) -> set[str]:
     """Last part of the names of the modules that got an adapter."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(load_base(Case(), base), LoraConfig(task_type="CAUSAL_LM", r=4, **settings))
+    model = get_peft_model(load_base(Case()), LoraConfig(task_type="CAUSAL_LM", r=4, **settings))
     return {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name, _ in model.named_parameters() if ".lora_A" in name}
 
 
-def test_all_linear_beside_names_is_a_name(base):
-    assert adapted_modules(base, target_modules=["all-linear", "q_proj"]) == {"q_proj"}
+def test_all_linear_beside_names_is_a_name():
+    assert adapted_modules(target_modules=["all-linear", "q_proj"]) == {"q_proj"}
     assert "all-linear-beside-names" in findings(type="LoRA", lora={"targetModules": ["all-linear", "q_proj"]})
-    assert adapted_modules(base, target_modules="all-linear") > {"q_proj", "up_proj"}
+    assert adapted_modules(target_modules="all-linear") > {"q_proj", "up_proj"}
     assert not findings(type="LoRA", lora={"targetModules": ["all-linear"]})
 
 
 @pytest.mark.parametrize("wrong", ["v_proj ", "", "k_proj,v_proj"])
-def test_malformed_names_match_nothing(base, wrong):
-    assert adapted_modules(base, target_modules=["q_proj", wrong]) == {"q_proj"}
+def test_malformed_names_match_nothing(wrong):
+    assert adapted_modules(target_modules=["q_proj", wrong]) == {"q_proj"}
     assert "module-name-malformed" in findings(type="LoRA", lora={"targetModules": ["q_proj", wrong]})
-    assert adapted_modules(base, target_modules=["q_proj", "v_proj"]) == {"q_proj", "v_proj"}
+    assert adapted_modules(target_modules=["q_proj", "v_proj"]) == {"q_proj", "v_proj"}
     assert not findings(type="LoRA", lora={"targetModules": ["q_proj", "v_proj"]})
 
 
-def test_a_module_that_is_saved_whole_gets_no_adapter(base):
-    assert adapted_modules(base, target_modules=["q_proj", "lm_head"], modules_to_save=["lm_head"]) == {"q_proj"}
+def test_a_module_that_is_saved_whole_gets_no_adapter():
+    assert adapted_modules(target_modules=["q_proj", "lm_head"], modules_to_save=["lm_head"]) == {"q_proj"}
     both = {"targetModules": ["q_proj", "lm_head"], "modulesToSave": ["lm_head"]}
     assert "module-adapted-and-saved" in findings(type="LoRA", lora=both)
-    assert adapted_modules(base, target_modules=["q_proj"], modules_to_save=["lm_head"]) == {"q_proj"}
+    assert adapted_modules(target_modules=["q_proj"], modules_to_save=["lm_head"]) == {"q_proj"}
     assert not findings(type="LoRA", lora={"targetModules": ["q_proj"], "modulesToSave": ["lm_head"]})
 
 
-def test_pattern_keys_are_regular_expressions(base):
+def test_pattern_keys_are_regular_expressions():
     with pytest.raises(re.error):
-        adapted_modules(base, target_modules=["q_proj"], rank_pattern={"(q_proj": 8})
+        adapted_modules(target_modules=["q_proj"], rank_pattern={"(q_proj": 8})
     assert "adapter-pattern-malformed" in findings(type="LoRA", lora={"rankPattern": {"(q_proj": 8}})
-    assert adapted_modules(base, target_modules=["q_proj"], rank_pattern={"q_proj": 8}) == {"q_proj"}
+    assert adapted_modules(target_modules=["q_proj"], rank_pattern={"q_proj": 8}) == {"q_proj"}
     assert not findings(type="LoRA", lora={"rankPattern": {"q_proj": 8}})
 
 
@@ -57,3 +59,47 @@ def test_dropout_of_1_blocks_and_above_1_is_refused():
     for written in ("1", "1.5"):
         assert "lora-dropout-range" in findings(type="LoRA", lora={"loraDropout": written})
     assert not findings(type="LoRA", lora={"loraDropout": "0.99"})
+
+
+def test_a_text_in_place_of_names_is_an_expression():
+    rule = "module-expression-malformed"
+    assert "unterminated subpattern" in trained("LoHa", {"r": 4, "targetModules": "(q_proj"}).error
+    assert rule in ids_of("LoHa", {"targetModules": "(q_proj"})
+    assert trained("LoHa", {"r": 4, "targetModules": ".*q_proj"}).adapted == {"q_proj"}
+    assert rule not in ids_of("LoHa", {"targetModules": ".*q_proj"})
+
+
+def test_a_module_that_is_excluded_gets_no_adapter():
+    rule, both = "module-adapted-and-excluded", {"targetModules": ["q_proj", "v_proj"], "excludeModules": ["q_proj"]}
+    assert adapted_modules(target_modules=["q_proj", "v_proj"], exclude_modules=["q_proj"]) == {"v_proj"}
+    assert rule in findings(type="LoRA", lora=both)
+    assert "q_proj" not in adapted_modules(target_modules="all-linear", exclude_modules=["q_proj"])
+    assert rule not in findings(type="LoRA", lora={"excludeModules": ["q_proj"]})
+
+
+def test_an_orthogonal_start_needs_an_even_rank():
+    rule = "orthogonal-odd-rank"
+    for odd in ({"rank_pattern": {"q_proj": 3}}, {"rank_pattern": {"q_proj": 5}}):
+        with pytest.raises(ValueError, match="requires the LoRA rank to be even"):
+            adapted_modules(target_modules=["q_proj"], init_lora_weights="orthogonal", **odd)
+    assert rule in findings(type="LoRA", lora={"initLoraWeights": "orthogonal", "rankPattern": {"q_proj": 3}})
+    assert rule in findings(type="LoRA", lora={"initLoraWeights": "orthogonal", "r": 5})
+    assert adapted_modules(target_modules=["q_proj"], init_lora_weights="orthogonal") == {"q_proj"}
+    assert rule not in findings(type="LoRA", lora={"initLoraWeights": "orthogonal", "r": 4})
+
+
+def test_layers_are_chosen_among_named_modules():
+    rule, layers = "layers-without-targets", {"layersToTransform": [0]}
+    with pytest.raises(ValueError, match="cannot be used when `target_modules` is a str"):
+        adapted_modules(target_modules="all-linear", layers_to_transform=[0])
+    assert rule in findings(type="LoRA", lora=layers)
+    whole = trained("LoHa", {"r": 4})
+    assert trained("LoHa", {"r": 4, **layers}).trained == whole.trained, "PEFT leaves the other layers out after all"
+    assert rule in ids_of("LoHa", layers)
+    named = {"r": 4, "targetModules": ["q_proj"]}
+    assert trained("LoHa", {**named, **layers}).trained * 2 == trained("LoHa", named).trained
+    assert rule not in ids_of("LoHa", {**named, **layers})
+
+
+def ids_of(method: str, settings: dict[str, object]) -> set[str]:
+    return {finding.rule for finding in judged({"method.type": method, "method.settings": settings})}

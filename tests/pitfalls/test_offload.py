@@ -4,16 +4,17 @@ import pytest
 import torch
 
 from finetune_job.api.profile import FineTuneProfileSpec, GpuResource
-from tests.pitfalls.cases import Case, adapted, load_base
+from tests.pitfalls.lab.build import adapted, load_base
+from tests.pitfalls.lab.case import Case
+from tests.pitfalls.lab.ranks import run_ranks
 from tests.pitfalls.manifests import findings
-from tests.pitfalls.ranks import run_ranks
 
 
-def offloaded_loss(rank: int, base: str, version: int, offload: bool) -> float:
+def offloaded_loss(rank: int, case: Case, version: int, offload: bool) -> float:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
 
-    model = adapted(Case(), load_base(Case(), base))
+    model = adapted(case, load_base(case))
     if version == 1:
         model = FullyShardedDataParallel(
             model, cpu_offload=CPUOffload(offload), use_orig_params=True, device_id=torch.device("cpu"), sync_module_states=False
@@ -29,10 +30,10 @@ def offloaded_loss(rank: int, base: str, version: int, offload: bool) -> float:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this pitfall is one of machines without a GPU")
 @pytest.mark.parametrize("version", [1, 2])
-def test_offloading_needs_a_driver(base, tmp_path, version):
-    results = run_ranks(offloaded_loss, str(base), version, True, directory=tmp_path)
+def test_offloading_needs_a_driver(version):
+    results = run_ranks(offloaded_loss, Case(), version, True)
     assert "Found no NVIDIA driver" in results[0].error or "accelerator" in results[0].error
-    assert not any(result.failed for result in run_ranks(offloaded_loss, str(base), version, False, directory=tmp_path))
+    assert not any(result.failed for result in run_ranks(offloaded_loss, Case(), version, False))
 
 
 @pytest.mark.parametrize("version", [1, 2])

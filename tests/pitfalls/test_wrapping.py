@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.pitfalls.cases import LAYERS, Case, adapted, load_base
-from tests.pitfalls.cases import units as count_units
+from tests.pitfalls.lab.build import adapted, load_base
+from tests.pitfalls.lab.case import Case
+from tests.pitfalls.lab.models import LAYERS
+from tests.pitfalls.lab.ranks import run_ranks
 from tests.pitfalls.manifests import findings
-from tests.pitfalls.ranks import run_ranks
 
 PEFT_ENVIRONMENT = "FSDP_TRANSFORMER_CLS_TO_WRAP"
 
 
-def layers_wrapped(rank: int, base: str, classes: str, own_classes: list[str] | None) -> dict[str, int]:
+def layers_wrapped(rank: int, case: Case, classes: str, own_classes: list[str] | None) -> dict[str, int]:
     """How many decoder layers PEFT's policy makes units of, and how many values the largest unit gathers.
 
     classes: what accelerate passes on in the environment, joined by commas. own_classes: the model's `_no_split_modules`.
@@ -25,21 +26,21 @@ def layers_wrapped(rank: int, base: str, classes: str, own_classes: list[str] | 
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     os.environ[PEFT_ENVIRONMENT] = classes
-    model = adapted(Case(), load_base(Case(), base))
+    model = adapted(case, load_base(case))
     model.base_model.model._no_split_modules = own_classes
     wrapped = FullyShardedDataParallel(model, auto_wrap_policy=fsdp_auto_wrap_policy(model), device_id=torch.device("cpu"))
     found = [module for module in wrapped.modules() if isinstance(module, FullyShardedDataParallel)]
     return {
         "layers": sum(isinstance(unit.module, LlamaDecoderLayer) for unit in found),
         "largest": max(unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in found if unit._handle),
-        "units": count_units(wrapped),
+        "units": len(found),
     }
 
 
-def test_blank_names_wrap_no_layer_without_a_word(base, tmp_path):
+def test_blank_names_wrap_no_layer_without_a_word():
     """[""] and [] reach PEFT as an empty text: no error, and every rank gathers the whole base."""
-    right = run_ranks(layers_wrapped, str(base), "LlamaDecoderLayer", [], directory=tmp_path)[0].value
-    blank = run_ranks(layers_wrapped, str(base), "", [], directory=tmp_path)[0].value
+    right = run_ranks(layers_wrapped, Case(), "LlamaDecoderLayer", [])[0].value
+    blank = run_ranks(layers_wrapped, Case(), "", [])[0].value
     assert right["layers"] == LAYERS
     assert blank["layers"] == 0
     assert blank["units"] == right["units"] - LAYERS
@@ -47,16 +48,16 @@ def test_blank_names_wrap_no_layer_without_a_word(base, tmp_path):
 
 
 @pytest.mark.parametrize("classes", ["NopeLayer", "LlamaDecoderLayer, LlamaMLP"])
-def test_unknown_and_spaced_names_are_refused_by_peft(base, tmp_path, classes):
-    results = run_ranks(layers_wrapped, str(base), classes, [], directory=tmp_path)
+def test_unknown_and_spaced_names_are_refused_by_peft(classes):
+    results = run_ranks(layers_wrapped, Case(), classes, [])
     assert "Could not find the transformer layer class to wrap in the model" in results[0].error
 
 
 @pytest.mark.parametrize("classes", ["", " ", "LlamaDecoderLayer, LlamaMLP"])
-def test_accelerate_compares_names_as_they_stand(base, classes):
+def test_accelerate_compares_names_as_they_stand(classes):
     from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
 
-    model = load_base(Case(), base)
+    model = load_base(Case())
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=classes.split(",")
     )
@@ -84,3 +85,13 @@ def test_the_rules_refuse_them(written, rule, version):
 def test_right_and_unset_names_are_accepted(version):
     assert not findings({"version": version, "transformerLayerClsToWrap": ["LlamaDecoderLayer"]}, type="LoRA")
     assert not findings({"version": version}, type="LoRA")
+
+
+def test_a_model_that_names_no_classes_has_its_longest_list_wrapped():
+    from finetune_trainer.model.wrap_plan import layer_classes
+
+    model = load_base(Case())
+    assert layer_classes(model, None) == ("LlamaDecoderLayer",)
+    for module in model.modules():
+        module._no_split_modules = None
+    assert layer_classes(model, None) == ("LlamaDecoderLayer",)

@@ -61,15 +61,15 @@ def write_tiny_llama(
     return directory
 
 
-def prepared_split(num_sequences: int, seed: int) -> SplitArrays:
-    """Sequences of one to three documents of 5 to 12 tokens, of which the first two are not supervised."""
+def prepared_split(num_sequences: int, seed: int, most_documents: int = 3) -> SplitArrays:
+    """Sequences of one or more documents of 5 to 12 tokens, of which the first two are not supervised."""
     random = np.random.default_rng(seed)
     tokens: list[int] = []
     supervised: list[bool] = []
     document_ends, sequence_ends, supervised_tokens = [], [], []
     for _ in range(num_sequences):
         count = 0
-        for _ in range(int(random.integers(1, 4))):
+        for _ in range(int(random.integers(1, most_documents + 1))):
             length = int(random.integers(5, 13))
             tokens += [int(token) for token in random.integers(0, 256, length)]
             supervised += [number >= 2 for number in range(length)]

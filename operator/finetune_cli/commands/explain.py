@@ -1,14 +1,18 @@
-"""`finetune explain`: one rule, or the list of all."""
+"""`finetune explain`: what an id stands for."""
 
 from __future__ import annotations
 
 import difflib
 
+from finetune_job.rules.admission import TRANSITIONS, Transition
 from finetune_job.rules.book import RULES, rule_by_id
 from finetune_job.rules.rule import Rule
 
 
-def explain(identifier: str) -> Rule | list[str]:
-    """The rule, or the ids that come closest to what was asked for."""
-    rule = rule_by_id(identifier)
-    return rule if rule is not None else difflib.get_close_matches(identifier, [each.id for each in RULES], n=3, cutoff=0.3)
+def explain(identifier: str) -> Rule | Transition | list[str]:
+    """What has that id, or the ids that come closest to it."""
+    rule = rule_by_id(identifier) or next((each for each in TRANSITIONS if each.rule == identifier), None)
+    if rule is not None:
+        return rule
+    known = [*(each.id for each in RULES), *(each.rule for each in TRANSITIONS)]
+    return difflib.get_close_matches(identifier, known, n=3, cutoff=0.3)

@@ -15,7 +15,6 @@ from finetune_cli.local.trainer import check_trainer
 from finetune_cli.render.merge import MergeView, merge_text
 from finetune_job.api.base import SIZE_PATTERN
 from finetune_job.api.method import QuantizationSpec
-from finetune_job.api.output import MergeBase
 
 
 def merge(order: MergeOrder) -> ExitCode:
@@ -41,8 +40,6 @@ def check_order(order: MergeOrder) -> None:
         raise LocalError(f"--prompts {order.prompts}: has no effect with --no-verify; leave one of the two out")
     if not re.fullmatch(SIZE_PATTERN, order.max_shard_size):
         raise LocalError(f"--max-shard-size {order.max_shard_size}: is not a size; write it as in 5GB or 512Mi")
-    if order.base_form not in (MergeBase.ORIGINAL, MergeBase.DEQUANTIZED):
-        raise LocalError(f"--base-form {order.base_form}: nothing can be merged into it; choose Original or Dequantized")
     if order.quantization is not None:
         try:
             QuantizationSpec.model_validate_json(order.quantization)

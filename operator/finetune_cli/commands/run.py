@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from finetune_cli.commands.validate import Outcome, Verdict, validate
 from finetune_cli.exit_codes import ExitCode
-from finetune_cli.local.claims import OUTPUT_CLAIM, claims_of, directories, link_claims
+from finetune_cli.local.claims import OUTPUT_CLAIM, ClaimUse, claims_of, directories, link_claims
 from finetune_cli.local.errors import LocalError
 from finetune_cli.local.launch import Interruption
 from finetune_cli.local.place import freeze, held, place_of, start_fresh
@@ -43,23 +43,16 @@ class Options:
 def run_job(manifest: str, options: Options) -> ExitCode:
     """Run the one job of a manifest. Raises LocalError."""
     console = Console(highlight=False)
-    report = validate(manifest)
-    verdicts = [verdict for verdict in report.verdicts if verdict.kind == JOB_KIND]
-    if report.exit_code is not ExitCode.DONE:
-        console.print(report_text(report), markup=False, end="", soft_wrap=True)
-        return report.exit_code
-    job = _only_job(verdicts)
-    for finding in verdicts[0].findings:
-        console.print(finding_text(finding), markup=False, soft_wrap=True)
+    job = accepted_job(manifest, console)
+    if isinstance(job, ExitCode):
+        return job
     check_trainer()
     plan = local_plan(job, options.output_directory is not None)
     claims = claims_of(plan)
     given = dict(options.claim_paths)
     if options.output_directory is not None:
         given[OUTPUT_CLAIM] = options.output_directory
-    unknown = sorted(set(given) - {use.name for use in claims})
-    if unknown:
-        raise LocalError(f"--claim {unknown[0]}: the job names no such claim; it names {', '.join(use.name for use in claims)}")
+    check_given(claims, given)
     place = place_of(options.claims, plan.job)
     with held(place) as lock:
         if options.fresh:
@@ -71,6 +64,26 @@ def run_job(manifest: str, options: Options) -> ExitCode:
             code = local_run.execute(job.spec.run.max_restarts, interruption)
         console.print(summary_text(code, summarise(plan, local_run.record, place.claims)), markup=False, end="", soft_wrap=True)
     return code
+
+
+def accepted_job(manifest: str, console: Console) -> FineTuneJob | ExitCode:
+    """The one job of a manifest that the rules accept, or the exit code, after saying why. Raises LocalError."""
+    report = validate(manifest)
+    verdicts = [verdict for verdict in report.verdicts if verdict.kind == JOB_KIND]
+    if report.exit_code is not ExitCode.DONE:
+        console.print(report_text(report), markup=False, end="", soft_wrap=True)
+        return report.exit_code
+    job = _only_job(verdicts)
+    for finding in verdicts[0].findings:
+        console.print(finding_text(finding), markup=False, soft_wrap=True)
+    return job
+
+
+def check_given(claims: Sequence[ClaimUse], given: Mapping[str, Path]) -> None:
+    """Raises LocalError where a directory is given for a claim that the job does not name."""
+    unknown = sorted(set(given) - {use.name for use in claims})
+    if unknown:
+        raise LocalError(f"--claim {unknown[0]}: the job names no such claim; it names {', '.join(use.name for use in claims)}")
 
 
 def local_plan(job: FineTuneJob, own_output: bool) -> RunPlan:

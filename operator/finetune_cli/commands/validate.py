@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -36,6 +37,7 @@ class Verdict:
     """What is to say about one document."""
 
     document: int
+    """Number in its file, from 1; 0: the file as a whole."""
     kind: str
     name: str
     outcome: Outcome
@@ -44,6 +46,7 @@ class Verdict:
     """What was parsed, where it is a job."""
     plan: RunPlan | None = None
     """Of an accepted job."""
+    file: str = ""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -53,7 +56,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """What is to say about a file."""
+    """What is to say about all files."""
 
     verdicts: tuple[Verdict, ...]
 
@@ -68,21 +71,31 @@ class Report:
 
 def validate(manifest: str, profile: str | None = None) -> Report:
     """Judge every FineTuneJob of `manifest` with the profile in `profile`, or with the one in the manifest that it names."""
-    try:
-        documents = read_documents(manifest)
-    except DocumentError as error:
-        return Report((_unusable(0, "", "", (error.finding,)),))
-    profiles = _Profiles()
-    verdicts = [verdict for document in documents if (verdict := profiles.add(document)) is not None]
+    return validate_files([("", manifest)], profile)
+
+
+def validate_files(files: Sequence[tuple[str, str]], profile: str | None = None) -> Report:
+    """The same for several files, by name and text; a profile in one of them counts for the jobs of all."""
+    documents: list[Document] = []
+    verdicts: list[Verdict] = []
+    for name, text in files:
+        try:
+            documents += read_documents(text, name)
+        except DocumentError as error:
+            verdicts.append(_unusable(Document(0, None, name), (error.finding,)))
+    profiles = Profiles()
+    verdicts += [verdict for document in documents if (verdict := profiles.add(document)) is not None]
     if profile is not None:
         verdicts += profiles.take_only(profile)
-    verdicts += [_job_verdict(document, profiles) for document in documents if _kind(document.content) == JOB_KIND]
-    judged = {verdict.document for verdict in verdicts}
     known_job = any(_kind(document.content) == JOB_KIND for document in documents)
     for document in documents:
-        if document.number not in judged:
-            verdicts.append(_other(document, known_job))
-    return Report(tuple(sorted(verdicts, key=lambda verdict: verdict.document)))
+        match _kind(document.content):
+            case kind if kind == JOB_KIND:
+                verdicts.append(_job_verdict(document, profiles))
+            case kind if kind != PROFILE_KIND:
+                verdicts.append(_other(document, known_job))
+    order = {name: number for number, (name, _) in enumerate(files)}
+    return Report(tuple(sorted(verdicts, key=lambda verdict: (order.get(verdict.file, -1), verdict.document))))
 
 
 def judge(job: FineTuneJob, profile: FineTuneProfileSpec | None) -> tuple[Outcome, tuple[Finding, ...]]:
@@ -92,7 +105,17 @@ def judge(job: FineTuneJob, profile: FineTuneProfileSpec | None) -> tuple[Outcom
     return (Outcome.REFUSED if refused else Outcome.ACCEPTED), findings
 
 
-class _Profiles:
+def known_profiles(documents: Sequence[Document], profile: str | None) -> Profiles:
+    """The profiles of a file, or the one given; those that do not parse are left out."""
+    profiles = Profiles()
+    for document in documents:
+        profiles.add(document)
+    if profile is not None:
+        profiles.take_only(profile)
+    return profiles
+
+
+class Profiles:
     """Profiles by name."""
 
     def __init__(self) -> None:
@@ -105,19 +128,19 @@ class _Profiles:
             return None
         parsed = parse_profile(document.content)
         if isinstance(parsed, list):
-            return _unusable(document.number, PROFILE_KIND, _name(document.content), tuple(parsed))
+            return _unusable(document, tuple(parsed))
         self._specs[parsed.metadata.name] = parsed.spec
-        return Verdict(document.number, PROFILE_KIND, parsed.metadata.name, Outcome.ACCEPTED)
+        return Verdict(document.number, PROFILE_KIND, parsed.metadata.name, Outcome.ACCEPTED, file=document.file)
 
     def take_only(self, text: str) -> list[Verdict]:
         """Judge every job with the profile in `text`; what is wrong with it."""
         try:
             documents = read_documents(text)
         except DocumentError as error:
-            return [_unusable(0, PROFILE_KIND, "", (error.finding,))]
+            return [_unusable(Document(0, {"kind": PROFILE_KIND}), (error.finding,))]
         parsed = parse_profile(documents[0].content)
         if isinstance(parsed, list):
-            return [_unusable(0, PROFILE_KIND, _name(documents[0].content), tuple(parsed))]
+            return [Verdict(0, PROFILE_KIND, _name(documents[0].content), Outcome.UNUSABLE, tuple(parsed))]
         self._only = parsed.spec
         return []
 
@@ -126,13 +149,13 @@ class _Profiles:
         return self._only or self._specs.get(job.spec.profile or DEFAULT_PROFILE)
 
 
-def _job_verdict(document: Document, profiles: _Profiles) -> Verdict:
+def _job_verdict(document: Document, profiles: Profiles) -> Verdict:
     job = parse_job(document.content)
     if isinstance(job, list):
-        return _unusable(document.number, JOB_KIND, _name(document.content), tuple(job))
+        return _unusable(document, tuple(job))
     profile = profiles.of(job)
     outcome, findings = judge(job, profile)
-    verdict = Verdict(document.number, JOB_KIND, job.metadata.name, outcome, findings, job)
+    verdict = Verdict(document.number, JOB_KIND, job.metadata.name, outcome, findings, job, file=document.file)
     if outcome is Outcome.REFUSED:
         return verdict
     identity = JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=job.metadata.uid)
@@ -144,7 +167,7 @@ def _other(document: Document, beside_a_job: bool) -> Verdict:
     content = document.content
     is_object = isinstance(content, dict) and bool(content.get("apiVersion")) and bool(content.get("kind"))
     if beside_a_job and is_object and not str(content["apiVersion"]).startswith(f"{GROUP}/"):
-        return Verdict(document.number, str(content["kind"]), _name(content), Outcome.SKIPPED)
+        return Verdict(document.number, str(content["kind"]), _name(content), Outcome.SKIPPED, file=document.file)
     if not isinstance(content, dict):
         finding = problem(
             "document", str(content)[:60], "is not an object", f"start with apiVersion: {API_VERSION} and kind: {JOB_KIND}"
@@ -153,11 +176,12 @@ def _other(document: Document, beside_a_job: bool) -> Verdict:
         finding = problem("kind", "unset", "is required", f"write kind: {JOB_KIND}")
     else:
         finding = problem("kind", content["kind"], f"is not {JOB_KIND}", f"give a manifest of kind {JOB_KIND}")
-    return _unusable(document.number, _kind(content), _name(content), (finding,))
+    return _unusable(document, (finding,))
 
 
-def _unusable(number: int, kind: str, name: str, findings: tuple[Finding, ...]) -> Verdict:
-    return Verdict(number, kind, name, Outcome.UNUSABLE, findings)
+def _unusable(document: Document, findings: tuple[Finding, ...]) -> Verdict:
+    content = document.content
+    return Verdict(document.number, _kind(content), _name(content), Outcome.UNUSABLE, findings, file=document.file)
 
 
 def _kind(content: Any) -> str:

@@ -16,11 +16,10 @@ from typing import IO, Any
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.launch import Interruption
 from finetune_job.api.output import MergeBase
-from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass
+from finetune_job.failures import CLASS_OF_EXIT_CODE, USER_FAILURES
 
 _TAIL_BYTES = 4096
 """Of what the process said on its standard error, where it ended without a word of its own."""
-_USER_FAILURES = frozenset({FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL})
 _WRONG_ARGUMENTS = 2
 
 
@@ -113,7 +112,7 @@ def _exit_code(code: int, *, interrupted: bool) -> ExitCode:
         return ExitCode.INTERRUPTED
     if code == _WRONG_ARGUMENTS:
         return ExitCode.UNUSABLE
-    return ExitCode.REFUSED if CLASS_OF_EXIT_CODE.get(code) in _USER_FAILURES else ExitCode.FAILED
+    return ExitCode.REFUSED if CLASS_OF_EXIT_CODE.get(code) in USER_FAILURES else ExitCode.FAILED
 
 
 def _tail(errors: IO[bytes]) -> str:

@@ -45,9 +45,11 @@ class RunPlace:
         return self.root / f"{role}-{attempt}.log"
 
 
-def place_of(claims: Path, job: JobIdentity) -> RunPlace:
-    """Beside the claims; a name that starts with a dot is no claim's."""
-    return RunPlace(claims.absolute() / ".finetune" / f"{job.namespace}.{job.name}")
+def place_of(claims: Path, job: JobIdentity, purpose: str = "") -> RunPlace:
+    """Beside the claims; a name that starts with a dot is no claim's. `purpose`: of another command than `finetune run`."""
+    # No name of a job has an underscore.
+    suffix = f"_{purpose}" if purpose else ""
+    return RunPlace(claims.absolute() / ".finetune" / f"{job.namespace}.{job.name}{suffix}")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -74,9 +75,9 @@ class LocalRun:
         workspace = plan.workspace
         self.workspace = WorkspaceLayout(place.claims / workspace.claim / workspace.path)
 
-    def execute(self, max_restarts: int, interruption: Interruption) -> ExitCode:
-        """Run the roles that have not ended with success yet."""
-        for role in roles_of(self.plan):
+    def execute(self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None) -> ExitCode:
+        """Run the roles that have not ended with success yet. `roles`: these of them; None: all that the plan needs."""
+        for role in roles_of(self.plan) if roles is None else roles:
             while role not in self.record.finished:
                 report = self._attempt(role, interruption)
                 step = next_step(self.record, report, role, max_restarts, interrupted=interruption.requested)

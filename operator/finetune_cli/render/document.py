@@ -16,6 +16,7 @@ def report_document(report: Report) -> dict[str, Any]:
         "accepted": report.exit_code == 0,
         "documents": [
             {
+                "file": verdict.file,
                 "document": verdict.document,
                 "kind": verdict.kind,
                 "name": verdict.name,

@@ -20,7 +20,7 @@ class ApiModel(BaseModel):
         extra="forbid",
         frozen=True,
         strict=False,
-        use_attribute_docstrings=True,
+        defer_build=True,
     )
 
 

@@ -7,12 +7,14 @@ a new kind of constraint is either translated or noticed. `python -m finetune_jo
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel
 
+from finetune_job.api.documentation import field_docs
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.status import FineTuneJobStatus
@@ -25,6 +27,9 @@ from finetune_job.names import (
     PROFILE_PLURAL,
     VERSION,
 )
+from finetune_job.rules.admission import CANCELLED, CONDITIONS, FROZEN
+from finetune_job.rules.book import rule_by_id
+from finetune_job.rules.rule import UNREADABLE
 
 Schema = dict[str, Any]
 _COPIED = {
@@ -33,12 +38,6 @@ _COPIED = {
 }  # fmt: skip
 _DROPPED = {"title"}
 """Noise that is legal but teaches nobody anything."""
-EXACTLY_ONE = {
-    ("data",): ("source", "datasets"),
-    ("training",): ("epochs", "maxSteps"),
-    ("workspace",): ("claimName", "volumeClaimTemplate"),
-}
-"""Objects under spec in which exactly one of two fields must be set."""
 DRIVING_FIELD = "run"
 """The only part of the spec that may change after the start."""
 
@@ -50,7 +49,31 @@ class UnknownKeywordError(TypeError):
 def structural_schema(model: type[BaseModel]) -> Schema:
     """The structural schema of a model: no references, no unions, no nulls."""
     document = model.model_json_schema(by_alias=True, mode="validation")
-    return _rewrite(document, document.get("$defs", {}), model.__name__)
+    definitions: dict[str, Schema] = document.get("$defs", {})
+    for each in _models_in(model, {}).values():
+        node = document if each is model else definitions[each.__name__]
+        for name, meaning in field_docs(each).items():
+            node["properties"][name]["description"] = meaning
+    return _rewrite(document, definitions, model.__name__)
+
+
+def _models_in(model: type[BaseModel], found: dict[str, type[BaseModel]]) -> dict[str, type[BaseModel]]:
+    """The model and every model in its fields, by name."""
+    if found.setdefault(model.__name__, model) is not model:
+        raise UnknownKeywordError(f"two models have the name {model.__name__}")
+    for info in model.model_fields.values():
+        for inner in _types_in(info.annotation):
+            if issubclass(inner, BaseModel) and inner.__name__ not in found:
+                _models_in(inner, found)
+    return found
+
+
+def _types_in(annotation: Any) -> Iterator[type]:
+    if get_args(annotation):
+        for inner in get_args(annotation):
+            yield from _types_in(inner)
+    elif isinstance(annotation, type):
+        yield annotation
 
 
 def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
@@ -67,7 +90,7 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
             del node["default"]
         return _rewrite({**options[0], **node}, definitions, path)
     result: Schema = {}
-    for key, value in node.items():
+    for key, value in sorted(node.items()):
         if key in _DROPPED:
             continue
         if key == "const":
@@ -91,25 +114,38 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
         else:
             raise UnknownKeywordError(f"{path}: no translation for the JSON schema keyword {key!r}")
     if "properties" in result and isinstance(result.get("default"), dict):
-        # The fields of an object carry their own defaults; the parent only has to make the object exist.
-        result["default"] = {}
+        # Whole, not only where it differs from the defaults of its fields: conditions are tried on it as it stands here.
+        result["default"] = _without_nulls(result["default"])
     if isinstance(result.get("description"), str):
         result["description"] = " ".join(result["description"].split())
     return result
 
 
-def _exactly_one(schema: Schema) -> None:
-    for path, (first, second) in EXACTLY_ONE.items():
-        node = schema
-        for name in path:
-            node = node["properties"][name]
-        node["x-kubernetes-validations"] = [
-            {
-                "rule": f"has(self.{first}) != has(self.{second})",
-                "message": f"set exactly one of {first} and {second}",
-                "reason": "FieldValueInvalid",
-            }
-        ]
+def _without_nulls(value: Any) -> Any:
+    """The default of an object as a manifest would have it: a field that is unset does not stand there."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+
+
+def _add_conditions(spec: Schema) -> None:
+    for condition in CONDITIONS:
+        rule = rule_by_id(condition.rule)
+        if condition.rule != UNREADABLE and (rule is None or rule.severity != "error"):
+            raise ValueError(f"the rule book has no error {condition.rule}, which a condition of the schema refuses by")
+        validation = {"rule": condition.holds, "message": condition.message, "reason": "FieldValueInvalid"}
+        if condition.field:
+            validation["fieldPath"] = f".{condition.field}"
+        _node(spec, condition.at).setdefault("x-kubernetes-validations", []).append(validation)
+
+
+def _node(schema: Schema, path: str) -> Schema:
+    for part in path.split(".") if path else ():
+        name = part.removesuffix("[]")
+        schema = schema["properties"][name]
+        if name != part:
+            schema = schema["items"]
+    return schema
 
 
 def _freeze_rules(spec: Schema) -> list[dict[str, str]]:
@@ -119,8 +155,8 @@ def _freeze_rules(spec: Schema) -> list[dict[str, str]]:
         {
             "rule": f"{started} || (has(self.spec.{name}) == has(oldSelf.spec.{name}) "
             f"&& (!has(self.spec.{name}) || self.spec.{name} == oldSelf.spec.{name}))",
-            "message": f"spec.{name} cannot change after the job has started; only spec.{DRIVING_FIELD} can. "
-            "Create a new job for other settings",
+            "message": f"{FROZEN.rule}: spec.{name} cannot change after the job has started; only spec.{DRIVING_FIELD} can; "
+            f"{FROZEN.fix}",
             "fieldPath": f".spec.{name}",
             "reason": "FieldValueForbidden",
         }
@@ -131,7 +167,7 @@ def _freeze_rules(spec: Schema) -> list[dict[str, str]]:
         {
             "rule": f"!has(oldSelf.spec.{DRIVING_FIELD}) || !oldSelf.spec.{DRIVING_FIELD}.cancel "
             f"|| (has(self.spec.{DRIVING_FIELD}) && self.spec.{DRIVING_FIELD}.cancel)",
-            "message": "a cancelled job cannot be revived; create a new one",
+            "message": f"{CANCELLED.rule}: a cancelled job cannot be revived; {CANCELLED.fix}",
             "fieldPath": f".spec.{DRIVING_FIELD}.cancel",
             "reason": "FieldValueForbidden",
         }
@@ -142,7 +178,7 @@ def _freeze_rules(spec: Schema) -> list[dict[str, str]]:
 def job_crd() -> Schema:
     """The CustomResourceDefinition of FineTuneJob."""
     spec = structural_schema(FineTuneJobSpec)
-    _exactly_one(spec)
+    _add_conditions(spec)
     status = structural_schema(FineTuneJobStatus)
     _without_defaults(status)
     status["properties"]["conditions"] |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
@@ -150,7 +186,8 @@ def job_crd() -> Schema:
         *_freeze_rules(spec),
         {
             "rule": f"self.metadata.name.size() <= {MAX_JOB_NAME}",
-            "message": f"the name of a {JOB_KIND} may have at most {MAX_JOB_NAME} characters, because it stands in labels",
+            "message": f"{UNREADABLE}: the name of a {JOB_KIND} may have at most {MAX_JOB_NAME} characters, "
+            "because it stands in labels",
             "reason": "FieldValueInvalid",
         },
     ]

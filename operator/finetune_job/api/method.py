@@ -92,6 +92,10 @@ class LoraInit(StrEnum):
     EVA = "eva"
 
 
+TokenIndex = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""A token's id: its row of the embedding."""
+
+
 class LoraSpec(ApiModel):
     """Settings of LoRA, QLoRA and DoRA: PEFT's LoraConfig."""
 
@@ -102,7 +106,12 @@ class LoraSpec(ApiModel):
     lora_dropout: DecimalString | None = None
     """Dropout on the adapter's input, below 1. Unset: "0"."""
     target_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
-    """Names of the modules to adapt, or `all-linear`. Unset: all-linear (every linear layer but the output head)."""
+    """Names of the modules to adapt, or `all-linear`. Unset: all-linear (every linear layer but the output head); beside
+    targetParameters: none."""
+    target_parameters: Annotated[list[ModuleName], Field(min_length=1, max_length=64)] | None = None
+    """Names of parameters to adapt that are no layer's weight, above all the stacked weights of experts, as in
+    `[mlp.experts.gate_up_proj, mlp.experts.down_proj]`: ends of parameter names, of two or three dimensions. In all layers; without
+    dropout and not with DoRA. Alone, only they are adapted; name targetModules, too, to adapt both."""
     exclude_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
     """Names of modules that get no adapter although targetModules names them."""
     layers_to_transform: Annotated[list[Annotated[int, Field(ge=0, le=4095)]], Field(min_length=1, max_length=4096)] | None = None
@@ -111,6 +120,9 @@ class LoraSpec(ApiModel):
     """First values of the adapter."""
     modules_to_save: Annotated[list[ModuleName], Field(max_length=64)] | None = None
     """Modules that are trained and saved whole beside the adapter."""
+    trainable_token_indices: Annotated[list[TokenIndex], Field(min_length=1, max_length=1024)] | None = None
+    """Ids of tokens whose rows of the input embedding are trained and saved beside the adapter, such as tokens that the model has
+    not learnt yet. Each id once. Where the output head shares the embedding's weight, its rows follow."""
     rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=4096)]], Field(max_length=256)] | None = None
     """Rank by module name (a regular expression on the end of the name)."""
     alpha_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=65536)]], Field(max_length=256)] | None = None
@@ -161,25 +173,44 @@ _SETTING_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]{0,62}")
 _MAX_SETTING_ITEMS = 1024
 
 
-def _check_setting(path: str, value: Any) -> None:
+_MAX_SETTING_DEPTH = 8
+_LARGEST_INTEGER = 2**63 - 1
+
+
+def _check_setting(path: str, value: Any, depth: int = 1) -> None:
     """What every JSON round trip keeps unchanged, and what the data classes of PEFT can hold."""
+    if depth > _MAX_SETTING_DEPTH:
+        raise ValueError(f"{path[:100]}: is nested deeper than {_MAX_SETTING_DEPTH}; no setting is")
     match value:
-        case None | bool() | int() | str():
+        case None | bool():
             return
+        case int():
+            if abs(value) > _LARGEST_INTEGER:
+                raise ValueError(f"{path}: is larger than any number of Kubernetes; write a smaller one")
+        case str():
+            _check_text(path, value)
         case float():
             raise ValueError(f'{path}: floats do not survive every JSON round trip unchanged; write "{value}" in quotes')
         case list():
             if len(value) > _MAX_SETTING_ITEMS:
                 raise ValueError(f"{path}: has {len(value)} items; at most {_MAX_SETTING_ITEMS} are allowed")
             for number, item in enumerate(value):
-                _check_setting(f"{path}[{number}]", item)
+                _check_setting(f"{path}[{number}]", item, depth + 1)
         case dict():
             if len(value) > _MAX_SETTING_ITEMS:
                 raise ValueError(f"{path}: has {len(value)} entries; at most {_MAX_SETTING_ITEMS} are allowed")
             for name, item in value.items():
-                _check_setting(f"{path}.{name}", item)
+                _check_text(path, name)
+                _check_setting(f"{path}.{name}", item, depth + 1)
         case _:
             raise ValueError(f"{path}: is a {type(value).__name__}; write a number, a string, true, false or a list of these")
+
+
+def _check_text(path: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{path!a}: holds {ascii(text)[:60]}, which is no text in Unicode; write it in UTF-8") from error
 
 
 def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,40 @@ class RoleResources(ApiModel):
     """Size limit of /dev/shm, counted against memory."""
 
 
+class PreflightResources(RoleResources):
+    """Resources of the preflight container."""
+
+    memory: Quantity = "8Gi"
+    """Memory."""
+
+
+class TrainResources(RoleResources):
+    """Resources of the training container."""
+
+    cpu: Quantity = "8"
+    """CPU cores."""
+    memory: Quantity = "64Gi"
+    """Memory."""
+    shared_memory: Quantity = "8Gi"
+    """Size limit of /dev/shm, counted against memory."""
+
+
+class MergeResources(RoleResources):
+    """Resources of the merge container."""
+
+    memory: Quantity = "8Gi"
+    """Memory."""
+
+
+class TransferResources(RoleResources):
+    """Resources of a container that copies files."""
+
+    cpu: Quantity = "1"
+    """CPU cores."""
+    memory: Quantity = "2Gi"
+    """Memory."""
+
+
 class GpuResource(ApiModel):
     """The accelerator of a training pod."""
 
@@ -36,15 +70,15 @@ class GpuResource(ApiModel):
 class Resources(ApiModel):
     """Resources by role."""
 
-    fetch: RoleResources = RoleResources(cpu="1", memory="2Gi")
+    fetch: TransferResources = TransferResources()
     """CPU pod that copies model and data to the workspace."""
-    preflight: RoleResources = RoleResources(memory="8Gi")
+    preflight: PreflightResources = PreflightResources()
     """CPU pod that checks model, data and settings."""
-    train: RoleResources = RoleResources(cpu="8", memory="64Gi", shared_memory="8Gi")
+    train: TrainResources = TrainResources()
     """Training pod; GPUs come on top."""
-    merge: RoleResources = RoleResources(memory="8Gi")
+    merge: MergeResources = MergeResources()
     """CPU pod that merges and verifies."""
-    publish: RoleResources = RoleResources(cpu="1", memory="2Gi")
+    publish: TransferResources = TransferResources()
     """CPU pod that copies the results to a destination outside the cluster."""
 
 

@@ -43,6 +43,8 @@ class StatusFinding(StatusModel):
     value: Text = ""
     message: Text
     fix: Text = ""
+    source: Text = ""
+    """What the finding rests on."""
 
 
 class PlanChoice(StatusModel):
@@ -66,6 +68,15 @@ class PlanStatus(StatusModel):
     """Digest of the prepared data, by preflight."""
     choices: list[PlanChoice] = Field(default_factory=list, max_length=64)
     """What was left open, and what it became."""
+
+
+class MemoryStatus(StatusModel):
+    """What a training rank needs, as preflight estimated it from the real model."""
+
+    estimate: int
+    """Bytes of the fullest rank: of its device, or of the pod's memory where there is none."""
+    limit: int | None = None
+    """Bytes that a rank may take, by the profile."""
 
 
 class RankFailure(StatusModel):
@@ -141,6 +152,8 @@ class FineTuneJobStatus(StatusModel):
     conditions: list[Condition] = Field(default_factory=list, max_length=16)
     findings: list[StatusFinding] = Field(default_factory=list, max_length=64)
     plan: PlanStatus | None = None
+    memory: MemoryStatus | None = None
+    """Set by preflight."""
     start_time: Timestamp = ""
     """When the plan was frozen; from here on only `spec.run` may change."""
     completion_time: Timestamp = ""

@@ -71,6 +71,7 @@ def _placement(name: str, profile: FineTuneProfileSpec) -> Placement:
         image_pull_policy=profile.image_pull_policy,
         resources=profile.resources,
         gpu_resource_name=profile.gpu.resource_name if profile.gpu else None,
+        gpu_memory=profile.gpu.memory if profile.gpu else None,
         service_account_name=profile.service_account_name,
         run_as_user=profile.run_as_user,
         fs_group=profile.fs_group,

@@ -39,12 +39,16 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool) 
         lora_alpha=pick("method.lora.loraAlpha", lora.lora_alpha, 2 * lora.r, "twice the rank"),
         lora_dropout=float(pick("method.lora.loraDropout", lora.lora_dropout, "0", "adapters seldom need dropout")),
         target_modules=tuple(
-            pick("method.lora.targetModules", lora.target_modules, [ALL_LINEAR], "every linear layer but the output head")
+            pick("method.lora.targetModules", lora.target_modules, [], "targetParameters alone says what is adapted")
+            if lora.target_parameters
+            else pick("method.lora.targetModules", lora.target_modules, [ALL_LINEAR], "every linear layer but the output head")
         ),
+        target_parameters=tuple(lora.target_parameters or ()),
         exclude_modules=tuple(lora.exclude_modules or ()),
         layers_to_transform=None if lora.layers_to_transform is None else tuple(lora.layers_to_transform),
         init_lora_weights=lora.init_lora_weights,
         modules_to_save=tuple(lora.modules_to_save or ()),
+        trainable_token_indices=tuple(lora.trainable_token_indices or ()),
         rank_pattern=lora.rank_pattern or {},
         alpha_pattern=lora.alpha_pattern or {},
         lora_plus_ratio=number(lora.lora_plus_ratio),

@@ -24,7 +24,12 @@ def needs_peft_wrap_policy(spec: FineTuneJobSpec) -> bool:
     fsdp = spec.parallelism.fsdp
     if fsdp.version != 1 or METHODS[spec.method.type].family is not Family.LORA:
         return False
-    return not (spec.method.type is MethodType.DORA and fsdp.use_orig_params)
+    return not (spec.method.type is MethodType.DORA and (fsdp.use_orig_params or _trains_rows(spec)))
+
+
+def _trains_rows(spec: FineTuneJobSpec) -> bool:
+    """Whether rows of an embedding are trained, which FSDP 1 can only hold beside the frozen rest as original parameters."""
+    return spec.method.lora is not None and spec.method.lora.trainable_token_indices is not None
 
 
 def holds_adapters_as_the_base(spec: FineTuneJobSpec) -> bool:
@@ -64,7 +69,12 @@ def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:
         min_num_params=fsdp.min_num_params,
         peft_wrap_policy=peft_policy,
         use_orig_params=(
-            choices.pick("parallelism.fsdp.useOrigParams", fsdp.use_orig_params, not peft_policy, "what the wrap policy needs")
+            choices.pick(
+                "parallelism.fsdp.useOrigParams",
+                fsdp.use_orig_params,
+                not peft_policy or _trains_rows(spec),
+                "what is trained beside frozen parameters needs it" if _trains_rows(spec) else "what the wrap policy needs",
+            )
             if first
             else None
         ),

@@ -24,7 +24,7 @@ from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Pr
 class PlanModel(BaseModel):
     """Immutable; unknown fields are errors, because a container must not run a plan that it does not fully understand."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class JobIdentity(PlanModel):
@@ -82,11 +82,13 @@ class LoraPlan(PlanModel):
     lora_alpha: int
     lora_dropout: float
     target_modules: tuple[str, ...]
+    target_parameters: tuple[str, ...]
     exclude_modules: tuple[str, ...]
     layers_to_transform: tuple[int, ...] | None
     """None: all."""
     init_lora_weights: LoraInit
     modules_to_save: tuple[str, ...]
+    trainable_token_indices: tuple[int, ...]
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, int]
     lora_plus_ratio: float | None
@@ -134,6 +136,20 @@ class MethodPlan(PlanModel):
         """Whether adapters are held in float32 beside a base of 16 bits."""
         held = self.lora or self.adapter
         return held is not None and held.autocast_adapter_dtype
+
+    @property
+    def trains_parts_of_the_base(self) -> bool:
+        """Whether whole modules or biases are trained, which compute among the base's other parts as those do."""
+        if self.lora is not None:
+            return bool(self.lora.modules_to_save) or self.lora.bias is not LoraBias.NONE
+        if self.adapter is None:
+            return False
+        settings = self.adapter.settings
+        return (
+            self.type is MethodType.LN_TUNING
+            or bool(settings.get("modulesToSave"))
+            or settings.get("bias", LoraBias.NONE.value) != LoraBias.NONE.value
+        )
 
 
 class TrainingPlan(PlanModel):
@@ -285,6 +301,8 @@ class Placement(PlanModel):
     image_pull_policy: str
     resources: Resources
     gpu_resource_name: str | None
+    gpu_memory: str | None
+    """Memory of one device, as a quantity; None: training runs on the CPU."""
     service_account_name: str
     run_as_user: int | None
     fs_group: int | None
@@ -327,3 +345,13 @@ class RunPlan(PlanModel):
     placement: Placement | None
     """None in local mode."""
     choices: tuple[Choice, ...]
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is among the results."""
+        return self.method.trains_adapter and self.keeps_adapter
+
+    @property
+    def has_merged(self) -> bool:
+        """Whether a whole model is among the results: merged, or trained whole."""
+        return self.merge.enabled or not self.method.trains_adapter

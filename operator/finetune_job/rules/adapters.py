@@ -1,12 +1,15 @@
-"""Adapter settings: targets, patterns, dropout."""
+"""Adapter settings of every method: targets, layers, patterns; and what only LoRA has: dropout, scale, first values."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from finetune_job.api.method import ALL_LINEAR, LoraSpec
+from finetune_job.api.method import ALL_LINEAR, LoraInit, LoraSpec
+from finetune_job.methods import METHODS, Family
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
 from finetune_job.rules.rule import Reproduction
@@ -18,6 +21,38 @@ _LAYERS = f"{_LORA}.layersToTransform"
 _SAVED = f"{_LORA}.modulesToSave"
 _RANKS = f"{_LORA}.rankPattern"
 _ALPHAS = f"{_LORA}.alphaPattern"
+_INIT = f"{_LORA}.initLoraWeights"
+_SETTINGS = "method.settings"
+_PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Names that adapter settings of any method hold, as they are written."""
+
+    place: str
+    """Where they stand: method.lora or method.settings."""
+    values: Mapping[str, Any]
+
+    def names(self, setting: str) -> list[str]:
+        """A list of names; empty where it is unset, or a regular expression."""
+        found = self.values.get(setting)
+        return [each for each in found if isinstance(each, str)] if isinstance(found, list | tuple) else []
+
+    def path(self, setting: str) -> str:
+        """Path of a setting under `spec`."""
+        return f"{self.place}.{setting}"
+
+    def field(self, setting: str) -> str:
+        """Field that a finding names: method.settings as a whole, because the schema knows no more of it."""
+        return self.path(setting) if self.place == _LORA else _SETTINGS
+
+
+def _written(context: RuleContext) -> _Written:
+    method = context.spec.method
+    if METHODS[method.type].family is Family.OTHER:
+        return _Written(_SETTINGS, method.settings or {})
+    return _Written(_LORA, (method.lora or LoraSpec()).model_dump(mode="json", by_alias=True))
 
 
 @rule(
@@ -44,120 +79,219 @@ def lora_dropout_range(context: RuleContext) -> Problem | None:
 @rule(
     "all-linear-beside-names",
     "all-linear means something only alone",
-    reads=(_TARGETS,),
+    reads=(_TARGETS, _SETTINGS),
     sources=("peft: peft/tuners/tuners_utils.py, _maybe_include_all_linear_layers (only the plain string is expanded)",),
     reproduction=Reproduction(
-        "tests/pitfalls/test_adapters.py", "no error: the word matches no module and the names alone are adapted"
+        "tests/pitfalls/test_adapters.py::test_all_linear_beside_names_is_a_name",
+        "no error: the word matches no module and the names alone are adapted",
     ),
     holds_for="peft >= 0.8",
 )
 def all_linear_beside_names(context: RuleContext) -> Problem | None:
-    targets = _lora(context).target_modules or []
+    written = _written(context)
+    targets = written.names("targetModules")
     if ALL_LINEAR not in targets or len(targets) == 1:
         return None
     return Problem(
-        field=_TARGETS,
+        field=written.field("targetModules"),
         value=targets,
         message=f"{ALL_LINEAR} beside other names is taken for a module's name, which no model has; only the others are adapted",
         fix=f"write [{ALL_LINEAR}], or the names alone",
-        changes={_TARGETS: [ALL_LINEAR]},
+        changes={written.path("targetModules"): [ALL_LINEAR]},
     )
+
+
+_LISTS = ("targetModules", "excludeModules", "modulesToSave", "feedforwardModules")
 
 
 @rule(
     "module-name-malformed",
     "Module names are compared as they stand",
-    reads=(_TARGETS, _SAVED),
+    reads=(_TARGETS, f"{_LORA}.excludeModules", _SAVED, _SETTINGS),
     sources=("peft: peft/tuners/tuners_utils.py, check_target_module_exists",),
-    reproduction=Reproduction("tests/pitfalls/test_adapters.py", "no error: the name matches no module"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapters.py::test_malformed_names_match_nothing", "no error: the name matches no module"
+    ),
     holds_for="every version of peft",
 )
 def module_name_malformed(context: RuleContext) -> Problem | None:
-    lora = _lora(context)
-    for path, names in ((_TARGETS, lora.target_modules or []), (_SAVED, lora.modules_to_save or [])):
+    written = _written(context)
+    for setting in _LISTS:
+        names = written.names(setting)
         wrong = [name for name in names if not name.strip() or re.search(r"[\s,]", name)]
         if wrong:
             return Problem(
-                field=path,
+                field=written.field(setting),
                 value=names,
                 message=f'"{wrong[0]}" is no module name: it matches nothing, and PEFT says so only if no other name matches',
                 fix="write one module name per item, as in [q_proj, v_proj]",
-                changes=_well_formed(lora),
+                changes=_well_formed(written),
             )
     return None
 
 
-def _well_formed(lora: LoraSpec) -> dict[str, Any]:
+def _well_formed(written: _Written) -> dict[str, Any]:
     changes: dict[str, Any] = {}
-    for path, names in ((_TARGETS, lora.target_modules), (_SAVED, lora.modules_to_save)):
-        parts = [part for name in names or [] for part in re.split(r"[\s,]+", name) if part]
-        if names is not None and parts != names:
-            changes[path] = list(dict.fromkeys(parts)) or None
+    for setting in _LISTS:
+        names = written.names(setting)
+        parts = [part for name in names for part in re.split(r"[\s,]+", name) if part]
+        if parts != names:
+            changes[written.path(setting)] = list(dict.fromkeys(parts)) or None
     return changes
+
+
+@rule(
+    "module-expression-malformed",
+    "A text in place of a list of names is a regular expression",
+    reads=(_SETTINGS,),
+    sources=("peft: peft/tuners/tuners_utils.py, check_target_module_exists (re.fullmatch of a string)",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapters.py::test_a_text_in_place_of_names_is_an_expression",
+        "re.error: unterminated subpattern",
+    ),
+    holds_for="every version of peft",
+)
+def module_expression_malformed(context: RuleContext) -> Problem | None:
+    written = _written(context)
+    wrong = {
+        setting: text for setting in _LISTS if isinstance(text := written.values.get(setting), str) and not _is_expression(text)
+    }
+    if not wrong:
+        return None
+    setting, text = next(iter(wrong.items()))
+    return Problem(
+        field=written.field(setting),
+        value=f"{setting}: {text}",
+        message=f'"{text}" is a text and no list, so PEFT takes it for a regular expression on whole module names, which it is not',
+        fix="write a list of names, as in [q_proj, v_proj]",
+        changes={written.path(name): None for name in wrong},
+    )
 
 
 @rule(
     "module-adapted-and-saved",
     "A module that is trained whole gets no adapter",
-    reads=(_TARGETS, _SAVED),
+    reads=(_TARGETS, _SAVED, _SETTINGS),
     sources=("peft: peft/tuners/tuners_utils.py, inject_adapter (modules_to_save wins without a word)",),
-    reproduction=Reproduction("tests/pitfalls/test_adapters.py", "no error: the module is trained whole and gets no adapter"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapters.py::test_a_module_that_is_saved_whole_gets_no_adapter",
+        "no error: the module is trained whole and gets no adapter",
+    ),
     holds_for="peft <= 0.21",
 )
 def module_adapted_and_saved(context: RuleContext) -> Problem | None:
-    lora = _lora(context)
-    both = [name for name in lora.target_modules or [] if name in (lora.modules_to_save or [])]
+    written = _written(context)
+    targets, saved = written.names("targetModules"), written.names("modulesToSave")
+    both = [name for name in targets if name in saved]
     if not both:
         return None
-    rest = [name for name in lora.target_modules or [] if name not in both]
-    saved = [name for name in lora.modules_to_save or [] if name not in both]
+    rest = [name for name in targets if name not in both]
+    left = [name for name in saved if name not in both]
     return Problem(
-        field=_TARGETS,
-        value=lora.target_modules,
+        field=written.field("targetModules"),
+        value=targets,
         message=f"{', '.join(both)} is to be adapted and trained whole at once: PEFT drops the adapter without a word",
-        fix=f"name each module in one of {_TARGETS} and {_SAVED}",
-        changes={_TARGETS: rest} if rest else {_SAVED: saved or None},
+        fix=f"name each module in one of {written.path('targetModules')} and {written.path('modulesToSave')}",
+        changes={written.path("targetModules"): rest} if rest else {written.path("modulesToSave"): left or None},
+    )
+
+
+@rule(
+    "module-adapted-and-excluded",
+    "A module that is excluded gets no adapter",
+    reads=(_TARGETS, f"{_LORA}.excludeModules", _SETTINGS),
+    sources=("peft: peft/tuners/tuners_utils.py, check_target_module_exists (exclude_modules comes first)",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapters.py::test_a_module_that_is_excluded_gets_no_adapter",
+        "no error where another module is left: the excluded one gets no adapter",
+    ),
+    holds_for="peft >= 0.14",
+)
+def module_adapted_and_excluded(context: RuleContext) -> Problem | None:
+    written = _written(context)
+    targets, excluded = written.names("targetModules"), written.names("excludeModules")
+    both = [name for name in targets if name in excluded]
+    if not both:
+        return None
+    left = [name for name in excluded if name not in both]
+    return Problem(
+        field=written.field("targetModules"),
+        value=targets,
+        message=f"{', '.join(both)} is named by targetModules and by excludeModules: PEFT excludes it without a word",
+        fix=f"name each module in one of {written.path('targetModules')} and {written.path('excludeModules')}",
+        changes={written.path("excludeModules"): left or None},
     )
 
 
 @rule(
     "adapter-pattern-malformed",
     "Pattern keys are regular expressions",
-    reads=(_RANKS, _ALPHAS),
+    reads=(_RANKS, _ALPHAS, _SETTINGS),
     sources=("peft: peft/utils/other.py, get_pattern_key",),
-    reproduction=Reproduction("tests/pitfalls/test_adapters.py", "no error: the pattern matches no module"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapters.py::test_pattern_keys_are_regular_expressions",
+        "re.error where it is none, and no error where it is blank: the pattern matches no module",
+    ),
     holds_for="every version of peft",
 )
 def adapter_pattern_malformed(context: RuleContext) -> Problem | None:
-    lora = _lora(context)
-    for path, pattern in ((_RANKS, lora.rank_pattern or {}), (_ALPHAS, lora.alpha_pattern or {})):
-        wrong = [key for key in pattern if not _is_pattern(key)]
-        if wrong:
-            rest = {key: value for key, value in pattern.items() if key not in wrong}
-            return Problem(
-                field=path,
-                value=wrong[0],
-                message=f'"{wrong[0]}" is not a regular expression on the end of a module name',
-                fix="write a module name such as q_proj, or a regular expression such as layers\\.0\\..*",
-                changes={path: rest or None} | _other_pattern(path, lora),
-            )
-    return None
-
-
-def _other_pattern(path: str, lora: LoraSpec) -> dict[str, Any]:
-    """The other pattern mended too, so that one application of the changes is enough."""
-    if path == _ALPHAS or lora.alpha_pattern is None:
-        return {}
-    rest = {key: value for key, value in lora.alpha_pattern.items() if _is_pattern(key)}
-    return {} if rest == lora.alpha_pattern else {_ALPHAS: rest or None}
+    written = _written(context)
+    held = {setting: written.values.get(setting) for setting in _PATTERNS}
+    patterns = {setting: pattern for setting, pattern in held.items() if isinstance(pattern, dict)}
+    wrong = {setting: [key for key in pattern if not _is_pattern(key)] for setting, pattern in patterns.items()}
+    found = [setting for setting, keys in wrong.items() if keys]
+    if not found:
+        return None
+    rest = {setting: {key: value for key, value in patterns[setting].items() if _is_pattern(key)} for setting in found}
+    key = wrong[found[0]][0]
+    return Problem(
+        field=written.field(found[0]),
+        value=f'{found[0]}: "{key}"',
+        message=f'"{key}" is not a regular expression on the end of a module name',
+        fix="write a module name such as q_proj, or a regular expression such as layers\\.0\\..*",
+        changes={written.path(setting): rest[setting] or None for setting in found},
+    )
 
 
 def _is_pattern(key: str) -> bool:
+    return bool(key.strip()) and _is_expression(rf"(.*\.)?({key})$")
+
+
+def _is_expression(text: str) -> bool:
     try:
-        re.compile(rf"(.*\.)?({key})$")
-    except re.error:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
         return False
-    return bool(key.strip())
+    return True
+
+
+@rule(
+    "orthogonal-odd-rank",
+    "An orthogonal start takes pairs of rows",
+    reads=(_INIT, f"{_LORA}.r", _RANKS),
+    sources=("peft: peft/tuners/lora/layer.py, LoraLayer.orthogonal_init",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapters.py::test_an_orthogonal_start_needs_an_even_rank",
+        "ValueError: Orthogonal initialization requires the LoRA rank to be even",
+    ),
+    holds_for="peft >= 0.16",
+)
+def orthogonal_odd_rank(context: RuleContext) -> Problem | None:
+    lora = _lora(context)
+    ranks = lora.rank_pattern or {}
+    odd = {key: rank for key, rank in ranks.items() if rank % 2}
+    if lora.init_lora_weights is not LoraInit.ORTHOGONAL or not (lora.r % 2 or odd):
+        return None
+    even: dict[str, Any] = {f"{_LORA}.r": lora.r + 1} if lora.r % 2 else {}
+    if odd:
+        even[_RANKS] = {key: rank + rank % 2 for key, rank in ranks.items()}
+    return Problem(
+        field=f"{_LORA}.r" if lora.r % 2 else _RANKS,
+        value=lora.r if lora.r % 2 else next(iter(odd.values())),
+        message='half of the rows start A and the other half B: "Orthogonal initialization requires the LoRA rank to be even"',
+        fix=f"write even ranks, or set {_INIT} to {LoraInit.ZERO_B}",
+        changes=even,
+    )
 
 
 @rule(
@@ -185,21 +319,35 @@ def rslora_with_alpha(context: RuleContext) -> Problem | None:
 @rule(
     "layers-without-targets",
     "Layers can be chosen only among named modules",
-    reads=(_LAYERS, _TARGETS),
-    sources=("peft: peft/tuners/lora/config.py, LoraConfig.__post_init__ (layers_to_transform needs a list of names)",),
+    reads=(_LAYERS, _TARGETS, _SETTINGS),
+    sources=("peft: __post_init__ of the configuration classes; peft/tuners/tuners_utils.py, check_target_module_exists",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapters.py::test_layers_are_chosen_among_named_modules",
+        "ValueError: `layers_to_transform` cannot be used when `target_modules` is a str; of some methods no error, and all layers "
+        "are adapted",
+    ),
     holds_for="every version of peft",
 )
 def layers_without_targets(context: RuleContext) -> Problem | None:
-    lora = _lora(context)
-    if lora.layers_to_transform is None or lora.target_modules not in (None, [ALL_LINEAR]):
+    written = _written(context)
+    layers, targets = written.values.get("layersToTransform"), written.values.get("targetModules")
+    if layers in (None, []) or written.values.get("targetParameters") or (isinstance(targets, list) and targets != [ALL_LINEAR]):
         return None
+    if targets is None and not METHODS[context.spec.method.type].targets_all_linear:
+        return None
+    named = f"{ALL_LINEAR}, which targetModules is where nothing is named," if targets in (None, [ALL_LINEAR]) else f'"{targets}"'
     return Problem(
-        field=_LAYERS,
-        value=lora.layers_to_transform,
-        message=f"{ALL_LINEAR}, which {_TARGETS} is where nothing is named, stands for all layers; PEFT refuses both together",
-        fix=f"name the modules in {_TARGETS}, as in [q_proj, v_proj], or remove {_LAYERS}",
-        changes={_LAYERS: None},
+        field=written.field("layersToTransform"),
+        value=layers,
+        message=f"{named} stands for modules of all layers; PEFT refuses both together, or adapts all layers without a word",
+        fix=f"name the modules in {written.path('targetModules')}, as in [q_proj, v_proj], or remove layersToTransform",
+        changes={written.path("layersToTransform"): None, **_without_pattern(written)},
     )
+
+
+def _without_pattern(written: _Written) -> dict[str, Any]:
+    """LayersPattern means nothing without the layers."""
+    return {written.path("layersPattern"): None} if written.values.get("layersPattern") else {}
 
 
 def _lora(context: RuleContext) -> LoraSpec:
@@ -210,8 +358,11 @@ RULES = (
     lora_dropout_range,
     all_linear_beside_names,
     module_name_malformed,
+    module_expression_malformed,
     module_adapted_and_saved,
+    module_adapted_and_excluded,
     adapter_pattern_malformed,
+    orthogonal_odd_rank,
     rslora_with_alpha,
     layers_without_targets,
 )

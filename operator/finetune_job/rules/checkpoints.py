@@ -15,7 +15,10 @@ _TYPE = "parallelism.fsdp.stateDictType"
     "A local state dict cannot be read back",
     reads=(_TYPE,),
     sources=("accelerate: accelerate/utils/dataclasses.py, FullyShardedDataParallelPlugin",),
-    reproduction=Reproduction("tests/pitfalls/test_checkpoints.py", "ValueError: FSDP2 does not support LOCAL_STATE_DICT"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_checkpoints.py::test_fsdp_2_has_no_local_state_dict",
+        "ValueError: FSDP2 does not support LOCAL_STATE_DICT",
+    ),
     holds_for="accelerate >= 1.0, both FSDP versions",
 )
 def local_state_dict(context: RuleContext) -> Problem | None:

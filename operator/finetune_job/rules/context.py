@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import JobIdentity, RunPlan
+
+_NOBODY = JobIdentity(namespace="", name="", uid="")
 
 
 @dataclass(frozen=True)
@@ -15,3 +20,8 @@ class RuleContext:
     spec: FineTuneJobSpec
     profile: FineTuneProfileSpec | None = None
     """None where no profile is known, as in `finetune validate` on a laptop without one."""
+
+    @cached_property
+    def plan(self) -> RunPlan:
+        """The plan that this manifest would get, made once for all rules."""
+        return resolve(_NOBODY, self.spec, self.profile)

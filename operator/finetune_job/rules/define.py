@@ -60,6 +60,8 @@ def rule(
     speaks_of: Speaks = "ours",
 ) -> Callable[[Check], Rule]:
     """Turn a check function into a `Rule`. `reads`: paths under `spec`."""
+    basis = "source" if reproduction is None else f"reproduced by {reproduction.test}"
+    source = f"{basis}: {'; '.join(sources)}"
 
     def made(check: Check) -> Rule:
         def find(context: RuleContext) -> Finding | None:
@@ -73,6 +75,7 @@ def rule(
                 value=shown(problem.value),
                 message=problem.message,
                 fix=problem.fix,
+                source=source,
                 changes=tuple(FieldChange(field=f"spec.{path}", value=_plain(value)) for path, value in problem.changes.items()),
             )
 
@@ -84,6 +87,7 @@ def rule(
             sources=sources,
             holds_for=holds_for,
             check=find,
+            topic=check.__module__.rpartition(".")[2],
             reproduction=reproduction,
             speaks_of=speaks_of,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from finetune_job.api.base import Dtype
 from finetune_job.api.method import MethodType
-from finetune_job.api.training import Precision
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
 from finetune_job.rules.effective import effective_plan, held_dtype
@@ -13,8 +12,6 @@ from finetune_job.rules.rule import Reproduction
 _PEFT_POLICY = "parallelism.fsdp.peftWrapPolicy"
 _ORIG_PARAMS = "parallelism.fsdp.useOrigParams"
 _AUTOCAST = "method.lora.autocastAdapterDtype"
-_PARAM_DTYPE = "parallelism.fsdp.mixedPrecision.paramDtype"
-_PRECISION = "training.precision"
 
 
 @rule(
@@ -22,7 +19,9 @@ _PRECISION = "training.precision"
     "DoRA reads adapter weights outside their unit, where FSDP 1 holds a flat shard",
     reads=("parallelism.fsdp.version", _PEFT_POLICY, _ORIG_PARAMS, "method.type"),
     sources=("peft: peft/tuners/lora/dora.py, DoraLinearLayer.forward", "peft: issues 1737 and 1910, pull request 1806"),
-    reproduction=Reproduction("tests/pitfalls/test_dora.py", "IndexError: tuple index out of range"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_dora.py::test_original_parameters_in_leaf_units_fail", "IndexError: tuple index out of range"
+    ),
     holds_for="peft >= 0.12, FSDP 1 only; hidden with one rank, where nothing is sharded",
 )
 def fsdp1_dora_orig_params(context: RuleContext) -> Problem | None:
@@ -41,41 +40,14 @@ def fsdp1_dora_orig_params(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "fsdp1-dora-mixed-precision",
-    "DoRA multiplies weights of two units, which FSDP 1 casts at different times",
-    reads=("parallelism.fsdp.version", _PEFT_POLICY, _PARAM_DTYPE, _PRECISION, _AUTOCAST, "model.dtype"),
-    sources=("peft: peft/tuners/lora/dora.py, DoraLinearLayer.forward", "torch: fully_sharded_data_parallel.py, MixedPrecision"),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_dora.py", "RuntimeError: expected both tensors of a product to have one element type"
-    ),
-    holds_for="peft >= 0.12, FSDP 1 only, with and without autocast",
-)
-def fsdp1_dora_mixed_precision(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
-    fsdp, lora = plan.parallelism.fsdp, plan.method.lora
-    if plan.method.type is not MethodType.DORA or lora is None or fsdp.version != 1 or not fsdp.peft_wrap_policy:
-        return None
-    adapter = Dtype.FLOAT32 if lora.autocast_adapter_dtype else held_dtype(plan)
-    if fsdp.param_dtype is None or adapter is None or fsdp.param_dtype is adapter:
-        return None
-    chosen = context.spec.training.precision is Precision.BF16
-    return Problem(
-        field=_PARAM_DTYPE,
-        value=fsdp.param_dtype,
-        message=f"weights are cast to {fsdp.param_dtype} inside their own unit, and DoRA mixes them with {adapter} adapter "
-        'weights from outside: "RuntimeError: expected ... to have the same dtype"',
-        fix=f"remove {_PARAM_DTYPE}{f' and {_PRECISION}' if chosen else ''}, or use version 2",
-        changes={_PARAM_DTYPE: None} | ({_PRECISION: None} if chosen else {}),
-    )
-
-
-@rule(
     "dora-16-bit-magnitude",
     "DoRA's magnitudes stand still in 16 bits",
     severity="warning",
     reads=("method.type", _AUTOCAST, "model.dtype", "training.precision"),
     sources=("trl: pull request 7268", "IEEE 754: a bfloat16 number near 1 has steps of 1/128, larger than usual updates"),
-    reproduction=Reproduction("tests/pitfalls/test_dora.py", "no error: the magnitudes never change"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_dora.py::test_magnitudes_stand_still_in_16_bits", "no error: the magnitudes never change"
+    ),
     holds_for="every version",
 )
 def dora_16_bit_magnitude(context: RuleContext) -> Problem | None:
@@ -96,4 +68,4 @@ def dora_16_bit_magnitude(context: RuleContext) -> Problem | None:
     )
 
 
-RULES = (fsdp1_dora_orig_params, fsdp1_dora_mixed_precision, dora_16_bit_magnitude)
+RULES = (fsdp1_dora_orig_params, dora_16_bit_magnitude)

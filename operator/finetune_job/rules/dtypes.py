@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from finetune_job.api.base import Dtype
-from finetune_job.api.method import LoraBias, MethodType, QuantStorage
+from finetune_job.api.method import MethodType, QuantStorage
+from finetune_job.api.training import OptimizerName, Precision
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
 from finetune_job.rules.effective import effective_plan, held_dtype
@@ -13,7 +14,7 @@ _PEFT_POLICY = "parallelism.fsdp.peftWrapPolicy"
 _ORIG_PARAMS = "parallelism.fsdp.useOrigParams"
 _AUTOCAST = "method.lora.autocastAdapterDtype"
 _COMPUTE = "method.quantization.computeDtype"
-_BIAS = "method.lora.bias"
+_SAVED = "method.lora.modulesToSave"
 _PARAM_DTYPE = "parallelism.fsdp.mixedPrecision.paramDtype"
 _FLATTEN = "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata"
 
@@ -31,7 +32,10 @@ _FLATTEN = "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata"
         "method.quantization.quantStorage",
     ),
     sources=(_FLATTEN, "peft: docs of autocast_adapter_dtype"),
-    reproduction=Reproduction("tests/pitfalls/test_dtypes.py", "ValueError: Must flatten tensors with uniform dtype"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_dtypes.py::test_float32_adapters_in_16_bit_layers_fail",
+        "ValueError: Must flatten tensors with uniform dtype",
+    ),
     holds_for="torch >= 2.0 with peft >= 0.12, FSDP 1 only",
 )
 def fsdp1_adapter_dtype(context: RuleContext) -> Problem | None:
@@ -61,7 +65,10 @@ def fsdp1_adapter_dtype(context: RuleContext) -> Problem | None:
     "Adapters of a 4-bit base take its compute type",
     reads=("parallelism.fsdp.version", _PEFT_POLICY, _AUTOCAST, _COMPUTE, "model.dtype", "training.precision"),
     sources=(_FLATTEN, "peft: pull request 2893"),
-    reproduction=Reproduction("tests/pitfalls/test_dtypes.py", "ValueError: Must flatten tensors with uniform dtype"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_dtypes.py::test_adapters_of_a_4_bit_base_take_its_compute_type",
+        "ValueError: Must flatten tensors with uniform dtype",
+    ),
     holds_for="peft >= 0.19, FSDP 1 only",
 )
 def fsdp1_qlora_compute_dtype(context: RuleContext) -> Problem | None:
@@ -82,28 +89,63 @@ def fsdp1_qlora_compute_dtype(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "fsdp2-trained-bias-dtype",
-    "FSDP 2 needs one element type for what is trained in a unit",
-    severity="warning",
-    reads=("parallelism.fsdp.version", _BIAS, _AUTOCAST, "model.dtype", "training.precision"),
-    sources=("torch: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _init_mp_dtypes",),
-    reproduction=Reproduction("tests/pitfalls/test_dtypes.py", "AssertionError: FSDP expects uniform original parameter dtype"),
-    holds_for="torch >= 2.6, FSDP 2 only, models whose layers have biases",
+    "float16-adapter",
+    "Adam's second moment vanishes in float16",
+    reads=(_AUTOCAST, "model.dtype", "training.precision", "training.optimizer"),
+    sources=("torch: torch/optim/adamw.py (the state has the element type of the parameter)", "peft: docs, troubleshooting"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_loss_scaling.py::test_adams_epsilon_is_zero_in_float16", "no error: the weights are NaN after a step"
+    ),
+    holds_for="every version",
 )
-def fsdp2_trained_bias_dtype(context: RuleContext) -> Problem | None:
+def float16_adapter(context: RuleContext) -> Problem | None:
+    plan = effective_plan(context)
+    lora = plan.method.lora
+    if lora is None or lora.autocast_adapter_dtype or held_dtype(plan) is not Dtype.FLOAT16:
+        return None
+    if plan.training.optimizer is OptimizerName.SGD:
+        return None
+    # Float32 adapters may need other units than those that were written for float16 ones.
+    units = (_PEFT_POLICY, _ORIG_PARAMS) if plan.parallelism.fsdp.version == 1 else ()
+    changes = dict.fromkeys((_AUTOCAST, *units))
+    return Problem(
+        field=_AUTOCAST,
+        value=False,
+        message="what this trains is held in float16, where squares of gradients below 2e-4 and Adam's epsilon are zero: the first "
+        "steps divide by zero",
+        fix=f"remove {' and '.join(changes)}: adapters are then held in float32",
+        changes=changes,
+    )
+
+
+@rule(
+    "saved-module-16-bit",
+    "Modules that are trained whole in the base's element type stand still",
+    severity="warning",
+    reads=(_SAVED, _AUTOCAST, "model.dtype", "training.precision"),
+    sources=(
+        "peft: peft/tuners/tuners_utils.py, cast_adapter_dtype (adapters alone are made float32)",
+        "IEEE 754: a bfloat16 number near 1 has steps of 1/128, larger than usual updates",
+    ),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_dtypes.py::test_norms_saved_whole_stand_still_in_16_bits", "no error: the weights never change"
+    ),
+    holds_for="every version of peft",
+)
+def saved_module_16_bit(context: RuleContext) -> Problem | None:
     plan = effective_plan(context)
     lora, base = plan.method.lora, held_dtype(plan)
-    if plan.parallelism.fsdp.version != 2 or lora is None or lora.bias is LoraBias.NONE or not lora.autocast_adapter_dtype:
+    if lora is None or lora.autocast_adapter_dtype or not lora.modules_to_save or base in (None, Dtype.FLOAT32):
         return None
-    if base in (None, Dtype.FLOAT32):
-        return None
+    # Storage and products of packed weights would have to change with the precision.
+    packed = plan.method.quantization is not None
     return Problem(
-        field=_BIAS,
-        value=lora.bias,
-        message=f"biases are trained in {base} beside float32 adapters of the same layer: a model whose layers have biases fails "
-        'with "FSDP expects uniform original parameter dtype"; preflight looks at the model',
-        fix=f"set {_BIAS} to none, or {_AUTOCAST} to false",
-        changes={_BIAS: "none"},
+        field=_SAVED,
+        value=list(lora.modules_to_save),
+        message=f"these modules are trained in {base}: an update below a hundredth of a weight is rounded away, so that norms keep "
+        "their values and other weights stop moving as the learning rate falls",
+        fix=f"remove {_SAVED}" if packed else f"set training.precision to fp32, or remove {_SAVED}",
+        changes={_SAVED: None} if packed else {"training.precision": Precision.FP32},
     )
 
 
@@ -133,4 +175,10 @@ def float16_without_loss_scaling(context: RuleContext) -> Problem | None:
     )
 
 
-RULES = (fsdp1_adapter_dtype, fsdp1_qlora_compute_dtype, fsdp2_trained_bias_dtype, float16_without_loss_scaling)
+RULES = (
+    fsdp1_adapter_dtype,
+    fsdp1_qlora_compute_dtype,
+    float16_adapter,
+    saved_module_16_bit,
+    float16_without_loss_scaling,
+)

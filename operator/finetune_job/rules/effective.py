@@ -2,16 +2,13 @@
 
 from finetune_job.api.base import Dtype
 from finetune_job.api.training import Precision
-from finetune_job.plan.resolve import resolve
-from finetune_job.plan.run_plan import JobIdentity, RunPlan
+from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.context import RuleContext
-
-_NOBODY = JobIdentity(namespace="", name="", uid="")
 
 
 def effective_plan(context: RuleContext) -> RunPlan:
     """The plan that this manifest would get. Total: it exists for manifests that will be refused, too."""
-    return resolve(_NOBODY, context.spec, context.profile)
+    return context.plan
 
 
 def held_dtype(plan: RunPlan) -> Dtype | None:

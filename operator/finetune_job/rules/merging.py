@@ -65,7 +65,8 @@ def verification_agreement_range(context: RuleContext) -> Problem | None:
     reads=(_BASE, "method.type"),
     sources=("peft: peft/tuners/lora/bnb.py, Linear4bit.merge", "peft: issues 2105 and 2321"),
     reproduction=Reproduction(
-        "tests/pitfalls/test_quantization.py", "no error but a warning: logits move by more than the adapter's effect"
+        "tests/pitfalls/test_quantization.py::test_merging_into_4_bits_rounds_the_update_away",
+        "no error but a warning: logits move by more than the adapter's effect",
     ),
     holds_for="every version of peft; its warning speaks of rounding errors only",
 )
@@ -110,7 +111,9 @@ def merge_dequantized_without_qlora(context: RuleContext) -> Problem | None:
     "A sharded model cannot be merged in place",
     reads=(_BASE, "parallelism.fsdp.version"),
     sources=("peft: docs/source/accelerate/fsdp.md", "peft: issues 2129 and 1674"),
-    reproduction=Reproduction("tests/pitfalls/test_merging.py", "RuntimeError: the shard is no matrix"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_merging.py::test_a_sharded_model_cannot_be_merged_under_fsdp_1", "RuntimeError: the shard is no matrix"
+    ),
     holds_for="torch >= 2.0, FSDP 1; under FSDP 2 it works on a CPU and was not seen on a GPU",
 )
 def merge_while_sharded(context: RuleContext) -> Problem | None:

@@ -152,7 +152,7 @@ def method_merge_setting(context: RuleContext) -> Problem | None:
             continue
         if needed.name not in written and needed.is_default:
             continue
-        wanted = "true" if needed.value is True else f'"{needed.value}"'
+        wanted = shown(needed.value) if isinstance(needed.value, bool) else f'"{needed.value}"'
         return Problem(
             field=_SETTINGS,
             value=f"{needed.name} unset" if needed.name not in written else f"{needed.name}: {shown(written[needed.name])}",
@@ -164,9 +164,10 @@ def method_merge_setting(context: RuleContext) -> Problem | None:
 
 
 def _same(written: Any, needed: bool | str) -> bool:
-    if isinstance(needed, bool) or not isinstance(written, str):
-        return bool(written == needed)
-    return is_decimal(written) and Decimal(written) == Decimal(needed)
+    if isinstance(needed, bool) or isinstance(written, bool):
+        return written is needed
+    text = str(written)
+    return is_decimal(text) and Decimal(text) == Decimal(needed)
 
 
 @rule(
@@ -179,6 +180,9 @@ def _same(written: Any, needed: bool | str) -> bool:
 def fsdp1_adapter_unit(context: RuleContext) -> Problem | None:
     kind, fsdp = context.spec.method.type, effective_plan(context).parallelism.fsdp
     if METHODS[kind].family is not Family.OTHER or fsdp.version != 1 or (fsdp.use_orig_params and not fsdp.peft_wrap_policy):
+        return None
+    if fsdp.peft_wrap_policy and (kind is MethodType.LN_TUNING or (kind is MethodType.OFT and not fsdp.use_orig_params)):
+        # What they train are leaf modules with a weight, which that policy makes units of their own.
         return None
     field = _PEFT_POLICY if fsdp.peft_wrap_policy else _ORIG_PARAMS
     return Problem(

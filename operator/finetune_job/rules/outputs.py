@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from finetune_job.api.base import BucketPath, ClaimPath, HubPath, RegistryPath, parse_destination, parse_source
 from finetune_job.api.method import MethodType
@@ -18,6 +19,12 @@ _PRIVATE = "output.private"
 _INPUTS = ("model.source", "data.source", "data.datasets", "data.validation.source")
 _NAME = "finetune-output"
 """Of a directory or repository that stands in a fix where only the user can know the name."""
+
+
+def _same_service(context: RuleContext, endpoint: Literal["hub_endpoint", "s3_endpoint"]) -> bool:
+    """Whether what is read and what is written lie in one service, where one name means one place."""
+    profile = context.profile
+    return profile is None or getattr(profile.fetch, endpoint) == getattr(profile.publish, endpoint)
 
 
 def _place(context: RuleContext) -> ClaimPath | HubPath | BucketPath | RegistryPath:
@@ -79,9 +86,7 @@ def _free_directory(context: RuleContext, claim: str) -> str:
 )
 def output_overlaps_bucket_input(context: RuleContext) -> Problem | None:
     target = _place(context)
-    profile = context.profile
-    elsewhere = profile is not None and profile.fetch.s3_endpoint != profile.publish.s3_endpoint
-    if not isinstance(target, BucketPath) or elsewhere:
+    if not isinstance(target, BucketPath) or not _same_service(context, "s3_endpoint"):
         return None
     places = [(named, parse_source(named.source)) for named in named_sources(context.spec)]
     inputs = [place for _, place in places if isinstance(place, BucketPath)]
@@ -126,7 +131,7 @@ def output_replaces_model(context: RuleContext) -> Problem | None:
     if not isinstance(target, HubPath) or not isinstance(model, HubPath) or model.is_dataset:
         return None
     # The Hub does not tell capitals from small letters.
-    if target.repository.casefold() != model.repository.casefold():
+    if target.repository.casefold() != model.repository.casefold() or not _same_service(context, "hub_endpoint"):
         return None
     written = f"hf://{target.repository}-tuned"
     return Problem(

@@ -13,6 +13,7 @@ _QUANTIZATION = "method.quantization"
 _BITS = f"{_QUANTIZATION}.bits"
 _STORAGE = f"{_QUANTIZATION}.quantStorage"
 _PARAM_DTYPE = "parallelism.fsdp.mixedPrecision.paramDtype"
+_DESTROYED = 'would be converted to {} as if they were numbers, which destroys them: "shape ... is invalid for input of size ..."'
 _FSDP_QLORA = "bitsandbytes: docs/source/fsdp_qlora.md"
 
 
@@ -45,7 +46,7 @@ def quantization_without_qlora(context: RuleContext) -> Problem | None:
         "bitsandbytes: bitsandbytes/nn/modules.py, Linear8bitLt (FSDP 2: the sharded parameter has lost its CB attribute)",
     ),
     reproduction=Reproduction(
-        "tests/pitfalls/test_quantization.py",
+        "tests/pitfalls/test_quantization.py::test_an_8_bit_base_cannot_be_sharded",
         "FSDP 1: ValueError: Cannot flatten integer dtype tensors; FSDP 2: AttributeError: 'Parameter' object has no 'CB'",
     ),
     holds_for="bitsandbytes <= 0.50, both FSDP versions",
@@ -67,7 +68,9 @@ def quantization_bits(context: RuleContext) -> Problem | None:
     "FSDP 1 cannot flatten integers",
     reads=("parallelism.fsdp.version", "method.type", _STORAGE),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", _FSDP_QLORA),
-    reproduction=Reproduction("tests/pitfalls/test_quantization.py", "ValueError: Cannot flatten integer dtype tensors"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_quantization.py::test_bytes_cannot_be_flattened", "ValueError: Cannot flatten integer dtype tensors"
+    ),
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_qlora_integer_storage(context: RuleContext) -> Problem | None:
@@ -90,6 +93,11 @@ def fsdp1_qlora_integer_storage(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=("parallelism.fsdp.version", "method.type", _STORAGE),
     sources=("accelerate: issue 3983, pull request 3987 (integer parameters are excluded from fully_shard)",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_accelerate.py::test_accelerate_leaves_bytes_unsharded",
+        "a warning: Found non-floating frozen Params4bit. Excluding from FSDP2 sharding",
+    ),
+    speaks_of="accelerate",
     holds_for="accelerate >= 1.15, FSDP 2; this trainer shards integers, too",
 )
 def fsdp2_qlora_integer_storage(context: RuleContext) -> Problem | None:
@@ -112,7 +120,10 @@ def fsdp2_qlora_integer_storage(context: RuleContext) -> Problem | None:
     "FSDP 1 cannot flatten two element types together",
     reads=("parallelism.fsdp.version", "method.type", _STORAGE, "model.dtype", "training.precision"),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", _FSDP_QLORA),
-    reproduction=Reproduction("tests/pitfalls/test_quantization.py", "ValueError: Must flatten tensors with uniform dtype"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_quantization.py::test_storage_of_another_type_cannot_be_flattened",
+        "ValueError: Must flatten tensors with uniform dtype",
+    ),
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
@@ -135,28 +146,38 @@ def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
 @rule(
     "qlora-storage-not-param-dtype",
     "Mixed precision would convert packed weights like numbers",
-    reads=(_STORAGE, "model.dtype", "training.precision", _PARAM_DTYPE),
+    reads=("parallelism.fsdp.version", _STORAGE, "model.dtype", "training.precision", _PARAM_DTYPE),
     sources=("torch: mixed precision casts every floating parameter of a unit, and packed 4-bit weights look like one",),
     reproduction=Reproduction(
-        "tests/pitfalls/test_quantization.py", "RuntimeError: the packed weight is converted like numbers and has half its size"
+        "tests/pitfalls/test_quantization.py::test_mixed_precision_destroys_packed_weights",
+        "RuntimeError: the packed weight is converted like numbers and has half its size",
     ),
-    holds_for="torch >= 2.0, both FSDP versions",
+    holds_for="torch >= 2.0, both FSDP versions; under version 1 this trainer leaves 16-bit types to autocast",
 )
 def qlora_storage_not_param_dtype(context: RuleContext) -> Problem | None:
     plan = effective_plan(context)
     param_dtype = plan.parallelism.fsdp.param_dtype
     if plan.method.quantization is None or param_dtype is None:
         return None
-    storage = plan.method.quantization.quant_storage or held_dtype(plan)
+    storage = plan.method.quantization.quant_storage
+    if plan.parallelism.fsdp.version == 1:
+        if param_dtype is not Dtype.FLOAT32 or storage is QuantStorage.UINT8 or held_dtype(plan) in (None, Dtype.FLOAT32):
+            return None
+        return Problem(
+            field=_PARAM_DTYPE,
+            value=param_dtype,
+            message=f"packed weights lie in one unit with others in {held_dtype(plan)} and {_DESTROYED.format(param_dtype)}",
+            fix=f"leave {_PARAM_DTYPE} out: autocast computes in 16 bits, and packed weights stay as they are",
+            changes={_PARAM_DTYPE: None},
+        )
     if storage in (None, QuantStorage.UINT8) or str(storage) == str(param_dtype):
         return None
     return Problem(
-        field=_PARAM_DTYPE,
-        value=param_dtype,
-        message=f"packed weights stored as {storage} would be converted to {param_dtype} as if they were numbers, which destroys "
-        'them: "shape ... is invalid for input of size ..."',
-        fix=f"make {_PARAM_DTYPE} and {_STORAGE} the same",
-        changes={_PARAM_DTYPE: Dtype(str(storage))},
+        field=_STORAGE,
+        value=storage,
+        message=f"packed weights stored as {storage} {_DESTROYED.format(param_dtype)}",
+        fix=f"leave {_STORAGE} out: packed weights are then stored in the type of the computation",
+        changes={_STORAGE: None},
     )
 
 

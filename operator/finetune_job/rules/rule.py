@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict
 
 from finetune_job.rules.context import RuleContext
 
+UNREADABLE = "unreadable"
+"""Stands in place of a rule's id where the input itself is at fault: it is no object of this API."""
 Severity = Literal["error", "warning"]
 Evidence = Literal["reproduced", "source"]
 """`reproduced`: tests/pitfalls shows the failure on the real libraries. `source`: read in their source or in this product's API."""
@@ -39,6 +41,8 @@ class Finding(BaseModel):
     """Why this cannot work, or what it means."""
     fix: str
     """What to write instead."""
+    source: str = ""
+    """What the rule rests on, and where that stands; empty where the input itself is at fault."""
     changes: tuple[FieldChange, ...] = ()
     """The fix as changes that a program can apply; applying all of them clears this finding."""
 
@@ -67,6 +71,8 @@ class Rule:
     holds_for: str
     """Library versions, in words that stand in the catalogue."""
     check: Callable[[RuleContext], Finding | None]
+    topic: str
+    """The module that it stands in: `wrapping`, `quantization` and so on."""
     reproduction: Reproduction | None = None
     speaks_of: Speaks = "ours"
 

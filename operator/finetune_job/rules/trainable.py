@@ -22,7 +22,7 @@ _BIAS = "method.lora.bias"
         "peft: docs/source/accelerate/fsdp.md",
     ),
     reproduction=Reproduction(
-        "tests/pitfalls/test_trainable.py",
+        "tests/pitfalls/test_trainable.py::test_lora_in_flat_units_fails_without_pefts_policy",
         "ValueError: Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`",
     ),
     holds_for="torch >= 2.0, FSDP 1 only",
@@ -30,7 +30,7 @@ _BIAS = "method.lora.bias"
 def fsdp1_lora_mixed_requires_grad(context: RuleContext) -> Problem | None:
     plan = effective_plan(context)
     fsdp = plan.parallelism.fsdp
-    if fsdp.version != 1 or plan.method.lora is None or fsdp.use_orig_params or fsdp.peft_wrap_policy:
+    if plan.parallelism.fsdp.version != 1 or plan.method.lora is None or fsdp.use_orig_params or fsdp.peft_wrap_policy:
         return None
     return Problem(
         field=_PEFT_POLICY,
@@ -49,7 +49,7 @@ def fsdp1_lora_mixed_requires_grad(context: RuleContext) -> Problem | None:
     reads=("parallelism.fsdp.version", _ORIG_PARAMS, _BIAS),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", "peft: docs of LoraConfig.bias"),
     reproduction=Reproduction(
-        "tests/pitfalls/test_trainable.py",
+        "tests/pitfalls/test_trainable.py::test_trained_bias_fails_where_the_model_has_biases",
         "ValueError: Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`",
     ),
     holds_for="torch >= 2.0, FSDP 1 only, models whose layers have biases",
@@ -57,7 +57,7 @@ def fsdp1_lora_mixed_requires_grad(context: RuleContext) -> Problem | None:
 def fsdp1_trained_bias(context: RuleContext) -> Problem | None:
     plan = effective_plan(context)
     fsdp, lora = plan.parallelism.fsdp, plan.method.lora
-    if fsdp.version != 1 or lora is None or lora.bias is LoraBias.NONE or fsdp.use_orig_params:
+    if plan.parallelism.fsdp.version != 1 or lora is None or lora.bias is LoraBias.NONE or fsdp.use_orig_params:
         return None
     return Problem(
         field=_BIAS,

@@ -29,7 +29,8 @@ def _class_names(written: list[str]) -> list[str] | None:
     reads=(_CLASSES,),
     sources=(_PEFT_POLICY, _ACCELERATE_POLICY),
     reproduction=Reproduction(
-        "tests/pitfalls/test_wrapping.py", "no error: one unit holds the whole model, which every rank gathers in every step"
+        "tests/pitfalls/test_wrapping.py::test_blank_names_wrap_no_layer_without_a_word",
+        "no error: one unit holds the whole model, which every rank gathers in every step",
     ),
     holds_for="peft >= 0.14, accelerate >= 1.0",
 )
@@ -51,7 +52,10 @@ def wrap_class_list_empty(context: RuleContext) -> Problem | None:
     "A blank layer class name is skipped without a word",
     reads=(_CLASSES,),
     sources=(_PEFT_POLICY, _ACCELERATE_POLICY),
-    reproduction=Reproduction("tests/pitfalls/test_wrapping.py", "no error: the blank name is skipped and no layer becomes a unit"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_wrapping.py::test_blank_names_wrap_no_layer_without_a_word",
+        "no error: the blank name is skipped and no layer becomes a unit",
+    ),
     holds_for="peft >= 0.14 skips it, older peft and accelerate raise",
 )
 def wrap_class_name_blank(context: RuleContext) -> Problem | None:
@@ -72,7 +76,10 @@ def wrap_class_name_blank(context: RuleContext) -> Problem | None:
     "A layer class name with spaces, commas or dots matches no class",
     reads=(_CLASSES,),
     sources=(_PEFT_POLICY, _ACCELERATE_POLICY),
-    reproduction=Reproduction("tests/pitfalls/test_wrapping.py", "Could not find the transformer layer class to wrap in the model"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_wrapping.py::test_unknown_and_spaced_names_are_refused_by_peft",
+        "Could not find the transformer layer class to wrap in the model",
+    ),
     holds_for="peft >= 0.14, accelerate >= 1.0",
 )
 def wrap_class_name_malformed(context: RuleContext) -> Problem | None:

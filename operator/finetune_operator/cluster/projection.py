@@ -137,7 +137,14 @@ def _compressed(document: Document, *parts: str) -> bytes:
 
 
 def _summary(document: Document) -> JobSummary:
-    status = document.get("status") or {}
+    try:
+        return _summary_of(document, document.get("status") or {})
+    except (AttributeError, KeyError, TypeError):
+        # No definition of ours lets such a status through; an object must not end the watch of all others.
+        return _summary_of(document, {})
+
+
+def _summary_of(document: Document, status: Document) -> JobSummary:
     conditions: dict[str, tuple[str, str]] = {
         item["type"]: (item["status"], item.get("reason", "")) for item in status.get("conditions") or ()
     }

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.api.status import FineTuneJobStatus, StatusFinding
 from finetune_job.reasons import Reason
 
 
@@ -65,5 +65,7 @@ class Actions:
     deletes: tuple[Delete, ...] = ()
     creates: tuple[Create, ...] = ()
     events: tuple[Emit, ...] = ()
+    news: tuple[StatusFinding, ...] = ()
+    """Findings that status did not name yet for this generation of the job: counted once the status is written."""
     requeue_after_seconds: float | None = None
     """When to look again although nothing may have changed: the next deadline."""

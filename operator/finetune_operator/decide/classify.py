@@ -7,8 +7,8 @@ SIGTERM and a deletion are taken for the cause only where nothing better is know
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from finetune_job.api.status import RankFailure
@@ -67,6 +67,8 @@ class Failure:
     refused: bool = False
     """The container's own verdict is that the job cannot work, with `findings`."""
     findings: tuple[ReportedFinding, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What the container reported beside it."""
 
     @property
     def text(self) -> str:
@@ -160,6 +162,7 @@ def classify(pods: Iterable[PodView], otherwise: FailureClass, message: str) -> 
         evidence=evidence,
         refused=report is not None and report.outcome is Outcome.REFUSED,
         findings=tuple(report.findings) if report is not None else (),
+        facts=report.facts if report is not None else {},
     )
 
 

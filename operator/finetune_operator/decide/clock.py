@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 
 def timestamp(moment: datetime) -> str:
@@ -10,6 +10,11 @@ def timestamp(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def moment(text: str) -> datetime:
-    """A moment read from status. Raises ValueError on anything that `timestamp` does not write."""
-    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+def moment_after(text: str, seconds: float) -> datetime | None:
+    """So many seconds after a moment in status; None for one that `timestamp` did not write: somebody has edited the status, and
+    no pass may end in that.
+    """
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC) + timedelta(seconds=seconds)
+    except (ValueError, OverflowError):
+        return None

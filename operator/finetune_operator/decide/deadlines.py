@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 from finetune_job.api.run import RunSpec
 from finetune_job.api.status import FineTuneJobStatus
-from finetune_operator.decide.clock import moment
+from finetune_operator.decide.clock import moment_after
 from finetune_operator.decide.observed import BatchJobView
 
 
@@ -19,4 +19,4 @@ def active_deadline(run: RunSpec, status: FineTuneJobStatus) -> datetime | None:
     """When the whole job must be done; None without a limit or before the start."""
     if run.active_deadline_seconds is None or not status.start_time:
         return None
-    return moment(status.start_time) + timedelta(seconds=run.active_deadline_seconds)
+    return moment_after(status.start_time, run.active_deadline_seconds)

@@ -6,12 +6,12 @@ once, and a pass that changes nothing writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from finetune_job.api.status import Condition, FineTuneJobStatus
+from finetune_job.api.status import Condition, FineTuneJobStatus, StatusFinding
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.status.conditions import ConditionStatus, find, initial_conditions, with_condition
 from finetune_job.status.phase import phase
@@ -21,6 +21,10 @@ from finetune_operator.decide.observed import BatchJobView, JobView
 
 TEXT_LIMIT = 4096
 """Characters of a text in status."""
+EVENT_LIMIT = 1024
+"""Characters of an event's message."""
+EVENTS_OF_FINDINGS = 16
+"""So many findings are told as events in one pass; all of them stand in status."""
 
 
 @dataclass
@@ -39,6 +43,10 @@ class Draft:
     def set(self, **values: Any) -> None:
         """Set fields of the status by their Python names; the values must be valid, nothing is parsed again."""
         self._values.update(values)
+
+    def find(self, findings: Sequence[StatusFinding]) -> None:
+        """Set what was found. Each finding that is new for this generation of the job becomes an event."""
+        self.set(findings=list(findings))
 
     def has_value(self, name: str) -> bool:
         """Whether a field of the status was set in this pass."""
@@ -71,7 +79,7 @@ class Draft:
 
     def emit(self, kind: Literal["Normal", "Warning"], reason: Reason, message: str) -> None:
         """Emit an event, after the status is written."""
-        self._events.append(Emit(kind, reason, message[:1024]))
+        self._events.append(Emit(kind, reason, message[:EVENT_LIMIT]))
 
     def wake_after(self, seconds: float) -> None:
         """Look again after so many seconds at the latest."""
@@ -85,13 +93,21 @@ class Draft:
     def actions(self) -> Actions:
         """What was decided."""
         status = self._status()
+        news = self._news()
         return Actions(
             status=None if status == self.job.status else status,
             deletes=tuple(self._deletes.values()),
             creates=tuple(self._creates),
-            events=tuple(self._events),
+            events=(*self._events, *map(_event, news[:EVENTS_OF_FINDINGS])),
+            news=news,
             requeue_after_seconds=self._wake_after_seconds,
         )
+
+    def _news(self) -> tuple[StatusFinding, ...]:
+        before = self.job.status
+        is_judged_before = before.observed_generation == self.job.generation
+        known = {(one.rule, one.field) for one in before.findings} if is_judged_before else set()
+        return tuple(one for one in self._values.get("findings", ()) if (one.rule, one.field) not in known)
 
     def _status(self) -> FineTuneJobStatus:
         before = self.job.status
@@ -109,3 +125,9 @@ class Draft:
                 "observed_generation": self.job.generation,
             }
         )
+
+
+def _event(finding: StatusFinding) -> Emit:
+    place = f"{finding.field}: " if finding.field else ""
+    kind: Literal["Normal", "Warning"] = "Warning" if finding.severity == "error" else "Normal"
+    return Emit(kind, Reason.FINDING, f"{finding.rule}: {place}{finding.message} {finding.fix}"[:EVENT_LIMIT])

@@ -44,9 +44,9 @@ def artifacts(plan: RunPlan, facts: dict[str, str]) -> list[Artifact]:
     """The results on the output claim, with the digests that the container reported."""
     layout = OutputLayout(Path(plan.output.path))
     listed = []
-    if plan.method.trains_adapter and plan.keeps_adapter:
+    if plan.has_adapter:
         listed.append(("adapter", layout.adapter, "adapter_sha256"))
-    if plan.merge.enabled or not plan.method.trains_adapter:
+    if plan.has_merged:
         listed.append(("merged", layout.merged, "merged_manifest_sha256"))
     if plan.merge.enabled:
         listed.append(("verification", layout.verification, "verification_sha256"))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
+from finetune_job.api.status import MemoryStatus
 from finetune_job.failures import FailureClass, Outcome
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
@@ -14,6 +18,9 @@ from finetune_operator.decide.refusal import refuse, refused_by_user, wait_for_r
 from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.decide.standing import Standing
 
+_NUMBER = re.compile(r"[0-9]{1,18}")
+"""Bytes, as many as a 64-bit number holds."""
+
 
 def preflight_stage(observed: Observed, draft: Draft, run: FrozenRun) -> None:
     """One pass while the job is not prepared."""
@@ -22,12 +29,14 @@ def preflight_stage(observed: Observed, draft: Draft, run: FrozenRun) -> None:
         stage.drive(
             lambda: preflight_job(run, stage.attempt),
             lambda stands: _succeeded(observed, draft, stands),
-            lambda failure: refused_by_user(stage, failure),
+            lambda failure: _refused(draft, stage, failure),
         )
 
 
 def _succeeded(observed: Observed, draft: Draft, stands: Standing) -> None:
     status, report = observed.job.status, stands.report
+    if report is not None:
+        _set_memory(draft, report.facts)
     if report is not None and report.outcome is Outcome.REFUSED:
         refused = Failure(FailureClass.USER_CONFIG, report.message, report.hint, findings=tuple(report.findings))
         refuse(observed, draft, Role.PREFLIGHT, refused)
@@ -37,8 +46,20 @@ def _succeeded(observed: Observed, draft: Draft, stands: Standing) -> None:
         draft.set(
             plan=status.plan.model_copy(
                 update={"model_digest": facts.get("model_digest", ""), "data_hash": facts.get("data_hash", "")}
-            ),
-            findings=with_reported(observed, report.findings),
+            )
         )
+        draft.find(with_reported(observed, report.findings, Role.PREFLIGHT))
     draft.condition(ConditionType.PREPARED, True, Reason.COMPLETED, report.message if report is not None else "")
     draft.condition(ConditionType.READY, False, Reason.PENDING)
+
+
+def _refused(draft: Draft, stage: RoleStage, failure: Failure) -> bool:
+    _set_memory(draft, failure.facts)
+    return refused_by_user(stage, failure)
+
+
+def _set_memory(draft: Draft, facts: Mapping[str, str]) -> None:
+    """Record what preflight says of it, if anything. Facts are a container's: what should be a number may be none."""
+    estimate, limit = facts.get("memory_estimate", ""), facts.get("memory_limit", "")
+    if _NUMBER.fullmatch(estimate):
+        draft.set(memory=MemoryStatus(estimate=int(estimate), limit=int(limit) if _NUMBER.fullmatch(limit) else None))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from finetune_job.api.status import FineTuneJobStatus, StatusFinding
-from finetune_job.failures import FailureClass, ReportedFinding
+from finetune_job.failures import USER_FAILURES, ReportedFinding
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.status.conditions import find
@@ -19,8 +19,6 @@ from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION
 from finetune_operator.decide.validate_stage import FINDINGS_LIMIT
 
-_USER_FAILURES = frozenset({FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL})
-"""Failures that a human can mend outside the manifest."""
 REFUSED = {
     Role.FETCH: Reason.FETCH_REFUSED,
     Role.PREFLIGHT: Reason.PREFLIGHT_REFUSED,
@@ -29,7 +27,7 @@ REFUSED = {
 _WHAT_TO_DO = {
     Role.FETCH: "Mend the source or the Secret and raise spec.run.retry, or apply a corrected manifest as a new job.",
     Role.PREFLIGHT: "Mend the files and raise spec.run.retry, or apply a corrected manifest as a new job.",
-    Role.PUBLISH: "Mend the destination or the Secret and raise spec.run.retry; the results are kept on the workspace.",
+    Role.PUBLISH: "Mend the cause and raise spec.run.retry; the results are kept on the workspace.",
 }
 
 
@@ -46,17 +44,17 @@ def refuse(observed: Observed, draft: Draft, role: Role, failure: Failure) -> No
             rule=f"{role}/{failure.failure}", severity="error", message=failure.message or str(failure.failure), fix=failure.hint
         ),
     )
-    draft.set(findings=with_reported(observed, findings))
+    draft.find(with_reported(observed, findings, role))
     errors = [finding for finding in findings if finding.severity == "error"] or list(findings)
     place = f"{errors[0].field}: " if errors[0].field else ""
-    message = f"{place}{errors[0].message} {errors[0].fix} {_WHAT_TO_DO[role]}"
+    message = f"{errors[0].rule}: {place}{errors[0].message} {errors[0].fix} {_WHAT_TO_DO[role]}"
     draft.condition(CONDITION[role], False, REFUSED[role], message)
     draft.stall(REFUSED[role], message)
 
 
 def refused_by_user(stage: RoleStage, failure: Failure) -> bool:
     """Stall the job where a human has to mend what failed. False: it is a failure like others."""
-    if not (failure.refused or failure.failure in _USER_FAILURES):
+    if not (failure.refused or failure.failure in USER_FAILURES):
         return False
     refuse(stage.observed, stage.draft, stage.role, failure)
     return True
@@ -87,7 +85,7 @@ def _warnings(observed: Observed) -> list[StatusFinding]:
     return [finding for finding in observed.job.status.findings if finding.severity == "warning"]
 
 
-def with_reported(observed: Observed, reported: Sequence[ReportedFinding]) -> list[StatusFinding]:
+def with_reported(observed: Observed, reported: Sequence[ReportedFinding], role: Role) -> list[StatusFinding]:
     """What a role found, after the warnings of the rule book, none twice."""
     found = [
         StatusFinding(
@@ -97,6 +95,7 @@ def with_reported(observed: Observed, reported: Sequence[ReportedFinding]) -> li
             value=finding.value[:TEXT_LIMIT],
             message=finding.message[:TEXT_LIMIT],
             fix=finding.fix[:TEXT_LIMIT],
+            source=(finding.source or str(role))[:TEXT_LIMIT],
         )
         for finding in reported
     ]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from finetune_job.names import service_name
-from finetune_operator.decide.clock import moment
+from finetune_operator.decide.clock import moment_after
 from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.standing import ends_by_itself
@@ -23,9 +21,9 @@ def retain(observed: Observed, draft: Draft) -> None:
     job = observed.job
     stop_running(observed, draft)
     ttl = job.spec.run.ttl_seconds_after_finished if job.spec is not None else None
-    if ttl is None or not job.status.completion_time:
+    end = moment_after(job.status.completion_time, ttl) if ttl is not None else None
+    if end is None:
         return
-    end = moment(job.status.completion_time) + timedelta(seconds=ttl)
     if draft.now < end:
         draft.wake_at(end)
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 from finetune_job.names import Role
@@ -12,7 +11,7 @@ from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.service import gang_service
 from finetune_operator.children.train_job import train_job
 from finetune_operator.decide.attempts import closed, opened, record_of
-from finetune_operator.decide.clock import moment
+from finetune_operator.decide.clock import moment_after
 from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.progress import progress_of_facts, progress_status
@@ -47,8 +46,8 @@ def _create(observed: Observed, draft: Draft, stage: RoleStage, run: FrozenRun) 
     status = observed.job.status
     if status.attempts and status.attempts[-1].outcome == "Failed" and status.attempts[-1].end_time:
         pause = backoff_seconds(status.restarts)
-        until = moment(status.attempts[-1].end_time) + timedelta(seconds=pause)
-        if draft.now < until:
+        until = moment_after(status.attempts[-1].end_time, pause)
+        if until is not None and draft.now < until:
             stage.say(Reason.RESTARTING, f"Attempt {stage.attempt} starts after a pause of {pause:.0f} s.")
             draft.condition(ConditionType.READY, False, Reason.RESTARTING)
             draft.wake_at(until)

@@ -16,7 +16,7 @@ from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.context import RuleContext
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import UNREADABLE, Finding
 from finetune_job.status.conditions import find
 from finetune_operator.children.claims import claims_named_by, workspace_claim, workspace_claim_of
 from finetune_operator.children.ownership import Owner
@@ -61,6 +61,7 @@ def _accepted_plan(observed: Observed, draft: Draft) -> RunPlan | None:
     job, profile = observed.job, observed.profile
     if job.spec is None:
         _refuse(draft, Reason.INVALID_SPEC, f"The manifest is not valid: {job.spec_error}")
+        draft.find([_invalid(job.spec_error)])
         return None
     if profile.spec is None:
         if profile.error:
@@ -69,11 +70,11 @@ def _accepted_plan(observed: Observed, draft: Draft) -> RunPlan | None:
             _refuse(draft, Reason.PROFILE_NOT_FOUND, f"spec.profile: there is no FineTuneProfile {profile.name!r}. Create it.")
         return None
     findings = evaluate(RuleContext(job.spec, profile.spec))
-    draft.set(findings=status_findings(findings))
+    draft.find(status_findings(findings))
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         more = f" And {len(errors) - 1} more in status.findings." if len(errors) > 1 else ""
-        _refuse(draft, Reason.REFUSED, f"{errors[0].field}: {errors[0].message} {errors[0].fix}{more}")
+        _refuse(draft, Reason.REFUSED, f"{errors[0].rule}: {errors[0].field}: {errors[0].message} {errors[0].fix}{more}")
         return None
     missing = missing_claims(observed, template_counts=False)
     if missing:
@@ -89,6 +90,16 @@ def _accepted_plan(observed: Observed, draft: Draft) -> RunPlan | None:
         return None
     draft.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)
     return resolve(JobIdentity(namespace=job.namespace, name=job.name, uid=job.uid), job.spec, profile.spec, profile.name)
+
+
+def _invalid(error: str) -> StatusFinding:
+    return StatusFinding(
+        rule=UNREADABLE,
+        severity="error",
+        field="spec",
+        message=f"The manifest is not valid: {error}"[:TEXT_LIMIT],
+        fix="Correct these fields; `finetune validate` names what each of them takes.",
+    )
 
 
 def _refuse(draft: Draft, reason: Reason, message: str) -> None:
@@ -154,6 +165,7 @@ def status_findings(findings: Sequence[Finding]) -> list[StatusFinding]:
             value=finding.value[:TEXT_LIMIT],
             message=finding.message[:TEXT_LIMIT],
             fix=finding.fix[:TEXT_LIMIT],
+            source=finding.source[:TEXT_LIMIT],
         )
         for finding in findings[:FINDINGS_LIMIT]
     ]

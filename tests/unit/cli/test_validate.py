@@ -8,8 +8,10 @@ import yaml
 from typer.testing import CliRunner
 
 from finetune_cli.commands.validate import Outcome, validate
+from finetune_cli.documents import read_documents
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.main import app
+from finetune_job.rules.book import RULES
 from tests.unit.cli.manifests import ACCEPTED, CLAIM, PROFILE, REFUSED, WARNED
 
 
@@ -56,7 +58,11 @@ FineTuneJob tuned: accepted
 
 def test_text_of_a_refused_job():
     result = run("validate", "-f", "-", stdin=REFUSED)
-    assert result.output == REFUSED_TEXT
+    found, separator, source = result.output.partition("    source: ")
+    assert found + separator == f"{REFUSED_TEXT}    source: "
+    assert source.startswith("reproduced by")
+    assert "tests/pitfalls/test_wrapping.py" in source
+    assert "peft/utils/other.py" in source
     assert result.exit_code == ExitCode.REFUSED == 1
 
 
@@ -183,8 +189,8 @@ def test_a_missing_field_is_named_with_its_meaning():
         ("", "file", "holds no document"),
         ("# nothing\n---\n", "file", "holds no document"),
         ("a: [1, 2\nb: 3\n", "line", "expected"),
-        ("a: 1\n\tb: 2\n", "line", "cannot start any token"),
-        ("a: \x00\n", "file", "special characters"),
+        ("a: 1\n\tb: 2\n", "line 2", "found"),
+        ("a: \x00\n", "file", "characters are not allowed"),
         ("just text", "document", "is not an object"),
         ("[1, 2]", "document", "is not an object"),
         ("a: 1\n", "kind", "is required"),
@@ -194,7 +200,7 @@ def test_a_missing_field_is_named_with_its_meaning():
         (ACCEPTED.replace("    maxSteps: 10\n", "    maxSteps: 10\n    maxSteps: 20\n"), "maxSteps", "the key stands twice"),
         ("1: one\n", "line 1", "keys must be text"),
         ("a: &a [*a]\n", "line", "recursive"),
-        ("a: " + "[" * 100 + "]" * 100, "a", "nested deeper"),
+        ("a: " + "[" * 100 + "]" * 100, "line 1", "nested deeper"),
         ("a: " + "[" * 50_000, "", ""),
         ("a: !!python/object/apply:os.system [ls]\n", "line", "could not determine a constructor"),
     ],
@@ -247,3 +253,78 @@ def test_the_examples_that_show_how_are_accepted_without_a_word(name):
         assert report.exit_code is ExitCode.DONE
         assert [finding for verdict in report.verdicts for finding in verdict.findings] == []
         assert any(verdict.outcome is Outcome.ACCEPTED for verdict in report.verdicts)
+
+
+def test_unknown_metadata_is_named_as_kubectl_would():
+    typo = ACCEPTED.replace("metadata:\n", "metadata:\n  lables: {a: b}\n")
+    assert findings(typo) == {"metadata.lables": ("a mapping", "there is no such field", "write labels")}
+    assert findings(ACCEPTED.replace("metadata:\n", "metadata:\n  labels: {a: b}\n  annotations: {c: d}\n")) == {}
+
+
+def test_rules_are_listed_by_topic_and_shown_with_their_reproduction():
+    listed = run("explain").output
+    for rule in RULES:
+        assert f" {rule.id} " in listed
+    assert listed.startswith("wrapping\n  error   wrap-class-list-empty")
+    shown = run("explain", "wrap-class-list-empty").output
+    for part in (
+        "API server",
+        "no error: one unit holds the whole model",
+        ".venv/bin/pytest",
+        "tests/pitfalls/test_wrapping.py",
+        "peft/utils/other.py",
+    ):
+        assert part in shown
+    assert "there is no reproduction" in run("explain", "epochs-or-max-steps").output
+    assert "create a new job" in run("explain", "frozen-after-start").output
+
+
+def test_a_directory_and_repeated_files_are_judged_together(tmp_path):
+    (tmp_path / "a.yaml").write_text(ACCEPTED)
+    (tmp_path / "b.yml").write_text(REFUSED)
+    (tmp_path / "profile.json").write_text(json.dumps(yaml.safe_load(PROFILE)))
+    (tmp_path / "notes.md").write_text("no manifest")
+    remote = tmp_path / "remote.txt"
+    remote.write_text(edited("spec.model.allowRemoteCode", True))
+    result = run("validate", "-f", str(tmp_path), "-f", str(remote), "-o", "json")
+    assert result.exit_code == 1
+    found = [(Path(each["file"]).name, each["outcome"]) for each in json.loads(result.output)["documents"]]
+    assert found == [("a.yaml", "accepted"), ("b.yml", "refused"), ("profile.json", "accepted"), ("remote.txt", "refused")]
+    assert "a.yaml: FineTuneJob tuned: accepted" in run("validate", "-f", str(tmp_path)).output
+    (tmp_path / "empty").mkdir()
+    assert run("validate", "-f", str(tmp_path / "empty")).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: !!float\n", "a tag does not fit"),
+        ("a: !!binary aGk=\n", "JSON does not have"),
+        ("a: !!set {b, c}\n", "JSON does not have"),
+        (f"a: 0x{'f' * 5000}\n", "larger than any number"),
+        ("a: &a {<<: *a}\n", "recursive"),
+        ("<<: 1\n", "a merge key names mappings"),
+        ("'': 1\n'': 2\n", "stands twice"),
+        ("x: " + "{a: " * 5000, "nested deeper"),
+    ],
+)
+def test_what_yaml_has_and_json_has_not_is_refused(text, reason):
+    (finding,) = validate(text).verdicts[0].findings
+    assert reason in finding.message
+    assert finding.field
+    assert finding.fix
+
+
+def test_merge_keys_bring_what_they_name_and_cannot_blow_up():
+    (merged,) = read_documents("a: &a {x: 1, y: 2}\nb: {<<: [*a, {x: 3, z: 4}], y: 5}\n")
+    assert merged.content["b"] == {"x": 1, "y": 5, "z": 4}
+    rows = ["x0: &x0 {" + ", ".join(f"k{n}: 1" for n in range(2000)) + "}"]
+    rows += [f"x{n}: &x{n} {{<<: [{', '.join([f'*x{n - 1}'] * 50)}]}}" for n in range(1, 10)]
+    (finding,) = validate("\n".join(rows)).verdicts[0].findings
+    assert "100000 values" in finding.message
+
+
+def test_words_are_numbers_where_kubernetes_takes_them_for_numbers():
+    words = "[1:30:00, 010, 2e-4, 1.5e3, .5, 0x1f, 1_000, 5GB, 2026-01-01]"
+    (document,) = read_documents(f"a: {words}")
+    assert document.content["a"] == ["1:30:00", 8, 0.0002, 1500.0, 0.5, 31, 1000, "5GB", "2026-01-01"]

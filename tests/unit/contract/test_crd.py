@@ -8,6 +8,8 @@ from pydantic import BaseModel, Field
 
 from finetune_job.api import crd
 from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.profile import Resources
+from finetune_job.rules.admission import CONDITIONS, Condition
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,6 +50,26 @@ def test_every_part_of_the_spec_but_run_is_frozen() -> None:
     rules = crd.job_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["x-kubernetes-validations"]
     frozen = {rule["fieldPath"] for rule in rules if "startTime" in rule["rule"]}
     assert frozen == {f".spec.{info.alias or name}" for name, info in FineTuneJobSpec.model_fields.items() if name != "run"}
+
+
+def test_every_condition_names_the_rule_that_refuses_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = crd.job_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    found = [one["message"] for _, node in _nodes(spec) for one in node.get("x-kubernetes-validations", ())]
+    assert sorted(found) == sorted(condition.message for condition in CONDITIONS)
+    for other in ("no-such-rule", "no-effect-momentum"):
+        monkeypatch.setattr(crd, "CONDITIONS", [Condition(other, "training", "true", "")])
+        with pytest.raises(ValueError, match=other):
+            crd.job_crd()
+
+
+def test_roles_have_resources_of_their_own_whole_and_in_part() -> None:
+    resources = crd.profile_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"][
+        "resources"
+    ]
+    train = resources["properties"]["train"]
+    assert train["default"] == {"cpu": "8", "memory": "64Gi", "sharedMemory": "8Gi"}
+    assert {name: field["default"] for name, field in train["properties"].items()} == train["default"]
+    assert resources["default"] == Resources().model_dump(mode="json", by_alias=True)
 
 
 def test_status_has_no_defaults() -> None:

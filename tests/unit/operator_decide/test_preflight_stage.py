@@ -44,6 +44,9 @@ def test_a_refusal_stalls_the_job_and_says_what_to_change() -> None:
     assert condition(actions, ConditionType.PREPARED) == ("False", Reason.PREFLIGHT_REFUSED)
     assert "Use q_proj." in message(actions, ConditionType.STALLED)
     assert [finding.rule for finding in written(actions).findings] == ["preflight/target-modules"]
+    assert [finding.source for finding in written(actions).findings] == ["preflight"]
+    assert [finding.rule for finding in actions.news] == ["preflight/target-modules"]
+    assert "preflight/target-modules: " in actions.events[-1].message
     assert (actions.creates, actions.deletes) == ((), ())
 
 

@@ -116,6 +116,9 @@ def test_a_publication_is_suspended_and_cancelled_like_every_role() -> None:
 @pytest.mark.parametrize("failure", [FailureClass.USER_CONFIG, FailureClass.HOST_OUT_OF_MEMORY, FailureClass.PLAN_MISMATCH])
 def test_no_failure_of_a_publication_ends_the_job(failure: FailureClass) -> None:
     actions = reconcile(observing(published_job()).merged().failed_pod(0, failure).batch_job_failed().build(), T0)
+    advice = "Mend the cause and raise spec.run.retry; the results are kept on the workspace."
+    assert advice in message(actions, ConditionType.STALLED)
+    assert "Secret" not in message(actions, ConditionType.STALLED)
     assert condition(actions, ConditionType.STALLED) == ("True", Reason.PUBLISH_REFUSED)
     assert condition(actions, ConditionType.FINISHED)[0] != "True"
 

@@ -71,7 +71,39 @@ def test_a_manifest_that_no_rule_accepts_is_stalled_with_findings() -> None:
     assert status.start_time == ""
     assert "spec.training.globalBatchSize" in [finding.field for finding in status.findings if finding.severity == "error"]
     assert actions.creates == ()
-    assert [event.reason for event in actions.events] == [Reason.REFUSED]
+    (finding,) = [one for one in status.findings if one.severity == "error"]
+    assert finding.source.startswith("source: ")
+    assert message(actions, ConditionType.STALLED).startswith(f"{finding.rule}: {finding.field}: ")
+    assert [event.reason for event in actions.events] == [Reason.REFUSED, Reason.FINDING]
+    assert actions.events[1].type == "Warning"
+    assert actions.events[1].message.startswith("global-batch-not-divisible: spec.training.globalBatchSize: ")
+
+
+def test_each_finding_is_news_once_for_each_generation() -> None:
+    job = a_job().nodes(5).spec("parallelism.fsdp.useOrigParams", True)
+    seen = observing(job)
+    first = reconcile(seen.build(), T0)
+    assert {(one.rule, one.severity) for one in first.news} == {
+        ("global-batch-not-divisible", "error"),
+        ("no-effect-use-orig-params", "warning"),
+    }
+    assert [event.type for event in first.events if event.reason is Reason.FINDING] == ["Warning", "Normal"]
+    judged = replace(seen, status=written(first)).build()
+    assert reconcile(judged, T0).news == ()
+    edited = replace(judged, job=replace(judged.job, generation=2))
+    assert reconcile(edited, T0).news == first.news
+    # A profile that has changed is judged again under the same generation: only what it adds is news.
+    smaller = written(first).model_copy(update={"findings": written(first).findings[:1]})
+    assert [one.rule for one in reconcile(replace(seen, status=smaller).build(), T0).news] == ["no-effect-use-orig-params"]
+
+
+def test_a_pass_that_judges_nothing_has_no_news() -> None:
+    warned = observing(a_job().spec("parallelism.fsdp.useOrigParams", True)).started()
+    observed = warned.build()
+    finding = written(reconcile(observing(a_job().spec("parallelism.fsdp.useOrigParams", True)).build(), T0)).findings
+    status = observed.job.status.model_copy(update={"findings": finding})
+    later = replace(observed, job=replace(observed.job, status=status, generation=7))
+    assert reconcile(later, T0).news == ()
 
 
 def test_a_refusal_is_announced_once() -> None:
@@ -95,6 +127,8 @@ def test_a_manifest_that_does_not_parse_is_stalled() -> None:
     actions = reconcile(broken, T0)
     assert condition(actions, ConditionType.STALLED) == ("True", Reason.INVALID_SPEC)
     assert "spec.model: missing" in message(actions, ConditionType.STALLED)
+    assert [(one.rule, one.severity) for one in written(actions).findings] == [("unreadable", "error")]
+    assert "spec.model: missing" in written(actions).findings[0].message
 
 
 def test_a_missing_profile_and_a_broken_one_are_told_apart() -> None:

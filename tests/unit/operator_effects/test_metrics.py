@@ -8,7 +8,7 @@ from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.kinds import JOBS
 from finetune_operator.cluster.projection import project
 from finetune_operator.health import STALL_SECONDS, Health, HealthServer
-from finetune_operator.metrics import Metrics
+from finetune_operator.metrics import MOST_RULES, OTHER_RULES, Metrics
 from finetune_operator.workqueue import WorkQueue
 from tests.unit.operator_effects import objects
 from tests.unit.operator_effects.fakes import Clock
@@ -33,6 +33,7 @@ def test_series_follow_their_objects() -> None:
     queue.add(JobKey("team", "tune"))
     metrics.request("PATCH", "200")
     metrics.reconciled(0.01, "acted")
+    metrics.found("wrap-class-name-blank", "error")
     found = samples(metrics)
     assert found["finetune_jobs", (("namespace", "team"), ("phase", "Training"))] == 1
     assert found["finetune_job_conditions", (("condition", "Prepared"), ("reason", "Completed"), ("status", "True"))] == 1
@@ -42,8 +43,21 @@ def test_series_follow_their_objects() -> None:
     assert found["finetune_queue_keys", (("state", "ready"),)] == 1
     assert found["finetune_api_requests_total", (("code", "200"), ("verb", "PATCH"))] == 1
     assert found["finetune_reconcile_seconds_count", (("result", "acted"),)] == 1
+    assert found["finetune_validation_findings_total", (("rule", "wrap-class-name-blank"), ("severity", "error"))] == 1
     cache.remove(JOBS, held)
     assert not [key for key in samples(metrics) if key[0] in ("finetune_jobs", "finetune_attempts")]
+
+
+def test_a_pod_that_invents_ids_of_rules_makes_no_more_series_than_there_may_be() -> None:
+    metrics = Metrics()
+    for number in range(MOST_RULES + 100):
+        metrics.found(f"invented-{number}", "error")
+    for hostile in ("", "x" * 65, 'a"}\n', "ä"):
+        metrics.found(hostile, "warning")
+    found = {key: value for key, value in samples(metrics).items() if key[0] == "finetune_validation_findings_total"}
+    assert len(found) == MOST_RULES + 2
+    assert found["finetune_validation_findings_total", (("rule", OTHER_RULES), ("severity", "error"))] == 100
+    assert found["finetune_validation_findings_total", (("rule", OTHER_RULES), ("severity", "warning"))] == 4
 
 
 def test_probes_tell_life_and_readiness() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.rules.book import evaluate
+from finetune_job.rules.changes import with_changes
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.rule import FieldChange, Finding
 
@@ -28,19 +29,7 @@ def manifest(changes: dict[str, Any]) -> dict[str, Any]:
 
 def applied(spec: dict[str, Any], changes: Iterable[FieldChange]) -> dict[str, Any]:
     """A copy of `spec` with the changes of a finding made, as a program would make them."""
-    document = {"spec": copy.deepcopy(spec)}
-    for change in changes:
-        *parents, last = change.field.split(".")
-        place = document
-        for part in parents:
-            if not isinstance(place.get(part), dict):
-                place[part] = {}
-            place = place[part]
-        if change.value is None:
-            place.pop(last, None)
-        else:
-            place[last] = copy.deepcopy(change.value)
-    return document["spec"]
+    return with_changes({"spec": spec}, changes)["spec"]
 
 
 def judged(spec: dict[str, Any], profile: FineTuneProfileSpec | None = None) -> tuple[Finding, ...]:

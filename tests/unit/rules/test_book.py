@@ -69,8 +69,23 @@ def optional(path: str, *values: Any) -> st.SearchStrategy[dict[str, Any]]:
 F = "parallelism.fsdp."
 DTYPES = ("bfloat16", "float16", "float32")
 SETTINGS = [
-    optional("method.type", "LoRA", "QLoRA", "DoRA", "Full", "LoHa", "VBLoRA", "XLoRA"),
-    optional("method.settings", {}, {"r": 8}),
+    optional("method.type", "LoRA", "QLoRA", "DoRA", "Full", "LoHa", "VBLoRA", "XLoRA", "OFT", "TrainableTokens"),
+    optional(
+        "method.settings",
+        *(
+            {},
+            {"r": 8},
+            {"r": 0, "R": 4, "alpha": "8"},
+            {"moduleDropout": "0.5", "layersPattern": "h"},
+            {"targetModules": ["q", ""]},
+        ),
+        *({"layersToTransform": [0], "layersPattern": "h"}, {"rankPattern": {"(": 4, "q": 0}}, {"targetModules": "("}),
+    ),
+    optional("method.lora.trainableTokenIndices", [3], [3, 3]),
+    optional("method.lora.targetParameters", ["experts.down_proj"]),
+    optional("method.lora.excludeModules", ["q"], ["v "]),
+    optional("method.lora.initLoraWeights", "orthogonal", "pissa"),
+    optional("method.lora.layersToTransform", [0]),
     optional("method.lora.loraPlusRatio", "0.5", "16"),
     optional("merge.enabled", False),
     optional("method.lora.loraDropout", "0", "0.5", "1", "7"),

@@ -30,6 +30,7 @@ IN_CLEAR = FineTuneProfileSpec(
     publish=PublishSettings(hub_endpoint="http://hub.test", plain_http_registries=["registry.test:5000"]),
 )
 TWO_STORES = FineTuneProfileSpec(trainer_image="trainer@sha256:0", publish=PublishSettings(s3_endpoint="https://store.test"))
+TWO_HUBS = FineTuneProfileSpec(trainer_image="trainer@sha256:0", publish=PublishSettings(hub_endpoint="https://hub.test"))
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB_MODEL = {"model.source": "hf://our-org/llama", "model.revision": COMMIT}
 HUB_DATA = {"data.source": "hf://datasets/our-org/set", "data.revision": COMMIT}
@@ -42,7 +43,9 @@ def hub_sets(*sources: str, **more: str) -> dict[str, Any]:
 
 F = "parallelism.fsdp."
 CHAT, SETS = {"data.format": "Chat"}, hub_sets("pvc://data/a.jsonl", "pvc://data/b")
-V1, V2 = {F + "version": 1}, {F + "version": 2}
+TWO = {"parallelism.processesPerNode": 2}
+PEFTS, FLAT = {F + "peftWrapPolicy": True, "model.dtype": "float32"}, {F + "useOrigParams": False}
+V1, V2 = TWO | {F + "version": 1}, TWO | {F + "version": 2}
 LOHA, ALONE = {"method.type": "LoHa", "merge.enabled": False}, {"merge.enabled": False}
 DORA, QLORA, FULL = {"method.type": "DoRA"}, {"method.type": "QLoRA"}, {"method.type": "Full"}
 SGD = {"training.optimizer": "SGD"}
@@ -50,7 +53,21 @@ DECAY = {"training.scheduler": "WarmupStableDecay"}
 HELD_OUT = {"data.validation.source": "pvc://data/held-out.jsonl"}
 STOPPING, BEST = {"evaluation.earlyStopping.patience": 2}, {"evaluation.loadBestModelAtEnd": True}
 BF16 = {"model.dtype": "bfloat16"}
+NORM, AS_BASE = {"method.lora.modulesToSave": ["norm"]}, {"method.lora.autocastAdapterDtype": False}
 TEMPLATE = {"workspace.claimName": None, "workspace.volumeClaimTemplate.storage": "10Gi"}
+
+Q = {"targetModules": ["q_proj"]}
+TOKENS = {"method.lora.trainableTokenIndices": [3]}
+EXPERTS = {"method.lora.targetParameters": ["mlp.experts.down_proj"]}
+
+
+def settings(method: str, **written: Any) -> dict[str, Any]:
+    return {"method.type": method, "method.settings": written}
+
+
+def lora(**written: Any) -> dict[str, Any]:
+    return {"method.lora": written}
+
 
 TO_HUB, TO_REGISTRY = {"output.destination": "hf://our-org/tuned"}, {"output.destination": "oci://registry.test:5000/team/a/b:v1"}
 TO_BUCKET = {"output.destination": "s3://ours/tuned"}
@@ -128,18 +145,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         None,
     ),
     (
-        "fsdp1-dora-mixed-precision",
-        V1 | DORA | {F + "mixedPrecision.paramDtype": "bfloat16"},
-        V2 | DORA | {F + "mixedPrecision.paramDtype": "bfloat16"},
-        None,
-    ),
-    (
-        "fsdp1-dora-mixed-precision",
-        V1 | DORA | {F + "mixedPrecision.paramDtype": "bfloat16", "training.precision": "bf16"},
-        V1 | DORA,
-        None,
-    ),
-    (
         "dora-16-bit-magnitude",
         DORA | BF16 | {"method.lora.autocastAdapterDtype": False},
         BF16 | {"method.lora.autocastAdapterDtype": False},
@@ -176,14 +181,14 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ),
     (
         "qlora-storage-not-param-dtype",
-        QLORA | {"model.dtype": "float32", F + "mixedPrecision.paramDtype": "bfloat16"},
-        QLORA | BF16 | {F + "mixedPrecision.paramDtype": "bfloat16"},
+        V1 | QLORA | BF16 | {F + "mixedPrecision.paramDtype": "float32"},
+        V1 | QLORA | {"model.dtype": "float32", F + "mixedPrecision.paramDtype": "bfloat16"},
         None,
     ),
     (
         "qlora-storage-not-param-dtype",
-        QLORA | BF16 | {"training.precision": "bf16", "method.quantization.quantStorage": "float32"},
-        QLORA | BF16 | {"training.precision": "bf16"},
+        TWO | QLORA | BF16 | {"training.precision": "bf16", "method.quantization.quantStorage": "float32"},
+        V2 | QLORA | {"model.dtype": "float32", F + "mixedPrecision.paramDtype": "bfloat16"},
         None,
     ),
     (
@@ -211,7 +216,20 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         V1 | QLORA | BF16 | {"method.lora.autocastAdapterDtype": False, "method.quantization.computeDtype": "float32"},
         None,
     ),
-    ("fsdp2-trained-bias-dtype", V2 | BF16 | {"method.lora.bias": "all"}, V1 | BF16 | {"method.lora.bias": "all"}, None),
+    (
+        "float16-adapter",
+        {"model.dtype": "float16", "method.lora.autocastAdapterDtype": False},
+        {"model.dtype": "float16", "method.lora.autocastAdapterDtype": False, "training.optimizer": "SGD"},
+        None,
+    ),
+    (
+        "float16-adapter",
+        V1 | {"model.dtype": "float16", "method.lora.autocastAdapterDtype": False, F + "peftWrapPolicy": False},
+        V1 | {"model.dtype": "float16"},
+        None,
+    ),
+    ("saved-module-16-bit", BF16 | NORM | AS_BASE, BF16 | NORM, None),
+    ("saved-module-16-bit", QLORA | BF16 | NORM | AS_BASE, BF16 | AS_BASE, None),
     ("float16-without-loss-scaling", {"model.dtype": "float16"}, {"model.dtype": "float16", "training.precision": "fp32"}, None),
     (
         "float16-without-loss-scaling",
@@ -406,6 +424,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         HUB_DATA | {"output.destination": "hf://our-org/set"},
         None,
     ),
+    ("output-replaces-model", HUB_MODEL | WRITER | {"output.destination": "hf://our-org/llama"}, HUB_MODEL | TO_HUB | WRITER, CPU),
     ("destination-not-allowed", TO_HUB | WRITER, {}, NO_WAY_OUT),
     ("destination-not-allowed", TO_BUCKET, {"output.destination": "s3://ours/a/b"}, GATED),
     ("destination-not-allowed", {"output.destination": "hf://our-org-evil/tuned"} | WRITER, TO_HUB | WRITER, GATED),
@@ -460,6 +479,90 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("source-not-allowed", hub_sets("s3://ours/a/b", "s3://theirs/a"), hub_sets("s3://ours/a/b", "pvc://theirs/a"), FENCED),
     ("no-effect-hub-token", {"fetch.hubTokenSecretRef.name": "hub"}, HUB_DATA | {"fetch.hubTokenSecretRef.name": "hub"}, None),
     ("no-effect-s3-secret", HUB_DATA | {"fetch.s3SecretRef.name": "keys"}, BUCKET_DATA | {"fetch.s3SecretRef.name": "keys"}, None),
+    ("fsdp1-adapter-unit", V1 | settings("LoHa") | PEFTS, V1 | settings("LNTuning") | PEFTS, None),
+    ("fsdp1-adapter-unit", V1 | settings("OFT") | PEFTS | {F + "useOrigParams": True}, V1 | settings("OFT") | PEFTS | FLAT, None),
+    ("method-setting-unknown", settings("LoHa", R=8), settings("LoHa", r=8), None),
+    ("method-setting-unknown", settings("FourierFT", nfrequency=8), settings("FourierFT", nFrequency=8), None),
+    ("method-setting-unknown", settings("IA3", loraAlpha=8), settings("IA3", feedforwardModules=[]), None),
+    ("method-setting-type", settings("LoHa", r="8"), settings("LoHa", r=8), None),
+    ("method-setting-type", settings("LoHa", moduleDropout=True), settings("LoHa", moduleDropout=0), None),
+    ("method-setting-type", settings("VeRA", saveProjection="yes"), settings("VeRA", saveProjection=False), None),
+    ("method-setting-type", settings("LoHa", modulesToSave="lm_head"), settings("LoHa", modulesToSave=["lm_head"]), None),
+    ("method-setting-type", settings("MiSS", initWeights="bats"), settings("MiSS", initWeights="bat"), None),
+    ("method-setting-range", settings("LoHa", r=0), settings("LoHa", r=1), None),
+    ("method-setting-range", settings("VeRA", veraDropout="1"), settings("VeRA", veraDropout="0.99"), None),
+    ("method-setting-range", settings("OFT", oftBlockSize=1), settings("OFT", oftBlockSize=2), None),
+    ("method-setting-range", settings("LoHa", layersToTransform=-1, **Q), settings("LoHa", layersToTransform=0, **Q), None),
+    ("method-setting-range", settings("HRA", bias="hra"), settings("HRA", bias="hra_only"), None),
+    ("method-setting-range", settings("LoKr", rankPattern={"q": "4"}), settings("LoKr", rankPattern={"q": 4}), None),
+    ("method-setting-range", settings("TrainableTokens"), settings("TrainableTokens", tokenIndices=[3]), None),
+    (
+        "method-setting-range",
+        settings("TrainableTokens", tokenIndices=[-3, 4, 4]),
+        settings("TrainableTokens", tokenIndices=[4]),
+        None,
+    ),
+    ("method-settings-conflict", settings("OFT", r=8), settings("OFT", r=8, oftBlockSize=0), None),
+    ("method-settings-conflict", settings("BOFT", boftBlockNum=8), settings("BOFT", boftBlockNum=8, boftBlockSize=0), None),
+    ("method-settings-conflict", settings("GraLoRA", r=5), settings("GraLoRA", r=5, graloraK=5), None),
+    ("method-settings-conflict", settings("HRA", applyGS=True), settings("HRA", applyGS=True, initWeights=False), None),
+    (
+        "method-settings-conflict",
+        settings("IA3", feedforwardModules=["q"], targetModules=["v"]),
+        settings("IA3", feedforwardModules=["q"], targetModules=["v", "q"]),
+        None,
+    ),
+    ("method-settings-conflict", settings("LoHa", layersPattern="h", **Q), settings("LoHa", layersPattern="", **Q), None),
+    ("method-setting-on-one-rank-only", settings("LoKr", moduleDropout="0.1") | TWO, settings("LoKr", moduleDropout="0.1"), None),
+    ("method-setting-on-one-rank-only", settings("OFT", coft=True) | TWO, settings("OFT", coft=False) | TWO, None),
+    (
+        "method-setting-not-mergeable",
+        settings("PVeRA", sampleAtInference=True),
+        settings("PVeRA", sampleAtInference=True) | ALONE,
+        None,
+    ),
+    ("no-effect-method-setting", settings("OFT", moduleDropout="0.1"), settings("LoHa", moduleDropout="0.1"), None),
+    ("no-effect-method-setting", settings("HiRA", rankPattern={"q": 4}), settings("LoHa", rankPattern={"q": 4}), None),
+    ("method-merge-setting", settings("WaveFT", proportionalParameters=True), settings("WaveFT"), None),
+    ("method-merge-setting", settings("TinyLoRA", weightTying="0.5"), settings("TinyLoRA", weightTying=1), None),
+    ("method-merge-setting", settings("TinyLoRA"), settings("TinyLoRA", weightTying="1.0"), None),
+    ("module-adapted-and-excluded", lora(targetModules=["q", "v"], excludeModules=["q"]), lora(excludeModules=["q"]), None),
+    ("module-expression-malformed", settings("LoHa", targetModules="(q"), settings("LoHa", targetModules="(q)"), None),
+    ("module-name-malformed", settings("LoHa", targetModules=["q,v"]), settings("LoHa", targetModules=["q", "v"]), None),
+    ("all-linear-beside-names", settings("C3A", targetModules=["q", "all-linear"]), settings("C3A", targetModules=["q"]), None),
+    ("module-adapted-and-saved", settings("BEFT", targetModules=["q"], modulesToSave=["q"]), settings("BEFT"), None),
+    ("adapter-pattern-malformed", settings("C3A", blockSizePattern={"": 4}), settings("C3A", blockSizePattern={"q": 4}), None),
+    ("layers-without-targets", settings("PVeRA", layersToTransform=[0]), settings("PVeRA", layersToTransform=[0], **Q), None),
+    (
+        "layers-without-targets",
+        settings("BOFT", layersToTransform=0, targetModules=".*q"),
+        settings("BOFT", layersToTransform=[]),
+        None,
+    ),
+    ("orthogonal-odd-rank", lora(initLoraWeights="orthogonal", r=5), lora(initLoraWeights="orthogonal", r=6), None),
+    ("orthogonal-odd-rank", lora(initLoraWeights="orthogonal", rankPattern={"q": 3}), lora(r=5, rankPattern={"q": 3}), None),
+    ("trainable-token-repeated", lora(trainableTokenIndices=[3, 4, 3]), lora(trainableTokenIndices=[3, 4]), None),
+    ("trainable-tokens-overlap", lora(trainableTokenIndices=[3], modulesToSave=["model.wte"]), lora(modulesToSave=["wte"]), None),
+    (
+        "trainable-tokens-overlap",
+        lora(trainableTokenIndices=[3], targetModules=["q", "embed_tokens"]),
+        lora(trainableTokenIndices=[3], targetModules=["q", "lm_head"]),
+        None,
+    ),
+    ("fsdp1-trainable-tokens", V1 | TOKENS | {F + "useOrigParams": False}, V1 | TOKENS | {"model.dtype": "float32"}, None),
+    ("fsdp1-trainable-tokens", V1 | TOKENS | DORA, V2 | TOKENS | DORA, None),
+    ("fsdp1-trainable-tokens", V1 | TOKENS | BF16, V2 | TOKENS | BF16, None),
+    ("target-parameters-conflict", EXPERTS | DORA, EXPERTS, None),
+    ("target-parameters-conflict", EXPERTS | {"method.lora.loraDropout": "0.1"}, EXPERTS | {"method.lora.loraDropout": "0"}, None),
+    ("target-parameters-conflict", EXPERTS | {"method.lora.initLoraWeights": "orthogonal"}, EXPERTS, None),
+    ("target-parameters-all-layers", EXPERTS | {"method.lora.layersToTransform": [0]}, EXPERTS, None),
+    (
+        "target-parameters-all-layers",
+        EXPERTS | {"method.lora.excludeModules": ["q"]},
+        EXPERTS | {"method.lora.excludeModules": ["q"], "method.lora.targetModules": ["all-linear"]},
+        None,
+    ),
+    ("fsdp1-target-parameters", V1 | EXPERTS, V2 | EXPERTS, None),
 ]
 
 
@@ -519,6 +622,7 @@ def test_profiles_that_allow_are_respected():
     assert not judged(manifest(TO_HUB), IN_CLEAR)
     assert not judged(manifest(TO_HUB), None)
     assert not judged(manifest(BUCKET_DATA | {"output.destination": "s3://ours/a"}), TWO_STORES)
+    assert not judged(manifest(HUB_MODEL | {"output.destination": "hf://our-org/llama"}), TWO_HUBS)
     assert not judged(manifest({"model.allowRemoteCode": True}), TRUSTING)
     assert not judged(manifest({"model.allowRemoteCode": True}), None)
     assert not judged(manifest({F + "offloadParams": True}), GPU)

@@ -31,6 +31,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora-fsdp2": {"method": {"type": "LoRA", "lora": {"r": 4, "loraDropout": "0.1"}}},
     "dora-fsdp1": {"method": {"type": "DoRA", "lora": {"r": 4}}, "parallelism": {"processesPerNode": 2, "fsdp": {"version": 1}}},
     "full-fsdp2": {"method": {"type": "Full", "lora": None}, "training": {"learningRate": "1e-3"}},
+    # Rank 0 keeps no element of any trained parameter.
+    "norms-fsdp1": {
+        "method": {"type": "LNTuning", "lora": None},
+        "parallelism": {"processesPerNode": 2, "fsdp": {"version": 1}},
+        "merge": {"enabled": False},
+    },
 }
 
 
@@ -55,6 +61,7 @@ KILLS = [
     ("lora-fsdp2", Fault("train.export:publish_directory", call=1)),
     ("dora-fsdp1", Fault("train.step:optimizer_step", call=6, rank=1)),
     ("dora-fsdp1", Fault("checkpoint.save:write_durably", call=4)),
+    ("norms-fsdp1", Fault("train.step:optimizer_step", call=4)),
     ("full-fsdp2", Fault("train.step:optimizer_step", call=4)),
     ("full-fsdp2", Fault("train.export:_write_manifest", call=1)),
 ]

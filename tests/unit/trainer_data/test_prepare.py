@@ -94,7 +94,11 @@ def test_masks_and_counts_survive_the_rearrangement(claims, packing):
 
 def test_records_beyond_the_limit_are_dropped_and_counted(claims):
     preparation = prepared(claims, plan(max_sequence_length=6))
-    (finding,) = preparation.findings
+    finding, repeated = preparation.findings
+    # Three of the records are one text.
+    assert (repeated.rule, repeated.severity) == ("data-records-repeated", "warning")
+    assert "2 of its 5 records equal" in repeated.message
+    assert sum(preparation.datasets[0].lengths.values()) == 6
     assert (finding.rule, finding.severity, finding.value) == ("data-records-dropped", "warning", "6")
     assert "1 of 6 records are longer than 6 tokens and are dropped; the shortest of them has 8" in finding.message
     assert preparation.splits["train"].num_dropped == 1
@@ -262,7 +266,7 @@ def test_a_weight_that_leaves_no_record_is_an_error(claims):
 def test_training_records_that_are_held_out_are_a_warning_that_counts_them(claims):
     write_records(claims, [RECORDS[1], RECORDS[2], {"prompt": "e ", "completion": "e"}], "held")
     with prepared(claims, plan(validation=held_out("pvc://data/held.jsonl"))) as preparation:
-        (finding,) = preparation.findings
+        _, finding = preparation.findings
         assert set(preparation.splits) == {"train", "validation"}
     assert (finding.rule, finding.severity) == ("data-held-out-in-training", "warning")
     # Records 2 and 3 of the training data are one text, so three of them are held out.

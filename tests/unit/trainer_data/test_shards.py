@@ -10,7 +10,7 @@ from finetune_job.failures import FailureClass
 from finetune_trainer.data import shard_writer, shards
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.data.shard_writer import write_prepared
-from finetune_trainer.data.shards import TRAIN, VALIDATION, PreparedDataError, SplitArrays
+from finetune_trainer.data.shards import TRAIN, VALIDATION, PreparedDataError, SplitArrays, read_manifest
 from finetune_trainer.errors import classify
 
 
@@ -41,6 +41,12 @@ def test_what_was_written_is_read(tmp_path):
     data = PreparedData.open(directory)
     assert data.data_hash == data_hash
     assert data.train.document(1) == [3, 4, 5]
+
+
+def test_what_a_manifest_says_by_numbers_is_read_as_it_was_written(tmp_path):
+    lengths = {4: 1, 16: 2, 128: 3}
+    write_prepared(tmp_path / "prepared", {TRAIN: arrays()}, {"pad_token_id": 0, "lengths": lengths})
+    assert read_manifest(tmp_path / "prepared")["lengths"] == {str(bound): count for bound, count in lengths.items()}
 
 
 def test_equal_data_has_an_equal_hash_and_other_data_another(tmp_path):

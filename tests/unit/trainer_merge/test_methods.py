@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from finetune_job.api.method import MethodType
+from finetune_job.method_settings import peft_fields
 from finetune_job.methods import METHODS, Family, supported
 from finetune_trainer.merge.errors import (
     AdapterTensorMisshapedError,
@@ -24,7 +25,7 @@ from finetune_trainer.merge.errors import (
 )
 from finetune_trainer.merge.methods import CHANGED_PARAMETERS
 from finetune_trainer.merge.run import MergeOptions, MergeReport, merge_adapter
-from finetune_trainer.model.method_settings import config_class, peft_fields
+from finetune_trainer.model.method_settings import config_class
 from tests.support import method_settings
 from tests.unit.trainer_merge import tiny
 
@@ -118,14 +119,22 @@ def test_trained_tokens_of_tied_embeddings_have_pefts_bits(bases: Callable[[str,
         ("LoHa", {"r": 4, "targetModules": ["q_proj"], "modulesToSave": ["lm_head", "norm"]}),
         ("OFT", {"oftBlockSize": 8, "r": 0, "targetModules": ["q_proj"], "bias": "all"}),
         ("IA3", {"targetModules": ["q_proj", "up_proj"], "feedforwardModules": ["up_proj", "q_proj"]}),
-        ("AdaLoRA", {"r": 4, "initR": 6, "totalStep": 10, "targetModules": ["q_proj", "v_proj"]}),
-        ("RandLoRA", {"r": 4}),
     ],
 )
 def test_settings_of_the_methods(method: str, settings: dict[str, Any], bases: Callable[[str, str], Path], tmp_path: Path) -> None:
-    """AdaLoRA and RandLoRA are not trained here, but such adapters are merged."""
     base = bases("llama", "bfloat16")
     assert_pefts_bits(tmp_path, base, save_adapter(tmp_path / "adapter", base, MethodType(method), settings))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("AdaLoRA", {"r": 4, "init_r": 6, "total_step": 10, "target_modules": ["q_proj", "v_proj"]}), ("RandLoRA", {"r": 4})],
+)
+def test_methods_that_are_not_trained_here_are_merged(
+    method: str, settings: dict[str, Any], bases: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    base = bases("llama", "bfloat16")
+    assert_pefts_bits(tmp_path, base, save_adapter(tmp_path / "adapter", base, MethodType(method), {}, **settings))
 
 
 def test_a_half_precision_adapter_is_upcast_first(bases: Callable[[str, str], Path], tmp_path: Path) -> None:

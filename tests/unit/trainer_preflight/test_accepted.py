@@ -23,7 +23,7 @@ def test_data_and_report_are_written_and_facts_reported(context):
     assert report_of(job).model_files == {path.name: file_sha256(path) for path in (job.base_model / "config.json", *weights)}
     data, report = PreparedData.open(job.workspace.prepared), report_of(job)
     assert (result.outcome, result.failure, result.findings) == (Outcome.SUCCEEDED, None, [])
-    assert result.facts == {
+    wanted = {
         "data_hash": data.data_hash,
         "model_digest": report.model_digest,
         "train_sequences": str(data.train.num_sequences),
@@ -31,7 +31,11 @@ def test_data_and_report_are_written_and_facts_reported(context):
         "trainable_parameters": str(report.trainable_parameters),
         "total_steps": "40",
         "wrap_classes": "LlamaDecoderLayer",
+        "memory_estimate": str(sum(report.memory.values())),
+        "rehearsal": "Skipped",
+        "rehearsal_seconds": "0.0",
     }
+    assert wanted.items() <= result.facts.items()
     assert (report.plan_sha256, report.data_hash, report.warnings) == (job.plan_sha256, data.data_hash, ())
     assert sorted(path.name for path in job.workspace.root.iterdir()) == ["preflight.json", "prepared"]
 

@@ -9,8 +9,8 @@ from finetune_job.api.method import LoraBias, LoraInit
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_trainer.preflight.module_names import check_names
 
-ADAPTABLE = ("embed_tokens", "layers.0.q_proj", "layers.0.mlp.up_proj", "layers.10.q_proj", "lm_head")
-MODULES = ("", "layers", "layers.0", "layers.0.mlp", "norm", *ADAPTABLE)
+ADAPTABLE = ("embed_tokens", "model.layers.0.q_proj", "model.layers.0.mlp.up_proj", "model.layers.10.q_proj", "lm_head")
+MODULES = ("", "model", "model.layers", "model.layers.0", "model.layers.0.mlp", "norm", *ADAPTABLE)
 
 
 def lora(**changes):
@@ -19,7 +19,9 @@ def lora(**changes):
         "lora_alpha": 16,
         "lora_dropout": 0.0,
         "target_modules": ("all-linear",),
+        "target_parameters": (),
         "modules_to_save": (),
+        "trainable_token_indices": (),
         "rank_pattern": {},
         "alpha_pattern": {},
         "exclude_modules": (),
@@ -35,7 +37,7 @@ def lora(**changes):
 
 
 @pytest.mark.parametrize(
-    "name", ["q_proj", "proj", "mlp.up_proj", "up", "layers.0.q_proj", "ayers.0.q_proj", "lm_head", "0.q_proj"]
+    "name", ["q_proj", "proj", "mlp.up_proj", "up", "model.layers.0.q_proj", "ayers.0.q_proj", "lm_head", "0.q_proj"]
 )
 def test_a_target_is_found_exactly_where_peft_finds_it(name):
     found_by_peft = any(check_target_module_exists(LoraConfig(target_modules=[name]), module) for module in ADAPTABLE)

@@ -113,6 +113,8 @@ def prepared_facts() -> dict[str, Any]:
 
 def model_report(context: RunContext) -> ModelReport:
     return ModelReport(
+        memory={},
+        record_lengths={},
         plan_sha256=context.plan_sha256,
         model_digest="c" * 64,
         model_files={},

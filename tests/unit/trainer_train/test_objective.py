@@ -24,6 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from finetune_job.memory.loss import MIN_ROWS_PER_PART, VALUES_PER_PART
 from finetune_trainer.data.batches import Batch, PreparedData, PreparedSplit
 from finetune_trainer.data.shards import SplitArrays
 from finetune_trainer.objective import cross_entropy, head
@@ -41,7 +42,7 @@ SMALL_KV = {**SMALL, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0}
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several parts for little data."""
-    monkeypatch.setitem(cross_entropy.VALUES_PER_PART, "cpu", 1)
+    monkeypatch.setitem(VALUES_PER_PART, "cpu", 1)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -49,7 +50,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_parts_give_the_loss_and_the_gradients_of_whole_logits(dtype: torch.dtype, with_bias: bool) -> None:
     torch.manual_seed(0)
-    num_rows, vocabulary, factor = 3 * cross_entropy.MIN_ROWS_PER_PART + 7, 301, 0.37
+    num_rows, vocabulary, factor = 3 * MIN_ROWS_PER_PART + 7, 301, 0.37
     hidden = torch.randn(2, num_rows, 24).to(dtype).requires_grad_()
     weight = torch.randn(vocabulary, 24).to(dtype).requires_grad_()
     bias = torch.randn(vocabulary).to(dtype).requires_grad_() if with_bias else None
@@ -82,7 +83,7 @@ def test_parts_give_the_loss_and_the_gradients_of_whole_logits(dtype: torch.dtyp
 def test_the_gradient_of_a_16_bit_head_is_summed_in_float32() -> None:
     """Of many parts that each add little: a sum in bfloat16 would stop growing."""
     torch.manual_seed(0)
-    num_rows = 64 * cross_entropy.MIN_ROWS_PER_PART
+    num_rows = 64 * MIN_ROWS_PER_PART
     hidden = torch.randn(1, num_rows, 8, dtype=torch.bfloat16)
     weight = (torch.randn(5, 8) / 10).to(torch.bfloat16).requires_grad_()
     targets = targets_of(torch.zeros(1, num_rows, dtype=torch.int64), 1.0, CPU)

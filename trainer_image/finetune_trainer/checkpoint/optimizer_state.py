@@ -1,4 +1,4 @@
-"""The state of each optimizer (optimizer_forms.py), created before the first step and checked after every load.
+"""The state of each optimizer (finetune_job/memory/optimizers.py), created before the first step and checked after every load.
 
 A state that is created late can silently stay empty after a load, and the resumed run then differs.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from finetune_job.api.training import OptimizerName
+from finetune_job.memory.optimizers import FORMS, StateForm
 from finetune_trainer.checkpoint.manifest import OptimizerEntry
-from finetune_trainer.checkpoint.optimizer_forms import FORMS, StateForm
 from finetune_trainer.errors import CheckpointError, InvariantError
+from finetune_trainer.gang import Gang
 
 STEP = "step"
 
@@ -59,6 +60,19 @@ def described(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
         raise InvariantError(f"optimizer states are at different steps: {sorted(counts)}")
     step = (counts.pop() if counts else 0.0) if form.is_counted else None
     return OptimizerEntry(name=type(optimizer).__name__, tensors=list(form.tensors), step=step)
+
+
+def agreed(optimizer: torch.optim.Optimizer, gang: Gang) -> OptimizerEntry:
+    """What the manifest says of all ranks: one that keeps no element of any parameter cannot know the count.
+
+    Called by all ranks together. Raises InvariantError where they are at different steps, and where `described` does.
+    """
+    entry = described(optimizer)
+    knows = any(parameter.numel() for parameter in _parameters(optimizer))
+    counts = {count for count in gang.gather(entry.step if knows else None) if count is not None}
+    if len(counts) > 1:
+        raise InvariantError(f"optimizer states of the ranks are at different steps: {sorted(counts)}")
+    return entry.model_copy(update={"step": counts.pop()}) if counts else entry
 
 
 def check_kind(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> None:

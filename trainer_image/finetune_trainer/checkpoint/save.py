@@ -17,7 +17,7 @@ import torch
 
 from finetune_trainer.checkpoint.manifest import FileEntry, Manifest, Origin, RunState
 from finetune_trainer.checkpoint.names import LATEST, MANIFEST, directory_name, rank_file
-from finetune_trainer.checkpoint.optimizer_state import described
+from finetune_trainer.checkpoint.optimizer_state import agreed
 from finetune_trainer.checkpoint.rank_file import Snapshot, snapshot, write_rank_file
 from finetune_trainer.checkpoint.retention import prune
 from finetune_trainer.checkpoint.state import Piece
@@ -67,7 +67,7 @@ def begin(
     _by_first(gang, lambda: temporary.mkdir(parents=True), temporary)
     unfinished = Manifest(
         step=step,
-        optimizer=described(optimizer),
+        optimizer=agreed(optimizer, gang),
         origin=origin,
         world_size=gang.world_size,
         best_step=best_step,

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from finetune_job.memory.workload import LENGTH_MULTIPLE
 from finetune_trainer.data.shards import (
     TRAIN,
     VALIDATION,
@@ -28,9 +29,6 @@ from finetune_trainer.data.shards import (
 
 IGNORED_LABEL = -100
 """Label of a token that is not supervised; the value that transformers and torch's cross_entropy ignore."""
-
-LENGTH_MULTIPLE = 8
-"""Rows are padded to a multiple of this many tokens: matrix products on tensor cores are fast for such lengths."""
 
 
 @dataclass(frozen=True)

@@ -125,5 +125,17 @@ def also_held_out(source: SplitSource, num_records: int, num_all: int) -> Findin
     )
 
 
+def repeated(source: SplitSource, num_repeated: int, num_all: int) -> Finding:
+    """Records that equal an earlier one of the same source, token for token."""
+    return Finding(
+        rule="data-records-repeated",
+        severity="warning",
+        field=source.field,
+        value=source.address,
+        message=f"{num_repeated} of its {num_all} records equal an earlier one, so they are learnt as often as they occur",
+        fix="remove the repetitions; to learn a data set more than once, set its weight",
+    )
+
+
 def _finding(source: SplitSource, rule: str, message: str, fix: str) -> Finding:
     return Finding(rule=rule, severity="error", field=source.field, value=source.address, message=message, fix=fix)

@@ -1,4 +1,4 @@
-"""Held-out records that are trained on too, token for token: they make the held-out loss look better than it is."""
+"""Records that occur more than once, token for token, and held-out ones that are trained on, too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+
+
+MAX_COMPARED = 1 << 24
+"""Documents of a source that are compared with each other: what bounds the memory, 128 MiB."""
+
+
+class Repeated:
+    """Digests of the documents of one source, to count those that occur more than once."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Array] = []
+        self._left = MAX_COMPARED
+
+    def add(self, digests: Array) -> None:
+        """Documents of the source, in any order. Those beyond MAX_COMPARED are not looked at."""
+        kept = digests[: self._left]
+        self._left -= len(kept)
+        self._blocks.append(kept)
+
+    def count(self) -> int:
+        """How many documents equal an earlier one."""
+        return sum(map(len, self._blocks)) - len(np.unique(np.concatenate(self._blocks))) if self._blocks else 0
 
 
 class HeldOut:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from finetune_job.api.data import DataFormat, LossOn
 from finetune_trainer.data.read import Record, RecordProblem, can_be_parted, read_file
+from finetune_trainer.data.records import shown
 from finetune_trainer.data.shards import TOKEN_TYPE, encode
 from finetune_trainer.data.tokenize import Document, Tokenizer, tokenize
 
@@ -82,9 +83,16 @@ class PartResult:
     num_supervised_tokens: int = 0
     longest_document: int = 0
     largest_token_id: int = -1
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Records by tokens: the smallest power of two that holds them -> how many; longer ones than maxSequenceLength, too."""
     problems: dict[ProblemKind, tuple[RecordProblem, int]] = field(default_factory=dict)
     """The first of each kind, and how many there are."""
     unreadable: OSError | None = None
+
+    def found_length(self, length: int, count: int = 1) -> None:
+        """Count records of this many tokens."""
+        bound = 1 << (length - 1).bit_length()
+        self.lengths[bound] = self.lengths.get(bound, 0) + count
 
     def found_problem(self, problem: RecordProblem) -> None:
         """Count it."""
@@ -129,7 +137,7 @@ def work_on(task: PartTask, tokenizer: Tokenizer | None) -> PartResult:
             if result.problems and not task.settings.problems_need_tokens:
                 continue
             made = tokenize(tokenizer, records, task.settings.loss_on, task.settings.chat_template)
-            kept = _kept(made, task.settings.max_sequence_length, result)
+            kept = _kept(records, made, task.settings.max_sequence_length, result)
             if kept:
                 stored, rows = _stored(kept, result)
                 tokens.write(stored)
@@ -160,20 +168,32 @@ def _batches(task: PartTask, result: PartResult) -> Iterator[list[Record]]:
         characters += len(item.prompt) + len(item.completion) + sum(len(str(turn.get("content"))) for turn in item.messages)
 
 
-def _kept(made: list[Document | RecordProblem], max_sequence_length: int, result: PartResult) -> list[Document]:
+def _kept(
+    records: list[Record], made: list[Document | RecordProblem], max_sequence_length: int, result: PartResult
+) -> list[Document]:
     kept = []
-    for document in made:
+    for record, document in zip(records, made, strict=True):
+        if not isinstance(document, RecordProblem) and not any(document.supervised):
+            document = _unsupervised(record)
         if isinstance(document, RecordProblem):
             result.found_problem(document)
             result.num_records -= 1
             continue
         length = len(document.input_ids)
+        result.found_length(length)
         if length <= max_sequence_length:
             kept.append(document)
             continue
         result.num_dropped += 1
         result.shortest_dropped = min(result.shortest_dropped or length, length)
     return kept
+
+
+def _unsupervised(record: Record) -> RecordProblem:
+    """No token of it counts in the loss."""
+    text = record.completion or (str(record.messages[-1].get("content")) if record.messages else "")
+    reason = "gives no token that is learnt, so it would only cost time"
+    return RecordProblem(record.line, "", shown(text), reason, "remove the record, or fill it in", record.unit, record.file)
 
 
 def _stored(documents: list[Document], result: PartResult) -> tuple[bytes, bytes]:

@@ -208,12 +208,17 @@ def _reusable(directory: Path, inputs: Mapping[str, Any], pad_token_id: int) -> 
     return Preparation(
         findings=tuple(Finding.model_validate(finding) for finding in manifest["warnings"]),
         splits={split: SplitFacts(**facts) for split, facts in manifest["splits"].items()},
-        datasets=tuple(DatasetFacts(**facts) for facts in manifest["datasets"]),
+        datasets=tuple(_facts_of(facts) for facts in manifest["datasets"]),
         inputs=inputs,
         pad_token_id=pad_token_id,
         staging=None,
         written_data_hash=manifest["data_hash"],
     )
+
+
+def _facts_of(stored: Mapping[str, Any]) -> DatasetFacts:
+    """JSON makes texts of numbers that are keys."""
+    return DatasetFacts(**{**stored, "lengths": {int(bound): count for bound, count in stored["lengths"].items()}})
 
 
 def _tasks(sources: list[Source], settings: PartSettings, staging: Staging | None) -> Iterator[PartTask]:
@@ -239,6 +244,7 @@ def _consume(
         if task.result is not None:
             if staging is not None and not source.problems and source.error is None:
                 documents = read_documents(task.result)
+                source.repeated.add(documents["digest"])
                 if source.named.split == VALIDATION:
                     held_out.add(documents["digest"])
                 else:

@@ -189,4 +189,6 @@ def manifest_digest(body: Mapping[str, Any]) -> str:
 
 def encoded_manifest(value: Mapping[str, Any]) -> bytes:
     """Canonical JSON, so that each change of a byte is a change of the content or of the form, and both are noticed."""
+    # As it will be read: numbers that are keys become texts, and texts stand in another order.
+    value = json.loads(json.dumps(value, allow_nan=False))
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode()

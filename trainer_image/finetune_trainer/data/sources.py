@@ -18,10 +18,12 @@ from finetune_trainer.data.findings import (
     also_held_out,
     empty,
     never_used,
+    repeated,
     too_long,
     unreadable,
     wrong_records,
 )
+from finetune_trainer.data.overlap import Repeated
 from finetune_trainer.data.pack_plan import WeightedDocuments
 from finetune_trainer.data.parts import Part, PartResult, ProblemKind
 from finetune_trainer.data.read import RecordProblem, lines_before, record_files
@@ -45,8 +47,14 @@ class DatasetFacts:
     weight: float
     num_occurrences: int
     """Records of one pass."""
+    num_repeated: int
+    """Records that equal an earlier one."""
+    lengths: dict[int, int]
+    """Records by tokens, as in PartResult; keys are texts once they were stored as JSON."""
 
 
+REPEATED_SHARE = 0.01
+"""Of a source's records; fewer repetitions are counted, and no reason to warn."""
 Stamp = tuple[int, int]
 """Size and time of the latest change of a file."""
 
@@ -67,6 +75,7 @@ class Source:
     """Sums over its parts."""
     problems: dict[ProblemKind, tuple[Part, RecordProblem, int]] = field(default_factory=dict)
     """The first of each kind with its part, and how many there are."""
+    repeated: Repeated = field(default_factory=Repeated)
     num_held_out: int = 0
     """Training documents that are held out too."""
 
@@ -90,6 +99,8 @@ class Source:
         found.num_supervised_tokens += result.num_supervised_tokens
         found.longest_document = max(found.longest_document, result.longest_document)
         found.largest_token_id = max(found.largest_token_id, result.largest_token_id)
+        for bound, count in result.lengths.items():
+            found.found_length(bound, count)
 
     def findings(self, max_sequence_length: int, was_tokenised: bool) -> list[Finding]:
         """What there is to say about it when all of it was read."""
@@ -106,6 +117,9 @@ class Source:
             findings.append(too_long(named, found.num_records, found.num_dropped, found.shortest_dropped, max_sequence_length))
         if was_tokenised and found.num_documents and not self.weighted.occurrences:
             findings.append(never_used(named, self.weight, found.num_documents))
+        num_repeated = self.repeated.count()
+        if num_repeated >= max(REPEATED_SHARE * found.num_documents, 1):
+            findings.append(repeated(named, num_repeated, found.num_documents))
         if self.num_held_out:
             findings.append(also_held_out(named, self.num_held_out, found.num_documents))
         return findings
@@ -121,6 +135,8 @@ class Source:
             num_supervised_tokens=self.found.num_supervised_tokens,
             weight=self.weight,
             num_occurrences=self.weighted.occurrences,
+            num_repeated=self.repeated.count(),
+            lengths=dict(sorted(self.found.lengths.items())),
         )
 
 

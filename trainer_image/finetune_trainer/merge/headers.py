@@ -24,6 +24,10 @@ DTYPE_BYTES: Mapping[str, int] = {
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses larger headers; a larger number here means that the file is something else."""
 
+MAX_DIMENSIONS = 64
+"""Of a tensor; the most that torch knows."""
+MAX_FILE_BYTES = 2**63 - 1
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -70,15 +74,20 @@ def read_header(path: Path) -> list[TensorHeader]:
                     "no safetensors file. Fetch it again."
                 )
             parsed = json.loads(file.read(header_bytes))
+            if not isinstance(parsed, dict):
+                raise BrokenCheckpointError(f"{path}: the header is a JSON {type(parsed).__name__}, not an object. Fetch it again.")
     except FileNotFoundError as error:
         raise BrokenCheckpointError(f"{path}: the file is missing. Fetch the model again.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenCheckpointError(f"{path}: the header is not JSON ({error}). Fetch it again.") from error
 
     data_start = 8 + header_bytes
     tensors = []
     position = data_start
     entries = [(name, entry) for name, entry in parsed.items() if name != "__metadata__"]
+    for name, entry in entries:
+        if not _is_entry(entry):
+            raise BrokenCheckpointError(f"{path}: the header's entry of tensor {name!r} is malformed. Fetch it again.")
     for name, entry in sorted(entries, key=lambda item: (item[1]["data_offsets"], item[0])):
         dtype = entry["dtype"]
         if dtype not in DTYPE_BYTES:
@@ -102,6 +111,18 @@ def read_header(path: Path) -> list[TensorHeader]:
     return tensors
 
 
+def _is_entry(entry: Any) -> bool:
+    """Whether dtype, shape and positions are of the right types, and small enough that a product of them is a number of bytes."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list):
+        return False
+    if len(shape) > MAX_DIMENSIONS or len(offsets) != len(("begin", "end")):
+        return False
+    return all(type(number) is int and 0 <= number <= MAX_FILE_BYTES for number in (*shape, *offsets))
+
+
 def read_checkpoint(directory: Path) -> Checkpoint:
     """Headers of a model directory: one `model.safetensors`, or the shards that its index names.
 
@@ -109,7 +130,9 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """
     index_path = directory / INDEX_FILE
     if index_path.exists():
-        weight_map: dict[str, str] = read_json(index_path)["weight_map"]
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise BrokenCheckpointError(f"{index_path}: holds no weight_map. Fetch the model again.")
         files = sorted(set(weight_map.values()))
     elif (directory / SINGLE_FILE).exists():
         weight_map, files = {}, [SINGLE_FILE]
@@ -154,7 +177,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BrokenCheckpointError(f"{path}: the file is missing. Fetch or save it again.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenCheckpointError(f"{path}: is not JSON ({error}). Fetch or save it again.") from error
     if not isinstance(value, dict):
         raise MergeError(f"{path}: should hold a JSON object, not a {type(value).__name__}.")

@@ -36,7 +36,7 @@ def packed_in_training(plan: RunPlan, base: Path) -> Quantization | None:
 
 def training_quantization(plan: QuantizationPlan, load: torch.dtype) -> Quantization:
     """What the trainer did to each packed weight of a model that it loaded in `load`. Raises UnsupportedBaseError for 8 bits."""
-    config = quantization_config(plan, load)
+    config = quantization_config(plan, load, load)
     if not config.load_in_4bit:
         raise UnsupportedBaseError(
             f"method.quantization.bits is {plan.bits}: only 4-bit bases can be written out as they were trained on. Set merge.base "

@@ -11,12 +11,15 @@ from peft.utils import get_peft_model_state_dict
 from transformers import PreTrainedModel
 
 from finetune_job.api.method import ALL_LINEAR, LoraInit
+from finetune_job.method_settings import peft_fields
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
 from finetune_trainer.errors import ConfigError, InvariantError
-from finetune_trainer.model.method_settings import config_class, peft_fields
+from finetune_trainer.model.method_settings import config_class
 
 TASK = "CAUSAL_LM"
+ORIGINAL = "original_module"
+"""What PEFT calls the frozen module beside its trained copy."""
 _INITS = {LoraInit.ZERO_B: True, LoraInit.RANDOM: False}
 """What PEFT writes as a truth value."""
 
@@ -30,10 +33,12 @@ def lora_config(lora: LoraPlan) -> LoraConfig:
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=targets,
+        target_parameters=list(lora.target_parameters) or None,
         exclude_modules=list(lora.exclude_modules) or None,
         layers_to_transform=None if lora.layers_to_transform is None else list(lora.layers_to_transform),
         init_lora_weights=_INITS.get(lora.init_lora_weights, lora.init_lora_weights.value),
         modules_to_save=list(lora.modules_to_save) or None,
+        trainable_token_indices=list(lora.trainable_token_indices) or None,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
         use_rslora=lora.use_rslora,
@@ -53,7 +58,7 @@ def adapter_config(method: MethodPlan) -> PeftConfig:
         for problem in wrong:
             raise ConfigError(f"spec.method.settings.{problem.name}: {problem.value!r}: {problem.reason}", problem.fix)
         return config_class(method.type)(task_type=TASK, **values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
         field = METHODS[method.type].family.value
         raise ConfigError(f"spec.{field}: PEFT refuses these settings: {error}", "change them as it says") from error
 
@@ -68,15 +73,32 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
     torch.manual_seed(plan.training.seed)
     try:
         adapted = get_peft_model(model, config, autocast_adapter_dtype=plan.method.autocast_adapter_dtype)
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # a library meets a user's settings: it divides by them, compiles them and looks them up
+        said = error if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {error}"
+        if "ParamWrapper" in str(error):
+            raise ConfigError(
+                f"spec.{field}.targetModules: here names stacked weights of experts, and PEFT refuses: {said}",
+                'use type: LoRA with loraDropout: "0", or name only modules outside the experts',
+            ) from error
         raise ConfigError(
-            f"spec.{field}: PEFT refuses these settings for this model: {error}",
+            f"spec.{field}: PEFT refuses these settings for this model: {said}",
             "check them, targetModules first, against the model's module names",
         ) from error
     if not isinstance(adapted, PeftModel):
         raise ConfigError(f"spec.{field}: PEFT made no adapter model")
+    if plan.method.autocast_adapter_dtype and plan.method.trains_parts_of_the_base:
+        _hold_in_float32(adapted)
     adapted.train()
     return adapted
+
+
+def _hold_in_float32(adapted: PeftModel) -> None:
+    """All that is trained: PEFT sees to its adapters alone, and leaves copies of whole modules and biases in the base's type."""
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def stored_names(model: PeftModel) -> dict[str, str]:
@@ -100,7 +122,9 @@ def fixed_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
 def _stored(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     # Parameters themselves, not views of them, so that identity tells which is which.
     state = model.state_dict(keep_vars=True)
-    yield from get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False).items()
+    stored = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+    # With trained biases PEFT also lists the base's own, frozen, beside the copy of a module that is trained whole.
+    yield from ((name, tensor) for name, tensor in stored.items() if ORIGINAL not in name.split("."))
 
 
 def adapter_settings(model: PeftModel, base_model: str, revision: str | None = None) -> dict[str, Any]:
@@ -109,4 +133,19 @@ def adapter_settings(model: PeftModel, base_model: str, revision: str | None = N
     settings["base_model_name_or_path"] = base_model
     settings["revision"] = revision
     settings["inference_mode"] = True
+    _match_feedforward(settings)
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+
+
+def _match_feedforward(settings: dict[str, Any]) -> None:
+    """IA3: names of feed-forward modules as the targets spell them, without those that are no targets.
+
+    PEFT fills in its own for the model whatever the targets are, and refuses the list when it loads the adapter.
+    """
+    names, targets = settings.get("feedforward_modules"), settings.get("target_modules")
+    if isinstance(names, set) and isinstance(targets, set) and not names <= targets:
+        settings["feedforward_modules"] = {
+            target
+            for target in targets
+            if any(target == name or target.endswith(f".{name}") or name.endswith(f".{target}") for name in names)
+        }

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from finetune_job.api.base import Dtype
-from finetune_job.api.method import MethodType
-from finetune_job.api.training import Precision
+from finetune_job.memory.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 
 
@@ -32,15 +31,11 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 
 
 def resolve_dtypes(plan: RunPlan, stored: torch.dtype) -> ModelDtypes:
-    """Types of a run on a base model whose weights are stored as `stored`.
-
-    Trained weights need more bits than their products: updates of 16-bit weights round to nothing. So full fine-tuning holds
-    float32 weights and computes in the model's type; adapters see to the same with `autocast_adapter_dtype`.
-    """
-    save = torch_dtype(plan.model.dtype) if plan.model.dtype else stored
-    param = torch_dtype(plan.parallelism.fsdp.param_dtype) if plan.parallelism.fsdp.param_dtype else None
-    reduce = torch_dtype(plan.parallelism.fsdp.reduce_dtype) if plan.parallelism.fsdp.reduce_dtype else None
-    load = torch.float32 if plan.training.precision is Precision.FP32 else save
-    if plan.method.type is MethodType.FULL and load is not torch.float32:
-        param, load = param or load, torch.float32
-    return ModelDtypes(load=load, param=param, reduce=reduce, save=save)
+    """Types of a run on a base model whose weights are stored as `stored`."""
+    found = resolve_elements(plan, str(stored).removeprefix("torch."))
+    return ModelDtypes(
+        load=getattr(torch, found.load),
+        param=getattr(torch, found.param) if found.param else None,
+        reduce=getattr(torch, found.reduce) if found.reduce else None,
+        save=getattr(torch, found.save),
+    )

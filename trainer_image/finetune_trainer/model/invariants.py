@@ -15,7 +15,8 @@ from finetune_job.plan.run_plan import MethodPlan, RunPlan
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.model.dtypes import resolve_dtypes
 
-LORA_MARKS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+MAGNITUDE = "lora_magnitude_vector"
+LORA_MARKS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", MAGNITUDE, "trainable_tokens_delta")
 SAVED_WHOLE = "modules_to_save"
 
 
@@ -49,6 +50,22 @@ def _is_to_be_trained(name: str, parameter: nn.Parameter, method: MethodPlan) ->
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(METHODS[method.type].peft_type)]
     adds_bias = parts[-1] == "bias" and method.adapter is not None and method.adapter.settings.get("bias", "none") != "none"
     return parameter.requires_grad and (adds_bias or any(part.startswith(prefix) for part in parts))
+
+
+def check_magnitudes(model: nn.Module) -> None:
+    """DoRA divides each row of a weight by its norm: a row of zeros, such as that of a padding token, has no direction.
+
+    Raises ConfigError.
+    """
+    for name, parameter in model.named_parameters():
+        if MAGNITUDE in name.split(".") and not bool(parameter.detach().ne(0).all()):
+            layer = name.partition(f".{MAGNITUDE}")[0].removeprefix("base_model.model.")
+            row = int(parameter.detach().flatten().eq(0).nonzero()[0])
+            raise ConfigError(
+                f"spec.method.lora.targetModules: the weight of {layer} has a row of zeros (number {row}), which DoRA would divide "
+                "by its norm: the loss would be NaN",
+                f"name {layer} in method.lora.excludeModules, or use method.type: LoRA",
+            )
 
 
 def check_adapter_bits(plan: RunPlan, stored: torch.dtype) -> None:

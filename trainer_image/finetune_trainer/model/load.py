@@ -15,9 +15,11 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
+from finetune_job.api.model import Attention
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_trainer.errors import ModelError
-from finetune_trainer.model.dtypes import resolve_dtypes, torch_dtype
+from finetune_trainer.model.dtypes import ModelDtypes, resolve_dtypes, torch_dtype
+from finetune_trainer.model.packed_weights import make_fit_for_training
 
 SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -33,6 +35,18 @@ def load_config(plan: RunPlan, directory: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(directory, trust_remote_code=plan.model.allow_remote_code, local_files_only=True)
     except (ValueError, OSError) as error:
         raise ModelError(f"spec.model.source: {directory}/config.json is not accepted: {error}") from error
+
+
+def attention_of(plan: RunPlan, config: PreTrainedConfig) -> str:
+    """What transformers is asked for: the plan's, but for a choice of ours that the architecture does not have."""
+    asked = plan.model.attention
+    is_our_choice = any(choice.field == "spec.model.attention" for choice in plan.choices)
+    if not is_our_choice or type(config) not in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - there is no public name
+        return asked.value
+    found = AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
+    classes = found if isinstance(found, list | tuple) else (found,)
+    has_it = all(each._supports_sdpa for each in classes)  # noqa: SLF001
+    return (asked if has_it else Attention.EAGER).value
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
@@ -71,7 +85,7 @@ def build_on_meta(plan: RunPlan, directory: Path) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
-            attn_implementation=plan.model.attention.value,
+            attn_implementation=attention_of(plan, config),
             trust_remote_code=plan.model.allow_remote_code,
         )
     return model
@@ -85,7 +99,7 @@ def build_unwritten(plan: RunPlan, directory: Path) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
-            attn_implementation=plan.model.attention.value,
+            attn_implementation=attention_of(plan, config),
             trust_remote_code=plan.model.allow_remote_code,
         )
     reserve_parameters(model)
@@ -116,21 +130,20 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
     """The model with its weights, in training mode, quantised where the plan says so.
 
     On the CPU until it is sharded; a quantised one goes to `device`, because quantising is done there. Training mode from the
-    start: `from_pretrained` returns evaluation mode, in which 4-bit layers on CPU repack their weights and train silently wrong.
-    Raises ModelError.
+    start: `from_pretrained` returns evaluation mode. Raises ModelError.
     """
-    load_config(plan, directory)
+    config = load_config(plan, directory)
     dtypes = resolve_dtypes(plan, stored_dtype(directory))
     options: dict[str, Any] = {}
     if plan.method.quantization is not None:
-        options["quantization_config"] = quantization_config(plan.method.quantization, dtypes.load)
+        options["quantization_config"] = quantization_config(plan.method.quantization, dtypes.load, packed_dtype(plan, dtypes))
         options["device_map"] = {"": device}
     try:
         model: PreTrainedModel
         model, info = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtypes.load,
-            attn_implementation=plan.model.attention.value,
+            attn_implementation=attention_of(plan, config),
             trust_remote_code=plan.model.allow_remote_code,
             use_safetensors=True,
             local_files_only=True,
@@ -145,18 +158,29 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
                 f"spec.model.source: {directory} do not fill the model: {problem} {sorted(map(str, info[problem]))[:3]}",
                 "copy all files of the model; a missing weight would be initialised at random",
             )
+    if plan.method.quantization is not None and device.type == "cpu":
+        make_fit_for_training(model)
     model.config.use_cache = False
     model.train()
     return model
 
 
-def quantization_config(quantization: QuantizationPlan, model_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Settings of transformers for bitsandbytes; what the plan leaves open takes the model's element type, which FSDP needs."""
+def packed_dtype(plan: RunPlan, dtypes: ModelDtypes) -> torch.dtype:
+    """Element type as which packed 4-bit weights are stored: left open, one that nothing converts as if it held numbers.
+
+    FSDP 1 flattens them with what is held beside them; FSDP 2 casts all that it gathers to the type of the computation.
+    """
+    quantization, fsdp = plan.method.quantization, plan.parallelism.fsdp
+    if quantization is not None and quantization.quant_storage is not None:
+        stored: torch.dtype = getattr(torch, quantization.quant_storage.value)
+        return stored
+    return (dtypes.param if fsdp.version == 2 else None) or dtypes.load
+
+
+def quantization_config(quantization: QuantizationPlan, model_dtype: torch.dtype, storage: torch.dtype) -> BitsAndBytesConfig:
+    """Settings of transformers for bitsandbytes. `storage`: element type as which packed weights are stored."""
     if quantization.bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
-    storage = model_dtype
-    if quantization.quant_storage is not None:
-        storage = getattr(torch, quantization.quant_storage.value)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantization.quant_type.value,

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
 import torch
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -28,6 +30,7 @@ from finetune_trainer.errors import InvariantError, ModelError
 from finetune_trainer.merge.errors import MergeError
 from finetune_trainer.merge.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
 from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.invariants import LORA_MARKS
 from finetune_trainer.model.load import SAFETENSORS_DTYPES, build_unwritten, stored_dtype
 
 log = logging.getLogger(__name__)
@@ -55,25 +58,39 @@ def stored_by_name(model: PreTrainedModel, directory: Path) -> Mapping[str, Tens
     return headers
 
 
-def hollow_base_model(plan: RunPlan, directory: Path) -> PreTrainedModel | None:
-    """The base model in training mode with parameters of zeros and computed buffers; None where it has to be loaded whole.
+@dataclass(frozen=True)
+class HollowModel:
+    """A base model whose parameters are zeros that nobody has written, and where their values stand."""
 
-    Raises ModelError.
-    """
+    module: PreTrainedModel
+    """In training mode, its computed buffers computed."""
+    headers: Mapping[str, TensorHeader]
+    """By every name of a parameter, those that are tied to another included, and by names of stored buffers."""
+
+
+def hollow_base_model(plan: RunPlan, directory: Path) -> HollowModel | None:
+    """None where the model has to be loaded whole. Raises ModelError."""
     if plan.method.quantization is not None or plan.model.allow_remote_code or METHODS[plan.method.type].family is Family.OTHER:
         return None
     model = build_unwritten(plan, directory)
     dtype = resolve_dtypes(plan, stored_dtype(directory)).load
-    if (
-        _keeps_some_in_float32(model, dtype)
-        or _has_magnitudes_of_embeddings(model, plan)
-        or stored_by_name(model, directory) is None
-    ):
+    headers = stored_by_name(model, directory)
+    if _keeps_some_in_float32(model, dtype) or _has_magnitudes_of_embeddings(model, plan) or headers is None:
         log.info("every rank loads the whole model: its files do not hold the parameters as %s does", type(model).__name__)
         return None
     model.config.use_cache = False
     model.train()
-    return model
+    return HollowModel(model, {**headers, **_tied(model, headers)})
+
+
+def _tied(model: PreTrainedModel, headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Headers of parameters that other parameters are, by the names that the files do not have.
+
+    An adapter can part them: a trained copy of a tied output head starts at the values of the input embedding.
+    """
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: headers[first_names[id(parameter)]] for name, parameter in every}
 
 
 def _keeps_some_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> bool:
@@ -91,13 +108,12 @@ def _has_magnitudes_of_embeddings(model: nn.Module, plan: RunPlan) -> bool:
     return any(name.endswith(target) for name in embeddings for target in lora.target_modules)
 
 
-def measure_magnitudes(model: nn.Module, directory: Path) -> None:
+def measure_magnitudes(model: nn.Module, headers: Mapping[str, TensorHeader]) -> None:
     """DoRA: start each magnitude at the norms of its base weight, one whole weight in memory at a time. Call before sharding.
 
     By PEFT's own function, with what it is given where the base is loaded whole: adapters still in the base's element type.
     Raises InvariantError for a layer of a kind that is not linear.
     """
-    headers = read_checkpoint(directory).tensors
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or ADAPTER not in layer.lora_magnitude_vector:
             continue
@@ -119,16 +135,34 @@ def measure_magnitudes(model: nn.Module, directory: Path) -> None:
         magnitude.weight = nn.Parameter(magnitude.weight.detach().to(held), requires_grad=True)
 
 
-def fill(model: nn.Module, found: list[Piece], directory: Path, loaded: torch.dtype) -> None:
+def read_token_rows(model: nn.Module, headers: Mapping[str, TensorHeader]) -> None:
+    """Start each trained row of an embedding at the row that it stands for. Call before sharding.
+
+    Through the element type of the embedding, from which PEFT takes the rows where the base is loaded whole.
+    """
+    for name, layer in model.named_modules():
+        # A tied output head has the rows of the input embedding itself.
+        if not isinstance(layer, TrainableTokensLayer) or layer.tied_adapter is not None:
+            continue
+        weight, rows = layer.get_base_layer().weight, layer.trainable_tokens_delta[ADAPTER]
+        header, width = headers[base_name(f"{name}.weight")], weight.shape[1]
+        with torch.no_grad():
+            for place, index in enumerate(layer.token_indices[ADAPTER]):
+                read_into(header, index * width, rows[place], weight.dtype)
+            layer.trainable_tokens_original[ADAPTER].copy_(rows)
+
+
+def fill(model: nn.Module, found: list[Piece], headers: Mapping[str, TensorHeader], loaded: torch.dtype) -> None:
     """Fill this rank's `found` pieces of the base's parameters, and its stored buffers. Call after sharding.
 
     `loaded`: element type in which the base is loaded; what is held in another one has passed through it. Raises ModelError where
-    the files end early.
+    the files end early, InvariantError for a parameter that is neither stored nor an adapter's.
     """
-    headers = read_checkpoint(directory).tensors
     with torch.no_grad():
         for piece in found:
             header = headers.get(base_name(piece.name))
+            if header is None and not any(mark in piece.name.split(".") for mark in LORA_MARKS):
+                raise InvariantError(f"no tensor in the model's files fills {piece.name}")
             if header is not None and piece.stop > piece.start:
                 read_into(header, piece.start, piece.parameter_values(), loaded)
         for name, buffer in model.named_buffers():
@@ -142,7 +176,7 @@ def fill(model: nn.Module, found: list[Piece], directory: Path, loaded: torch.dt
 def base_name(name: str) -> str:
     """PURE. The base model's name of a parameter of it inside a PEFT model; any other name is no name of a base model."""
     parts = name.removeprefix("base_model.model.").split(".")
-    wrapped = ("base_layer", "original_module", "modules_to_save", ADAPTER)
+    wrapped = ("base_layer", "original_module", "modules_to_save", "token_adapter", ADAPTER)
     return ".".join(part for part in parts if part not in wrapped)
 
 

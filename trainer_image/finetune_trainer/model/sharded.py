@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from finetune_trainer.model.activations import checkpoint_activations
 from finetune_trainer.model.adapters import attach, fixed_tensors
 from finetune_trainer.model.compilation import compile_layers
 from finetune_trainer.model.dtypes import resolve_dtypes
-from finetune_trainer.model.invariants import check_trainable, trainable_shapes
+from finetune_trainer.model.invariants import check_magnitudes, check_trainable, trainable_shapes
 from finetune_trainer.model.load import load_base_model, stored_dtype
-from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes
+from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes, read_token_rows
 from finetune_trainer.objective.interface import Objective
 
 
@@ -48,17 +48,20 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
     dtypes = resolve_dtypes(plan, stored_dtype(base_model))
     # A single rank holds all of it anyway.
     hollow = hollow_base_model(plan, base_model) if gang.world_size > 1 else None
-    base = hollow or load_base_model(plan, base_model, gang.device)
+    base = hollow.module if hollow else load_base_model(plan, base_model, gang.device)
     model: nn.Module = attach(base, plan) if plan.method.trains_adapter else base
     # After PEFT, which would otherwise ask for gradients of the embeddings' output.
     checkpoint_activations(base, plan.training.activation_checkpointing)
-    if hollow is not None and plan.method.type is MethodType.DORA:
-        measure_magnitudes(model, base_model)
+    if hollow is not None:
+        if plan.method.type is MethodType.DORA:
+            measure_magnitudes(model, hollow.headers)
+        read_token_rows(model, hollow.headers)
+    check_magnitudes(model)
     objective.install(model)
     check_trainable(model, plan)
     shapes = trainable_shapes(model)
     fixed: dict[str, torch.Tensor] = {}
-    if plan.method.adapter is not None and isinstance(model, PeftModel) and gang.is_first:
+    if isinstance(model, PeftModel) and gang.is_first:
         # Copies: sharding frees or cuts the originals.
         fixed = {name: tensor.cpu().clone() for name, tensor in fixed_tensors(model).items()}
     fsdp = plan.parallelism.fsdp
@@ -69,15 +72,20 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
     elif fsdp.version == 2:
         model = fsdp2.shard(model, fsdp, dtypes, init_device_mesh(gang.device.type, (gang.world_size,)))
     else:
-        model = fsdp1.shard(model, fsdp, dtypes, gang.device)
+        # DoRA multiplies weights of two units, which would be cast at different times; autocast casts both alike. Packed weights
+        # are flattened with what is held beside them and are no numbers; autocast leaves them as they are.
+        by_autocast = plan.method.type in (MethodType.DORA, MethodType.QLORA) and dtypes.param is not torch.float32
+        cast = replace(dtypes, param=None) if by_autocast else dtypes
+        model = fsdp1.shard(model, fsdp, cast, gang.device)
     if hollow is not None:
-        fill(model, pieces(model, frozen=True), base_model, dtypes.load)
+        fill(model, pieces(model, frozen=True), hollow.headers, dtypes.load)
     model.train()
     found = pieces(model)
     check_complete(shapes, found)
     # FSDP 1 casts the parameters of each unit to `param`, but leaves what a float32 adapter computes in float32: under PEFT's
     # policy its leaves are units of their own, and the products of both meet in one layer. FSDP 2 casts inputs and outputs too.
-    casts = gang.world_size > 1 and fsdp.version == 2
+    # Its random projections are buffers, which it does not cast.
+    casts = gang.world_size > 1 and fsdp.version == 2 and plan.method.type not in (MethodType.VERA, MethodType.PVERA)
     return TrainedModel(
         module=model,
         pieces=found,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from finetune_job.api.parallelism import AutoWrapPolicy
+from finetune_job.memory.sharding import DEFAULT_MIN_NUM_PARAMS
 from finetune_job.plan.run_plan import FsdpPlan
 from finetune_trainer.errors import ConfigError
-
-DEFAULT_MIN_NUM_PARAMS = 100_000_000
-"""Smallest unit of SIZE_BASED_WRAP in parameters where the plan names none; torch's own default."""
 
 
 def layer_classes(model: nn.Module, given: Collection[str] | None) -> tuple[str, ...]:
@@ -44,18 +45,68 @@ def layer_classes(model: nn.Module, given: Collection[str] | None) -> tuple[str,
 
 
 def unit_names(model: nn.Module, fsdp: FsdpPlan) -> list[str]:
-    """Names of the modules that become units of their own, children before parents; the root, always a unit, is not listed."""
+    """Names of the modules that become units of their own, children before parents; the root, always a unit, is not listed.
+
+    Raises ConfigError where the plan names a class of modules that cannot be units.
+    """
     modules = dict(model.named_modules())
+    bound = bound_modules(model)
     if fsdp.auto_wrap_policy is AutoWrapPolicy.NO_WRAP:
         chosen: list[str] = []
     elif fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP:
-        chosen = _large(modules, fsdp.min_num_params or DEFAULT_MIN_NUM_PARAMS)
+        chosen = _large(modules, bound, fsdp.min_num_params or DEFAULT_MIN_NUM_PARAMS)
     else:
         wanted = set(layer_classes(model, fsdp.transformer_layer_cls_to_wrap))
         chosen = [name for name, module in modules.items() if name and type(module).__name__ in wanted]
+        unfit = [name for name in chosen if name in bound]
+        if unfit and fsdp.transformer_layer_cls_to_wrap is not None:
+            kind = type(modules[unfit[0]]).__name__
+            raise ConfigError(
+                f"spec.parallelism.fsdp.transformerLayerClsToWrap: {kind}: {unfit[0]} cannot be a unit, because {bound[unfit[0]]}",
+                f"leave it unset, or name {', '.join(sorted({*wanted} - {kind}) or layer_classes(model, None))} alone",
+            )
+        chosen = [name for name in chosen if name not in bound]
     if fsdp.peft_wrap_policy:
         chosen += [name for name, module in modules.items() if name and name not in chosen and _is_trainable_leaf(module)]
     return sorted(chosen, key=lambda name: (-name.count("."), name))
+
+
+def bound_modules(model: nn.Module) -> dict[str, str]:
+    """Modules that must lie in a unit with others, and why: FSDP gathers weights when the module of their unit is called."""
+    bound: dict[str, str] = {}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if isinstance(module, AuxiliaryTrainingWrapper | ParamWrapper) and not isinstance(module, ModulesToSaveWrapper):
+            bound |= dict.fromkeys(_below(name, modules), f"{name} reads its weights without calling it")
+        elif isinstance(module, BaseTunerLayer) and not (isinstance(module, LoraLayer) and not any(module.use_dora.values())):
+            bound |= dict.fromkeys(_below(f"{name}.base_layer", modules), f"{name} reads its weights without calling it")
+        if isinstance(module, nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
+            bound[name] = "it is never called"
+    return bound | _sharing(model)
+
+
+def _below(name: str, modules: Iterable[str]) -> list[str]:
+    return [other for other in modules if other == name or other.startswith(f"{name}.")]
+
+
+def _sharing(model: nn.Module) -> dict[str, str]:
+    """Modules with a parameter that is also held outside them: two units cannot both hold it."""
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    shared = [names for names in places.values() if len(names) > 1]
+    found: dict[str, str] = {}
+    if not shared:
+        return found
+    names_of: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names_of.setdefault(id(module), []).append(name)
+    for name, module in model.named_modules():
+        for names in shared:
+            outside = [place for place in names if not any(place.startswith(f"{own}.") for own in names_of[id(module)])]
+            if name and outside and len(outside) < len(names):
+                found[name] = f"it shares a weight with {outside[0].rpartition('.')[0]}"
+    return found
 
 
 def _is_trainable_leaf(module: nn.Module) -> bool:
@@ -64,13 +115,13 @@ def _is_trainable_leaf(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and isinstance(weight, nn.Parameter) and weight.requires_grad
 
 
-def _large(modules: dict[str, nn.Module], minimum: int) -> list[str]:
+def _large(modules: dict[str, nn.Module], bound: Collection[str], minimum: int) -> list[str]:
     """Deepest modules first: a module is a unit where the parameters that no unit below it holds reach the minimum."""
     chosen: list[str] = []
     for name in sorted(modules, key=lambda name: (-(name.count(".") + 1 if name else 0), name)):
         below = [modules[unit] for unit in chosen if unit.startswith(f"{name}.")]
         held = {id(parameter) for unit in below for parameter in unit.parameters()}
         size = sum(parameter.numel() for parameter in modules[name].parameters() if id(parameter) not in held)
-        if name and size >= minimum and not isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
+        if name and size >= minimum and name not in bound:
             chosen.append(name)
     return chosen

@@ -15,11 +15,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-VALUES_PER_PART = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""Logits held at a time, by type of device: 16 MB in float32 on CPU, where they should stay near its caches, and 0.5 GB on GPU,
-which needs large products. Twice that with their gradient."""
-MIN_ROWS_PER_PART = 64
-"""Products of fewer rows take other paths in the libraries, and give other bits."""
+from finetune_job.memory.loss import ROWS_RECOMPUTED, rows_per_part
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ def cross_entropy_of(rows: torch.Tensor, to_logits: Callable[[torch.Tensor], tor
         return functional.cross_entropy(to_logits(some).float(), labels, reduction="sum")
 
     total = _zero(rows.device)
-    num_rows = MIN_ROWS_PER_PART * 16
+    num_rows = ROWS_RECOMPUTED
     for start in range(0, len(rows), num_rows):
         some, labels = rows[start : start + num_rows], targets.labels[start : start + num_rows]
         if torch.is_grad_enabled():
@@ -79,7 +75,7 @@ def cross_entropy_of(rows: torch.Tensor, to_logits: Callable[[torch.Tensor], tor
 
 def parts(num_rows: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
     """PURE. Consecutive slices that together are range(num_rows)."""
-    size = max(VALUES_PER_PART[device.type] // vocabulary, MIN_ROWS_PER_PART)
+    size = rows_per_part(vocabulary, device.type)
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 
 

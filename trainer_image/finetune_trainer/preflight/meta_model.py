@@ -10,23 +10,30 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.errors import ConfigError, TrainerError
-from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, stored_names
+from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, stored_names
 from finetune_trainer.model.compilation import missing_compiler
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_adapter_bits, check_flat_units, check_trainable, trainable_shapes
-from finetune_trainer.model.load import build_on_meta, build_unwritten, stored_dtype
+from finetune_trainer.model.load import packed_dtype, stored_dtype
 from finetune_trainer.model.wrap_plan import layer_classes, unit_names
+from finetune_trainer.preflight.attached import check_attached
+from finetune_trainer.preflight.coverage import check_coverage
+from finetune_trainer.preflight.declared_weights import load_declared, pack
+from finetune_trainer.preflight.element_types import check_element_types
+from finetune_trainer.preflight.fsdp_units import check_recomputation, check_units
+from finetune_trainer.preflight.memory import shape_of
 from finetune_trainer.preflight.model_structure import ModelStructure
-from finetune_trainer.preflight.module_names import check_names, check_settings
+from finetune_trainer.preflight.module_names import check_names, check_parameters, check_settings, check_tokens
+from finetune_trainer.preflight.valueless import attach_valueless
+from finetune_trainer.preflight.zero_rows import check_zero_rows
 
 ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 """Module classes that PEFT's LoRA layers can stand in for (peft.tuners.lora.model, dispatchers)."""
@@ -35,26 +42,24 @@ ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 def inspect_structure(plan: RunPlan, directory: Path) -> tuple[ModelStructure | None, list[Finding]]:
     """The structure, or None where it cannot be built, and every finding. Reads headers only."""
     try:
-        base = build_on_meta(plan, directory)
+        base, findings = load_declared(plan, directory)
     except Exception as error:  # noqa: BLE001 - a library meets a file of the user's: whatever it raises is about that file
+        if "attn_implementation" in str(error):
+            return None, [_attention_unknown(plan, error)]
         return None, [_finding("model-not-accepted", "spec.model.source", directory.name, error)]
-    findings = _weights_fill(plan, directory)
     wrap_classes, found = _wrap_classes(plan, base)
     findings += found
     findings += _compiler_is_missing(plan)
     if plan.data.packing and getattr(base, "_is_stateful", False):
         findings.append(_recurrent(base))
-    modules = [name for name, _ in base.named_modules()]
-    if plan.method.lora is not None:
-        adaptable = [name for name, module in base.named_modules() if isinstance(module, ADAPTABLE)]
-        findings += check_names(plan.method.lora, adaptable, modules)
-    if plan.method.adapter is not None:
-        findings += check_settings(plan.method.type, plan.method.adapter, modules)
     vocabulary_size = int(base.get_input_embeddings().weight.shape[0])
+    findings += _names(plan, base, vocabulary_size)
     max_positions = getattr(base.config, "max_position_embeddings", None)
-    if findings:
+    if any(finding.severity == "error" for finding in findings):
         return None, findings
     try:
+        if plan.method.quantization is not None:
+            pack(base, plan.method.quantization, packed_dtype(plan, resolve_dtypes(plan, stored_dtype(directory))))
         model, saved_names = _trained(plan, base, directory)
         check_trainable(model, plan)
         units = unit_names(model, plan.parallelism.fsdp)
@@ -63,9 +68,20 @@ def inspect_structure(plan: RunPlan, directory: Path) -> tuple[ModelStructure | 
             check_flat_units(model, units, use_orig_params=bool(plan.parallelism.fsdp.use_orig_params))
     except TrainerError as error:
         field = _named_field(error) or "spec.method"
-        return None, [_finding("model-settings-conflict", field, plan.method.type.value, error)]
-    trainable = trainable_shapes(model)
+        return None, [*findings, _finding("model-settings-conflict", field, plan.method.type.value, error)]
+    if plan.parallelism.world_size > 1:
+        findings += check_units(model, units, plan.parallelism.fsdp)
+        if plan.parallelism.fsdp.version == 2:
+            findings += check_recomputation(model, units, plan.training.activation_checkpointing)
     dtypes = resolve_dtypes(plan, stored_dtype(directory))
+    findings += check_element_types(model, plan, dtypes, packed_dtype(plan, dtypes))
+    findings += check_attached(model, plan.method)
+    if plan.method.lora is not None:
+        findings += check_coverage(model, plan.method.lora)
+        findings += check_zero_rows(model, plan.method.lora, directory)
+    if any(finding.severity == "error" for finding in findings):
+        return None, findings
+    trainable = trainable_shapes(model)
     structure = ModelStructure(
         wrap_classes=wrap_classes,
         fsdp_units=tuple(units),
@@ -78,64 +94,54 @@ def inspect_structure(plan: RunPlan, directory: Path) -> tuple[ModelStructure | 
         adapter_settings=adapter_settings(model, directory.name) if isinstance(model, PeftModel) else None,
         vocabulary_size=vocabulary_size,
         max_positions=max_positions if isinstance(max_positions, int) else None,
+        stored_dtype=_name(stored_dtype(directory)),
+        shape=shape_of(model, base, units, directory, _name(dtypes.load)),
     )
-    return structure, []
+    return structure, findings
+
+
+def _names(plan: RunPlan, base: PreTrainedModel, vocabulary_size: int) -> list[Finding]:
+    """Names in the adapter's settings that mean nothing in this model."""
+    modules = [name for name, _ in base.named_modules()]
+    if plan.method.adapter is not None:
+        return check_settings(plan.method.type, plan.method.adapter, modules)
+    if plan.method.lora is None:
+        return []
+    adaptable = [name for name, module in base.named_modules() if isinstance(module, ADAPTABLE)]
+    parameters = {name: parameter.ndim for name, parameter in base.named_parameters()}
+    return [
+        *check_names(plan.method.lora, adaptable, modules),
+        *check_parameters(plan.method.lora, parameters),
+        *check_tokens(plan.method.lora, vocabulary_size),
+    ]
 
 
 def _trained(plan: RunPlan, base: PreTrainedModel, directory: Path) -> tuple[nn.Module, dict[str, str]]:
     """The model that is trained, and the file's name of each trained parameter."""
     if not plan.method.trains_adapter:
-        base.train()
         return base, {name: name for name, _ in base.named_parameters()}
-    if plan.method.adapter is not None:
-        # Some methods compute what they start from, with generators that the meta device does not have.
-        adapted = attach(build_unwritten(plan, directory), plan)
-        return adapted, stored_names(adapted)
-    with torch.device("meta"):
-        adapted = attach(base, plan)
-    if not plan.method.autocast_adapter_dtype:
-        _hold_as_the_base(adapted)
-    return adapted, stored_names(adapted)
-
-
-def _hold_as_the_base(adapted: PeftModel) -> None:
-    """What PEFT does as it adds an adapter, except to tensors on the meta device: give it its base layer's element type."""
-    for layer in adapted.modules():
-        if isinstance(layer, BaseTunerLayer):
-            dtype = layer.get_base_layer().weight.dtype
-            for name in layer.adapter_layer_names:
-                getattr(layer, name).to(dtype)
-
-
-def _weights_fill(plan: RunPlan, directory: Path) -> list[Finding]:
-    """Every weight of the model is in the files, with its shape: transformers would initialise others at random."""
+    adapted = attach_valueless(base, plan, directory)
     try:
-        _, info = AutoModelForCausalLM.from_pretrained(
-            directory,
-            device_map={"": "meta"},
-            trust_remote_code=plan.model.allow_remote_code,
-            use_safetensors=True,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # noqa: BLE001 - see inspect_structure
-        return [_finding("model-not-accepted", "spec.model.source", directory.name, error)]
-    findings = []
-    for kind, reason in (("missing_keys", "are in none of its files"), ("mismatched_keys", "have another shape in its files")):
-        names = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info[kind])
-        if names:
-            findings.append(
-                Finding(
-                    rule="model-weights-incomplete",
-                    severity="error",
-                    field="spec.model.source",
-                    value=names[0],
-                    message=f"{len(names)} weights that config.json asks for {reason}, first {', '.join(names[:3])}",
-                    fix="copy all files of one and the same model; these weights would start at random",
-                )
-            )
-    return findings
+        return adapted, stored_names(adapted)
+    except (TrainerError, MemoryError):
+        raise
+    except Exception as error:  # a method of PEFT that looks at values to say what it would save
+        raise ConfigError(
+            f"spec.method: PEFT cannot say what it would save of this model: {type(error).__name__}: {error}",
+            "use another method, or other settings of it",
+        ) from error
+
+
+def _attention_unknown(plan: RunPlan, error: Exception) -> Finding:
+    """Transformers has no such attention for this architecture."""
+    return Finding(
+        rule="attention-not-supported",
+        severity="error",
+        field="spec.model.attention",
+        value=plan.model.attention.value,
+        message=f"transformers has no such attention for this model: {str(error)[:300]}",
+        fix="set spec.model.attention: eager",
+    )
 
 
 def _recurrent(base: PreTrainedModel) -> Finding:

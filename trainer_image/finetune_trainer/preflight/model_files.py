@@ -25,10 +25,13 @@ from finetune_trainer.merge.headers import (
     read_header,
     read_json,
 )
+from finetune_trainer.preflight.special_files import check_entries
 
 FIELD = "spec.model.source"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 """Files that run code of their author's choice when they are loaded."""
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What configurations call the number of their layers, each of which has weights of its own."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,14 @@ def inspect_model_files(directory: Path, address: str) -> ModelFiles:
         return ModelFiles(
             (_finding("model-directory-missing", address, message, "put the model there or correct the path"),), "", 0
         )
-    findings: list[Finding] = []
+    try:
+        findings = check_entries(directory)
+    except OSError as error:
+        message = f"the directory cannot be listed ({error.strerror})"
+        fix = "let the group of the pods (the profile's fsGroup) read it"
+        return ModelFiles((_finding("model-directory-unreadable", address, message, fix),), "", 0)
+    if findings:
+        return ModelFiles(tuple(findings), "", 0)
     config = _json(directory / CONFIG_FILE, address, findings)
     if config is not None and "quantization_config" in config:
         findings.append(
@@ -79,6 +89,8 @@ def inspect_model_files(directory: Path, address: str) -> ModelFiles:
             )
     if index is not None and len(headers) == len(names):
         findings += _index_problems(index, headers)
+    if config is not None and not findings:
+        findings += _layers_without_weights(config, sum(len(tensors) for tensors in headers.values()))
     if findings:
         return ModelFiles(tuple(findings), "", 0)
     sizes = {name: (directory / name).stat().st_size for name in names}
@@ -172,6 +184,18 @@ def _index_problems(index: Mapping[str, str], headers: Mapping[str, list[TensorH
             )
         )
     return findings
+
+
+def _layers_without_weights(config: Mapping[str, Any], num_tensors: int) -> list[Finding]:
+    """More layers than tensors: building them all would take for ever to find out what is known already."""
+    parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
+    for prefix, part in parts.items():
+        for name in LAYER_COUNTS:
+            count = part.get(name)
+            if isinstance(count, int) and count > num_tensors:
+                message = f"{CONFIG_FILE}: {prefix}{name} is {count}, and the weight files hold {num_tensors} tensors in all"
+                return [_finding("model-weights-incomplete", f"{count}", message, "copy all files of one and the same model")]
+    return []
 
 
 def _digest(directory: Path, headers: Mapping[str, list[TensorHeader]], sizes: Mapping[str, int]) -> str:

@@ -7,6 +7,7 @@ an hour and with workers beside it, does without them (process_start.py). Called
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from finetune_job.failures import FailureClass
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.errors import TrainerError
+from finetune_trainer.preflight.confined import how_it_ended, limit_this_process
 from finetune_trainer.preflight.model_structure import ModelStructure
 from finetune_trainer.process_start import NO_ADVICE, die_with, torch_is_kept_out
 
@@ -43,9 +45,12 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
         return _in_own_process(plan, directory)
     from finetune_trainer.preflight.merge_check import check_merge
     from finetune_trainer.preflight.meta_model import inspect_structure
+    from finetune_trainer.preflight.packing import check_packing
 
     structure, findings = inspect_structure(plan, directory)
     unmergeable = check_merge(plan, directory, structure) if structure else None
+    if structure and (leaks := check_packing(plan, directory)):
+        findings = [*findings, leaks]
     return structure, [*findings, unmergeable] if unmergeable else findings
 
 
@@ -58,6 +63,8 @@ def _in_own_process(plan: RunPlan, directory: Path) -> Checked:
         env=environment,
         check=False,
     )
+    if done.returncode == -signal.SIGXCPU:
+        return None, [_endless(directory, how_it_ended(done.returncode))]
     if done.returncode in (-9, 128 + 9):
         raise ModelCheckKilledError(
             "the process that checks the model was killed (SIGKILL), most likely because memory ran out",
@@ -68,12 +75,24 @@ def _in_own_process(plan: RunPlan, directory: Path) -> Checked:
     return ANSWER.validate_json(done.stdout)
 
 
+def _endless(directory: Path, reason: str) -> Finding:
+    return Finding(
+        rule="model-not-accepted",
+        severity="error",
+        field="spec.model.source",
+        value=directory.name,
+        message=f"building the model that config.json describes {reason}",
+        fix="check the numbers in config.json, those of layers and experts first, against the original model's",
+    )
+
+
 def main(parent: str, directory: str) -> int:
     """Reads the plan from standard input, writes the answer to standard output; what libraries print goes to the log."""
     die_with(int(parent))
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
+        limit_this_process()
         answer.write(ANSWER.dump_json(check_model(plan, Path(directory))))
     return 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from finetune_job.memory.model_shape import ModelShape
+
 
 @dataclass(frozen=True)
 class ModelStructure:
@@ -23,3 +25,7 @@ class ModelStructure:
     """Rows of the input embedding."""
     max_positions: int | None
     """Longest document that the model was made for, where its configuration says."""
+    stored_dtype: str
+    """Element type of most of the base model's weights."""
+    shape: ModelShape | None
+    """For the memory planner; None where the configuration tells it too little."""

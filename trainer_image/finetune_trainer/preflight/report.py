@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from finetune_job.rules.rule import Finding
+from finetune_trainer.rehearsal.report import SKIPPED, RehearsalReport
 
 
 class ModelReport(BaseModel):
@@ -33,6 +34,12 @@ class ModelReport(BaseModel):
     supervised_tokens: int
     """Tokens that the loss counts in one pass over the training data."""
     total_steps: int
+    record_lengths: dict[int, int]
+    """Training records by tokens: the smallest power of two that holds them -> how many; dropped ones, too."""
+    rehearsal: RehearsalReport = SKIPPED
+    """How the job went on a small twin of the model."""
+    memory: dict[str, int]
+    """What a rank will need, in bytes, by what for; empty where that could not be estimated."""
     warnings: tuple[Finding, ...]
 
     @property

@@ -11,21 +11,25 @@ import math
 import time
 
 from finetune_job.failures import FailureClass, Outcome, ReportedFinding, TerminationReport
+from finetune_job.memory.optimizers import FORMS
 from finetune_job.names import Role
 from finetune_job.rules.rule import Finding
-from finetune_trainer.checkpoint.optimizer_forms import FORMS
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.prepare import Preparation, prepare
 from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.files import write_durably
 from finetune_trainer.observe.trackers import unknown_trackers
 from finetune_trainer.preflight.fit import check_fit
+from finetune_trainer.preflight.memory import MemoryNeed, memory_need
 from finetune_trainer.preflight.model_files import ModelFiles, file_digests, inspect_model_files
 from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.preflight.model_structure import ModelStructure
 from finetune_trainer.preflight.report import ModelReport
+from finetune_trainer.preflight.special_files import UNUSABLE_FILE
 from finetune_trainer.preflight.storage import check_room, check_vacant, check_writable
-from finetune_trainer.preflight.tokenizer import check_chat_template, load_tokenizer
+from finetune_trainer.preflight.tokenizer import checked_tokenizer
+from finetune_trainer.rehearsal.process import rehearse_in_own_process
+from finetune_trainer.rehearsal.report import SKIPPED, RehearsalReport
 from finetune_trainer.train.schedule import total_steps
 
 log = logging.getLogger(__name__)
@@ -45,13 +49,9 @@ def run(context: RunContext) -> TerminationReport:
     files = inspect_model_files(context.base_model, f"pvc://{location.claim}/{location.path}")
     findings += files.findings
     tokenizer, structure = None, None
-    if context.base_model.is_dir():
-        tokenizer, found = load_tokenizer(context.base_model, plan.model.allow_remote_code)
+    if context.base_model.is_dir() and not any(finding.rule == UNUSABLE_FILE for finding in files.findings):
+        tokenizer, found = checked_tokenizer(plan, context.base_model)
         findings += found
-        if tokenizer is not None:
-            found = check_chat_template(plan.data, tokenizer, context.base_model)
-            findings += found
-            tokenizer = None if _errors(found) else tokenizer
     if files.digest:
         structure, found = check_model(plan, context.base_model)
         findings += found
@@ -73,13 +73,29 @@ def run(context: RunContext) -> TerminationReport:
         )
         if structure is not None and storage_is_ready:
             findings += _room(context, structure, files)
+        memory = memory_need(plan, structure, data.splits) if structure is not None else None
+        if memory is not None and memory.finding is not None:
+            findings.append(memory.finding)
+        rehearsal = SKIPPED
+        if structure is not None and not _errors(findings) and context.plan.rehearses:
+            rehearsal = rehearse_in_own_process(context)
+            findings += rehearsal.findings
         for finding in findings:
             log.log(logging.ERROR if finding.severity == "error" else logging.WARNING, "%s: %s", finding.rule, finding.message)
         if structure is None or _errors(findings):
-            return _refused(context, findings)
+            return _refused(context, findings, memory)
         data_hash = data.publish()
-    report = _model_report(context, files=files, structure=structure, data=data, data_hash=data_hash, findings=findings)
-    return _accepted(context, report)
+    report = _model_report(
+        context,
+        files=files,
+        structure=structure,
+        data=data,
+        data_hash=data_hash,
+        memory=memory,
+        rehearsal=rehearsal,
+        findings=findings,
+    )
+    return _accepted(context, report, memory)
 
 
 def _storage(context: RunContext) -> list[Finding]:
@@ -111,6 +127,15 @@ def _room(context: RunContext, structure: ModelStructure, files: ModelFiles) -> 
     return [finding for finding in found if finding is not None]
 
 
+def _record_lengths(data: Preparation) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for facts in data.datasets:
+        if facts.split == TRAIN:
+            for bound, count in facts.lengths.items():
+                counts[bound] = counts.get(bound, 0) + count
+    return dict(sorted(counts.items()))
+
+
 def _model_report(
     context: RunContext,
     *,
@@ -118,6 +143,8 @@ def _model_report(
     structure: ModelStructure,
     data: Preparation,
     data_hash: str,
+    memory: MemoryNeed | None,
+    rehearsal: RehearsalReport,
     findings: list[Finding],
 ) -> ModelReport:
     training, train = context.plan.training, data.splits[TRAIN]
@@ -133,12 +160,15 @@ def _model_report(
         saved_tensors=structure.saved_tensors,
         train_sequences=train.num_sequences,
         supervised_tokens=train.num_supervised_tokens,
+        record_lengths=_record_lengths(data),
         total_steps=total_steps(training.epochs, training.max_steps, train.num_sequences, training.global_batch_size),
+        memory=dict(memory.terms) if memory is not None else {},
+        rehearsal=rehearsal,
         warnings=tuple(findings),
     )
 
 
-def _accepted(context: RunContext, report: ModelReport) -> TerminationReport:
+def _accepted(context: RunContext, report: ModelReport, memory: MemoryNeed | None) -> TerminationReport:
     write_durably(context.workspace.model_report, report.model_dump_json(indent=1).encode())
     return TerminationReport(
         role=Role.PREFLIGHT,
@@ -158,11 +188,14 @@ def _accepted(context: RunContext, report: ModelReport) -> TerminationReport:
             "trainable_parameters": str(report.trainable_parameters),
             "total_steps": str(report.total_steps),
             "wrap_classes": ",".join(report.wrap_classes),
+            "rehearsal": report.rehearsal.verdict.value,
+            "rehearsal_seconds": str(report.rehearsal.seconds),
+            **(memory.facts if memory is not None else {}),
         },
     )
 
 
-def _refused(context: RunContext, findings: list[Finding]) -> TerminationReport:
+def _refused(context: RunContext, findings: list[Finding], memory: MemoryNeed | None) -> TerminationReport:
     errors = _errors(findings)
     first = errors[0]
     return TerminationReport(
@@ -175,6 +208,7 @@ def _refused(context: RunContext, findings: list[Finding]) -> TerminationReport:
         time=time.time(),
         findings=_reported([*errors, *(finding for finding in findings if finding.severity != "error")]),
         findings_total=len(findings),
+        facts=memory.facts if memory is not None else {},
     )
 
 

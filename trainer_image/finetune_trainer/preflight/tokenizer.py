@@ -6,14 +6,54 @@ import json
 from pathlib import Path
 
 from finetune_job.api.data import DataFormat
-from finetune_job.plan.run_plan import DataPlan
+from finetune_job.plan.run_plan import DataPlan, RunPlan
 from finetune_job.rules.rule import Finding, Severity
 from finetune_trainer.data.chat import PROBE, chat_template, template_source
 from finetune_trainer.data.records import Record, RecordProblem
 from finetune_trainer.data.tokenize import Tokenizer, tokenize
+from finetune_trainer.preflight.confined import EndedError, confined
 
+FIELD = "spec.model.source"
 _TODAY = "strftime_now"
 """What transformers gives templates that want to know the date."""
+
+
+def checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | None, list[Finding]]:
+    """The tokenizer, or None where it or its chat template cannot be used, and every finding.
+
+    Each is tried in a process with bounds first: tokenizer files with millions of entries and templates that never end are
+    files like others.
+    """
+    allow_remote_code = plan.model.allow_remote_code
+    try:
+        found = confined(lambda: load_tokenizer(directory, allow_remote_code)[1])
+    except EndedError as error:
+        return None, [_unusable(directory, f"loading the tokenizer {error}")]
+    if found:
+        return None, found
+    tokenizer, found = load_tokenizer(directory, allow_remote_code)
+    if tokenizer is None:
+        return None, found
+    try:
+        found += confined(lambda: check_chat_template(plan.data, tokenizer, directory))
+    except EndedError as error:
+        fix = "set spec.data.chatTemplate to a template without endless loops or huge texts"
+        where = "spec.data.chatTemplate" if plan.data.chat_template is not None else FIELD
+        value = (plan.data.chat_template or directory.name)[:80]
+        message = f"rendering a plain chat {error}"
+        found.append(Finding(rule="chat-template-unusable", severity="error", field=where, value=value, message=message, fix=fix))
+    return None if any(finding.severity == "error" for finding in found) else tokenizer, found
+
+
+def _unusable(directory: Path, message: str) -> Finding:
+    return Finding(
+        rule="tokenizer-unusable",
+        severity="error",
+        field=FIELD,
+        value=directory.name,
+        message=message,
+        fix="copy tokenizer.json and tokenizer_config.json of the model beside its config.json",
+    )
 
 
 def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer | None, list[Finding]]:
@@ -24,16 +64,7 @@ def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer 
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
         tokenizer("probe")
     except Exception as error:  # noqa: BLE001 - a library meets a file of the user's: whatever it raises is about that file
-        return None, [
-            Finding(
-                rule="tokenizer-unusable",
-                severity="error",
-                field="spec.model.source",
-                value=directory.name,
-                message=f"the tokenizer does not load ({type(error).__name__}: {error})",
-                fix="copy tokenizer.json and tokenizer_config.json of the model beside its config.json",
-            )
-        ]
+        return None, [_unusable(directory, f"the tokenizer does not load ({type(error).__name__}: {str(error)[:500]})")]
     if tokenizer.eos_token_id is None:
         return None, [
             Finding(

@@ -13,9 +13,6 @@ from torch import nn
 from finetune_trainer.gang import Gang
 from finetune_trainer.objective.interface import Objective, Split
 
-QUANTISED_LAYERS = ("Linear4bit", "Linear8bitLt")
-"""These stay in training mode: on CPU a forward pass in evaluation mode repacks 4-bit weights, which then train wrong."""
-
 
 def held_out_loss(
     model: nn.Module,
@@ -47,9 +44,6 @@ def held_out_loss(
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     model.eval()
-    for module in model.modules():
-        if type(module).__name__ in QUANTISED_LAYERS:
-            module.train()
     try:
         yield
     finally:

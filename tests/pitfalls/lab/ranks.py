@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import tempfile
 import time
 import traceback
 import warnings
@@ -13,8 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = ["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "peft", "accelerate", "bitsandbytes"]
-DEADLINE_SECONDS = 240
+LIBRARIES = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "accelerate",
+    "accelerate.utils.fsdp_utils",
+    "bitsandbytes",
+    "tests.pitfalls.lab.work",
+]
+DEADLINE_SECONDS = 90
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,8 @@ class RankResult:
     error: str = ""
     """Type and message."""
     trace: str = ""
+    stage: str = ""
+    """What the rank was at, where it said so with `enter`."""
 
     @property
     def failed(self) -> bool:
@@ -33,11 +46,28 @@ class RankResult:
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(LIBRARIES)
+_at: list[str] = [""]
 
 
-def run_ranks(body: Callable[..., Any], *arguments: Any, directory: Path, world_size: int = 2) -> list[RankResult]:
-    """`body(rank, *arguments)` on each rank. Once one rank has failed the others are ended: they would wait for it for ever."""
-    store = directory / f"store-{time.monotonic_ns()}"
+def enter(stage: str) -> None:
+    """In a rank: say what comes next, for the report of a failure."""
+    _at[0] = stage
+
+
+def run_ranks(
+    body: Callable[..., Any], *arguments: Any, world_size: int = 2, deadline_seconds: float = DEADLINE_SECONDS
+) -> list[RankResult]:
+    """`body(rank, *arguments)` on each rank. Once one rank has failed the others are ended: they would wait for it for ever.
+
+    Raises TimeoutError where ranks hang.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        return _run(body, arguments, Path(directory) / "store", world_size, deadline_seconds)
+
+
+def _run(
+    body: Callable[..., Any], arguments: tuple[Any, ...], store: Path, world_size: int, deadline_seconds: float
+) -> list[RankResult]:
     ends, processes = [], []
     for rank in range(world_size):
         ours, theirs = _SERVER.Pipe(duplex=False)
@@ -47,7 +77,7 @@ def run_ranks(body: Callable[..., Any], *arguments: Any, directory: Path, world_
         ends.append(ours)
         processes.append(process)
     results: dict[int, RankResult] = {}
-    stop_at = time.monotonic() + DEADLINE_SECONDS
+    stop_at = time.monotonic() + deadline_seconds
     try:
         while len(results) < world_size and not any(result.failed for result in results.values()):
             waiting = [end for rank, end in enumerate(ends) if rank not in results]
@@ -78,7 +108,7 @@ def _rank(end: Any, body: Callable[..., Any], rank: int, world_size: int, store:
     try:
         end.send(RankResult(value=body(rank, *arguments)))
     except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
-        end.send(RankResult(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()))
+        end.send(RankResult(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc(), stage=_at[0]))
     end.close()
     # Without a farewell to the other ranks: they may be gone already, and the result is delivered.
     os._exit(0)

@@ -1,0 +1,95 @@
+"""`python -m bench.memory`: the planner's predictions beside what real models take, case by case, with the error of each.
+
+On the CPU: the fullest moment of a forward and backward pass, counted storage by storage. On a GPU, where there is one: torch's
+peak of allocated memory over two whole optimizer steps.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.objective.next_token import NextToken
+from tests.support.memory_cases import CASES, MemoryCase, batch_of, built, config_of, measured_peak, predicted, predicted_peak
+
+TOLERANCE = 0.10
+MIB = 2**20
+GPU_SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32000,
+}
+ASSUMED = ("allocator slack", "CUDA context")
+"""Not among what torch counts as allocated."""
+
+
+def main() -> int:
+    """The exit code: 0 where every error is within the tolerance."""
+    worst = 0.0
+    print(f"{'case':42} {'predicted':>10} {'measured':>10} {'error':>7}")
+    for case in CASES:
+        worst = max(worst, _print(case.name, predicted_peak(case), measured_peak(case)))
+    print(f"CPU: {len(CASES)} cases, largest error {worst:.1%}")
+    if not torch.cuda.is_available():
+        print("GPU: this machine has none, so peaks of allocated memory were not measured")
+        return int(worst > TOLERANCE)
+    worst_gpu = 0.0
+    for case in _gpu_cases():
+        worst_gpu = max(worst_gpu, _print(case.name, _predicted_allocation(case), _measured_allocation(case)))
+    print(f"GPU ({torch.cuda.get_device_name()}): largest error {worst_gpu:.1%}")
+    return int(max(worst, worst_gpu) > TOLERANCE)
+
+
+def _print(name: str, expected: int, measured: int) -> float:
+    error = expected / measured - 1
+    print(f"{name:42} {expected / MIB:8.1f} M {measured / MIB:8.1f} M {error:+7.1%}", flush=True)
+    return abs(error)
+
+
+def _gpu_cases() -> list[MemoryCase]:
+    llama = config_of("llama", **GPU_SIZES)
+    lora = {"method": {"type": "LoRA", "lora": {"r": 16}}}
+    full = {"method": {"type": "Full", "lora": None}}
+    recomputed = {"training": {"activationCheckpointing": "Full"}}
+    selective = {"training": {"activationCheckpointing": "Selective"}}
+    return [
+        MemoryCase("GPU: llama 1B, LoRA, 4 x 2048", llama, lora, rows=4, length=2048),
+        MemoryCase("GPU: llama 1B, LoRA, bf16, 4 x 2048", llama, {**lora, "training": {"precision": "bf16"}}, rows=4, length=2048),
+        MemoryCase("GPU: llama 1B, LoRA, packed, 4 x 2048", llama, lora, rows=4, length=2048, is_packed=True),
+        MemoryCase("GPU: llama 1B, LoRA, recomputed", llama, {**lora, **recomputed}, rows=4, length=2048),
+        MemoryCase("GPU: llama 1B, LoRA, Selective", llama, {**lora, **selective}, rows=4, length=2048),
+        MemoryCase("GPU: llama 1B, LoRA, eager, 1 x 2048", llama, {**lora, "model": {"attention": "eager"}}, rows=1, length=2048),
+        MemoryCase("GPU: llama 1B, Full, recomputed", llama, {**full, **recomputed}, rows=4, length=2048),
+        MemoryCase("GPU: llama 1B, Full", llama, full, rows=1, length=2048),
+    ]
+
+
+def _predicted_allocation(case: MemoryCase) -> int:
+    return sum(term.bytes for term in predicted(case, torch.device("cuda")).terms if term.name not in ASSUMED)
+
+
+def _measured_allocation(case: MemoryCase) -> int:
+    device, plan = torch.device("cuda"), case.plan
+    model = built(case, device)
+    dtypes = resolve_dtypes(plan, getattr(torch, case.stored))
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], fused=True)
+    for _ in range(2):
+        # The second step is the first whose optimizer state is there from the start, as the trainer's is.
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.backward(NextToken().weighted_loss(model, batch_of(case), 1.0, device, dtypes.param))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    peak = torch.cuda.max_memory_allocated()
+    del model, optimizer
+    torch.cuda.empty_cache()
+    return peak
+
+
+if __name__ == "__main__":
+    sys.exit(main())

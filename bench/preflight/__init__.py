@@ -1,0 +1,1 @@
+"""What looking at a large model before it is trained takes."""

@@ -1,0 +1,81 @@
+"""Memory of a rank as a table, and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune_cli.commands.estimate import Estimated
+from finetune_job.memory.estimate import Term
+from finetune_job.memory.limits import shown
+
+
+def estimate_text(found: list[Estimated]) -> str:
+    """All jobs of a manifest."""
+    return "\n".join(_job(each) for each in found)
+
+
+def _job(found: Estimated) -> str:
+    verdict, plan = found.verdict, found.plan
+    estimate, limit = verdict.estimate, verdict.limit
+    ranks = plan.parallelism.world_size
+    place = "device" if estimate.host_terms or (limit is not None and limit.is_device) else "host"
+    lines = [f"{found.name}: {ranks} rank{'s' if ranks > 1 else ''}; {place} memory of one rank, fullest at {estimate.moment}", ""]
+    largest = estimate.largest[0].name if estimate.terms else ""
+    lines += [_row(term, is_largest=term.name == largest) for term in estimate.terms]
+    lines += [f"  {'total':20} {shown(estimate.total):>11}"]
+    if limit is None:
+        lines.append("  no limit is known: give --gpu-memory, or a profile with --profile")
+    else:
+        lines.append(f"  {'limit':20} {shown(limit.bytes):>11}  {limit.source}")
+        lines.append(f"  {'fits' if verdict.fits else 'DOES NOT FIT':20} {_difference(estimate.total, limit.bytes):>11}")
+    if verdict.alternative is not None:
+        lines += ["", f"  It fits with ({shown(verdict.alternative.estimate.total)}):"]
+        lines += [f"    {change.field}: {_written(change.value)}" for change in verdict.alternative.changes]
+    elif not verdict.fits:
+        lines += ["", "  No change of micro-batch, checkpointing, ranks or sequence length makes it fit."]
+    if estimate.host_terms:
+        lines += ["", "  Host memory of one rank, beside the page cache of its data:", ""]
+        lines += [_row(term, is_largest=False) for term in estimate.host_terms]
+    return "\n".join([*lines, ""])
+
+
+def _row(term: Term, *, is_largest: bool) -> str:
+    mark = "  <- largest" if is_largest else ""
+    return f"  {term.name:20} {shown(term.bytes):>11}  {term.detail}{mark}"
+
+
+def _difference(total: int, limit: int) -> str:
+    return shown(limit - total) + " left" if total <= limit else shown(total - limit) + " over"
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def estimate_document(found: list[Estimated]) -> dict[str, Any]:
+    """All jobs of a manifest as plain data; numbers are bytes of one rank."""
+    return {
+        "jobs": [
+            {
+                "name": each.name,
+                "ranks": each.plan.parallelism.world_size,
+                "fits": each.verdict.fits,
+                "total": each.verdict.estimate.total,
+                "limit": None if each.verdict.limit is None else each.verdict.limit.bytes,
+                "moment": each.verdict.estimate.moment,
+                "terms": [_term(term) for term in each.verdict.estimate.terms],
+                "host": [_term(term) for term in each.verdict.estimate.host_terms],
+                "alternative": None
+                if each.verdict.alternative is None
+                else {
+                    "total": each.verdict.alternative.estimate.total,
+                    "changes": [change.model_dump(mode="json") for change in each.verdict.alternative.changes],
+                },
+            }
+            for each in found
+        ]
+    }
+
+
+def _term(term: Term) -> dict[str, Any]:
+    return {"name": term.name, "bytes": term.bytes, "detail": term.detail}

@@ -1,0 +1,50 @@
+"""What the fields of a model mean: the strings below them in its source.
+
+Read when somebody asks, because pydantic would read the source of every model at every start of a program.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from functools import cache
+
+from pydantic import BaseModel
+
+
+@cache
+def field_docs(model: type[BaseModel]) -> dict[str, str]:
+    """Field name, as manifests have it -> meaning, on one line; a field of a base class has what stands there."""
+    found: dict[str, str] = {}
+    for each in reversed(model.__mro__):
+        if issubclass(each, BaseModel) and each is not BaseModel:
+            found |= _documented_in(each.__module__).get(each.__qualname__, {})
+    return {info.alias or name: found[name] for name, info in model.model_fields.items() if name in found}
+
+
+@cache
+def _documented_in(module: str) -> dict[str, dict[str, str]]:
+    """Qualified name of a class -> name of an attribute -> the string below it."""
+    found: dict[str, dict[str, str]] = {}
+    _read(ast.parse(inspect.getsource(sys.modules[module])), "", found)
+    return found
+
+
+def _read(node: ast.AST, place: str, found: dict[str, dict[str, str]]) -> None:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            found[f"{place}{child.name}"] = _attributes(child)
+            _read(child, f"{place}{child.name}.", found)
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            _read(child, f"{place}{child.name}.<locals>.", found)
+
+
+def _attributes(node: ast.ClassDef) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for before, after in zip(node.body, node.body[1:], strict=False):
+        if not (isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            found[before.target.id] = " ".join(after.value.value.split())
+    return found

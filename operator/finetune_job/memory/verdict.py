@@ -1,0 +1,87 @@
+"""A job's estimate against what its ranks may take, with the change that would make it fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune_job.memory.activations import read_layers
+from finetune_job.memory.alternatives import Alternative, largest_fitting
+from finetune_job.memory.element_types import resolve_elements
+from finetune_job.memory.estimate import Estimate, estimate
+from finetune_job.memory.limits import Limit, shown
+from finetune_job.memory.model_shape import ModelShape
+from finetune_job.memory.workload import LENGTH_MULTIPLE, Workload
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.rules.rule import Finding
+
+RULE = "memory-estimate-exceeds-gpu"
+CPU_RULE = "memory-estimate-exceeds-pod"
+
+
+@dataclass(frozen=True)
+class MemoryVerdict:
+    """What is to say about a job's memory."""
+
+    estimate: Estimate
+    limit: Limit | None
+    alternative: Alternative | None
+    """Where the estimate is above the limit and some change helps."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does, as far as anybody has said how much there is."""
+        return self.limit is None or self.estimate.total <= self.limit.bytes
+
+
+def judge_memory(
+    plan: RunPlan, shape: ModelShape, stored: str, limit: Limit | None, *, longest: int | None = None
+) -> MemoryVerdict:
+    """`stored`: element type of the base model's files. `longest`: tokens of the longest record; None: as many as are allowed."""
+    layers = read_layers(shape)
+
+    def predict(changed: RunPlan) -> Estimate:
+        return estimate(changed, shape, resolve_elements(changed, stored), workload(changed, limit, longest), layers)
+
+    found = predict(plan)
+    alternative = largest_fitting(plan, limit.bytes, predict) if limit is not None and found.total > limit.bytes else None
+    return MemoryVerdict(found, limit, alternative)
+
+
+def workload(plan: RunPlan, limit: Limit | None, longest: int | None = None) -> Workload:
+    """The largest batch of a job. Its rows hold several documents, or are padded, and either takes a mask."""
+    length = plan.data.max_sequence_length
+    if longest is not None and not plan.data.packing:
+        length = min(length, longest)
+    on_gpu = limit.is_device if limit is not None else plan.placement is not None and plan.placement.gpu_resource_name is not None
+    return Workload(
+        rows=plan.training.micro_batch_size, length=-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, has_mask=True, on_gpu=on_gpu
+    )
+
+
+def finding_of(verdict: MemoryVerdict) -> Finding | None:
+    """An error where a device would run out of memory, a warning where a pod would; None where the job fits."""
+    limit = verdict.limit
+    if limit is None or verdict.fits:
+        return None
+    largest = ", ".join(f"{term.name} {shown(term.bytes)}" for term in verdict.estimate.largest[:3])
+    alternative = verdict.alternative
+    needed = f"a rank needs about {shown(verdict.estimate.total)} of {shown(limit.bytes)} ({limit.source}); largest: {largest}"
+    fix = (
+        f"set {alternative.text}, which needs {shown(alternative.estimate.total)}"
+        if alternative is not None
+        else "no change of micro-batch, checkpointing, ranks or sequence length suffices: take larger devices or a smaller model"
+    )
+    return Finding(
+        rule=RULE if limit.is_device else CPU_RULE,
+        severity="error" if limit.is_device else "warning",
+        field=verdict_field(verdict),
+        value=shown(verdict.estimate.total),
+        message=needed,
+        fix=fix,
+        changes=alternative.changes if alternative is not None else (),
+    )
+
+
+def verdict_field(verdict: MemoryVerdict) -> str:
+    """The field that the first change is about."""
+    return verdict.alternative.changes[0].field if verdict.alternative is not None else "spec.training.microBatchSize"

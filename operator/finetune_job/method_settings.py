@@ -1,0 +1,148 @@
+"""PURE. `method.settings` of a manifest -> the fields of PEFT's configuration class, or what is wrong with them.
+
+Names are PEFT's in camelCase; the types are those that the fields of its class declare (peft_settings.py). Strings with a number
+become numbers where the field takes a fraction, because the spec has no floats. Rules, preflight and trainer all ask here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_job.api.method import ALL_LINEAR, MethodType, is_decimal
+from finetune_job.methods import METHODS
+from finetune_job.peft_settings import SETTINGS
+
+TARGETS = "targetModules"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field that a method adds to PEFT's common ones."""
+
+    name: str
+    """camelCase, as `method.settings` has it."""
+    peft_name: str
+    types: tuple[str, ...]
+    """What it takes: int, float, bool, str, None, list, list[int], list[str], dict, or a word in quotes."""
+    default: Any
+
+
+@dataclass(frozen=True)
+class WrongSetting:
+    """A setting that PEFT's configuration does not take."""
+
+    name: str
+    """camelCase, as written."""
+    value: Any
+    reason: str
+    fix: str
+    is_unknown: bool
+    """Whether no setting has that name."""
+    near: str | None = None
+    """The one name that was most likely meant."""
+
+
+def known_settings(method: MethodType) -> dict[str, Setting]:
+    """By name, every setting of a method; empty for those that have none here."""
+    return {
+        name: Setting(name, peft_name, tuple(types.split(" | ")), default)
+        for name, (peft_name, types, default) in SETTINGS.get(method.value, {}).items()
+    }
+
+
+def peft_fields(method: MethodType, settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[WrongSetting]]:
+    """Values by PEFT's field names, ready for the configuration class, and everything that is wrong."""
+    known = known_settings(method)
+    values: dict[str, Any] = {}
+    wrong = []
+    for name, value in settings.items():
+        if name not in known:
+            wrong.append(_unknown(method, name, value, known))
+            continue
+        setting = known[name]
+        taken = _with_fractions(value, setting.types)
+        if any(_is(taken, kind) for kind in setting.types):
+            values[setting.peft_name] = taken
+        else:
+            expected = _shown_types(setting.types)
+            reason = f"{name} of {method.value} takes {expected}"
+            wrong.append(WrongSetting(name, value, reason, f"write {expected}, or remove it", is_unknown=False))
+    if METHODS[method].targets_all_linear and TARGETS in known:
+        targets = known[TARGETS].peft_name
+        if values.get(targets) in (None, [ALL_LINEAR]):
+            values[targets] = ALL_LINEAR
+    return values, wrong
+
+
+def effective_settings(method: MethodType, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """By name, what each setting comes to: the written value, fractions as numbers, else PEFT's default. For settings that
+    `peft_fields` finds nothing wrong with; others come as written.
+    """
+    known = known_settings(method)
+    defaults = {name: setting.default for name, setting in known.items()}
+    if METHODS[method].targets_all_linear and TARGETS in known:
+        defaults[TARGETS] = ALL_LINEAR
+    written = {name: _with_fractions(value, known[name].types) for name, value in settings.items() if name in known}
+    if written.get(TARGETS, ...) is None:
+        del written[TARGETS]
+    return defaults | written
+
+
+def _unknown(method: MethodType, name: str, value: Any, known: Mapping[str, Setting]) -> WrongSetting:
+    by_lower = {other.lower(): other for other in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
+    found = [by_lower[each] for each in near]
+    hint = f"did you mean {' or '.join(found)}? " if found else "remove it. "
+    reason = f"PEFT's configuration of {method.value} has no {name}"
+    fix = f"{hint}It has {', '.join(sorted(known))}"
+    likely = found[0] if found and difflib.SequenceMatcher(None, name.lower(), near[0]).ratio() >= _LIKELY else None
+    return WrongSetting(name, value, reason, fix, is_unknown=True, near=likely)
+
+
+_LIKELY = 0.8
+"""From this ratio of equal letters on, a name is taken for a slip of the pen."""
+
+
+def _with_fractions(value: Any, types: tuple[str, ...]) -> Any:
+    """Numbers for strings, where the field takes a fraction and no text."""
+    if isinstance(value, str) and "float" in types and "str" not in types and is_decimal(value):
+        return float(value)
+    return value
+
+
+_PLAIN: dict[str, type] = {"str": str, "bool": bool, "list": list, "dict": dict}
+
+
+def _is(value: Any, kind: str) -> bool:
+    match kind:
+        case "None":
+            return value is None
+        case "int":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "float":
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case "list[int]" | "list[str]":
+            return isinstance(value, list) and all(_is(item, kind[5:-1]) for item in value)
+        case _ if kind in _PLAIN:
+            return isinstance(value, _PLAIN[kind])
+        case _:
+            return bool(value == kind.strip("'")) and isinstance(value, str)
+
+
+_WORDS = {
+    "int": "a whole number",
+    "float": 'a number in quotes such as "0.1"',
+    "bool": "true or false",
+    "str": "a string",
+    "list": "a list",
+    "dict": "a mapping",
+    "list[int]": "a list of whole numbers",
+    "list[str]": "a list of names",
+}
+
+
+def _shown_types(types: tuple[str, ...]) -> str:
+    return " or ".join(_WORDS.get(kind, kind.strip("'")) for kind in types if kind != "None")

@@ -1,0 +1,439 @@
+"""`method.settings`: names, types, ranges, and what of it does not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_job.api.method import MethodType
+from finetune_job.method_settings import WrongSetting, effective_settings, known_settings, peft_fields
+from finetune_job.methods import METHODS, Family
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import Problem, rule, shown
+from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.setting_limits import LIMITS
+
+_TYPE = "method.type"
+_SETTINGS = "method.settings"
+_MERGE = "merge.enabled"
+_NODES, _PROCESSES = "parallelism.nodes", "parallelism.processesPerNode"
+_PEFT = "peft 0.21"
+_CLASSES = "peft: the configuration classes under peft/tuners"
+_TESTS = "tests/pitfalls/test_method_settings.py"
+
+
+def _wrong(context: RuleContext) -> list[WrongSetting]:
+    method = context.spec.method
+    entry = METHODS[method.type]
+    return peft_fields(method.type, method.settings or {})[1] if entry.family is Family.OTHER and not entry.refused else []
+
+
+def _settings(context: RuleContext) -> dict[str, Any]:
+    """What each setting comes to; none where a name or a type is wrong, which has findings of its own."""
+    method = context.spec.method
+    entry = METHODS[method.type]
+    if entry.family is not Family.OTHER or entry.refused or _wrong(context):
+        return {}
+    return effective_settings(method.type, method.settings or {})
+
+
+def _written(name: str, value: Any) -> str:
+    return f"{name}: {shown(value)}"
+
+
+@rule(
+    "method-setting-unknown",
+    "A setting is one of PEFT's own for that method",
+    reads=(_TYPE, _SETTINGS),
+    sources=(_CLASSES,),
+    reproduction=Reproduction(f"{_TESTS}::test_an_unknown_setting", "TypeError: got an unexpected keyword argument"),
+    holds_for=_PEFT,
+)
+def method_setting_unknown(context: RuleContext) -> Problem | None:
+    unknown = [each for each in _wrong(context) if each.is_unknown]
+    if not unknown:
+        return None
+    written = context.spec.method.settings or {}
+    changes: dict[str, Any] = {}
+    for each in unknown:
+        changes[f"{_SETTINGS}.{each.name}"] = None
+        if each.near is not None and each.near not in written:
+            changes[f"{_SETTINGS}.{each.near}"] = each.value
+    first = unknown[0]
+    return Problem(field=_SETTINGS, value=_written(first.name, first.value), message=first.reason, fix=first.fix, changes=changes)
+
+
+@rule(
+    "method-setting-type",
+    "A setting has the type that PEFT declares",
+    reads=(_TYPE, _SETTINGS),
+    sources=(_CLASSES,),
+    reproduction=Reproduction(
+        f"{_TESTS}::test_a_setting_of_another_type", "TypeError, or no error: PEFT does not look at the types of its settings"
+    ),
+    holds_for=_PEFT,
+)
+def method_setting_type(context: RuleContext) -> Problem | None:
+    wrong = [each for each in _wrong(context) if not each.is_unknown]
+    if not wrong:
+        return None
+    known = known_settings(context.spec.method.type)
+    first = wrong[0]
+    return Problem(
+        field=_SETTINGS,
+        value=_written(first.name, first.value),
+        message=first.reason,
+        fix=first.fix,
+        changes={f"{_SETTINGS}.{each.name}": _as_meant(each.value, known[each.name].types) for each in wrong},
+    )
+
+
+def _as_meant(value: Any, types: tuple[str, ...]) -> Any:
+    """The value that was most likely meant, or None."""
+    if isinstance(value, str):
+        if "int" in types and value.lstrip("-").isdecimal():
+            return int(value)
+        if "bool" in types and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if "list[str]" in types and value:
+            return [value]
+    if "list[int]" in types and isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    return None
+
+
+@rule(
+    "method-setting-range",
+    "Some values train nothing, or fail once the model is there",
+    reads=(_TYPE, _SETTINGS),
+    sources=("peft: the layer classes under peft/tuners",),
+    reproduction=Reproduction(f"{_TESTS}::test_values_beyond_a_limit", "an exception of PEFT, or no error and nothing is learnt"),
+    holds_for=_PEFT,
+)
+def method_setting_range(context: RuleContext) -> Problem | None:
+    kind, settings = context.spec.method.type, _settings(context)
+    beyond = [
+        (name, limit) for name in settings for limit in LIMITS if limit.speaks_of(kind, name) and not limit.accepts(settings[name])
+    ]
+    if not beyond:
+        return None
+    written = context.spec.method.settings or {}
+    name, limit = beyond[0]
+    return Problem(
+        field=_SETTINGS,
+        value=_written(name, written[name]) if name in written else f"{name} unset",
+        message=f"{name} of {kind}: {limit.otherwise}",
+        fix=f"write {limit.wanted}" + ("" if name == _TOKENS else f", or remove {_SETTINGS}.{name}"),
+        changes={f"{_SETTINGS}.{name}": _tokens(settings[name]) if name == _TOKENS else None for name, _ in beyond},
+    )
+
+
+_TOKENS = "tokenIndices"
+
+
+def _tokens(written: list[int]) -> list[int]:
+    """Those that can be trained, each once; where none is left, one that stands for what only the user can know."""
+    return sorted({token for token in written if token >= 0}) or [0]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Settings of a method that contradict each other, or the job."""
+
+    methods: tuple[MethodType, ...]
+    exists: Callable[[Mapping[str, Any]], bool]
+    setting: str
+    """The setting that is named in the finding."""
+    message: str
+    fix: str
+    changes: Mapping[str, Any]
+    """By setting; None removes."""
+    examples: tuple[Mapping[str, Any], ...]
+    """Settings that contradict each other."""
+
+
+_M = MethodType
+_LAYERED = tuple(kind for kind, method in METHODS.items() if method.family is Family.OTHER)
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        (_M.OFT,),
+        lambda has: has["r"] != 0 and has["oftBlockSize"] != 0,
+        "r",
+        "r is the number of blocks and oftBlockSize (32 where unset) their size: each follows from the other, and PEFT takes one",
+        "set the other one to 0",
+        {"r": None},
+        ({"r": 8}, {"r": 8, "oftBlockSize": 16}),
+    ),
+    Conflict(
+        (_M.OFT,),
+        lambda has: has["r"] == 0 and has["oftBlockSize"] == 0,
+        "oftBlockSize",
+        "neither the number nor the size of the blocks is given",
+        "set oftBlockSize, such as to 32, or r",
+        {"oftBlockSize": None},
+        ({"oftBlockSize": 0},),
+    ),
+    Conflict(
+        (_M.OFT,),
+        lambda has: has["useCayleyNeumann"] and has["numCayleyNeumannTerms"] < 2,
+        "numCayleyNeumannTerms",
+        "with less than two terms of its series every rotation is the identity, whatever is learnt: the first backward pass finds "
+        "no gradient at all",
+        "write a whole number of at least 2 (PEFT's default is 5), or set useCayleyNeumann: false",
+        {"numCayleyNeumannTerms": None},
+        ({"oftBlockSize": 8, "numCayleyNeumannTerms": 1},),
+    ),
+    Conflict(
+        (_M.BOFT,),
+        lambda has: has["boftBlockSize"] != 0 and has["boftBlockNum"] != 0,
+        "boftBlockNum",
+        "boftBlockSize (4 where unset) and boftBlockNum follow from each other, and PEFT takes one",
+        "set the other one to 0",
+        {"boftBlockNum": None},
+        ({"boftBlockNum": 4},),
+    ),
+    Conflict(
+        (_M.BOFT,),
+        lambda has: has["boftBlockSize"] == 0 and has["boftBlockNum"] == 0,
+        "boftBlockSize",
+        "neither the size nor the number of the blocks is given",
+        "set boftBlockSize, such as to 4, or boftBlockNum",
+        {"boftBlockSize": None},
+        ({"boftBlockSize": 0},),
+    ),
+    Conflict(
+        (_M.GRALORA,),
+        lambda has: has["graloraK"] > 0 and has["r"] % has["graloraK"] != 0,
+        "r",
+        "the rank is divided among graloraK (2 where unset) blocks, so it has to be a multiple of it",
+        "write a multiple of graloraK, or remove both",
+        {"r": None, "graloraK": None},
+        ({"r": 5}, {"r": 4, "graloraK": 3}),
+    ),
+    Conflict(
+        (_M.VBLORA,),
+        lambda has: has["topk"] > has["numVectors"],
+        "topk",
+        "it chooses topk of numVectors vectors, and there are not that many: the first pass fails",
+        "write at most numVectors (256 where unset)",
+        {"topk": None, "numVectors": None},
+        ({"r": 2, "numVectors": 4, "vectorLength": 8, "topk": 5},),
+    ),
+    Conflict(
+        (_M.HRA,),
+        lambda has: has["applyGS"] and has["initWeights"] and has["r"] >= 2 and has["r"] % 2 == 0,
+        "applyGS",
+        "HRA starts with pairs of equal reflections, which cancel; made orthogonal, the second of each pair is 0 divided by 0, or "
+        "what rounding left over: training starts at noise or NaN",
+        "remove applyGS, or set initWeights: false",
+        {"applyGS": None},
+        ({"r": 4, "applyGS": True},),
+    ),
+    Conflict(
+        (_M.SUPERTUNING,),
+        lambda has: has["loraAlpha"] is not None and has["r"] is None,
+        "loraAlpha",
+        "it scales an adapter of rank r, and there is none without r",
+        "set r, or remove loraAlpha",
+        {"loraAlpha": None},
+        ({"loraAlpha": "16"},),
+    ),
+    Conflict(
+        (_M.PSOFT,),
+        lambda has: has["useCayleyNeumann"] and has["numCayleyNeumannTerms"] < 1,
+        "numCayleyNeumannTerms",
+        "the series needs at least one term",
+        "write a whole number above 0 (PEFT's default is 5)",
+        {"numCayleyNeumannTerms": None},
+        ({"r": 4, "useCayleyNeumann": True, "numCayleyNeumannTerms": 0},),
+    ),
+    Conflict(
+        (_M.PSOFT,),
+        lambda has: has["useCayleyNeumann"] and not (has["cayleyNeumannEps"] is None or 0 < has["cayleyNeumannEps"] < 1),
+        "cayleyNeumannEps",
+        "PEFT takes a bound between 0 and 1",
+        'write a number such as "0.5", or remove it',
+        {"cayleyNeumannEps": None},
+        ({"r": 4, "useCayleyNeumann": True, "cayleyNeumannEps": "1.5"},),
+    ),
+    Conflict(
+        (_M.IA3,),
+        lambda has: (
+            isinstance(has["feedforwardModules"], list)
+            and isinstance(has["targetModules"], list)
+            and not set(has["feedforwardModules"]) <= set(has["targetModules"])
+        ),
+        "feedforwardModules",
+        "feedforwardModules says of some of the adapted modules that their input is scaled; a module that targetModules does not "
+        "name is not adapted, and PEFT refuses the list",
+        "name in feedforwardModules only what targetModules names",
+        {"feedforwardModules": []},
+        ({"targetModules": ["q_proj"], "feedforwardModules": ["down_proj"]},),
+    ),
+    Conflict(
+        _LAYERED,
+        lambda has: bool(has.get("layersPattern")) and has.get("layersToTransform") is None,
+        "layersPattern",
+        "it says where the layers of layersToTransform are counted, and there are none",
+        "set layersToTransform, or remove layersPattern",
+        {"layersPattern": None},
+        ({"layersPattern": "layers", "targetModules": ["q_proj"]},),
+    ),
+)
+"""Every conflict within `method.settings`."""
+
+
+@rule(
+    "method-settings-conflict",
+    "Some settings exclude each other",
+    reads=(_TYPE, _SETTINGS),
+    sources=("peft: __post_init__ of the configuration classes, and the layer classes under peft/tuners",),
+    reproduction=Reproduction(
+        f"{_TESTS}::test_settings_that_contradict_each_other", "ValueError of PEFT, or no error and nothing is learnt"
+    ),
+    holds_for=_PEFT,
+)
+def method_settings_conflict(context: RuleContext) -> Problem | None:
+    kind, settings = context.spec.method.type, _settings(context)
+    if not settings or method_setting_range.check(context) is not None:
+        return None
+    found = [each for each in CONFLICTS if kind in each.methods and each.exists(settings)]
+    if not found:
+        return None
+    written = context.spec.method.settings or {}
+    first = found[0]
+    value = _written(first.setting, written[first.setting]) if first.setting in written else f"{first.setting} unset"
+    return Problem(
+        field=_SETTINGS,
+        value=value,
+        message=f"{kind}: {first.message}",
+        fix=first.fix,
+        changes={f"{_SETTINGS}.{name}": new for each in found for name, new in each.changes.items()},
+    )
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A setting that several ranks cannot hold to."""
+
+    methods: tuple[MethodType, ...]
+    exists: Callable[[Mapping[str, Any]], bool]
+    setting: str
+    message: str
+
+
+SHARDED: tuple[Sharded, ...] = (
+    Sharded(
+        (_M.LOHA, _M.LOKR),
+        lambda has: has["moduleDropout"] > 0,
+        "moduleDropout",
+        "each rank drops other modules, so they have gradients of different parameters to add up: under FSDP 2 the sums have "
+        "different lengths and the gang breaks; under FSDP 1 a unit whose modules are all dropped breaks it",
+    ),
+    Sharded(
+        (_M.OFT,),
+        lambda has: bool(has["coft"]),
+        "coft",
+        "it changes the parameters themselves in each forward pass: FSDP 2 loses the change with the gathered copy and ends on "
+        'other weights than one rank, FSDP 1 stops ("a view and its base or another view of its base has been modified inplace")',
+    ),
+)
+"""Every setting for one rank only."""
+
+
+@rule(
+    "method-setting-on-one-rank-only",
+    "Some settings cannot be sharded",
+    reads=(_TYPE, _SETTINGS, _NODES, _PROCESSES),
+    sources=(
+        "torch: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (only parameters with a gradient are reduced)",
+        "peft: peft/tuners/lycoris_utils.py and lokr/layer.py (module_dropout), oft/layer.py (coft)",
+    ),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_sharded_settings.py", "the gang breaks, or ends on other weights than a single rank"
+    ),
+    holds_for="torch >= 2.6, peft 0.21",
+)
+def method_setting_on_one_rank_only(context: RuleContext) -> Problem | None:
+    parallelism = context.spec.parallelism
+    kind, settings = context.spec.method.type, _settings(context)
+    if parallelism.nodes * parallelism.processes_per_node == 1 or not settings:
+        return None
+    found = next((each for each in SHARDED if kind in each.methods and each.exists(settings)), None)
+    if found is None:
+        return None
+    written = (context.spec.method.settings or {})[found.setting]
+    return Problem(
+        field=_SETTINGS,
+        value=_written(found.setting, written),
+        message=f"{found.setting} of {kind} works on one rank only: {found.message}",
+        fix=f"remove {_SETTINGS}.{found.setting}, or set {_NODES} and {_PROCESSES} to 1",
+        changes={f"{_SETTINGS}.{found.setting}": None},
+    )
+
+
+_IGNORED: dict[MethodType, tuple[str, str]] = {
+    _M.OFT: ("moduleDropout", "PEFT makes the dropout and never calls it"),
+    _M.HIRA: ("rankPattern", "PEFT makes every layer with r"),
+}
+"""Settings that PEFT takes and does not follow, and why."""
+
+
+@rule(
+    "no-effect-method-setting",
+    "PEFT takes some settings and does not follow them",
+    severity="warning",
+    reads=(_TYPE, _SETTINGS),
+    sources=("peft: peft/tuners/oft/layer.py, MultiplicativeDropoutLayer; hira/model.py",),
+    reproduction=Reproduction(f"{_TESTS}::test_settings_without_effect", "no error: training is the same with and without it"),
+    holds_for=_PEFT,
+)
+def no_effect_method_setting(context: RuleContext) -> Problem | None:
+    kind = context.spec.method.type
+    name, reason = _IGNORED.get(kind, ("", ""))
+    written = context.spec.method.settings or {}
+    if not written.get(name) or not _settings(context).get(name):
+        return None
+    return Problem(
+        field=_SETTINGS,
+        value=_written(name, written[name]),
+        message=f"{name} of {kind} has no effect: {reason}",
+        fix=f"remove {_SETTINGS}.{name}",
+        changes={f"{_SETTINGS}.{name}": None},
+    )
+
+
+@rule(
+    "method-setting-not-mergeable",
+    "Some settings make an adapter that no weights can stand for",
+    reads=(_TYPE, _SETTINGS, _MERGE),
+    sources=("peft: peft/tuners/pvera/layer.py (sample_at_inference)",),
+    reproduction=Reproduction(
+        f"{_TESTS}::test_an_adapter_that_draws_has_no_merged_weights", "no error: every pass gives other logits"
+    ),
+    holds_for=_PEFT,
+)
+def method_setting_not_mergeable(context: RuleContext) -> Problem | None:
+    name = "sampleAtInference"
+    if not context.spec.merge.enabled or not _settings(context).get(name):
+        return None
+    return Problem(
+        field=_SETTINGS,
+        value=_written(name, value=True),
+        message=f"with {name} every pass draws its weights anew, and merged weights cannot; verification would refuse the result",
+        fix=f"remove {_SETTINGS}.{name}, or set {_MERGE}: false",
+        changes={f"{_SETTINGS}.{name}": None},
+    )
+
+
+RULES = (
+    method_setting_unknown,
+    method_setting_type,
+    method_setting_range,
+    method_settings_conflict,
+    method_setting_on_one_rank_only,
+    method_setting_not_mergeable,
+    no_effect_method_setting,
+)

@@ -1,0 +1,218 @@
+"""What values the settings of PEFT's methods may have, where the name and the type alone do not say it.
+
+Each row was measured with PEFT 0.21.2 on a small Llama (tests/pitfalls/test_method_settings.py runs every one of them): beyond it
+PEFT raises once the model is there, or trains nothing and says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_job.api.method import MethodType
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Values that a setting takes."""
+
+    settings: tuple[str, ...]
+    accepts: Callable[[Any], bool]
+    wanted: str
+    """The values in words, after "write"."""
+    otherwise: str
+    """What PEFT does with other values."""
+    methods: tuple[MethodType, ...] = ()
+    """Empty: every method that has the setting."""
+    examples: tuple[Any, ...] = ()
+    """Values that are refused."""
+
+    def speaks_of(self, method: MethodType, setting: str) -> bool:
+        """Whether this is a limit of that method's setting."""
+        return setting in self.settings and (not self.methods or method in self.methods)
+
+
+def _each(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Mapping) and all(accepts(item) for item in value.values())
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or isinstance(value, float)
+
+
+def _positive(value: Any) -> bool:
+    return value is None or value > 0
+
+
+def _not_zero(value: Any) -> bool:
+    return value is None or value != 0
+
+
+def _layers(value: Any) -> bool:
+    return value is None or all(number >= 0 for number in (value if isinstance(value, list) else [value]))
+
+
+_M = MethodType
+_NOTHING_LEARNT = "no error: the adapter changes nothing and gets no gradient"
+_RAISES = "PEFT refuses it once the model is there"
+DROPOUTS = (
+    *("rankDropout", "moduleDropout", "veraDropout", "boftDropout", "missDropout", "hiraDropout", "graloraDropout"),
+    *("pveraDropout", "frodDropout", "psoftDropout", "loraDropout", "deftDropout", "vbloraDropout", "uniloraDropout"),
+    "tinyloraDropout",
+)
+_ANY_BIAS = (
+    *(_M.VERA, _M.BOFT, _M.HRA, _M.FOURIERFT, _M.MISS, _M.C3A, _M.WAVEFT, _M.GRALORA, _M.GLORA, _M.PVERA, _M.FROD, _M.DEFT),
+    *(_M.VBLORA, _M.TINYLORA),
+)
+"""Methods whose bias PEFT declares as any text, and which take `lora_only` beside their own word."""
+
+
+def _bias_limit(kind: MethodType) -> Limit:
+    words = ("none", "all", "lora_only", f"{kind.name.lower()}_only")
+    return Limit(("bias",), lambda value: value in words, f"none, all or {words[-1]}", _RAISES, (kind,), ("some",))
+
+
+LIMITS: tuple[Limit, ...] = (
+    Limit(("r",), lambda value: value >= 0, "0 (not used) or a whole number above it", _RAISES, (_M.OFT,), (-1,)),
+    Limit(
+        ("r",),
+        _positive,
+        "a whole number above 0",
+        f"{_RAISES}, or trains an adapter of size 0",
+        tuple(kind for kind in MethodType if kind is not _M.OFT),
+        (0,),
+    ),
+    Limit(
+        DROPOUTS,
+        lambda value: 0 <= value < 1,
+        'a probability below 1, such as "0.1"',
+        "at 1 the adapter sees nothing and learns nothing, or what is left over is divided by zero; above 1 PEFT refuses it",
+        examples=("1",),
+    ),
+    Limit(("alpha",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.LOHA, _M.LOKR, _M.GRALORA), (0,)),
+    Limit(("psoftAlpha",), _not_zero, "another number than 0", "no error: the output is NaN from the first step on", examples=(0,)),
+    Limit(("loraAlpha",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.SUPERTUNING,), ("0",)),
+    Limit(("deloraLambda",), _not_zero, "another number than 0", _NOTHING_LEARNT, examples=(0,)),
+    Limit(("scaling",), _not_zero, "another number than 0", _NOTHING_LEARNT, examples=("0",)),
+    Limit(("dInitial",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.VERA,), ("0",)),
+    Limit(("initVectorBankBound",), _not_zero, "a number above 0", _NOTHING_LEARNT, examples=("0",)),
+    Limit(("initThetaDBound",), _positive, "a number above 0", _RAISES, examples=("0",)),
+    Limit(
+        ("nFrequency", "blockSize", "thetaDLength", "u", "topk", "strideA"),
+        _positive,
+        "a whole number above 0",
+        _RAISES,
+        examples=(0,),
+    ),
+    Limit(
+        ("numVectors", "vectorLength"), _positive, "a whole number above 0", "PEFT divides by it, or finds no vector", examples=(0,)
+    ),
+    Limit(("numB",), lambda value: value >= 2, "a whole number of at least 2", _RAISES, examples=(1,)),
+    Limit(
+        ("oftBlockSize",),
+        lambda value: value == 0 or value >= 2,
+        "a whole number of at least 2, or 0 where r is given",
+        "no error at 1: a block of one channel cannot turn, and the adapter is of size 0; below 0 PEFT refuses it",
+        examples=(1,),
+    ),
+    Limit(
+        ("boftBlockSize",),
+        lambda value: value == 0 or value >= 2,
+        "a whole number of at least 2, or 0 where boftBlockNum is given",
+        "no error at 1: a block of one channel cannot turn, so only the scales are trained; below 0 PEFT refuses it",
+        examples=(1,),
+    ),
+    Limit(("boftBlockNum",), lambda value: value >= 0, "0 (not used) or a whole number above it", _RAISES, examples=(-1,)),
+    Limit(
+        ("boftNButterflyFactor",),
+        lambda value: value == 1,
+        "1",
+        "no error: without a compiler for its CUDA extension PEFT takes 1, and the adapter's settings still say otherwise",
+        examples=(2,),
+    ),
+    Limit(("graloraK",), _positive, "a whole number above 0", _RAISES, examples=(0,)),
+    Limit(("hybridR", "depth"), lambda value: value >= 0, "0 or a whole number above it", _RAISES, examples=(-1,)),
+    Limit(("groupSize",), lambda value: value >= 2 and value % 2 == 0, "an even number above 0", _RAISES, examples=(3,)),
+    Limit(("sparsity",), lambda value: 0 <= value < 1, 'a part below 1, such as "0.99"', _RAISES, examples=("1",)),
+    Limit(("sparseRate",), lambda value: 0 <= value <= 1, 'a part of at most 1, such as "0.01"', _RAISES, examples=("1.5",)),
+    Limit(("weightTying",), lambda value: 0 <= value <= 1, 'a part of at most 1, such as "1"', _RAISES, examples=("1.5",)),
+    Limit(("projSeed",), lambda value: value >= 0, "0 or a whole number above it", _RAISES, examples=(-1,)),
+    Limit(
+        ("randomLocSeed",),
+        lambda value: value is not None,
+        "a whole number",
+        "PEFT seeds a generator with nothing and fails",
+        (_M.FOURIERFT,),
+        (None,),
+    ),
+    Limit(
+        ("initWeights",),
+        lambda value: value is not None,
+        "true, false, gaussian, kaiming_uniform or xavier_uniform",
+        _RAISES,
+        (_M.C3A,),
+        (None,),
+    ),
+    Limit(
+        ("saveOnlyTopkWeights",),
+        lambda value: not value,
+        "false",
+        "the adapter would lack the weights that are trained; PEFT cannot load it for training again",
+        examples=(True,),
+    ),
+    Limit(
+        ("variant",),
+        lambda value: value in ("road_1", "road_2", "road_4"),
+        "road_1, road_2 or road_4",
+        _RAISES,
+        examples=("road_3",),
+    ),
+    *(_bias_limit(kind) for kind in _ANY_BIAS),
+    Limit(
+        ("bias",),
+        lambda value: value in ("none", "all", "unilora_only"),
+        "none, all or unilora_only",
+        _RAISES,
+        (_M.UNILORA,),
+        ("lora_only",),
+    ),
+    Limit(
+        ("layersToTransform",), _layers, "numbers of layers, from 0", "PEFT finds no such layer, or leaves it out", examples=([-1],)
+    ),
+    Limit(
+        ("rankPattern", "nFrequencyPattern", "blockSizePattern"),
+        _each(lambda item: _whole(item) and item > 0),
+        "a mapping of names to whole numbers above 0",
+        _RAISES,
+        tuple(kind for kind in MethodType if kind is not _M.HIRA),
+        ({"q_proj": 0}, {"q_proj": "4"}, None),
+    ),
+    Limit(
+        ("alphaPattern", "lambdaPattern"),
+        _each(lambda item: _number(item) and item != 0),
+        "a mapping of names to whole numbers other than 0",
+        f"{_RAISES}; at 0 the layer learns nothing",
+        examples=({"q_proj": 0}, None),
+    ),
+    Limit(
+        ("tokenIndices",),
+        lambda value: bool(value) and min(value) >= 0 and len(set(value)) == len(value),
+        "the ids of the tokens to train, each once",
+        "without ids nothing can be trained and the first pass fails; an id below 0 fails there, too; of one that is given twice "
+        "two copies are trained, and which of them counts is not defined",
+        examples=([3, 3],),
+    ),
+    Limit(
+        ("targetModules",),
+        lambda value: value not in ("", []),
+        "names of modules, or all-linear",
+        "PEFT finds nothing to adapt",
+        examples=([],),
+    ),
+)
+"""Every limit."""

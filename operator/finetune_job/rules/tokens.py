@@ -1,0 +1,115 @@
+"""Trained rows of the embedding."""
+
+from __future__ import annotations
+
+from finetune_job.api.base import Dtype
+from finetune_job.api.method import LoraSpec, MethodType
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import Problem, rule
+from finetune_job.rules.effective import effective_plan, held_dtype
+from finetune_job.rules.rule import Reproduction
+
+_TOKENS = "method.lora.trainableTokenIndices"
+_TARGETS, _SAVED = "method.lora.targetModules", "method.lora.modulesToSave"
+_VERSION, _ORIG_PARAMS = "parallelism.fsdp.version", "parallelism.fsdp.useOrigParams"
+_AUTOCAST = "method.lora.autocastAdapterDtype"
+_TESTS = "tests/pitfalls/test_tokens.py"
+EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embed_tokens.weight"})
+"""Names that causal language models give their input embedding; what else it may be called, preflight sees."""
+
+
+@rule(
+    "trainable-token-repeated",
+    "A token has one row",
+    reads=(_TOKENS,),
+    sources=(
+        "peft: peft/tuners/trainable_tokens/layer.py, get_merged_weights (index_copy of the rows)",
+        "torch: Tensor.index_copy_",
+    ),
+    reproduction=Reproduction(
+        f"{_TESTS}::test_a_repeated_token_has_two_rows", "no error: two rows are trained, and one of them counts"
+    ),
+    holds_for="peft >= 0.15",
+)
+def trainable_token_repeated(context: RuleContext) -> Problem | None:
+    tokens = _lora(context).trainable_token_indices or []
+    repeated = sorted({token for token in tokens if tokens.count(token) > 1})
+    if not repeated:
+        return None
+    return Problem(
+        field=_TOKENS,
+        value=tokens,
+        message=f"token {repeated[0]} is given more than once: each time has a row, and which of them counts is undefined",
+        fix="give each token once",
+        changes={_TOKENS: sorted(set(tokens))},
+    )
+
+
+@rule(
+    "trainable-tokens-overlap",
+    "The embedding is trained in one way",
+    reads=(_TOKENS, _TARGETS, _SAVED),
+    sources=("peft: peft/peft_model.py, set_additional_trainable_modules; peft/tuners/trainable_tokens/layer.py",),
+    reproduction=Reproduction(
+        f"{_TESTS}::test_the_embedding_is_trained_in_one_way",
+        "ValueError in the first pass: TrainableTokensLayer wraps an unknown layer type; TypeError: trainable_token_indices "
+        "cannot be applied to modules of type Embedding",
+    ),
+    holds_for="peft >= 0.15",
+)
+def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
+    lora = _lora(context)
+    if lora.trainable_token_indices is None:
+        return None
+    for field, names in ((_SAVED, lora.modules_to_save or []), (_TARGETS, lora.target_modules or [])):
+        both = [name for name in names if name.rsplit(".", 1)[-1] in EMBEDDINGS]
+        if both:
+            return Problem(
+                field=field,
+                value=names,
+                message=f"{both[0]} is the embedding, of which trainableTokenIndices trains some rows; PEFT cannot do both",
+                fix=f"remove {_TOKENS}, or {both[0]} from {field}",
+                changes={_TOKENS: None},
+            )
+    return None
+
+
+@rule(
+    "fsdp1-trainable-tokens",
+    "FSDP 1 holds the embedding and its trained rows in one unit",
+    reads=(_TOKENS, _VERSION, _ORIG_PARAMS, _AUTOCAST, "method.type", "model.dtype", "training.precision"),
+    sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", "peft: peft/tuners/trainable_tokens/layer.py"),
+    reproduction=Reproduction(
+        f"{_TESTS}::test_trained_rows_under_fsdp_1",
+        "ValueError: Must flatten tensors with uniform `requires_grad` or uniform dtype",
+    ),
+    holds_for="torch >= 2.0, FSDP 1 only",
+)
+def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
+    lora = _lora(context)
+    plan = effective_plan(context)
+    if lora.trainable_token_indices is None or plan.method.lora is None or plan.parallelism.fsdp.version != 1:
+        return None
+    wide = plan.method.lora.autocast_adapter_dtype and held_dtype(plan) not in (None, Dtype.FLOAT32)
+    if plan.parallelism.fsdp.use_orig_params and not wide and plan.method.type is not MethodType.DORA:
+        return None
+    if plan.method.type is MethodType.DORA:
+        reason = "and DoRA needs useOrigParams false, which the rows beside their frozen embedding cannot have"
+    elif wide:
+        reason = f"which cannot hold rows in float32 beside an embedding in {held_dtype(plan)}"
+    else:
+        reason = "which with useOrigParams false is trained or frozen as a whole"
+    return Problem(
+        field=_VERSION,
+        value=1,
+        message=f"the rows lie in one flat parameter with the embedding, {reason}",
+        fix=f"remove {_VERSION}: version 2 holds them apart",
+        changes={_VERSION: None},
+    )
+
+
+def _lora(context: RuleContext) -> LoraSpec:
+    return context.spec.method.lora or LoraSpec()
+
+
+RULES = (trainable_token_repeated, trainable_tokens_overlap, fsdp1_trainable_tokens)

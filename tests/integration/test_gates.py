@@ -1,0 +1,150 @@
+"""The API server and the rule book: what the one refuses, the other refuses under the same id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from finetune_cli.manifest import parse_job
+from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.names import API_VERSION, JOB_KIND, PROFILE_KIND
+from finetune_job.rules.admission import CONDITIONS
+from finetune_job.rules.book import evaluate
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.rule import UNREADABLE
+from tests.integration.conftest import Installed
+from tests.integration.kube import Document, Kube, RefusedError
+from tests.integration.workload import Workload
+from tests.unit.rules.manifests import manifest
+from tests.unit.rules.test_verdicts import CASES
+
+pytestmark = pytest.mark.integration
+COMMIT = "0" * 40
+NO_SOURCE: dict[str, Any] = {"data.source": None}
+
+
+def datasets(**dataset: str) -> dict[str, Any]:
+    return NO_SOURCE | {"data.datasets": [{"source": "pvc://data/a.jsonl"}, dataset]}
+
+
+def held_out(**dataset: str) -> dict[str, Any]:
+    return {"data.validation": dataset}
+
+
+ELSEWHERE: list[dict[str, Any]] = [
+    # the same conditions at the other places of the spec
+    *(
+        place(**dataset)
+        for place in (datasets, held_out)
+        for dataset in (
+            {"source": "hf://datasets/org/set"},
+            {"source": "pvc://data/b.jsonl", "revision": COMMIT},
+            {"source": "hf://org/set", "revision": COMMIT},
+            {"source": "pvc://data/../b.jsonl"},
+            {"source": "hf://datasets/org", "revision": COMMIT},
+        )
+    ),
+    {"data.source": "hf://org/set", "data.revision": COMMIT},
+    {"data.source": "hf://datasets/org/set"},
+    {"data.source": "pvc://data/a.jsonl", "data.revision": COMMIT},
+    {"data.source": "pvc://data/./a.jsonl"},
+    {"data.source": "hf://datasets/org/", "data.revision": COMMIT},
+    {"model.source": "pvc://models/.."},
+    {"model.source": "hf://datasets/org", "model.revision": COMMIT},
+    {"model.source": "pvc://models/a", "model.revision": COMMIT},
+    {"output.destination": "s3://bucket/../a"},
+    {"output.destination": "hf://datasets/org"},
+    {"training.adamBeta2": "1.000"},
+    {"method.lora.modulesToSave": ["a b"]},
+    {"merge.base": "Trained"},
+    {"merge.base": "Dequantized"},
+]
+
+
+def job(spec: Document) -> Document:
+    return {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": "tried"}, "spec": spec}
+
+
+def answer(kube: Kube, namespace: str, document: Document) -> list[Document]:
+    """Why the API server refuses a manifest, one cause for each reason; none where it would take it."""
+    try:
+        kube.request("POST", kube.path(JOB_KIND, namespace) + "?dryRun=All&fieldValidation=Strict", document)
+    except RefusedError as refusal:
+        status = json.loads(str(refusal).partition(": ")[2])
+        if refusal.code not in (400, 422):
+            raise
+        return list((status.get("details") or {}).get("causes") or [{"field": "", "message": status["message"]}])
+    return []
+
+
+def conditions_of(causes: Iterable[Document]) -> set[str]:
+    known = {condition.message for condition in CONDITIONS}
+    return {message for message in known for cause in causes if message in cause["message"]}
+
+
+def identifiers(messages: Iterable[str]) -> set[str]:
+    return {message.partition(": ")[0] for message in messages}
+
+
+def errors_of(document: Document) -> set[str]:
+    """Ids by which the command line refuses a manifest without a profile."""
+    parsed = parse_job(document)
+    if isinstance(parsed, list):
+        return {finding.rule for finding in parsed}
+    return {finding.rule for finding in evaluate(RuleContext(parsed.spec)) if finding.severity == "error"}
+
+
+def test_every_condition_refuses_what_its_rule_refuses_and_nothing_else(workload: Workload) -> None:
+    pool = [*(changes for _, bad, good, _ in CASES for changes in (bad, good)), *ELSEWHERE]
+    met: set[tuple[str, str]] = set()
+    for changes in pool:
+        document = job(manifest(changes))
+        causes = answer(workload.kube, workload.namespace, document)
+        broken = conditions_of(causes)
+        errors = errors_of(document)
+        # Rules are asked only about what the models take; the API server tries conditions beside its schema.
+        assert identifiers(broken) <= errors or UNREADABLE in errors & identifiers(broken), (changes, causes)
+        met |= {(message, _place(cause["field"])) for cause in causes for message in broken if message in cause["message"]}
+    reported = {message for message, _ in met}
+    assert [one.message for one in CONDITIONS if one.message not in reported] == []
+    missing = [
+        (one.message, one.at)
+        for one in CONDITIONS
+        if not any(message == one.message and _is_at(one.at, field) for message, field in met)
+    ]
+    assert missing == []
+
+
+def _place(field: str) -> str:
+    return field.replace("[0]", "[]").replace("[1]", "[]").removeprefix("spec").removeprefix(".")
+
+
+def _is_at(path: str, field: str) -> bool:
+    return field == path or field.startswith(f"{path}.") or path == ""
+
+
+def test_a_plain_manifest_is_taken(workload: Workload) -> None:
+    assert answer(workload.kube, workload.namespace, job(manifest({}))) == []
+
+
+def test_a_profile_without_resources_has_those_of_the_models(installed: Installed) -> None:
+    body = {
+        "apiVersion": API_VERSION,
+        "kind": PROFILE_KIND,
+        "metadata": {"name": "bare"},
+        "spec": {"trainerImage": "trainer"},
+    }
+    installed.kube.create(PROFILE_KIND, "", body)
+    try:
+        stored = installed.kube.get(PROFILE_KIND, "", "bare")
+        assert stored is not None
+        assert "train" in stored["spec"]["resources"]
+        assert FineTuneProfileSpec.model_validate(stored["spec"]) == FineTuneProfileSpec(trainer_image="trainer")
+        partly = {"spec": {"resources": {"train": {"cpu": "4"}}}}
+        patched = installed.kube.patch(PROFILE_KIND, "", "bare", partly)["spec"]["resources"]["train"]
+        assert patched == {"cpu": "4", "memory": "64Gi", "sharedMemory": "8Gi"}
+    finally:
+        installed.kube.delete(PROFILE_KIND, "", "bare")

@@ -1,0 +1,99 @@
+"""Hostile manifests on the real API server beside the models and the rules: what one takes, no other may choke on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from random import Random
+
+import pytest
+from pydantic import ValidationError
+
+from finetune_cli.manifest import parse_job as parse_strictly
+from finetune_job.api.job import FineTuneJobSpec, parse_job
+from finetune_job.names import JOB_KIND
+from finetune_job.rules.book import evaluate
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.rule import UNREADABLE
+from tests.hostile.manifests import job_of
+from tests.integration.kube import Document, Kube, RefusedError
+from tests.integration.test_gates import conditions_of, identifiers
+from tests.integration.workload import Workload
+from tests.support.source_seed import seed_of_the_sources
+
+pytestmark = pytest.mark.integration
+SEED = int(os.environ.get("HOSTILE_SEED", seed_of_the_sources()))
+MANIFESTS = 2000
+REFUSALS = (400, 413, 422)
+"""Malformed, too large, not valid. Anything else, 500 above all, is a failure of the server's side of the contract."""
+
+
+def offered(kube: Kube, namespace: str, document: Document, validation: str) -> tuple[Document | None, list[Document]]:
+    """What the API server would store, or why it refuses."""
+    path = kube.path(JOB_KIND, namespace) + f"?dryRun=All&fieldValidation={validation}"
+    try:
+        return kube.request("POST", path, document), []
+    except RefusedError as refusal:
+        if refusal.code not in REFUSALS:
+            raise
+        status = json.loads(str(refusal).partition(": ")[2])
+        return None, list((status.get("details") or {}).get("causes") or [{"field": "", "message": status["message"]}])
+
+
+def errors_of(spec: FineTuneJobSpec) -> set[str]:
+    return {finding.rule for finding in evaluate(RuleContext(spec)) if finding.severity == "error"}
+
+
+def seen_by_the_operator(stored: Document) -> FineTuneJobSpec | None:
+    """The spec, or None where the settings of a method, into which the schema does not see, hold what no setting can be."""
+    try:
+        return parse_job(stored).spec
+    except ValidationError as error:
+        places = {".".join(map(str, details["loc"])) for details in error.errors()}
+    assert places == {"spec.method.settings"}, places
+    return None
+
+
+def compared(kube: Kube, namespace: str, document: Document, validation: str) -> str:
+    """Offer one manifest to both sides; the outcome."""
+    stored, causes = offered(kube, namespace, document, validation)
+    parsed = parse_strictly(document)
+    if stored is not None:
+        # What is pruned and filled in is what the operator gets to see.
+        seen = seen_by_the_operator(stored)
+        if seen is None:
+            return "taken, and refused by the operator"
+        if not isinstance(parsed, list):
+            assert seen == parsed.spec, "defaults differ"
+            errors_of(seen)
+        else:
+            # Unknown fields were pruned; and the schema does not see into the settings of a method, where 1.0 comes back as 1.
+            assert validation == "Ignore" or {finding.field for finding in parsed} == {"spec.method.settings"}, parsed
+        return "taken"
+    broken = conditions_of(causes)
+    if not isinstance(parsed, list):
+        assert broken, f"the models take what the schema refuses: {causes}"
+        assert identifiers(broken) <= errors_of(parsed.spec), causes
+        return "refused by a rule"
+    return "refused by a rule and unreadable" if identifiers(broken) - {UNREADABLE} else "unreadable"
+
+
+@pytest.mark.timeout(900)
+def test_what_one_side_takes_no_other_side_chokes_on(workload: Workload) -> None:
+    random, outcomes, faults = Random(SEED), Counter[str](), []
+    for number in range(MANIFESTS):
+        document = job_of(random)
+        try:
+            # Half a pair of surrogates is no text in any encoding.
+            json.dumps(document, allow_nan=False, ensure_ascii=False).encode()
+            parse_strictly(document)
+        except (ValueError, RecursionError):
+            outcomes["no JSON"] += 1
+            continue
+        try:
+            outcomes[compared(workload.kube, workload.namespace, document, "Ignore" if number % 4 == 0 else "Strict")] += 1
+        except AssertionError as fault:
+            faults.append(f"{number}: {str(fault)[:600]}\n   {json.dumps(document)[:600]}")
+    assert not faults, f"HOSTILE_SEED={SEED}, {len(faults)} of {MANIFESTS}:\n" + "\n".join(faults[:12])
+    assert min(outcomes[kind] for kind in ("taken", "refused by a rule", "unreadable")) > MANIFESTS / 20, outcomes

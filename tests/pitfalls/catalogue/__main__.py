@@ -1,0 +1,8 @@
+"""Writes docs/pitfalls.md to standard output."""
+
+import sys
+
+from tests.pitfalls.catalogue.page import page
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,75 @@
+"""Ways to start an adapter that change the base, need what is not there, or do not exist: `lora-init-not-supported`, the schema."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from pydantic import ValidationError
+
+from tests.pitfalls.manifests import findings
+from tests.pitfalls.one_process import llama, tokens
+
+RULE = "lora-init-not-supported"
+
+
+def adapted(**settings) -> PeftModel:
+    model = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], **settings))
+    assert isinstance(model, PeftModel)
+    return model
+
+
+def base_weight(model: torch.nn.Module) -> torch.Tensor:
+    return next(p.detach() for name, p in model.named_parameters() if "layers.0.self_attn.q_proj" in name and "lora" not in name)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_the_adapter_belongs_to_a_changed_base(init: str):
+    assert not torch.equal(base_weight(adapted(init_lora_weights=init)), base_weight(llama()))
+    assert RULE in findings(type="LoRA", lora={"initLoraWeights": init})
+    assert torch.equal(base_weight(adapted(init_lora_weights="gaussian")), base_weight(llama()))
+    assert RULE not in findings(type="LoRA", lora={"initLoraWeights": "gaussian"})
+
+
+def test_loading_such_an_adapter_changes_the_base_again(tmp_path):
+    model = adapted(init_lora_weights="pissa").eval()
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(llama(), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=tokens()).logits, loaded(input_ids=tokens()).logits, atol=1e-3)
+    assert not torch.equal(base_weight(loaded), base_weight(llama())), "added to the original weights it would be wrong"
+
+
+def test_eva_starts_like_any_other_where_nobody_measures():
+    state = {name: value for name, value in adapted(init_lora_weights="eva").state_dict().items() if "lora_B" in name}
+    assert state
+    assert not any(bool(value.any()) for value in state.values())
+    assert RULE in findings(type="LoRA", lora={"initLoraWeights": "eva"})
+
+
+def test_corda_wants_what_was_measured_before():
+    with pytest.raises(ValueError, match="run `preprocess_corda` first"):
+        adapted(init_lora_weights="corda")
+    assert RULE in findings(type="LoRA", lora={"initLoraWeights": "corda"})
+
+
+def test_loftq_quantises_the_base_itself():
+    with pytest.raises((ValueError, ImportError, AssertionError)):
+        adapted(init_lora_weights="loftq")
+    assert RULE in findings(type="QLoRA", lora={"initLoraWeights": "loftq"})
+
+
+def test_an_unknown_start():
+    with pytest.raises(ValueError, match="Unknown initialization"):
+        adapted(init_lora_weights="normal")
+    with pytest.raises(ValidationError, match="initLoraWeights"):
+        findings(type="LoRA", lora={"initLoraWeights": "normal"})
+
+
+def test_rslora_scales_by_the_root_of_the_rank():
+    plain, rooted = adapted(lora_alpha=8), adapted(lora_alpha=8, use_rslora=True)
+    scale = [next(m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)) for model in (plain, rooted)]
+    assert scale == [8 / 4, 8 / 2]
+    assert "rslora-with-alpha" in findings(type="LoRA", lora={"r": 4, "loraAlpha": 8, "useRslora": True})
+    assert "rslora-with-alpha" not in findings(type="LoRA", lora={"r": 4, "loraAlpha": 8})

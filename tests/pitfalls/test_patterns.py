@@ -1,0 +1,112 @@
+"""Names that match nothing, or more than was meant: preflight looks at the model, because the rule book cannot."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from finetune_job.api.method import MethodType
+from finetune_job.plan.run_plan import AdapterPlan, MethodPlan
+from finetune_trainer.preflight.attached import check_attached
+from finetune_trainer.preflight.module_names import check_settings
+from tests.pitfalls.one_process import llama, peft_config, tokens, trained
+
+
+def ranks(**settings) -> dict[str, int]:
+    model = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], **settings))
+    held = {name.split(".lora_A")[0]: p.shape[0] for name, p in model.named_parameters() if "lora_A" in name}
+    return {name.split(".model.model.")[1]: rank for name, rank in held.items()}
+
+
+def found(method: str, settings: dict[str, object]) -> set[str]:
+    modules = [name for name, _ in llama().named_modules()]
+    adapter = AdapterPlan(settings=settings, autocast_adapter_dtype=True)
+    return {finding.rule for finding in check_settings(MethodType(method), adapter, modules)}
+
+
+def attached(method: str, settings: dict[str, object]) -> set[str]:
+    plan = MethodPlan.model_construct(
+        type=MethodType(method), lora=None, adapter=AdapterPlan(settings=settings, autocast_adapter_dtype=True), quantization=None
+    )
+    model = get_peft_model(llama(), peft_config(method, settings))
+    return {finding.rule for finding in check_attached(model, plan)}
+
+
+def test_a_pattern_that_matches_nothing():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert set(ranks(rank_pattern={"q_porj": 8}).values()) == {4}
+    assert any("did not match any targeted module" in str(each.message) for each in said)
+    for pattern in ("rankPattern", "alphaPattern"):
+        assert "adapter-pattern-unmatched" in found("LoHa", {pattern: {"q_porj": 8}})
+        assert not found("LoHa", {pattern: {"q_proj": 8}})
+
+
+def test_the_first_pattern_that_matches_counts():
+    wide_first = ranks(rank_pattern={"q_proj": 8, "layers.0.self_attn.q_proj": 2})
+    assert wide_first["layers.0.self_attn.q_proj"] == 8
+    assert ranks(rank_pattern={"layers.0.self_attn.q_proj": 2, "q_proj": 8})["layers.0.self_attn.q_proj"] == 2
+    assert "adapter-patterns-overlap" in found("LoHa", {"rankPattern": {"q_proj": 8, "layers.0.self_attn.q_proj": 2}})
+    assert not found("LoHa", {"rankPattern": {"q_proj": 8, "v_proj": 2}})
+
+
+def test_a_layer_beyond_the_model():
+    assert set(ranks(layers_to_transform=[0, 5])) == {"layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"}
+    assert "layer-number-unknown" in found("LoHa", {"targetModules": ["q_proj"], "layersToTransform": [0, 5]})
+    assert "layer-number-unknown" in found("LoHa", {"targetModules": ["q_proj"], "layersToTransform": 5})
+    assert not found("LoHa", {"targetModules": ["q_proj"], "layersToTransform": [0, 1]})
+
+
+@pytest.mark.parametrize("setting", ["excludeModules", "modulesToSave"])
+def test_names_of_no_module(setting):
+    assert trained("LoHa", {"r": 4, setting: ["q_porj"]}).is_fine, "PEFT says so after all"
+    (rule,) = found("LoHa", {setting: ["q_porj"]})
+    assert rule in ("target-module-unknown", "saved-module-unknown")
+    assert not found("LoHa", {setting: ["lm_head"]})
+
+
+def test_a_saved_module_inside_an_adapter():
+    """`norm` is also the end of DeLoRA's own `delora_w_norm`."""
+    wrong, right = {"r": 4, "modulesToSave": ["norm"]}, {"r": 4, "modulesToSave": ["model.norm"]}
+    with pytest.raises(TypeError, match="not subscriptable"):
+        get_peft_model(llama(), peft_config("DeLoRA", wrong))(input_ids=tokens())
+    assert "saved-module-inside-adapter" in attached("DeLoRA", wrong)
+    get_peft_model(llama(), peft_config("DeLoRA", right))(input_ids=tokens())
+    assert not attached("DeLoRA", right)
+
+
+def test_a_saved_module_named_by_its_end():
+    model = get_peft_model(llama(), peft_config("LoHa", {"r": 4, "modulesToSave": ["norm"]}))
+    saved = [name for name, p in model.named_parameters() if ".modules_to_save." in name and p.requires_grad]
+    assert len(saved) == 5, "the last norm and two in each layer"
+    assert "saved-module-by-its-end" in attached("LoHa", {"r": 4, "modulesToSave": ["norm"]})
+    assert not attached("LoHa", {"r": 4, "modulesToSave": ["model.norm"]})
+
+
+def test_an_adapter_without_values():
+    assert trained("OFT", {"r": 32, "oftBlockSize": 0, "targetModules": ["q_proj"]}).trained == 0
+    assert "adapter-without-values" in attached("OFT", {"r": 32, "oftBlockSize": 0, "targetModules": ["q_proj"]})
+    assert not attached("OFT", {"r": 4, "oftBlockSize": 0, "targetModules": ["q_proj"]})
+
+
+def test_feed_forward_modules_that_are_not_adapted(tmp_path):
+    """PEFT fills in its own for the model whatever the targets are, and then does not load the adapter; ours can be loaded."""
+    import json
+
+    from peft import PeftModel
+
+    from finetune_trainer.model.adapters import adapter_settings
+
+    model = get_peft_model(llama(), peft_config("IA3", {"targetModules": ["q_proj"]}))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="should be a subset"):
+        PeftModel.from_pretrained(llama(), tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter_settings(model, "base")))
+    with torch.no_grad():
+        loaded = PeftModel.from_pretrained(llama(), tmp_path)
+        assert torch.equal(loaded(input_ids=tokens()).logits, model(input_ids=tokens()).logits)
+    assert "feedforward-module-not-adapted" in attached("IA3", {"feedforwardModules": ["gate_proj"]})
+    assert not attached("IA3", {"feedforwardModules": ["down_proj"]})

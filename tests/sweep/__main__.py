@@ -1,0 +1,142 @@
+"""`python -m tests.sweep`: run combinations of settings end to end, and compare what happens with what the gates say.
+
+Prints false accepts, false refusals and unexplained outcomes; the exit code is 1 unless all three are zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.source_seed import seed_of_the_sources, sources_digest
+from tests.sweep.case import Case
+from tests.sweep.judge import WRONG
+from tests.sweep.material import make_material
+from tests.sweep.methods import ATTEMPTS, table_cases
+from tests.sweep.record import OUTCOMES, REHEARSALS, entries, write_summary
+from tests.sweep.rehearsals import rehearsed, sample
+from tests.sweep.session import Result, run_all
+from tests.sweep.streams import fixed_cases, random_slice
+
+
+def main() -> int:
+    """Run what the arguments ask for."""
+    arguments = _parser().parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    digest = sources_digest()
+    seed = seed_of_the_sources() if arguments.seed is None else arguments.seed
+    cases = [] if arguments.table else _chosen(arguments, seed)
+    if arguments.new:
+        known = entries(digest)
+        cases = [case for case in cases if case.id not in known]
+    if arguments.rehearse:
+        return _rehearse(arguments, digest, seed)
+    counts: Counter[str] = Counter()
+    run: set[str] = set()
+    started = time.monotonic()
+    OUTCOMES.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="sweep-") as directory, OUTCOMES.open("a") as outcomes:
+        make_material(Path(directory))
+
+        def done(result: Result) -> None:
+            run.add(result.case.id)
+            counts[result.judgement.kind] += 1
+            print(json.dumps({**result.entry(), "sources": digest}), file=outcomes, flush=True)
+            if result.judgement.kind in WRONG or arguments.verbose:
+                print(result.text(), flush=True)
+            if arguments.only:
+                print(json.dumps(result.case.spec(), indent=2))
+                print(f"verdict: {result.verdict}\nobserved: {result.observation}")
+
+        stop = math.inf if arguments.seconds is None else started + arguments.seconds
+        if arguments.table:
+            _run_table(Path(directory), arguments.workers, done, stop)
+        else:
+            run_all(cases, Path(directory), arguments.workers, done, stop)
+    print(f"seed {seed}; {len(run)} distinct combinations in {time.monotonic() - started:.0f} s")
+    print(f"accepted and working {counts['accepted']}, refused as said {counts['refused']}, on principle {counts['policy']}")
+    print(f"false accepts {counts['false accept']}, false refusals {counts['false refusal']}, unexplained {counts['unexplained']}")
+    if arguments.record:
+        print(f"recorded in {write_summary([seed])}")
+    return int(any(counts[kind] for kind in WRONG))
+
+
+def _rehearse(arguments: argparse.Namespace, digest: str, seed: int) -> int:
+    """Ask the rehearsal about recorded cases; 1 where it says something else than the full run."""
+    counts: Counter[str] = Counter()
+    stop = math.inf if arguments.seconds is None else time.monotonic() + arguments.seconds
+    with tempfile.TemporaryDirectory(prefix="sweep-") as directory, REHEARSALS.open("a") as kept:
+        make_material(Path(directory))
+        for entry in sample(entries(digest), arguments.rehearse, seed):
+            if time.monotonic() > stop:
+                break
+            result = rehearsed(entry, Path(directory))
+            counts[result.agreement] += 1
+            print(json.dumps({**result.entry(), "sources": digest}), file=kept, flush=True)
+            if result.agreement != "agrees" or arguments.verbose:
+                print(result.text(), flush=True)
+    print(f"rehearsals: {dict(counts)}")
+    return int(bool(counts["accepts what fails"] or counts["refuses what works"]))
+
+
+def _run_table(material: Path, workers: int, done: Callable[[Result], None], stop: float) -> None:
+    """Each row's attempts until one works."""
+    answered: set[tuple[str, str]] = set()
+    for attempt in ATTEMPTS:
+        wanted = table_cases(attempt, answered)
+        keys = {case.id: key for key, case in wanted.items()}
+
+        def noted(result: Result, keys: dict[str, tuple[str, str]] = keys) -> None:
+            done(result)
+            if result.judgement.kind == "accepted" or "method-not-supported" in (result.verdict.ids if result.verdict else ()):
+                answered.add(keys[result.case.id])
+
+        run_all(list(wanted.values()), material, workers, noted, stop)
+
+
+def _chosen(arguments: argparse.Namespace, seed: int) -> list[Case]:
+    if arguments.only:
+        entry = entries(None).get(arguments.only)
+        if entry is None:
+            raise SystemExit(f"{arguments.only} is not among {OUTCOMES}")
+        return [Case(entry["values"])]
+    if arguments.again:
+        return [Case(entry["values"]) for entry in entries(None).values() if entry["kind"] in WRONG]
+    cases: list[Case] = []
+    if arguments.slice != "random":
+        count = arguments.count if arguments.slice == "fixed" else arguments.count // 2
+        cases += itertools.islice(fixed_cases(), arguments.first, arguments.first + count)
+    if arguments.slice != "fixed":
+        cases += random_slice(seed, arguments.count - len(cases), {case.id for case in cases})
+    return cases
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__)
+    parser.add_argument("--count", type=int, default=300, help="combinations in all")
+    parser.add_argument("--first", type=int, default=0, help="where in the fixed list to begin")
+    parser.add_argument("--seed", type=int, help="of the random slice; unset: from the product's sources")
+    parser.add_argument("--slice", choices=("fixed", "random", "both"), default="both")
+    parser.add_argument("--workers", type=int, default=2, help="gangs of two ranks at a time")
+    parser.add_argument("--seconds", type=float, help="begin no combination after so long")
+    parser.add_argument("--only", metavar="ID", help="run one recorded combination again and show everything")
+    parser.add_argument("--again", action="store_true", help="run what was recorded as judged wrongly, with whatever sources")
+    parser.add_argument("--table", action="store_true", help="run what docs/methods.md needs")
+    parser.add_argument("--new", action="store_true", help="leave out what was run with these sources already")
+    parser.add_argument("--rehearse", type=int, metavar="N", help="rehearse so many recorded combinations, and compare")
+    parser.add_argument("--record", action="store_true", help="write the summary of all that was run with these sources")
+    parser.add_argument("--verbose", action="store_true", help="show right judgements, too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

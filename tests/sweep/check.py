@@ -1,0 +1,173 @@
+"""Rank 0's share of the judging: what the trainer recorded and wrote, against plain transformers and PEFT."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import torch
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from finetune_job.api.method import MethodType
+from finetune_job.api.output import MergeBase
+from finetune_job.methods import METHODS, Family
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.context import RunContext
+from finetune_trainer.data.batches import PreparedData, PreparedSplit
+from finetune_trainer.train.export import ADAPTER_FILE, MANIFEST_FILE
+from tests.sweep import oracle, plain, replay
+from tests.sweep.architectures import DTYPES
+from tests.sweep.case import SAVED_AT, STEPS, UNSET, Case
+from tests.sweep.oracle import Evidence
+from tests.sweep.recording import Recorded, whole
+
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}
+"""Of logits and of values made in such a type, relative to the largest."""
+UPDATE_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 3 * 2**-8, torch.float16: 3 * 2**-11}
+"""Of weights held in such a type: an update rounds three times to the nearest, and another order of the same products elsewhere."""
+_MANTISSA = {"bfloat16": 8, "float16": 11}
+NOISY = (MethodType.PVERA,)
+"""Methods that draw noise in every forward pass of the training."""
+
+
+def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorded], second: list[Recorded]) -> Evidence:
+    """Gradients, updates, resumption and the exported file."""
+    evidence = Evidence()
+    problems = evidence.problems
+    parameters = [whole([notes.parameters[step] for notes in first]) for step in range(STEPS + 1)]
+    gradients = [whole([notes.gradients[step] for notes in first]) for step in range(STEPS)]
+    resumed = [whole([notes.parameters[step] for notes in second]) for step in range(STEPS + 1 - SAVED_AT)]
+    problems += oracle.compare_bits(resumed[0], parameters[SAVED_AT], "weights on resuming")
+    problems += oracle.compare_bits(resumed[-1], parameters[-1], "weights at the end of a resumed run")
+    held_whole = {name: value for name, value in parameters[0].items() if value.dtype is torch.float32}
+    problems += oracle.check_moved(held_whole, parameters[1], gradients[0])
+
+    directory = context.base_model
+    quantized = plan.method.quantization is not None
+    base = plain.plain_base(case, directory, quantized=quantized)
+    fresh = copy.deepcopy(base) if plan.method.trains_adapter else None
+    model = plain.Plain(case, plan, base)
+    trained = {name: parameter.detach().clone() for name, parameter in model.trained.items()}
+    problems += oracle.compare_names(parameters[0], trained, "trained parameters")
+    if problems:
+        return evidence
+    coarse_dtypes = plain.coarse_dtypes(case, plan)
+    coarsest = coarse_dtypes[0] if coarse_dtypes else torch.float32
+    # Other methods than LoRA's compute what they start from, out of weights that are rounded already.
+    first_bound = ROUNDING[coarsest] * (1 if METHODS[plan.method.type].family is Family.LORA else 5)
+    problems += oracle.compare_values(parameters[0], trained, first_bound, "first values")
+
+    data = PreparedData.open(context.workspace.prepared)
+    is_random = ("dropout" in case.values and case.of("dropout") not in (UNSET, "0")) or MethodType(case.of("method")) in NOISY
+    if is_random:
+        evidence.not_compared.append("gradients: the run draws noise")
+    for step in range(SAVED_AT) if not is_random else ():
+        model.take(parameters[step])
+        loss, exact = model.gradients(data.train, step, torch.float32)
+        coarse = [model.gradients(data.train, step, dtype) for dtype in coarse_dtypes]
+        loss_bound = oracle.FLOAT32_BOUND
+        if coarse:
+            loss_bound = 5e-3 + oracle.NOISE_FACTOR * max(abs(other - loss) for other, _ in coarse) / abs(loss)
+        bits = None if case.of("ranks") == "1" else _MANTISSA.get(str(plan.parallelism.fsdp.reduce_dtype))
+        scale = _clipping(plan, first[0].norms[step])
+        exact = _scaled(exact, scale)
+        noisy = [_scaled(gradients_of, scale) for _, gradients_of in coarse]
+        found = oracle.compare_gradients(gradients[step], exact, noisy, bits)
+        problems += [f"step {step + 1}: {problem}" for problem in found[:3]]
+        problems += oracle.compare_losses(first[0].losses[step], loss, loss_bound, f"loss of step {step + 1}")
+    if is_random:
+        problems += _without_gradient(model, data.train, parameters, gradients)
+    wanted = replay.replayed(model.model, plan, parameters[0], gradients)
+    problems += [
+        problem
+        for name, value in wanted.items()
+        for problem in oracle.compare_values(
+            parameters[-1], {name: value}, UPDATE_ROUNDING[value.dtype], "weights after the optimizer's steps"
+        )
+    ]
+    best = _exported_step(context)
+    model.take(parameters[best])
+    if data.validation is not None:
+        bound = 2e-2 if coarse_dtypes else 1e-4
+        model.take(parameters[-1])
+        problems += oracle.compare_losses(first[0].held_out[-1], model.held_out_loss(data.validation), bound, "held-out loss")
+        model.take(parameters[best])
+    if fresh is not None:
+        problems += _adapter(case, context, model, fresh)
+    else:
+        problems += _whole_model(case, context, model)
+    return evidence
+
+
+def _without_gradient(
+    model: plain.Plain, split: PreparedSplit, parameters: list[dict[str, torch.Tensor]], gradients: list[dict[str, torch.Tensor]]
+) -> list[str]:
+    """What a noisy run never moves, although the same run without noise would. The second step: at the first A has no gradient."""
+    model.take(parameters[1])
+    _, exact = model.gradients(split, 1, torch.float32, is_training=False)
+    still = [
+        name
+        for name, gradient in exact.items()
+        if bool(gradient.ne(0).any()) and not any(name in found and bool(found[name].ne(0).any()) for found in gradients)
+    ]
+    return [f"{len(still)} trained parameters never get a gradient, first {still[0]}"] if still else []
+
+
+def _scaled(tensors: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+    return {name: tensor * factor for name, tensor in tensors.items()}
+
+
+def _clipping(plan: RunPlan, norm: float) -> float:
+    largest = plan.training.max_grad_norm
+    return largest / norm if 0 < largest < norm else 1.0
+
+
+def _exported_step(context: RunContext) -> int:
+    return int(json.loads((context.workspace.adapter / MANIFEST_FILE).read_bytes())["step"])
+
+
+def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any) -> list[str]:
+    """The file has what PEFT would have written, and PEFT loads the trained model from it."""
+    directory = context.workspace.adapter
+    file = load_file(directory / ADAPTER_FILE)
+    wanted = get_peft_model_state_dict(model.model, save_embedding_layers=False)
+    held = DTYPES[plain.held_dtype(case)]
+    problems = oracle.compare_names(file, wanted, "adapter file")
+    problems += oracle.compare_values(file, wanted, ROUNDING[held], "adapter file")
+    if problems:
+        return problems
+    loaded = plain.loaded_adapter(fresh, directory)
+    state, expected = loaded.state_dict(), model.model.state_dict()
+    exact = {name: tensor for name, tensor in expected.items() if name in model.trained}
+    problems += oracle.compare_values(state, exact, 0.0, "loaded adapter")
+    problems += oracle.compare_logits(
+        plain.logits(loaded), plain.logits(model.model), ROUNDING[held], "logits of the loaded adapter"
+    )
+    return problems
+
+
+def _whole_model(case: Case, context: RunContext, model: plain.Plain) -> list[str]:
+    loaded = AutoModelForCausalLM.from_pretrained(context.workspace.adapter, dtype=torch.float32)
+    stored = DTYPES[case.values["stored"] if case.of("model_dtype") == UNSET else case.of("model_dtype")]
+    wanted = {name: parameter.detach().to(stored).float() for name, parameter in model.model.named_parameters()}
+    return oracle.compare_values(dict(loaded.named_parameters()), wanted, 0.0, "written model")
+
+
+def merged(case: Case, plan: RunPlan, context: RunContext) -> list[str]:
+    """The merged model, without PEFT, computes what base and adapter compute."""
+    if not plan.merge.enabled:
+        return []
+    is_dequantized = plan.merge.base is MergeBase.DEQUANTIZED
+    base = plain.plain_base(case, context.base_model, quantized=True) if is_dequantized else plain.stored_base(context.base_model)
+    before = plain.logits(base)
+    wanted = plain.logits(plain.loaded_adapter(base, context.workspace.adapter))
+    found = plain.logits(AutoModelForCausalLM.from_pretrained(context.output.merged, dtype=torch.float32))
+    written = DTYPES[case.values["stored"] if case.of("merge_dtype") == UNSET else case.of("merge_dtype")]
+    problems = oracle.compare_logits(found, wanted, ROUNDING[written], "logits of the merged model")
+    effect = float((before - wanted).abs().max())
+    if METHODS[plan.method.type].family is Family.LORA and effect == 0:
+        problems.append("the adapter has no effect")
+    return problems

@@ -1,0 +1,107 @@
+"""What refusals claim: which of them say that a run fails, and how; and which are refusals on principle.
+
+The judge compares a claim with what was observed. A refusal on principle is right whatever happens; each has its reason here, and
+tests/unit/sweep/test_policy.py shows what such settings do in silence.
+"""
+
+POLICY: dict[str, str] = {
+    "wrap-class-list-empty": "trains, but shards nothing: one unit holds the whole model",
+    "wrap-class-name-blank": "trains, but shards nothing: one unit holds the whole model",
+    "all-linear-beside-names": "trains, but only the names are adapted: the word matches no module",
+    "module-adapted-and-saved": "trains, but the module is trained whole and gets no adapter",
+    "method-not-supported": "the table of methods says of each why",
+    "method-on-one-rank-only": "the table of methods says of each why",
+    "method-not-mergeable": "the table of methods says of each why",
+    "method-merge-setting": "the table of methods says of each why",
+    "lora-init-not-supported": "trains, but the file is an adapter of another base than the one named",
+    "lora-plus-ratio-range": "trains, but B, which starts at zero, learns slower than A",
+    "global-batch-not-divisible": "trains, but on another global batch than the manifest says",
+    "merge-into-quantized": "the merge has no such base; PEFT's own rounds the update away",
+    "merge-dequantized-without-qlora": "adds errors that the adapter has never seen",
+    "merge-while-sharded": "the merge has no such base",
+    "local-state-dict": "our checkpoints have a form of their own, so the setting would be ignored",
+    "both-activation-checkpointings": "the setting would be ignored",
+    "fsdp1-adapter-16-bit": "trains, but small updates vanish",
+    "target-parameter-unknown": "trains, but a parameter that the manifest names is not adapted",
+    "saved-module-unknown": "trains, but a module that the manifest names is not trained",
+    "best-model-without-validation": "the setting would be ignored",
+    "adapter-pattern-unmatched": "trains, but a rank that the manifest names is used nowhere",
+    "adapter-patterns-overlap": "trains, but with one of two ranks that the manifest names",
+    "target-module-excluded": "trains, but a module that the manifest names is not adapted",
+    "target-module-saved-whole": "trains, but a module that the manifest names gets no adapter",
+    "layer-number-unknown": "trains, but a layer that the manifest names does not exist",
+    "no-effect-method-setting": "the setting would be ignored",
+    "trainable-token-repeated": "two rows for one token, of which either may be the one that counts",
+    "target-parameters-all-layers": "trains, but in other layers than the manifest says",
+    "dora-16-bit-magnitude": "trains, but the magnitudes never change",
+    "module-adapted-and-excluded": "trains, but a module that the manifest names is not adapted",
+    "early-stopping-without-evaluation": "the setting would be ignored",
+    "wrap-class-unknown": "trains, but the layers that the manifest means are not sharded",
+    "wrap-class-name-malformed": "trains, but the layers that the manifest means are not sharded",
+    "target-module-unknown": "trains, but a module that the manifest names is not adapted",
+}
+"""Id -> what happens in silence where such settings are let through."""
+
+POLICY_MESSAGES: dict[str, str] = {
+    "model-settings-conflict": r"small updates vanish in 16 bits",
+    "fsdp1-trainable-tokens": r"uniform|several element|trained and frozen|requires_grad|IndexError|size",
+    "fsdp1-target-parameters": r"is a view|inplace|in-place|No `target_modules`",
+    "target-parameters-conflict": r"ParamWrapper|does not work|No `target_modules`",
+    "token-index-unknown": r"out of bounds|out of range",
+    "trainable-tokens-overlap": r"TypeError|trainable_token|PEFT refuses|uniform original|IndexError",
+    "trained-in-two-types": r"uniform original parameter dtype|uniform dtype|several element",
+    "saved-module-inside-adapter": r"fails in (build|step)|ModulesToSave|no attribute",
+    "saved-module-16-bit": r"did not move|not finite|NonFinite",
+    "adapter-without-values": r"fails in",
+    "method-setting-invalid": r"fails in build",
+    "method-settings-conflict": r"fails in build",
+    "quantization-bits": r"has no such form",
+}
+"""Findings that are refusals on principle where their message says so; a regular expression."""
+
+GROWS = (
+    r"^fsdp1-",
+    r"^qlora-storage-not-param-dtype",
+    r"^offload-without-gpu",
+    r"^model-settings-conflict: .*(cannot shard|version 1 would)",
+)
+"""Refusals, as `id: message`, of what fails from two ranks on, where one rank works: nothing is sharded there, and rules about FSDP
+are applied all the same, so that a job which was tried on one rank can grow (docs/rules.md)."""
+
+CLAIMS: dict[str, str] = {
+    "lora-dropout-range": r"dropout|zero|did not move|never get a gradient",
+    "layers-without-targets": r"layers_to_transform",
+    "fsdp1-adapter-dtype": r"uniform dtype|several element types",
+    "fsdp1-qlora-compute-dtype": r"uniform dtype|several element types",
+    "fsdp1-lora-mixed-requires-grad": r"requires_grad|trained and frozen",
+    "fsdp1-trained-bias": r"requires_grad|trained and frozen",
+    "fsdp1-dora-orig-params": r"IndexError|tuple index|out of range",
+    "fsdp1-qlora-integer-storage": r"integer dtype|Only Tensors of floating point",
+    "fsdp1-qlora-storage-not-model-dtype": r"uniform dtype|several element types",
+    "qlora-storage-not-param-dtype": r"size|shape|dtype",
+    "fsdp1-trainable-tokens": r"uniform|several element|trained and frozen|requires_grad|IndexError|size",
+    "fsdp1-target-parameters": r"is a view|inplace|in-place|No `target_modules`",
+    "target-parameters-conflict": r"ParamWrapper|does not work|No `target_modules`",
+    "token-index-unknown": r"out of bounds|out of range",
+    "trainable-tokens-overlap": r"TypeError|trainable_token|PEFT refuses|uniform original|IndexError",
+    "trained-in-two-types": r"uniform original parameter dtype|uniform dtype|several element",
+    "saved-module-inside-adapter": r"fails in (build|step)|ModulesToSave|no attribute",
+    "saved-module-16-bit": r"did not move|not finite|NonFinite",
+    "adapter-without-values": r"fails in",
+    "method-setting-invalid": r"fails in build",
+    "method-settings-conflict": r"fails in build",
+    "quantization-bits": r"integer dtype|'CB'|bits",
+    "fsdp1-adapter-unit": r"requires_grad|trained and frozen",
+    "fsdp1-flat-weight-decay": r"decay",
+    "offload-without-gpu": r"pin|accelerator|NVIDIA|driver",
+    "model-settings-conflict": r"fails in build|uniform|several element|trained and frozen",
+    "model-not-accepted": r"fails in build",
+    "merge-impossible": r"in merge",
+    "packing-with-recurrent-layers": r"gradient|loss",
+    "selective-recomputation-of-units": r"encountered during backward but not found in storage",
+    "dora-zero-row": r"row of zeros",
+    "stacked-experts-under-fsdp1": r"is a view|inplace",
+    "two-16-bit-types": r"autocast::prioritize|dtype|ScalarType",
+    "trained-in-float16": r"nan|NonFinite|weights after the optimizer",
+}
+"""Id -> what an observation must say for this refusal to explain it; a regular expression on `Observation.text()`."""

@@ -1,0 +1,62 @@
+"""What cases share on disk: base models and prepared data, made once, and the claims of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.plan.digest import plan_sha256
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import JobIdentity, RunPlan
+from finetune_trainer.context import RunContext
+from finetune_trainer.data.shard_writer import write_prepared
+from finetune_trainer.data.shards import TRAIN, VALIDATION
+from tests.support.tiny_model import prepared_split
+from tests.sweep.architectures import ARCHITECTURES, DTYPES, write_base
+from tests.sweep.case import MODEL_CLAIM, Case
+
+IDENTITY = JobIdentity(namespace="default", name="sweep", uid="0123456789abcdef")
+_NUM_TRAIN, _NUM_VALIDATION = 12, 4
+
+
+def make_material(root: Path) -> None:
+    """All base models and all forms of the data."""
+    transformers_logging.disable_progress_bar()
+    for architecture in ARCHITECTURES:
+        for dtype in DTYPES:
+            write_base(root / MODEL_CLAIM / f"{architecture}-{dtype}", architecture, dtype)
+    write_data(root)
+
+
+def write_data(root: Path) -> None:
+    """Prepared data, with and without packing and held-out records."""
+    for documents in (1, 3):
+        for has_validation in (False, True):
+            splits = {TRAIN: prepared_split(_NUM_TRAIN, 1, documents)}
+            if has_validation:
+                splits[VALIDATION] = prepared_split(_NUM_VALIDATION, 2, documents)
+            write_prepared(
+                root / "prepared" / _data_name(documents > 1, has_validation),
+                splits,
+                {"pad_token_id": 256, "splits": sorted(splits)},
+            )
+
+
+def plan_of(case: Case) -> RunPlan:
+    """The plan of a manifest. Raises pydantic.ValidationError where the schema refuses it, and whatever `resolve` raises."""
+    return resolve(IDENTITY, FineTuneJobSpec.model_validate(case.spec()), None)
+
+
+def claims_of(case: Case, plan: RunPlan, material: Path, claims: Path) -> RunContext:
+    """Claims with model, prepared data and an empty workspace, ready for the train role."""
+    context = RunContext(plan, plan_sha256(plan), claims, 0)
+    context.workspace.root.mkdir(parents=True)
+    (claims / MODEL_CLAIM).symlink_to(material / MODEL_CLAIM)
+    context.workspace.prepared.symlink_to(material / "prepared" / _data_name(case.packs, case.of("validation") == "some"))
+    return context
+
+
+def _data_name(packs: bool, has_validation: bool) -> str:
+    return f"{'packed' if packs else 'apart'}-{'validated' if has_validation else 'alone'}"

@@ -1,0 +1,132 @@
+"""PURE. Is a run that ended without an error right? Observed numbers in, what is wrong with them out.
+
+Nothing here knows the rules. Bounds: in float32 those of rounding; with 16-bit types a multiple of what the plain run itself loses
+when it is computed in the coarsest of the types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+FLOAT32_BOUND = 3e-5
+"""Relative L2 distance of a gradient from the plain one where all is float32: sums are taken in another order."""
+NOISE_FACTOR = 8.0
+"""How much farther than the plain run's own rounding a 16-bit gradient may be: another order of sums is another draw of the same
+errors, and their tails are long. A gradient that is counted twice or divided by the ranks is off by half of its norm and more."""
+FLOAT16_STEP = 2.0**-24
+"""The smallest difference of two float16 numbers."""
+_TINY = 1e-12
+
+
+@dataclass
+class Evidence:
+    """What was compared."""
+
+    problems: list[str] = field(default_factory=list)
+    """What is silently wrong."""
+    not_compared: list[str] = field(default_factory=list)
+    """And why."""
+
+
+def compare_names(found: Tensors, wanted: Tensors, what: str) -> list[str]:
+    """Problems with which parameters are trained."""
+    missing, extra = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    return [
+        f"{what}: {len(names)} {kind}, first {names[0]}" for kind, names in (("missing", missing), ("not expected", extra)) if names
+    ]
+
+
+def compare_gradients(found: Tensors, exact: Tensors, coarse: Sequence[Tensors], reduce_bits: int | None) -> list[str]:
+    """`exact`: the plain run's in float32; `coarse`: in each of the 16-bit types that take part.
+
+    `reduce_bits`: mantissa bits of the type in which gradients are summed over ranks, where it is coarser than float32.
+    """
+    noise = {name: max((float((other[name] - exact[name]).norm()) for other in coarse), default=0.0) for name in exact}
+    norms = {name: float(gradient.norm()) for name, gradient in exact.items()}
+    # The errors of a tensor of few elements are one draw; those of the same parameter of all layers together are more.
+    alike: dict[str, float] = {}
+    for name, error in noise.items():
+        alike[_kind(name)] = max(alike.get(_kind(name), 0.0), error / max(norms[name], _TINY))
+    whole = math.sqrt(sum(norm**2 for norm in norms.values()))
+    pooled = math.sqrt(sum(error**2 for error in noise.values())) / max(whole, _TINY)
+    rounding = 0.0 if reduce_bits is None else 2.0**-reduce_bits
+    problems = []
+    for name, wanted in exact.items():
+        gradient = found.get(name)
+        if gradient is None:
+            gradient = torch.zeros_like(wanted)
+        if not bool(torch.isfinite(gradient).all()):
+            problems.append(f"gradient of {name} is not finite")
+            continue
+        distance = float((gradient.float().view_as(wanted) - wanted).norm())
+        relative_noise = max(pooled, min(alike[_kind(name)], 1.0))
+        bound = (FLOAT32_BOUND + rounding + NOISE_FACTOR * relative_noise) * norms[name] + NOISE_FACTOR * noise[name]
+        # Elements far below the others are lost in the sums that make them.
+        bound += 1e-7 * whole
+        if distance > bound:
+            relative = distance / max(norms[name], _TINY)
+            problems.append(f"gradient of {name} is off by {relative:.2g} of its norm, bound {bound / max(norms[name], _TINY):.2g}")
+    return problems
+
+
+def _kind(name: str) -> str:
+    """A parameter's name without the numbers of layers."""
+    return ".".join(part for part in name.split(".") if not part.isdigit())
+
+
+def compare_values(found: Tensors, wanted: Tensors, relative: float, what: str) -> list[str]:
+    """Element by element, relative to the largest of the tensor."""
+    problems = []
+    for name, expected in wanted.items():
+        if name not in found:
+            problems.append(f"{what}: {name} is missing")
+            continue
+        value = found[name].float()
+        if value.shape != expected.shape:
+            problems.append(f"{what}: {name} has shape {tuple(value.shape)}, not {tuple(expected.shape)}")
+            continue
+        bound = relative * float(expected.float().abs().max()) if expected.numel() else 0.0
+        if relative and expected.dtype is torch.float16:
+            bound += 3 * FLOAT16_STEP
+        difference = float((value - expected.float()).abs().max()) if expected.numel() else 0.0
+        if not difference <= bound:
+            problems.append(f"{what}: {name} is off by {difference:.2g}, bound {bound:.2g}")
+    return problems
+
+
+def compare_bits(found: Tensors, wanted: Tensors, what: str) -> list[str]:
+    """Both have the same tensors with the same bits."""
+    problems = compare_names(found, wanted, what)
+    different = [name for name in wanted if name in found and not torch.equal(found[name], wanted[name])]
+    return [*problems, f"{what}: {len(different)} tensors differ, first {different[0]}"] if different else problems
+
+
+def compare_logits(found: torch.Tensor, wanted: torch.Tensor, relative: float, what: str) -> list[str]:
+    """Relative to the largest."""
+    if found.shape != wanted.shape:
+        return [f"{what}: shape {tuple(found.shape)}, not {tuple(wanted.shape)}"]
+    difference, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
+    if difference <= relative * largest:
+        return []
+    return [f"{what}: off by {difference / max(largest, _TINY):.2g} of the largest, bound {relative:.2g}"]
+
+
+def compare_losses(found: float, wanted: float, relative: float, what: str) -> list[str]:
+    if math.isfinite(found) and abs(found - wanted) <= relative * abs(wanted):
+        return []
+    return [f"{what} is {found:.6g}, not {wanted:.6g}"]
+
+
+def check_moved(before: Tensors, after: Tensors, gradients: Tensors) -> list[str]:
+    """Every parameter with a gradient other than zero has changed."""
+    still = [
+        name
+        for name, gradient in gradients.items()
+        if bool(gradient.ne(0).any()) and name in before and torch.equal(before[name], after[name])
+    ]
+    return [f"{len(still)} trained parameters did not move, first {still[0]}"] if still else []

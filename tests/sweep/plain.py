@@ -1,0 +1,212 @@
+"""The same training with transformers and PEFT alone: one process, one document at a time, in float32.
+
+Nothing here is the trainer's but the order of its batches.
+
+Where the manifest asks for 4-bit weights the plain model has what these weights stand for, unpacked by bitsandbytes once.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from finetune_job.api.method import MethodType
+from finetune_job.methods import METHODS, Family
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.data.batches import PreparedSplit
+from finetune_trainer.train.batches import global_batch
+from tests.sweep.architectures import DTYPES
+from tests.sweep.case import UNSET, Case
+
+Tensors = dict[str, torch.Tensor]
+_INITS = {"ZeroB": True, "Random": False}
+_NOT_PEFTS = ("autocast_adapter_dtype", "lora_plus_ratio")
+PROBE = [[7, 1, 97, 5, 33, 200, 14, 90, 5, 61], [255, 0, 3, 3, 42, 17, 120, 9]]
+"""Tokens, among them those whose rows may be trained."""
+
+
+def held_dtype(case: Case) -> str:
+    """Element type in which an adapter run holds its base, as the manifest's documentation has it."""
+    if case.of("precision") == "fp32":
+        return "float32"
+    return case.values["stored"] if case.of("model_dtype") == UNSET else case.of("model_dtype")
+
+
+def coarse_dtypes(case: Case, plan: RunPlan) -> list[torch.dtype]:
+    """The 16-bit element types that take part in a step, the one with the fewest bits first."""
+    fsdp = plan.parallelism.fsdp
+    taking_part = {held_dtype(case), fsdp.param_dtype, case.of("compute"), fsdp.reduce_dtype if case.of("ranks") == "2" else None}
+    return [DTYPES[name] for name in ("bfloat16", "float16") if name in taking_part]
+
+
+def peft_config(case: Case) -> PeftConfig:
+    """PEFT's configuration, field by field as the manifest writes it."""
+    method = case.spec()["method"]
+    kind = MethodType(method["type"])
+    if METHODS[kind].family is Family.OTHER:
+        chosen = PEFT_TYPE_TO_CONFIG_MAPPING[METHODS[kind].peft_type]
+        settings = {_snake(name): _number(value) for name, value in method.get("settings", {}).items()}
+        if METHODS[kind].targets_all_linear and "target_modules" in chosen.__dataclass_fields__:
+            settings.setdefault("target_modules", "all-linear")
+        config: PeftConfig = chosen(task_type="CAUSAL_LM", **settings)
+        return config
+    lora = {_snake(name): value for name, value in method.get("lora", {}).items()}
+    for name in _NOT_PEFTS:
+        lora.pop(name, None)
+    lora.setdefault("r", 16)
+    lora.setdefault("lora_alpha", 2 * lora["r"])
+    lora["lora_dropout"] = float(lora.get("lora_dropout", 0))
+    targets = lora.get("target_modules", [] if "target_parameters" in lora else ["all-linear"])
+    lora["target_modules"] = "all-linear" if targets == ["all-linear"] else targets
+    if "init_lora_weights" in lora:
+        lora["init_lora_weights"] = _INITS.get(lora["init_lora_weights"], lora["init_lora_weights"])
+    return LoraConfig(task_type="CAUSAL_LM", use_dora=kind is MethodType.DORA, **lora)
+
+
+def plain_base(case: Case, directory: Path, *, quantized: bool) -> Any:
+    """The base in float32, with the values that it has in the element type in which a run holds it."""
+    held = DTYPES[case.values["stored"] if case.of("method") == "Full" else held_dtype(case)]
+    options: dict[str, Any] = {}
+    settings = case.spec()["method"].get("quantization", {})
+    if quantized and settings.get("bits", 4) == 8:
+        options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    elif quantized:
+        options = {
+            "quantization_config": BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type=settings.get("quantType", "nf4"),
+                bnb_4bit_use_double_quant=settings.get("doubleQuant", True),
+                bnb_4bit_compute_dtype=held,
+                bnb_4bit_quant_storage=torch.uint8,
+            )
+        }
+    if quantized:
+        options["device_map"] = {"": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=held, attn_implementation="eager", **options)
+    if quantized:
+        _unpack(model)
+    return model.float()
+
+
+def stored_base(directory: Path) -> Any:
+    """The base as its files have it, in float32."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+
+
+class Plain:
+    """A plain model with fresh adapters, as PEFT makes them."""
+
+    def __init__(self, case: Case, plan: RunPlan, base: nn.Module) -> None:
+        self.plan = plan
+        self.model: Any = base
+        if plan.method.trains_adapter:
+            torch.manual_seed(plan.training.seed)
+            self.model = get_peft_model(base, peft_config(case))
+        self.model.train()
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def take(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Let the trained parameters have these values."""
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(values[name])
+
+    def gradients(self, split: PreparedSplit, step: int, dtype: torch.dtype, is_training: bool = True) -> tuple[float, Tensors]:
+        """Loss and gradients, in float32, of a step's whole batch, computed in `dtype`."""
+        model = self.model if dtype is torch.float32 else copy.deepcopy(self.model).to(dtype)
+        model.train(is_training)
+        training = self.plan.training
+        sequences = global_batch(step, training.global_batch_size, training.seed, split.num_sequences)
+        loss = documents_loss(model, split, sequences)
+        model.zero_grad()
+        loss.backward()
+        found = {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        model.zero_grad()
+        return float(loss.detach()), {name: gradient.float() for name, gradient in found.items()}
+
+    def held_out_loss(self, split: PreparedSplit) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            loss = float(documents_loss(self.model, split, list(range(split.num_sequences))))
+        self.model.train()
+        return loss
+
+
+def documents_loss(model: Any, split: PreparedSplit, sequences: list[int]) -> torch.Tensor:
+    """Mean cross-entropy over the supervised tokens of these sequences, every document computed alone."""
+    total, count = torch.zeros(()), 0
+    for sequence in sequences:
+        batch = split.batch([sequence])
+        starts = [place for place, position in enumerate(batch.position_ids[0].tolist()) if position == 0]
+        for first, last in pairwise([*starts, batch.input_ids.shape[1]]):
+            tokens, labels = batch.input_ids[0, first:last], batch.labels[0, first:last]
+            supervised = int((labels[1:] != -100).sum())
+            if supervised:
+                logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+                total = total + functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+                count += supervised
+    return total / count
+
+
+def logits(model: Any) -> torch.Tensor:
+    """For a few tokens, one after the other; float32."""
+    model.eval()
+    with torch.no_grad():
+        return torch.cat([model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in PROBE])
+
+
+def loaded_adapter(base: nn.Module, directory: Path) -> PeftModel:
+    """An adapter as its user would load it."""
+    found: PeftModel = PeftModel.from_pretrained(base, directory)
+    return found
+
+
+def _unpack(model: nn.Module) -> None:
+    for name, module in list(model.named_modules()):
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            weight = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            scale = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
+            weight = module.weight.data.float() * scale.view(-1, 1) / 127
+        else:
+            continue
+        plain = nn.Linear(weight.shape[1], weight.shape[0], bias=module.bias is not None)
+        plain.weight = nn.Parameter(weight.float(), requires_grad=False)
+        if module.bias is not None:
+            plain.bias = nn.Parameter(module.bias.detach().float(), requires_grad=False)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, plain)
+    for mark in ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized", "quantization_method", "hf_quantizer"):
+        if hasattr(model, mark):
+            delattr(model, mark)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"([A-Z])", lambda match: f"_{match[1].lower()}", name)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
+        return float(value)
+    return value

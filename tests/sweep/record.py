@@ -1,0 +1,73 @@
+"""The record of sweeps: what is kept of all outcomes, and the committed summary."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.support.source_seed import sources_digest
+from tests.sweep.methods import ATTEMPTS, ROWS, VERSIONS, case_of
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTCOMES = ROOT / "build" / "sweep" / "outcomes.jsonl"
+"""One line for each case that was run since the sources last changed, the newest of a case last."""
+REHEARSALS = ROOT / "build" / "sweep" / "rehearsals.jsonl"
+SUMMARY = ROOT / "bench" / "results" / "sweep.json"
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
+
+
+def entries(digest: str | None) -> dict[str, dict[str, Any]]:
+    """By case, the newest outcome; `digest`: only those of these sources."""
+    return {entry["id"]: entry for entry in _lines() if digest in (None, entry["sources"])}
+
+
+def _lines(path: Path = OUTCOMES) -> Iterator[dict[str, Any]]:
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            yield json.loads(line)
+
+
+def write_summary(seeds: Iterable[int]) -> Path:
+    """Counts of all distinct cases that were run with the present sources, and the rows of the table of methods."""
+    found = entries(sources_digest())
+    kinds = Counter(entry["kind"] for entry in found.values())
+    summary = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "libraries": {name: version(name) for name in LIBRARIES},
+        "sources_sha256": sources_digest(),
+        "seeds": sorted(set(seeds)),
+        "distinct_combinations": len(found),
+        "kinds": dict(sorted(kinds.items())),
+        "outcomes": dict(sorted(Counter(entry["outcome"] for entry in found.values()).items())),
+        "refusals": dict(
+            sorted(Counter(identifier for entry in found.values() for identifier in entry["refused_by"] or ()).items())
+        ),
+        "seconds_per_combination": round(sum(entry["seconds"] for entry in found.values()) / max(len(found), 1), 2),
+        "rehearsals": dict(
+            sorted(Counter(entry["agreement"] for entry in _lines(REHEARSALS) if entry["sources"] == sources_digest()).items())
+        ),
+        "methods": {row.title: _answers(row, found) for row in ROWS},
+    }
+    SUMMARY.write_text(json.dumps(summary, indent=2) + "\n")
+    return SUMMARY
+
+
+def _answers(row: Any, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """By version of FSDP, the first attempt that works, or why the first one is refused."""
+    answers = {}
+    for number in VERSIONS:
+        tried = [(attempt, case_of(row, number, attempt)) for attempt in ATTEMPTS]
+        known = [(attempt, found[case.id]) for attempt, case in tried if case is not None and case.id in found]
+        working = [(attempt, entry) for attempt, entry in known if entry["kind"] == "accepted"]
+        if working:
+            attempt, entry = working[0]
+            answers[number] = {"case": entry["id"], "works": attempt.condition or "yes"}
+        elif known:
+            _, entry = known[0]
+            answers[number] = {"case": entry["id"], "refused": entry["reason"] or entry["observed"]}
+    return answers

@@ -1,0 +1,55 @@
+"""What the three gates say of a case: schema, rules, and preflight's look at the model."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.rules.book import evaluate
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.rule import Finding
+from finetune_trainer.preflight.model_process import check_model
+from tests.sweep.case import MODEL_CLAIM, Case
+from tests.sweep.material import IDENTITY
+from tests.sweep.observation import Verdict
+
+PROFILE = FineTuneProfileSpec(trainer_image="registry.example/trainer")
+"""Of CPU ranks, which is where the sweep trains."""
+
+
+RECURRENT = "packing-with-recurrent-layers"
+
+
+def verdict_of(case: Case, material: Path) -> Verdict:
+    """Preflight is asked even where rules refuse already, so that both can be judged."""
+    try:
+        spec = FineTuneJobSpec.model_validate(case.spec())
+    except ValidationError as error:
+        return Verdict(schema_error=str(error)[:500])
+    rules = [finding for finding in evaluate(RuleContext(spec, PROFILE)) if finding.severity == "error"]
+    crashed = ""
+    preflight: list[Finding] = []
+    try:
+        plan, directory = resolve(IDENTITY, spec, PROFILE), material / MODEL_CLAIM / case.base
+        preflight = _errors(plan, directory)
+        if [finding.rule for finding in preflight] == [RECURRENT]:
+            # Preflight stops here, and what the user would hear next is to be judged, too.
+            preflight += _errors(plan.model_copy(update={"data": plan.data.model_copy(update={"packing": False})}), directory)
+    except Exception as error:  # noqa: BLE001 - a gate must never end so, and a case shows that it did
+        crashed = f"{type(error).__name__}: {error} ({traceback.format_exc(limit=-2)})"[:600]
+    return Verdict(
+        rules=tuple(finding.rule for finding in rules),
+        preflight=tuple(finding.rule for finding in preflight),
+        messages={finding.rule: finding.message[:1000] for finding in (*rules, *preflight)},
+        crashed=crashed,
+    )
+
+
+def _errors(plan: RunPlan, directory: Path) -> list[Finding]:
+    return [finding for finding in check_model(plan, directory)[1] if finding.severity == "error"]

@@ -1,0 +1,210 @@
+"""`finetune validate --fix`: what is printed is accepted, and what needed no change stands as it was."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from finetune_cli.commands.fix import fix
+from finetune_cli.commands.validate import Outcome, validate
+from finetune_cli.documents import Loader, read_documents
+from finetune_cli.edit_yaml import edited
+from finetune_cli.main import app
+from finetune_job.api.profile import FineTuneProfileSpec
+from tests.unit.cli.manifests import ACCEPTED, CLAIM, PROFILE, REFUSED, WARNED
+from tests.unit.rules.manifests import manifest
+from tests.unit.rules.test_book import MANIFESTS
+from tests.unit.rules.test_verdicts import CASES
+
+COMMENTED = """\
+# the whole file
+apiVersion: finetune.dev/v1alpha1
+kind: FineTuneJob
+metadata: {name: tuned}
+
+spec:
+  # the base
+  model:
+    source: pvc://models/base   # small
+
+  data: {source: pvc://data/train.jsonl, lossOn: Assistant, packing: true}  # records
+  training:
+    epochs: 3   # passes
+    # steps
+    maxSteps: 10
+    learningRate: '2e-4'
+  parallelism:
+    processesPerNode: 2
+    fsdp:
+      # layers
+      transformerLayerClsToWrap:
+        - ""
+        - " "
+      useOrigParams: true
+  output:
+    destination: pvc://out/tuned
+  workspace: {claimName: workspace}
+# the end
+"""
+COMMENTED_FIXED = """\
+# the whole file
+apiVersion: finetune.dev/v1alpha1
+kind: FineTuneJob
+metadata: {name: tuned}
+
+spec:
+  # the base
+  model:
+    source: pvc://models/base   # small
+
+  data: {source: pvc://data/train.jsonl, lossOn: Completion, packing: true}  # records
+  training:
+    # steps
+    maxSteps: 10
+    learningRate: '2e-4'
+  parallelism:
+    processesPerNode: 2
+    fsdp: {}
+  output:
+    destination: pvc://out/tuned
+  workspace: {claimName: workspace}
+# the end
+"""
+
+
+class Quoted(yaml.SafeDumper):
+    """Writes what this product reads: 2e-4 is a number, so the text is put in quotes."""
+
+
+Quoted.yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+
+
+def run(*arguments: str, stdin: str = ""):
+    return CliRunner().invoke(app, ["validate", "-f", "-", *arguments], input=stdin)
+
+
+def job_text(spec: dict[str, Any], flow: bool | None = False) -> str:
+    document = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": "tuned"}, "spec": spec}
+    if flow is None:
+        return json.dumps(document, indent=2)
+    return yaml.dump(document, Dumper=Quoted, default_flow_style=flow, sort_keys=False)
+
+
+def test_comments_order_and_layout_stay() -> None:
+    result = run("--fix", stdin=COMMENTED)
+    assert result.stdout == COMMENTED_FIXED
+    assert result.exit_code == 0
+    assert [line.split("(")[1].rstrip(")") for line in result.stderr.splitlines()] == [
+        "wrap-class-name-blank",
+        "assistant-loss-without-chat",
+        "epochs-or-max-steps",
+        "no-effect-use-orig-params",
+    ]
+
+
+@pytest.mark.parametrize("text", [ACCEPTED, f"---\n{ACCEPTED}---\n{CLAIM}...\n", f"# x\r\n{ACCEPTED}", ACCEPTED.rstrip()])
+def test_a_clean_manifest_is_printed_as_it_is(text: str) -> None:
+    result = run("--fix", stdin=text)
+    assert (result.stdout_bytes, result.stderr, result.exit_code) == (text.encode(), "", 0)
+
+
+def test_other_documents_of_the_file_stay() -> None:
+    text = f"# head\n{CLAIM}---\n{REFUSED}---\n{WARNED}"
+    fixed = run("--fix", stdin=text).stdout
+    assert fixed.startswith(f"# head\n{CLAIM}---\n")
+    report = validate(fixed)
+    assert [verdict.outcome for verdict in report.verdicts] == [Outcome.SKIPPED, Outcome.ACCEPTED, Outcome.ACCEPTED]
+    assert all(not verdict.findings for verdict in report.verdicts)
+
+
+def test_several_files_become_one_of_several_documents(tmp_path) -> None:
+    for name, text in (("a.yaml", REFUSED), ("b.yml", WARNED), ("notes.txt", "none"), ("c.json", job_text(manifest({}), None))):
+        (tmp_path / name).write_text(text)
+    result = CliRunner().invoke(app, ["validate", "-f", str(tmp_path), "--fix"])
+    assert result.exit_code == 0
+    assert len(read_documents(result.stdout)) == 3
+
+
+def test_what_is_no_job_is_left_alone_and_told() -> None:
+    broken = ACCEPTED.replace("maxSteps: 10", "maxSteps: ten")
+    result = run("--fix", stdin=broken)
+    assert (result.stdout, result.exit_code) == (broken, 2)
+    assert "spec.training.maxSteps" in result.stderr
+    assert run("--fix", stdin="[").exit_code == 2
+    assert run("--fix", "-o", "json", stdin=ACCEPTED).exit_code == 2
+
+
+def test_the_profile_counts(tmp_path) -> None:
+    remote = ACCEPTED.replace("    dtype: bfloat16\n", "    dtype: bfloat16\n    allowRemoteCode: true\n")
+    assert run("--fix", stdin=remote).stdout == remote
+    assert run("--fix", stdin=f"{PROFILE}---\n{remote}").stdout == f"{PROFILE}---\n{ACCEPTED}"
+
+
+def profile_text(profile: FineTuneProfileSpec | None) -> str | None:
+    if profile is None:
+        return None
+    spec = profile.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return json.dumps({"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile", "metadata": {"name": "p"}, "spec": spec})
+
+
+def assert_fixed(text: str, profile: str | None, rule: str | None = None) -> None:
+    found = {finding.rule for verdict in validate(text, profile).verdicts for finding in verdict.findings}
+    assert rule in {*found, None}
+    (fixed,) = fix([("", text)], profile)
+    assert {finding.rule for _, finding in fixed.made} or fixed.text == text
+    verdicts = [verdict for verdict in validate(fixed.text, profile).verdicts if verdict.kind == "FineTuneJob"]
+    assert [(verdict.outcome, verdict.findings) for verdict in verdicts] == [(Outcome.ACCEPTED, ())], fixed.text
+    (again,) = fix([("", fixed.text)], profile)
+    assert again.text == fixed.text
+
+
+def test_what_every_rule_finds_is_fixed_in_every_style() -> None:
+    for number, (rule, bad, _, profile) in enumerate(CASES):
+        assert_fixed(job_text(manifest(bad), (False, True, None)[number % 3]), profile_text(profile), rule)
+
+
+@settings(max_examples=40, deadline=None)
+@given(MANIFESTS, st.sampled_from([False, True, None]))
+def test_any_manifest_is_fixed(spec: dict[str, Any], flow: bool | None) -> None:
+    assert_fixed(job_text(spec, flow), None)
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.sampled_from(["", "a", "2e-4", "yes", "null", "é: [", "x\ny", "#"])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["k", "l", "m: n", "1"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+OBJECTS = st.dictionaries(st.sampled_from(["a", "b", "c", "2e-4", "on"]), VALUES, min_size=1, max_size=4)
+
+
+@settings(max_examples=250, deadline=None)
+@given(OBJECTS, OBJECTS, st.sampled_from([False, True, None]), st.integers(0, 2))
+def test_an_edited_text_reads_as_wanted_and_its_neighbours_as_before(
+    before: dict[str, Any], after: dict[str, Any], flow: bool | None, place: int
+) -> None:
+    texts = ["x: 1 # one\n", "# two\ny: [2]\n"]
+    written = json.dumps(before) + "\n" if flow is None else yaml.dump(before, Dumper=Quoted, default_flow_style=flow)
+    texts.insert(place, written)
+    text = "---\n".join(texts)
+    if [document.content for document in read_documents(text)][place] != before:
+        return
+    wanted = without_nulls(after)
+    found = [document.content for document in read_documents(edited(text, place + 1, wanted))]
+    assert json.dumps(found[place], sort_keys=True) == json.dumps(wanted, sort_keys=True)
+    others = found[:place] + found[place + 1 :]
+    assert others == [{"x": 1}, {"y": [2]}]
+
+
+def without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """A fix never sets null."""
+    return {
+        key: without_nulls(inner) if isinstance(inner, dict) else inner for key, inner in value.items() if inner is not None
+    } or {"a": 1}

@@ -1,0 +1,119 @@
+"""The planner in preflight: the real structure says the same as config.json, and a job that cannot fit is refused by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune_job.failures import FailureClass, Outcome, ReportedFinding
+from finetune_job.memory.describe import model_shape, read_model
+from finetune_job.memory.verdict import RULE
+from finetune_operator.decide.reconcile import reconcile
+from finetune_trainer.context import RunContext
+from finetune_trainer.preflight.model_process import check_model
+from finetune_trainer.preflight.run import run
+from tests.support import quickstart
+from tests.support.builders import T0, a_job, observing
+from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
+
+ODD = {"vocab_size": 265, "hidden_size": 36, "intermediate_size": 57, "num_attention_heads": 3, "num_key_value_heads": 1}
+SAME: dict[str, dict[str, Any]] = {
+    "LoRA": {"method": {"type": "LoRA", "lora": {"r": 3}}},
+    "QLoRA": {"method": {"type": "QLoRA", "lora": {"r": 3}}},
+    "DoRA": {"method": {"type": "DoRA", "lora": {"r": 3}}},
+    "Full": {"method": {"type": "Full", "lora": None}},
+    "FSDP 1": {"method": {"type": "LoRA", "lora": {"r": 3}}, "parallelism": {"processesPerNode": 2, "fsdp": {"version": 1}}},
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), torch.bfloat16, **ODD)
+
+
+@pytest.mark.parametrize("name", sorted(SAME))
+def test_the_real_structure_is_the_one_from_the_configuration(name: str, directory: Path) -> None:
+    plan = plan_of(tiny_spec(**SAME[name]))
+    structure, findings = check_model(plan, directory)
+    assert structure is not None, findings
+    expected = model_shape(plan, read_model(directory))
+    assert structure.shape is not None
+    assert structure.stored_dtype == "bfloat16"
+    assert structure.shape.parameters == expected.parameters
+    assert (structure.shape.units, structure.shape.facts) == (expected.units, expected.facts)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> RunContext:
+    """The quick start on claims of its own, to be trained on a GPU of 1 GiB."""
+    claims = tmp_path / "claims"
+    for claim in (quickstart.DATA_CLAIM, quickstart.MODEL_CLAIM, quickstart.OUTPUT_CLAIM, quickstart.WORKSPACE_CLAIM):
+        (claims / claim).mkdir(parents=True)
+    quickstart.write_json_lines(
+        claims / quickstart.DATA_CLAIM / "train.jsonl", [{"prompt": f"say {number}", "completion": "yes"} for number in range(64)]
+    )
+    job = a_job().spec("model.source", f"pvc://{quickstart.MODEL_CLAIM}/tiny").spec("preflight", {"rehearsal": "Skip"})
+    for path, value in {
+        "data": {
+            "source": f"pvc://{quickstart.DATA_CLAIM}/train.jsonl",
+            "format": "PromptCompletion",
+            "maxSequenceLength": 64,
+            "packing": False,
+        },
+        "output.destination": f"pvc://{quickstart.OUTPUT_CLAIM}/tiny",
+        "workspace.claimName": quickstart.WORKSPACE_CLAIM,
+    }.items():
+        job = job.spec(path, value)
+    plan = job.plan()
+    write_tiny_llama(claims / quickstart.MODEL_CLAIM / "tiny", torch.bfloat16)
+    return RunContext(plan, "0" * 64, claims, 0)
+
+
+def with_gpu(context: RunContext, memory: str) -> RunContext:
+    placement = context.plan.placement
+    assert placement is not None
+    plan = context.plan.model_copy(update={"placement": placement.model_copy(update={"gpu_memory": memory})})
+    return RunContext(plan, context.plan_sha256, context.claims_root, context.attempt)
+
+
+def test_a_job_that_cannot_fit_is_refused_before_a_gpu_is_held(context: RunContext) -> None:
+    report = run(with_gpu(context, "1Gi"))
+    assert report.outcome is Outcome.REFUSED
+    found = {finding.rule: finding for finding in report.findings}
+    assert RULE in found, found
+    assert "of 1.0 GiB (gpu.memory of profile default)" in found[RULE].message
+    assert int(report.facts["memory_estimate"]) > int(report.facts["memory_limit"]) == 2**30
+
+
+def test_a_job_that_fits_says_how_much_it_needs(context: RunContext) -> None:
+    report = run(with_gpu(context, "80Gi"))
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    assert 0 < int(report.facts["memory_estimate"]) < int(report.facts["memory_limit"]) == 80 * 2**30
+
+
+def test_the_operator_keeps_what_preflight_says() -> None:
+    seen = observing(a_job()).started().succeeded(memory_estimate="123", memory_limit="456")
+    status = reconcile(seen.build(), T0).status
+    assert status is not None
+    assert status.memory is not None
+    assert (status.memory.estimate, status.memory.limit) == (123, 456)
+
+
+def test_also_of_a_job_that_was_refused() -> None:
+    finding = ReportedFinding(rule=RULE, severity="error", field="spec.training.microBatchSize", message="too large")
+    report = {"findings": [finding], "outcome": Outcome.REFUSED, "facts": {"memory_estimate": "456"}}
+    seen = observing(a_job()).started().failed_pod(0, FailureClass.USER_CONFIG, **report).batch_job_failed()
+    status = reconcile(seen.build(), T0).status
+    assert status is not None
+    assert status.memory is not None
+    assert (status.memory.estimate, status.memory.limit) == (456, None)
+
+
+@pytest.mark.parametrize("said", ["", "much", "-1", "9" * 30])
+def test_what_is_no_number_is_not_kept(said: str) -> None:
+    status = reconcile(observing(a_job()).started().succeeded(memory_estimate=said).build(), T0).status
+    assert status is not None
+    assert status.memory is None

@@ -1,0 +1,107 @@
+"""The sweep's oracle on real runs: right ones work, and each planted fault is called silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.sweep import oracle
+from tests.sweep.architectures import write_base
+from tests.sweep.covering import products
+from tests.sweep.gangs import GangPool
+from tests.sweep.judge import judged
+from tests.sweep.material import write_data
+from tests.sweep.observation import Failure, Observation, Verdict
+from tests.sweep.rank import Request
+from tests.sweep.session import BODY, run_case
+
+(CASE,) = products([{"stored": ("float32",), "validation": ("some",)}])
+(FLAT,) = products([{"version": ("1",), "use_orig": ("false",), "peft_wrap": ("false",)}])
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("material")
+    for case in (CASE, FLAT):
+        write_base(root / "models" / case.base, case.of("architecture"), case.of("stored"))
+    write_data(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GangPool]:
+    pool = GangPool(BODY)
+    yield pool
+    pool.close()
+
+
+def test_a_run_that_is_right_works_and_is_accepted(material: Path, pool: GangPool) -> None:
+    result = run_case(CASE, material, pool)
+    assert (result.observation.outcome, result.judgement.kind) == ("works", "accepted"), result.judgement.why
+
+
+def test_what_the_rules_refuse_is_run_behind_the_trainers_own_refusals(material: Path, pool: GangPool) -> None:
+    result = run_case(FLAT, material, pool)
+    assert result.judgement.kind == "refused", result.judgement.why
+    assert "requires_grad" in result.observation.text()
+
+
+@pytest.mark.parametrize(
+    ("plant", "problem"),
+    [
+        ("wrong_gradient", "gradient of"),
+        ("zeroed_adapter", "adapter file"),
+        ("lost_optimizer_state", "weights at the end of a resumed run"),
+        ("wrong_scaling", "logits of the merged model"),
+    ],
+)
+def test_a_planted_fault_is_silently_wrong(material: Path, pool: GangPool, tmp_path: Path, plant: str, problem: str) -> None:
+    request = Request(dict(CASE.values), material, tmp_path / "run", plant=f"tests.unit.sweep.plants:{plant}")
+    request.directory.mkdir()
+    (observation, _), _ = pool.ask(request)  # type: ignore[misc]
+    assert observation.failures == ()
+    assert observation.outcome == "wrong"
+    assert any(problem in text for text in observation.problems), observation.problems
+
+
+WORKS = Observation()
+FAILS = Observation(failures=(Failure(stage="step", kind="IndexError", text="tuple index out of range"),))
+WRONG = Observation(problems=("gradient of a is off",))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "observation", "ranks", "kind"),
+    [
+        (Verdict(), WORKS, 2, "accepted"),
+        (Verdict(), FAILS, 2, "false accept"),
+        (Verdict(), WRONG, 2, "false accept"),
+        (Verdict(), Observation(hung=True), 2, "false accept"),
+        (Verdict(rules=("fsdp1-dora-orig-params",)), FAILS, 2, "refused"),
+        (Verdict(rules=("fsdp1-dora-orig-params",)), WORKS, 2, "false refusal"),
+        (Verdict(rules=("fsdp1-lora-mixed-requires-grad",)), FAILS, 2, "unexplained"),
+        (Verdict(rules=("wrap-class-list-empty",)), WORKS, 2, "policy"),
+        (Verdict(rules=("wrap-class-list-empty", "fsdp1-dora-orig-params")), WORKS, 2, "false refusal"),
+        (Verdict(crashed="ImportError"), FAILS, 2, "unexplained"),
+        (None, WORKS, 2, "unexplained"),
+        # Settings that fail from two ranks on, tried on one.
+        (Verdict(rules=("fsdp1-dora-orig-params",)), WORKS, 1, "policy"),
+        (Verdict(rules=("offload-without-gpu",)), WORKS, 1, "policy"),
+        (Verdict(rules=("lora-dropout-range",)), WORKS, 1, "false refusal"),
+    ],
+)
+def test_a_verdict_is_judged_by_what_happened(verdict: Verdict | None, observation: Observation, ranks: int, kind: str) -> None:
+    assert judged(verdict, observation, ranks).kind == kind
+
+
+def test_a_gradient_within_the_plain_runs_own_rounding_is_right_and_one_beyond_is_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = {"a": torch.randn(64, 64, generator=generator), "b": torch.randn(8, generator=generator)}
+    coarse = {name: gradient.to(torch.bfloat16).float() for name, gradient in exact.items()}
+    assert oracle.compare_gradients(coarse, exact, [coarse], None) == []
+    assert len(oracle.compare_gradients(coarse, exact, [], None)) == 2
+    assert len(oracle.compare_gradients({"a": exact["a"]}, exact, [coarse], None)) == 1
+    off = {**exact, "a": exact["a"] * 1.05}
+    assert len(oracle.compare_gradients(off, exact, [coarse], None)) == 1

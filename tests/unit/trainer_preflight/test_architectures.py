@@ -1,0 +1,116 @@
+"""What only the architecture or the stored weights decide: attention, packing, element types, experts. From declared models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from finetune_trainer.model.load import attention_of, load_config
+from finetune_trainer.preflight.model_process import check_model
+from finetune_trainer.preflight.packing import check_packing
+from tests.support.declared_model import declare_model
+from tests.support.tiny_model import plan_of, tiny_spec
+
+SIZES = {
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+Q = {"targetModules": ["q_proj"]}
+
+
+def declared(directory: Path, kind: str, stored: str = "bfloat16") -> Path:
+    sizes = SIZES | (EXPERTS if kind in ("mixtral", "qwen3_moe", "gpt_oss") else {})
+    declare_model(directory, AutoConfig.for_model(kind, **sizes).to_dict() | {"dtype": stored})
+    if stored == "float16":
+        for file in directory.glob("*.safetensors"):
+            # Of the same length, so that no offset changes.
+            file.write_bytes(file.read_bytes().replace(b'"BF16"', b'"F16" '))
+    return directory
+
+
+def plan(method: dict[str, Any], fsdp: dict[str, Any] | None = None, ranks: int = 2, **changes: Any) -> Any:
+    parallelism = {"processesPerNode": ranks, "fsdp": fsdp or {}}
+    spec = tiny_spec(**({"parallelism": parallelism, "merge": {"enabled": False}, "data": {"packing": False}} | changes))
+    return plan_of({**spec, "method": method})
+
+
+def errors(plan: Any, directory: Path) -> dict[str, str]:
+    _, findings = check_model(plan, directory)
+    return {finding.rule: finding.field for finding in findings if finding.severity == "error"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "used"),
+    [("gpt_oss", None, "eager"), ("mamba", None, "eager"), ("llama", None, "sdpa"), ("llama", "eager", "eager")],
+)
+def test_open_attention_is_one_that_the_architecture_has(tmp_path: Path, kind: str, given: str | None, used: str) -> None:
+    directory = declared(tmp_path / "model", kind)
+    made = plan({"type": "LoRA"}, model={"attention": given} if given else {})
+    assert attention_of(made, load_config(made, directory)) == used
+
+
+def test_attention_that_the_architecture_lacks_is_refused(tmp_path: Path) -> None:
+    directory = declared(tmp_path / "model", "gpt_oss")
+    found = errors(plan({"type": "LoRA", "lora": Q}, model={"attention": "sdpa"}), directory)
+    assert found == {"attention-not-supported": "spec.model.attention"}
+    assert errors(plan({"type": "LoRA", "lora": Q}), directory) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaks"), [("llama", False), ("mixtral", False), ("gemma2", False), ("gpt_oss", True), ("bloom", True), ("opt", True)]
+)
+def test_packing_is_refused_where_a_document_sees_the_one_before(tmp_path: Path, kind: str, leaks: bool) -> None:
+    directory = declared(tmp_path / "model", kind)
+    finding = check_packing(plan({"type": "LoRA"}, data={"packing": True}), directory)
+    assert (finding is not None) is leaks
+    assert check_packing(plan({"type": "LoRA"}, data={"packing": False}), directory) is None
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_that_peft_takes_for_linear_layers_need_version_2(tmp_path: Path, kind: str) -> None:
+    directory = declared(tmp_path / "model", kind)
+    first = {"version": 1}
+    assert errors(plan({"type": "LoRA"}, first), directory) == {"stacked-experts-under-fsdp1": "spec.method.lora.targetModules"}
+    assert errors(plan({"type": "LoRA", "lora": Q}, first), directory) == {}
+    assert errors(plan({"type": "LoRA"}, first, ranks=1), directory) == {}
+    assert errors(plan({"type": "LoRA"}), directory) == {}
+    with_dropout = plan({"type": "LoRA", "lora": {"loraDropout": "0.1"}})
+    assert errors(with_dropout, directory) == {"model-settings-conflict": "spec.method.lora.targetModules"}
+
+
+AS_BASE = Q | {"autocastAdapterDtype": False}
+COMPUTE = {"mixedPrecision": {"paramDtype": "bfloat16"}}
+SAVED = Q | {"modulesToSave": ["norm"]}
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "made"),
+    [
+        ("float16", {"trained-in-float16"}, plan({"type": "LoRA", "lora": AS_BASE})),
+        ("float16", set(), plan({"type": "LoRA", "lora": SAVED})),
+        ("float16", set(), plan({"type": "LoRA", "lora": AS_BASE}, training={"optimizer": "SGD"})),
+        ("bfloat16", set(), plan({"type": "LoRA", "lora": AS_BASE})),
+        ("bfloat16", set(), plan({"type": "LoRA", "lora": SAVED})),
+        ("bfloat16", set(), plan({"type": "LoRA", "lora": SAVED}, {"version": 1})),
+        ("float16", {"two-16-bit-types"}, plan({"type": "LoRA", "lora": Q}, COMPUTE, ranks=1)),
+        ("float16", {"two-16-bit-types"}, plan({"type": "LoRA", "lora": Q}, {"version": 1} | COMPUTE)),
+        ("float16", set(), plan({"type": "LoRA", "lora": Q}, COMPUTE)),
+        ("bfloat16", set(), plan({"type": "LoRA", "lora": Q}, COMPUTE, ranks=1)),
+        (
+            "bfloat16",
+            {"qlora-storage-not-param-dtype"},
+            plan({"type": "QLoRA", "lora": SAVED, "quantization": {"quantStorage": "float32"}}),
+        ),
+        ("bfloat16", set(), plan({"type": "QLoRA", "lora": SAVED})),
+    ],
+)
+def test_element_types_that_the_stored_weights_decide(tmp_path: Path, stored: str, wanted: set[str], made: Any) -> None:
+    assert set(errors(made, declared(tmp_path / "model", "llama", stored))) == wanted

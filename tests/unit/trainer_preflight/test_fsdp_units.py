@@ -1,0 +1,42 @@
+"""Units that torch would refuse, or share a parameter without a word, are named before any rank starts."""
+
+from finetune_job.failures import Outcome
+from finetune_trainer.preflight.run import run
+
+
+def rules(job):
+    result = run(job)
+    return {finding.rule: finding for finding in result.findings}
+
+
+def test_a_list_of_layers_is_no_unit(context):
+    finding = rules(context({"parallelism.fsdp.transformerLayerClsToWrap": ["ModuleList"]}))["model-settings-conflict"]
+    assert finding.field == "spec.parallelism.fsdp.transformerLayerClsToWrap"
+    assert "LlamaDecoderLayer" in finding.fix
+
+
+def test_a_unit_without_parameters_is_a_warning(context):
+    names = ["LlamaDecoderLayer", "SiLUActivation"]
+    result = run(context({"parallelism.fsdp.transformerLayerClsToWrap": names}))
+    assert [finding.rule for finding in result.findings] == ["unit-without-parameters"]
+    assert result.outcome is Outcome.SUCCEEDED
+
+
+def test_a_rank_beyond_a_layers_width_is_a_warning(context):
+    finding = rules(context({"method.lora.r": 64}))["rank-beyond-width"]
+    assert "rankPattern" in finding.fix
+
+
+def test_overlapping_patterns_are_a_warning(context):
+    changes = {"method.lora.rankPattern": {"q_proj": 4, "self_attn.q_proj": 2}}
+    assert rules(context(changes))["adapter-patterns-overlap"].severity == "warning"
+
+
+def test_rows_beyond_the_embedding_are_refused(context):
+    finding = rules(context({"method.lora.trainableTokenIndices": [3, 10**6]}))["token-index-unknown"]
+    assert finding.value == "1000000"
+
+
+def test_a_parameter_that_the_model_lacks_is_refused(context):
+    finding = rules(context({"method.lora.targetParameters": ["experts.up"], "merge.enabled": False}))["target-parameter-unknown"]
+    assert finding.value == "experts.up"

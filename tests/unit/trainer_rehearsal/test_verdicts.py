@@ -1,0 +1,219 @@
+"""A job that goes right passes; a trainer that goes wrong is found, in the stage where it does."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.rehearsal.report import RehearsalReport, Stage, Verdict
+from tests.support.forked_ranks import run_processes, wrap
+from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
+
+SECONDS = 300.0
+"""The machine may be busy."""
+STAGES = (Stage.BUILD, Stage.TRAIN, Stage.RESUME, Stage.SAVE, Stage.COMPARE, Stage.MERGE)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", torch.float32)
+
+
+def nothing() -> None:
+    """No fault."""
+
+
+def rehearsed(
+    plan: RunPlan,
+    model: Path,
+    root: Path,
+    fault: Callable[[], None] = nothing,
+    *,
+    seconds: float = SECONDS,
+    memory: int = 3 << 30,
+) -> RehearsalReport:
+    """In a process that has imported torch and computed nothing, as it has to be."""
+    root.mkdir()
+    answer = root.with_suffix(".json")
+    assert run_processes([partial(_rehearse, plan, model, root, fault, seconds, memory, answer)]) == [0]
+    return RehearsalReport.model_validate_json(answer.read_bytes())
+
+
+def _rehearse(plan: RunPlan, model: Path, root: Path, fault: Callable[[], None], seconds: float, memory: int, answer: Path) -> None:
+    from finetune_trainer.rehearsal.processes import Bounds
+    from finetune_trainer.rehearsal.run import rehearse
+
+    fault()
+    report = rehearse(plan, model, root, Bounds(time.monotonic() + seconds, memory))
+    answer.write_text(report.model_dump_json())
+
+
+def test_a_job_that_goes_right_passes(model: Path, tmp_path: Path) -> None:
+    report = rehearsed(plan_of(tiny_spec()), model, tmp_path / "root")
+    assert report.verdict is Verdict.PASSED, report
+    assert [result.stage for result in report.stages] == [
+        Stage.BUILD,
+        Stage.TRAIN,
+        Stage.RESUME,
+        Stage.SAVE,
+        Stage.COMPARE,
+        Stage.MERGE,
+    ]
+    assert not any(result.problem for result in report.stages)
+    assert report.findings == ()
+    assert "training: steps: 6 -> 3" in report.changes
+    assert 0 < report.peak_memory_bytes < 3 << 30
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        tiny_spec(method={"type": "QLoRA", "lora": {"r": 4, "loraDropout": "0.1"}}, merge={"base": "Dequantized"}),
+        tiny_spec(method={"type": "Full", "lora": None}, parallelism={"processesPerNode": 4, "fsdp": {"version": 1}}),
+        tiny_spec(method={"type": "VeRA", "lora": None, "settings": {"r": 512}}, parallelism={"processesPerNode": 1}),
+    ],
+    ids=["qlora-dropout", "full-fsdp1", "vera-alone"],
+)
+def test_other_methods_pass_on_twins_of_a_large_model(spec: dict[str, Any], tmp_path: Path) -> None:
+    large = write_headers(tmp_path / "large")
+    report = rehearsed(plan_of(spec), large, tmp_path / "root")
+    assert report.verdict is Verdict.PASSED, report
+    assert report.parameters < 2_000_000
+    assert "num_hidden_layers: 24 -> 2" in report.changes
+
+
+def write_headers(directory: Path) -> Path:
+    """A Llama of 24 layers in bfloat16, with dropout, of whose weights there are holes in a file."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 32000, "hidden_size": 2048,
+        "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "attention_dropout": 0.1, "bos_token_id": 1, "eos_token_id": 31999,
+    }  # fmt: skip
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    header = {"model.embed_tokens.weight": {"dtype": "BF16", "shape": [32000, 2048], "data_offsets": [0, 131072000]}}
+    encoded = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + 131072000)
+    return directory
+
+
+def empty_adapter(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """`save_file` that leaves out all but one tensor."""
+    tensors, *others = arguments
+    return original(dict(list(tensors.items())[:1]), *others, **named)
+
+
+def without_moments(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """`load` that leaves the optimizer as new."""
+    result = original(*arguments, **named)
+    for state in arguments[3].state.values():
+        for value in state.values():
+            value.zero_()
+    return result
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A function of the trainer, what stands for it, and the stage that must notice."""
+
+    function: str
+    wrapper: Callable[..., Any]
+    stage: Stage
+
+    def __call__(self) -> None:
+        wrap(self.function, self.wrapper)
+
+
+def weaker_last_layer(original: Callable[..., Any], model: Any) -> Any:
+    """Gradients of which one tensor is half as large on ranks."""
+    found = original(model)
+    if torch.distributed.is_initialized():
+        found[-1].mul_(0.5)
+    return found
+
+
+def copied_base(original: Callable[..., Any], options: Any, **_named: Any) -> Any:
+    """A merge that adds nothing."""
+    result = original(options)
+    path = options.output / "model.safetensors"
+    base = load_file(options.base / "model.safetensors")
+    save_file(base, path, metadata={"format": "pt"})
+    return result
+
+
+def unlucky(_original: Callable[..., Any], *_arguments: Any, **_named: Any) -> Any:
+    raise ValueError("no such luck")
+
+
+def named_field(_original: Callable[..., Any], *_arguments: Any, **_named: Any) -> Any:
+    from finetune_trainer.errors import ConfigError
+
+    raise ConfigError("spec.training.weightDecay: cannot be", "leave it unset")
+
+
+FAULTS = {
+    "no-checkpoint": Planted("checkpoint.checkpoints:begin", unlucky, Stage.TRAIN),
+    "part-of-an-adapter": Planted("train.export:save_file", empty_adapter, Stage.TRAIN),
+    "resumes-without-moments": Planted("checkpoint.checkpoints:load", without_moments, Stage.RESUME),
+    "gradient-of-one-tensor": Planted("train.step:local_gradients", weaker_last_layer, Stage.COMPARE),
+    "merges-nothing": Planted("merge_role:merge_adapter", copied_base, Stage.MERGE),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_in_its_stage(model: Path, tmp_path: Path, name: str) -> None:
+    fault = FAULTS[name]
+    report = rehearsed(plan_of(tiny_spec()), model, tmp_path / "root", fault)
+    assert report.verdict is Verdict.FAILED, report
+    assert [result.stage for result in report.stages if result.problem][:1] == [fault.stage]
+    (finding,) = report.findings
+    assert (finding.rule, finding.severity, finding.field) == ("rehearsal-failed", "error", "spec.method")
+    assert f"({fault.stage.value})" in finding.message
+    assert str(tmp_path) not in finding.message
+
+
+def test_an_error_of_the_trainer_keeps_its_field_and_fix(model: Path, tmp_path: Path) -> None:
+    report = rehearsed(plan_of(tiny_spec()), model, tmp_path / "root", partial(wrap, "train.run:build_optimizer", named_field))
+    (finding,) = report.findings
+    assert (finding.field, finding.fix) == ("spec.training.weightDecay", "leave it unset")
+    assert finding.message.endswith("fails: cannot be")
+
+
+@pytest.mark.parametrize(("bound", "said"), [({"seconds": 0.5}, "did not end in time"), ({"memory": 1 << 20}, "GiB of memory")])
+def test_bounds_end_it_with_a_warning_and_no_child_is_left(model: Path, tmp_path: Path, bound: dict[str, Any], said: str) -> None:
+    report = rehearsed(plan_of(tiny_spec()), model, tmp_path / "root", **bound)
+    assert report.verdict is Verdict.NOT_DONE
+    (finding,) = report.findings
+    assert (finding.rule, finding.severity) == ("rehearsal-not-done", "warning")
+    assert said in finding.message
+    assert not processes_below(tmp_path)
+
+
+def test_a_model_of_which_no_twin_can_be_made_is_a_warning(model: Path, tmp_path: Path) -> None:
+    report = rehearsed(plan_of(tiny_spec()), model, tmp_path / "root", partial(wrap, "rehearsal.bodies:make_twin", unlucky))
+    assert report.verdict is Verdict.NOT_DONE
+    assert "no such luck" in report.findings[0].message
+
+
+def processes_below(directory: Path) -> list[int]:
+    """Processes that have a file of this directory open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(directory) in str(link.readlink()) for link in (process / "fd").iterdir()):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found

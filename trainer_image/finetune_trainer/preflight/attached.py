@@ -1,0 +1,93 @@
+"""PURE. What PEFT attached without a word and what would then fail in the first forward pass, or train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from peft import PeftModel
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import nn
+
+from finetune_job.api.method import MethodType
+from finetune_job.methods import METHODS
+from finetune_job.plan.run_plan import MethodPlan
+from finetune_job.rules.rule import Finding, Severity
+
+
+def check_attached(model: nn.Module, method: MethodPlan) -> list[Finding]:
+    """Findings about the model with its adapters; none for full fine-tuning."""
+    if not isinstance(model, PeftModel):
+        return []
+    field = f"spec.{METHODS[method.type].family.value}"
+    return [
+        *_without_values(model, field),
+        *_wrapped_inside(model, field),
+        *_rows_of_a_saved_module(model, field),
+        *_saved_by_their_end(model, field),
+        *_not_fed_forward(model, method, field),
+    ]
+
+
+def _finding(rule: str, field: str, value: str, words: tuple[str, str], severity: Severity = "error") -> Finding:
+    return Finding(rule=rule, severity=severity, field=field, value=value, message=words[0], fix=words[1])
+
+
+def _without_values(model: PeftModel, field: str) -> Iterator[Finding]:
+    """Sizes that divide to nothing, such as a block of one channel that is to be turned."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if trained and not any(parameter.numel() for parameter in trained.values()):
+        reason = f"all {len(trained)} trained tensors have no values, first {next(iter(trained))}: nothing would be learnt"
+        yield _finding("adapter-without-values", field, "0 values", (reason, "choose larger ranks or blocks"))
+
+
+def _wrapped_inside(model: PeftModel, field: str) -> Iterator[Finding]:
+    """PEFT looks for modulesToSave among the modules of the adapters, too, by the end of the name."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            inside = [part for part, module in layer.named_modules() if part and isinstance(module, ModulesToSaveWrapper)]
+            for part in inside[:1]:
+                reason = f"modulesToSave also names {part} inside the adapter of {name}, which then fails in its first forward pass"
+                fix = "write the end of the full module name, as in model.norm instead of norm"
+                yield _finding("saved-module-inside-adapter", f"{field}.modulesToSave", part, (reason, fix))
+                return
+
+
+def _rows_of_a_saved_module(model: PeftModel, field: str) -> Iterator[Finding]:
+    for name, layer in model.named_modules():
+        if isinstance(layer, TrainableTokensLayer) and isinstance(layer.get_base_layer(), ModulesToSaveWrapper):
+            reason = f"{name} is saved whole by modulesToSave, and trainableTokenIndices trains rows of it or of what is tied to it"
+            fix = "remove trainableTokenIndices, or that module from modulesToSave"
+            yield _finding("trainable-tokens-overlap", f"{field}.modulesToSave", name, (reason, fix))
+            return
+        if getattr(layer, "lora_magnitude_vector", None) and isinstance(layer.base_layer, AuxiliaryTrainingWrapper):
+            reason = f"{name} is adapted by DoRA, and its weight is the embedding's, of which trainableTokenIndices trains rows"
+            fix = "remove trainableTokenIndices, or that module from targetModules"
+            yield _finding("trainable-tokens-overlap", f"{field}.targetModules", name, (reason, fix))
+            return
+
+
+def _saved_by_their_end(model: PeftModel, field: str) -> Iterator[Finding]:
+    """`norm` is the end of `input_layernorm`."""
+    for name in getattr(model.peft_config["default"], "modules_to_save", None) or ():
+        saved = [path for path, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper) and path.endswith(name)]
+        meant = [path for path in saved if path.endswith(f".{name}")]
+        others = [path for path in saved if path not in meant]
+        if others and (meant or len(others) > 1):
+            last = sorted({path.rsplit(".", 1)[-1] for path in others})
+            reason = f"{name!r} is the end of {', '.join(last)}, too: PEFT trains and saves {len(saved)} modules"
+            fix = f"write a longer end, as in model.{name}" if meant else "write the whole last part of the name"
+            yield _finding("saved-module-by-its-end", f"{field}.modulesToSave", name, (reason, fix), severity="warning")
+
+
+def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
+    """IA3 only. PEFT compares the lists when it loads the adapter, and where targets were left to it not before."""
+    if method.type is not MethodType.IA3 or method.adapter is None:
+        return
+    written, targets = method.adapter.settings.get("feedforwardModules"), model.peft_config["default"].target_modules
+    if isinstance(written, list) and isinstance(targets, set | list) and (wrong := sorted(set(written) - set(targets))):
+        reason = f"{wrong[0]} is not adapted: targetModules is {', '.join(sorted(targets))}; PEFT would not load the adapter"
+        yield _finding(
+            "feedforward-module-not-adapted", f"{field}.feedforwardModules", wrong[0], (reason, "name adapted modules only")
+        )

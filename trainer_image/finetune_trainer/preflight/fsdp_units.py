@@ -1,0 +1,136 @@
+"""Can the modules that the wrap plan chose be sharded? What torch would refuse when the model is loaded on every rank.
+
+Which modules can be units at all, the wrap plan itself says (model/wrap_plan.py). Called by meta_model.py with the adapted model on
+the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune_job.api.training import ActivationCheckpointing
+from finetune_job.plan.run_plan import FsdpPlan
+from finetune_job.rules.rule import Finding, Severity
+
+POLICY_FIELD = "spec.parallelism.fsdp.autoWrapPolicy"
+RECOMPUTE_FIELD = "spec.training.activationCheckpointing"
+CLASSES_FIELD = "spec.parallelism.fsdp.transformerLayerClsToWrap"
+ROOT = "the root unit"
+
+
+def check_units(model: nn.Module, unit_names: Sequence[str], fsdp: FsdpPlan) -> list[Finding]:
+    """A finding per kind of mistake, with the first module or parameter of it."""
+    modules = dict(model.named_modules())
+    units = {name: modules[name] for name in unit_names}
+    owned = _owned(model, unit_names)
+    found = [
+        _without_parameters(units, fsdp),
+        *_shapes(owned),
+    ]
+    if fsdp.version == 2:
+        found += _trained_in_two_types(owned)
+    else:
+        found.append(_stacked_weights(model))
+    return [finding for finding in found if finding is not None]
+
+
+def _stacked_weights(model: nn.Module) -> Finding | None:
+    """For some architectures PEFT itself takes all-linear, or names of experts, for the stacked weights of its experts."""
+    names = [name for name, module in model.named_modules() if isinstance(module, ParamWrapper)]
+    if not names:
+        return None
+    shown = names[0].removeprefix("base_model.model.")
+    return _finding(
+        "stacked-experts-under-fsdp1",
+        "spec.method.lora.targetModules",
+        shown,
+        f"PEFT adapts stacked weights of {shown} ({len(names)} such adapters) by changing them in the forward pass, and FSDP 1 "
+        "holds them as views of one tensor, which may not be changed",
+        "set parallelism.fsdp.version: 2, or name only modules outside the experts, such as targetModules: [q_proj, k_proj, "
+        "v_proj, o_proj]",
+    )
+
+
+def check_recomputation(model: nn.Module, unit_names: Sequence[str], kind: ActivationCheckpointing) -> list[Finding]:
+    """FSDP 2 gathers units within a layer in other places while the layer is computed again; torch then misses what it kept."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
+    inside = [unit for unit in unit_names if any(unit.startswith(f"{layer}.") for layer in layers)]
+    if kind is not ActivationCheckpointing.SELECTIVE or not inside:
+        return []
+    message = (
+        f"{len(inside)} FSDP units lie inside layers (first {inside[0]}), where torch meets other operations when it computes a "
+        "layer again than those it noted the first time: 'encountered during backward but not found in storage'"
+    )
+    fix = f"set {RECOMPUTE_FIELD}: Full, or let whole layers be units: leave {POLICY_FIELD} and {CLASSES_FIELD} out"
+    return [_finding("selective-recomputation-of-units", RECOMPUTE_FIELD, kind.value, message, fix)]
+
+
+def _owned(model: nn.Module, unit_names: Sequence[str]) -> dict[str, dict[str, nn.Parameter]]:
+    """Unit -> its parameters by name, tied ones under each of their names. The root's name is empty."""
+    units = set(unit_names)
+    owned: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owned.setdefault(_unit_of(name, units), {})[name] = parameter
+    return owned
+
+
+def _unit_of(name: str, units: set[str]) -> str:
+    """The innermost unit around a parameter: itself a prefix of the name."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in units:
+            return name
+    return ""
+
+
+def _without_parameters(units: Mapping[str, nn.Module], fsdp: FsdpPlan) -> Finding | None:
+    wrong = [name for name, module in units.items() if not any(True for _ in module.parameters())]
+    if not wrong:
+        return None
+    kinds = ", ".join(sorted({type(units[name]).__name__ for name in wrong}))
+    message = f"{len(wrong)} units hold no parameter (first {wrong[0]}), so there is nothing in them to shard"
+    fix = f"remove {kinds} from the list"
+    field = CLASSES_FIELD if fsdp.transformer_layer_cls_to_wrap else POLICY_FIELD
+    return _finding("unit-without-parameters", field, kinds, message, fix, severity="warning")
+
+
+def _shapes(owned: Mapping[str, Mapping[str, nn.Parameter]]) -> Iterator[Finding]:
+    everything = [(name, parameter) for parameters in owned.values() for name, parameter in parameters.items()]
+    for wrong, reason in (
+        ([name for name, parameter in everything if parameter.ndim == 0], "is a single number without dimensions"),
+        ([name for name, parameter in everything if not parameter.is_contiguous()], "does not lie in one piece in memory"),
+    ):
+        if wrong:
+            yield _finding(
+                "parameter-not-shardable",
+                "spec.parallelism",
+                wrong[0],
+                f"{wrong[0]} {reason}, and FSDP shards no such parameter ({len(wrong)} of them)",
+                "train on one rank (nodes: 1, processesPerNode: 1), or choose another model",
+            )
+
+
+def _trained_in_two_types(owned: Mapping[str, Mapping[str, nn.Parameter]]) -> Iterator[Finding]:
+    for unit, parameters in owned.items():
+        kinds: dict[str, str] = {}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                kinds.setdefault(str(parameter.dtype).removeprefix("torch."), name)
+        if len(kinds) > 1:
+            examples = " and ".join(f"{name} in {kind}" for kind, name in sorted(kinds.items()))
+            yield _finding(
+                "trained-in-two-types",
+                "spec.parallelism.fsdp",
+                ", ".join(sorted(kinds)),
+                f"{unit or ROOT} trains {examples}, and FSDP 2 reduces the gradients of a unit in one element type",
+                "set training.precision: fp32, or model.dtype: float32",
+            )
+            return
+
+
+def _finding(rule: str, field: str, value: str, message: str, fix: str, *, severity: Severity = "error") -> Finding:
+    return Finding(rule=rule, severity=severity, field=field, value=value, message=message, fix=fix)

@@ -1,0 +1,97 @@
+"""The real structure as the memory planner reads it, and what the planner says of it. Called by meta_model.py and run.py.
+
+Nothing here imports torch when it is imported: run.py prepares data beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune_job.memory.limits import limit_of
+from finetune_job.memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of
+from finetune_job.memory.verdict import finding_of, judge_memory
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.rules.rule import Finding
+from finetune_trainer.data.prepare import SplitFacts
+from finetune_trainer.merge.headers import CONFIG_FILE
+from finetune_trainer.preflight.model_structure import ModelStructure
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What the training of this job will take."""
+
+    estimate: int
+    """Bytes of the fullest rank."""
+    limit: int | None
+    """Bytes that a rank may take; None where nobody has said."""
+    terms: Mapping[str, int]
+    """What the estimate is made of."""
+    finding: Finding | None
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """For the termination report."""
+        found = {"memory_estimate": str(self.estimate)}
+        return found if self.limit is None else {**found, "memory_limit": str(self.limit)}
+
+
+def shape_of(model: nn.Module, base: nn.Module, units: Collection[str], directory: Path, load: str) -> ModelShape | None:
+    """`model` with its adapters, around `base`; None where the planner does not know what its configuration means.
+
+    Weights that are packed already count as what they were packed from: the planner packs them itself.
+    """
+    from finetune_trainer.model.invariants import SAVED_WHOLE
+    from finetune_trainer.objective.head import returns_output_of_head
+
+    config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    try:
+        facts = facts_of(config, has_whole_logits=not returns_output_of_head(base))
+    except UnknownModelError:
+        return None
+    modules = dict(model.named_modules())
+    parameters = []
+    for name, parameter in model.named_parameters():
+        owner, _, last = name.rpartition(".")
+        # What an adapter computes with are layers, too, but none of the model's.
+        is_added = parameter.requires_grad and model is not base and SAVED_WHOLE not in owner.split(".")
+        kind = _kind(modules[owner]) if last == "weight" and not is_added else "other"
+        shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+        if kind == "linear" and not parameter.requires_grad:
+            shape, dtype = (int(modules[owner].out_features), int(modules[owner].in_features)), load
+        parameters.append(ParameterShape(name, shape, dtype, is_trained=parameter.requires_grad, kind=kind))
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return ModelShape(tuple(parameters), tuple(units), facts, buffers)
+
+
+def _kind(module: nn.Module) -> Kind:
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, Conv1D):
+        return "transposed"
+    return "embedding" if isinstance(module, nn.Embedding) else "other"
+
+
+def memory_need(plan: RunPlan, structure: ModelStructure, splits: Mapping[str, SplitFacts]) -> MemoryNeed | None:
+    """What the planner says; None where it does not know the model."""
+    if structure.shape is None:
+        return None
+    longest = max((facts.longest_document for facts in splits.values()), default=0)
+    limit = limit_of(plan)
+    verdict = judge_memory(plan, structure.shape, structure.stored_dtype, limit, longest=longest or None)
+    return MemoryNeed(
+        estimate=verdict.estimate.total,
+        limit=None if limit is None else limit.bytes,
+        terms={term.name: term.bytes for term in verdict.estimate.terms},
+        finding=finding_of(verdict),
+    )

@@ -1,0 +1,72 @@
+"""Entries of a directory that cannot be read as files, or are far too large for what their names promise.
+
+Opening a pipe waits for ever and a device has no end; libraries open whatever has the right name. So this is asked first.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from finetune_job.rules.rule import Finding
+
+UNUSABLE_FILE = "model-file-unusable"
+"""Rule: where it was found, nothing may open the directory's files."""
+MAX_BYTES: Mapping[str, int] = {
+    "config.json": 16 << 20,
+    "generation_config.json": 1 << 20,
+    "adapter_config.json": 16 << 20,
+    "tokenizer_config.json": 64 << 20,
+    "special_tokens_map.json": 64 << 20,
+    "added_tokens.json": 64 << 20,
+    "tokenizer.json": 512 << 20,
+    "vocab.json": 512 << 20,
+    "merges.txt": 512 << 20,
+    "chat_template.jinja": 4 << 20,
+    "chat_template.json": 4 << 20,
+    "model.safetensors.index.json": 256 << 20,
+}
+"""Some ten times the largest that are in use."""
+_KINDS = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def check_entries(directory: Path) -> list[Finding]:
+    """A finding per entry that no library may open. Raises OSError where the directory cannot be listed."""
+    findings = []
+    for path in sorted(directory.iterdir()):
+        reason = _reason(path)
+        if reason:
+            findings.append(
+                Finding(
+                    rule=UNUSABLE_FILE,
+                    severity="error",
+                    field="spec.model.source",
+                    value=path.name,
+                    message=f"{path.name} {reason}",
+                    fix="put the file of the original model in its place, or remove it",
+                )
+            )
+    return findings
+
+
+def _reason(path: Path) -> str:
+    try:
+        status = path.stat()
+    except OSError as error:
+        return f"cannot be followed ({error.strerror})" if path.name in MAX_BYTES or path.suffix == ".safetensors" else ""
+    for is_kind, name in _KINDS:
+        if is_kind(status.st_mode):
+            return f"is {name}, not a file"
+    if stat.S_ISDIR(status.st_mode):
+        is_file_name = path.name in MAX_BYTES or path.suffix == ".safetensors"
+        return "is a directory, not a file" if is_file_name else ""
+    limit = MAX_BYTES.get(path.name)
+    if limit is not None and status.st_size > limit:
+        return f"has {status.st_size} bytes, and no such file is larger than {limit}"
+    return ""

@@ -1,0 +1,185 @@
+"""What the children of a rehearsal do. Each compares with what libraries or one process do, and raises where something is wrong.
+
+Imports torch; run.py forks these bodies from a process in which all of it is imported already.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers.utils import logging as transformers_logging
+
+from finetune_job.failures import Outcome
+from finetune_job.memory.optimizers import FORMS
+from finetune_trainer import merge_role
+from finetune_trainer.checkpoint.load import PieceReader, full_parameters
+from finetune_trainer.checkpoint.manifest import Manifest, decode
+from finetune_trainer.checkpoint.names import MANIFEST, directory_name
+from finetune_trainer.context import RunContext
+from finetune_trainer.errors import TrainerError
+from finetune_trainer.model.adapters import attach, stored_names
+from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.load import build_unwritten, load_base_model, stored_dtype
+from finetune_trainer.observe.lines import read_lines
+from finetune_trainer.rehearsal.comparison import Tolerance, differing_lines, tolerance_of
+from finetune_trainer.rehearsal.places import Places
+from finetune_trainer.rehearsal.twin import make_twin
+from finetune_trainer.train import rank as rank_module
+from finetune_trainer.train.export import ADAPTER_FILE
+from finetune_trainer.train.stop import StopRequest
+
+_CPU = torch.device("cpu")
+
+
+class RehearsalError(TrainerError):
+    """The rehearsal shows something that no exception of the trainer did."""
+
+
+def twin(plan: Any, directory: Path, places: Places) -> dict[str, Any]:
+    """Make the twin."""
+    _log_plainly()
+    made = make_twin(plan, directory, places)
+    return {
+        "plan": made.plan.model_dump_json(),
+        "changes": [change.text() for change in made.changes],
+        "parameters": made.parameters,
+        "draws_random_numbers": made.draws_random_numbers,
+    }
+
+
+def run_rank(context: RunContext, rank: int, world_size: int, store: str, killed_in_step: int | None = None) -> None:
+    """Train as one rank, as torchrun would have it. Raises RehearsalError with the report's message."""
+    _log_plainly()
+    if killed_in_step is not None:
+        _kill_in_step(killed_in_step)
+    report = rank_module.run_rank(
+        context, StopRequest(), rank=rank, world_size=world_size, local_rank=rank, node_rank=0, observe_port=0, init_method=store
+    )
+    if report.outcome is not Outcome.SUCCEEDED:
+        raise RehearsalError(report.message, report.hint)
+
+
+def compare(sharded: RunContext, alone: RunContext) -> None:
+    """Train in this process alone; losses and gradients are those of the ranks. Raises RehearsalError."""
+    run_rank(alone, 0, 1, "")
+    tolerance = tolerance_of(_computes_in(sharded))
+    found, wanted = (_history(context) for context in (sharded, alone))
+    for sentence in differing_lines(found, wanted, tolerance):
+        raise RehearsalError(sentence)
+    _compare_first_gradients(sharded, alone, tolerance)
+
+
+def check_saved(context: RunContext) -> None:
+    """The trained result holds the values of the last checkpoint, has learnt, and loads. Raises RehearsalError."""
+    _log_plainly()
+    if not context.plan.method.trains_adapter:
+        return
+    directory, manifest = _exported_checkpoint(context)
+    fresh = attach(load_base_model(context.plan, context.base_model, _CPU), context.plan)
+    names = stored_names(fresh)
+    before = {names[name]: parameter.detach() for name, parameter in fresh.named_parameters() if name in names}
+    saved = load_file(context.workspace.adapter / ADAPTER_FILE)
+    trained = {names[name]: tensor for name, tensor in full_parameters(directory, manifest)}
+    if set(before) != set(trained):
+        raise RehearsalError(f"{len(trained)} tensors were trained, {len(before)} should be")
+    for name, tensor in trained.items():
+        if name not in saved:
+            raise RehearsalError(f"the adapter file has {len(saved)} tensors of {len(trained)}: {name} is missing")
+        if saved[name].shape != tensor.shape or not torch.equal(saved[name], tensor):
+            raise RehearsalError(f"the adapter file holds other values for {name} than were trained")
+    if all(torch.equal(tensor.to(before[name].dtype), before[name]) for name, tensor in trained.items()):
+        raise RehearsalError("after all steps every trained value is what it was before the first one")
+    base = build_unwritten(context.plan, context.base_model)
+    loaded = PeftModel.from_pretrained(base, context.workspace.adapter)
+    state = get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    for name, tensor in saved.items():
+        if name not in state or not torch.equal(state[name].to(tensor.dtype), tensor):
+            raise RehearsalError(f"PEFT does not load {name} from the adapter file")
+
+
+def merge(context: RunContext) -> dict[str, str]:
+    """The merge role on the trained twin. Raises what it raises, and RehearsalError where it made nothing."""
+    _log_plainly()
+    facts = merge_role.merge(context).facts
+    if context.plan.merge.enabled and not context.output.merged.is_dir():
+        raise RehearsalError("the merge ended without a merged model")
+    if context.plan.merge.enabled and "verification_sha256" not in facts:
+        raise RehearsalError("the merged model was not verified")
+    return facts
+
+
+def _kill_in_step(step: int) -> None:
+    """SIGKILL this process in the middle of an optimizer step, counted from 1."""
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_optimizer_step_pre_hook(count)
+
+
+def _compare_first_gradients(sharded: RunContext, alone: RunContext, tolerance: Tolerance) -> None:
+    """The first moment after the first step is a multiple of the gradient, whatever the optimizer."""
+    kind = FORMS[sharded.plan.training.optimizer].tensors[0]
+    found, wanted = (dict(_states(context, kind)) for context in (sharded, alone))
+    if set(found) != set(wanted):
+        raise RehearsalError(f"ranks train {len(found)} tensors, one process {len(wanted)}")
+    largest = max((float(tensor.norm()) for tensor in wanted.values()), default=0.0)
+    for name, tensor in wanted.items():
+        size, distance = float(tensor.norm()), float((found[name] - tensor).norm())
+        if distance > tolerance.gradient * max(size, tolerance.negligible * largest):
+            raise RehearsalError(
+                f"the gradient of {name} is {distance / max(size, 1e-30):.2g} of its size away from that of one process"
+            )
+
+
+def _states(context: RunContext, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+    directory = context.workspace.checkpoints / directory_name(1)
+    reader = PieceReader(directory, decode((directory / MANIFEST).read_bytes()))
+    for name in reader.names:
+        shape, dtype = reader.form(name)
+        tensor = torch.empty(shape, dtype=dtype)
+        reader.read_into(kind, name, 0, tensor.view(-1))
+        yield name, tensor.double()
+
+
+def _exported_checkpoint(context: RunContext) -> tuple[Path, Manifest]:
+    checkpoints = sorted(path for path in context.workspace.checkpoints.iterdir() if (path / MANIFEST).is_file())
+    manifest = decode((checkpoints[-1] / MANIFEST).read_bytes())
+    if context.plan.evaluation.load_best_model_at_end and manifest.best_step is not None:
+        best = context.workspace.checkpoints / directory_name(manifest.best_step)
+        return best, decode((best / MANIFEST).read_bytes())
+    return checkpoints[-1], manifest
+
+
+def _history(context: RunContext) -> list[dict[str, Any]]:
+    return read_lines(context.workspace.history.read_text())
+
+
+def _computes_in(context: RunContext) -> torch.dtype:
+    dtypes = resolve_dtypes(context.plan, stored_dtype(context.base_model))
+    quantization = context.plan.method.quantization
+    if quantization is not None:
+        return torch.bfloat16
+    return min(
+        (dtype for dtype in (dtypes.param, dtypes.reduce, dtypes.load) if dtype is not None), key=lambda dtype: dtype.itemsize
+    )
+
+
+def _log_plainly() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    transformers_logging.disable_progress_bar()

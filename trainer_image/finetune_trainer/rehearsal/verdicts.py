@@ -1,0 +1,63 @@
+"""PURE. What a rehearsal saw -> a finding."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from finetune_job.failures import FailureClass, TerminationReport
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.rules.rule import FieldChange, Finding
+from finetune_trainer.rehearsal.report import TITLES, Stage
+
+FAILED, NOT_DONE = "rehearsal-failed", "rehearsal-not-done"
+SKIP = "set spec.preflight.rehearsal: Skip"
+_FIELD = re.compile(r"^(spec(?:\.[A-Za-z0-9_\[\]]+)+): ")
+_LONGEST_MESSAGE = 600
+
+
+class Problem(Exception):  # noqa: N818 - what was looked for, not an error of this program
+    """The job would fail in this stage, or go wrong silently."""
+
+    def __init__(self, stage: Stage, message: str, hint: str = "", report: TerminationReport | None = None) -> None:
+        super().__init__(message)
+        self.stage, self.hint, self.report = stage, hint, report
+
+
+class NoTwin(Exception):  # noqa: N818 - see Problem
+    """Nothing could be tried."""
+
+
+def failed(problem: Problem, plan: RunPlan, root: Path) -> Finding:
+    """The refusal. A message of ours names the field itself."""
+    message = _shortened(str(problem), root)
+    named = _FIELD.match(message)
+    if problem.report is not None and problem.report.failure in (FailureClass.HOST_OUT_OF_MEMORY, FailureClass.DISK_FULL):
+        return not_done(message, root)
+    return Finding(
+        rule=FAILED,
+        severity="error",
+        field=named[1] if named else "spec.method",
+        value=plan.method.type.value,
+        message=f"tried on a small twin of the model, the stage '{TITLES[problem.stage]}' ({problem.stage.value}) fails: "
+        f"{message.removeprefix(named[0]) if named else message}",
+        fix=problem.hint or f"change the settings that this names; where they are right and only the twin is at fault, {SKIP}",
+    )
+
+
+def not_done(reason: str, root: Path) -> Finding:
+    """A warning: the job goes on without having been tried."""
+    return Finding(
+        rule=NOT_DONE,
+        severity="warning",
+        field="spec.preflight.rehearsal",
+        value="Run",
+        message=f"the job could not be tried to the end on a small twin of the model: {_shortened(reason, root)}",
+        fix=f"nothing needs to change; to do without the attempt, {SKIP}",
+        changes=(FieldChange(field="spec.preflight.rehearsal", value="Skip"),),
+    )
+
+
+def _shortened(message: str, root: Path) -> str:
+    text = message.replace(str(root), "<rehearsal>").strip()
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
