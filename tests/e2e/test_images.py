@@ -64,6 +64,8 @@ class _Mounted:
         """
         volume = "-t tmpfs tmpfs" if scratch is None else f"--bind {shlex.quote(str(scratch))}"
         enter = (
+            # As in every pod, the loopback interface is up.
+            "ip link set lo up && "
             f'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && mount {volume} "$0/tmp" '
             '&& mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" '
             f'&& exec chroot --userspec={_ARBITRARY_UID}:0 --groups= "$0" "$@"'

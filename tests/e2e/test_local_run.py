@@ -258,4 +258,4 @@ def test_a_manifest_is_needed(tmp_path: Path) -> None:
     broken.write_text("spec: [unclosed")
     result = subprocess.run([FINETUNE, "validate", "-f", broken], capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert "line 1" in result.stdout + result.stderr
+    assert "line 2" in result.stdout + result.stderr

@@ -20,12 +20,15 @@ from pathlib import Path
 from tests.support.source_seed import seed_of_the_sources, sources_digest
 from tests.sweep.case import Case
 from tests.sweep.judge import WRONG
+from tests.sweep.known import what_is_known
 from tests.sweep.material import make_material
 from tests.sweep.methods import ATTEMPTS, table_cases
 from tests.sweep.record import OUTCOMES, REHEARSALS, entries, write_summary
 from tests.sweep.rehearsals import rehearsed, sample
 from tests.sweep.session import Result, run_all
 from tests.sweep.streams import fixed_cases, random_slice
+
+KNOWN_KIND = "known"
 
 
 def main() -> int:
@@ -49,10 +52,11 @@ def main() -> int:
 
         def done(result: Result) -> None:
             run.add(result.case.id)
-            counts[result.judgement.kind] += 1
+            said = what_is_known(result.text()) if result.judgement.kind in WRONG else None
+            counts[result.judgement.kind if said is None else KNOWN_KIND] += 1
             print(json.dumps({**result.entry(), "sources": digest}), file=outcomes, flush=True)
             if result.judgement.kind in WRONG or arguments.verbose:
-                print(result.text(), flush=True)
+                print(result.text() + (f"\n    known: {said}" if said else ""), flush=True)
             if arguments.only:
                 print(json.dumps(result.case.spec(), indent=2))
                 print(f"verdict: {result.verdict}\nobserved: {result.observation}")
@@ -65,6 +69,7 @@ def main() -> int:
     print(f"seed {seed}; {len(run)} distinct combinations in {time.monotonic() - started:.0f} s")
     print(f"accepted and working {counts['accepted']}, refused as said {counts['refused']}, on principle {counts['policy']}")
     print(f"false accepts {counts['false accept']}, false refusals {counts['false refusal']}, unexplained {counts['unexplained']}")
+    print(f"besides, known and not mended (tests/sweep/known.py): {counts[KNOWN_KIND]}")
     if arguments.record:
         print(f"recorded in {write_summary([seed])}")
     return int(any(counts[kind] for kind in WRONG))

@@ -78,7 +78,7 @@ CLAIMS: dict[str, str] = {
     "fsdp1-dora-orig-params": r"IndexError|tuple index|out of range",
     "fsdp1-qlora-integer-storage": r"integer dtype|Only Tensors of floating point",
     "fsdp1-qlora-storage-not-model-dtype": r"uniform dtype|several element types",
-    "qlora-storage-not-param-dtype": r"size|shape|dtype",
+    "qlora-storage-not-param-dtype": r"size|shape|dtype|gradient|loss",
     "fsdp1-trainable-tokens": r"uniform|several element|trained and frozen|requires_grad|IndexError|size",
     "fsdp1-target-parameters": r"is a view|inplace|in-place|No `target_modules`",
     "target-parameters-conflict": r"ParamWrapper|does not work|No `target_modules`",

@@ -107,10 +107,24 @@ def stored_names(model: PeftModel) -> dict[str, str]:
     Raises InvariantError where PEFT would leave a trained parameter out.
     """
     trainable = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    names = {trainable[id(tensor)]: stored for stored, tensor in _stored(model) if id(tensor) in trainable}
+    names: dict[str, str] = {}
+    for stored, tensor in _stored(model):
+        if id(tensor) in trainable:
+            names.setdefault(trainable[id(tensor)], stored)
     if lost := sorted(set(trainable.values()) - set(names)):
         raise InvariantError(f"PEFT would not save what is trained, first: {lost[:3]}")
     return names
+
+
+def second_names(model: PeftModel) -> dict[str, str]:
+    """Further names under which PEFT writes a trained parameter, such as rows that a tied head shares -> its first name."""
+    first: dict[int, str] = {}
+    for stored, tensor in _stored(model):
+        first.setdefault(id(tensor), stored)
+    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return {
+        stored: first[id(tensor)] for stored, tensor in _stored(model) if id(tensor) in trainable and first[id(tensor)] != stored
+    }
 
 
 def fixed_tensors(model: PeftModel) -> dict[str, torch.Tensor]:

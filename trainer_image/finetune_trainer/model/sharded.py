@@ -25,6 +25,9 @@ from finetune_trainer.model.load import load_base_model, stored_dtype
 from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes, read_token_rows
 from finetune_trainer.objective.interface import Objective
 
+HOLD_BUFFERS = (MethodType.VERA, MethodType.PVERA, MethodType.DELORA)
+"""Methods that multiply by buffers: random projections, norms of the base's weights."""
+
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -84,8 +87,8 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
     check_complete(shapes, found)
     # FSDP 1 casts the parameters of each unit to `param`, but leaves what a float32 adapter computes in float32: under PEFT's
     # policy its leaves are units of their own, and the products of both meet in one layer. FSDP 2 casts inputs and outputs too.
-    # Its random projections are buffers, which it does not cast.
-    casts = gang.world_size > 1 and fsdp.version == 2 and plan.method.type not in (MethodType.VERA, MethodType.PVERA)
+    # Buffers it does not cast.
+    casts = gang.world_size > 1 and fsdp.version == 2 and plan.method.type not in HOLD_BUFFERS
     return TrainedModel(
         module=model,
         pieces=found,

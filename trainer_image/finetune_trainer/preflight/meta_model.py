@@ -50,13 +50,13 @@ def inspect_structure(plan: RunPlan, directory: Path) -> tuple[ModelStructure | 
     wrap_classes, found = _wrap_classes(plan, base)
     findings += found
     findings += _compiler_is_missing(plan)
-    if plan.data.packing and getattr(base, "_is_stateful", False):
-        findings.append(_recurrent(base))
+    # Said beside what else is wrong: the model can be looked at all the same.
+    recurrent = [_recurrent(base)] if plan.data.packing and getattr(base, "_is_stateful", False) else []
     vocabulary_size = int(base.get_input_embeddings().weight.shape[0])
     findings += _names(plan, base, vocabulary_size)
     max_positions = getattr(base.config, "max_position_embeddings", None)
     if any(finding.severity == "error" for finding in findings):
-        return None, findings
+        return None, [*findings, *recurrent]
     try:
         if plan.method.quantization is not None:
             pack(base, plan.method.quantization, packed_dtype(plan, resolve_dtypes(plan, stored_dtype(directory))))
@@ -68,7 +68,8 @@ def inspect_structure(plan: RunPlan, directory: Path) -> tuple[ModelStructure | 
             check_flat_units(model, units, use_orig_params=bool(plan.parallelism.fsdp.use_orig_params))
     except TrainerError as error:
         field = _named_field(error) or "spec.method"
-        return None, [*findings, _finding("model-settings-conflict", field, plan.method.type.value, error)]
+        return None, [*findings, *recurrent, _finding("model-settings-conflict", field, plan.method.type.value, error)]
+    findings += recurrent
     if plan.parallelism.world_size > 1:
         findings += check_units(model, units, plan.parallelism.fsdp)
         if plan.parallelism.fsdp.version == 2:

@@ -24,7 +24,7 @@ from finetune_trainer.checkpoint.manifest import Manifest
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import InvariantError
 from finetune_trainer.files import file_sha256, publish_directory, sync_file, temporary_beside, write_durably
-from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, stored_names
+from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, second_names, stored_names
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_saved
 from finetune_trainer.model.load import build_on_meta, build_unwritten, stored_dtype
@@ -84,7 +84,8 @@ def _write_adapter(
     if set(fixed) != set(fixed_tensors(model)):
         raise InvariantError(f"the adapter's fixed tensors are {sorted(fixed)[:3]}, PEFT writes {sorted(fixed_tensors(model))[:3]}")
     tensors |= {name: tensor.contiguous() for name, tensor in fixed.items()}
-    shapes |= {name: tuple(tensor.shape) for name, tensor in fixed.items()}
+    tensors |= {second: tensors[first].clone() for second, first in second_names(model).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     save_file(dict(sorted(tensors.items())), directory / ADAPTER_FILE, metadata={"format": "pt"})
     with safe_open(directory / ADAPTER_FILE, framework="pt") as written:
         # An open file has keys() but cannot be iterated over.
