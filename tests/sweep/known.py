@@ -10,7 +10,19 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"method=DeLoRA.*float16.*nan", "DeLoRA's normalisation overflows where it computes in float16"),
     (r"method=Lily.*lily_B", "Lily's shared matrices beside a module that is saved whole: gradients are not those of PEFT alone"),
     (r"method=DoRA.*lm_head\.lora_magnitude", "the magnitude of DoRA on an output layer, whose loss is computed in parts"),
-    (r"architecture=(mixtral|qwen3_moe).*mlp\.gate\.", "routers choose other experts in 16 bits, which the bound does not know"),
+    (
+        r"architecture=(mixtral|qwen3_moe).*(mlp\.gate\.|logits of the merged model)",
+        "routers choose other experts in 16 bits, which the bounds do not know",
+    ),
+    (
+        r"method=FRoD.*merge verification FAILED",
+        "a merge of FRoD beside units by size is not the adapter's: the gate keeps it back",
+    ),
+    (
+        r"dropout=0\.1.*qlora-storage-not-param-dtype",
+        "nothing is compared that packed values could spoil where dropout draws noise",
+    ),
+    (r"saved=adapted.*different steps", "two mistakes at once, of which the trainer meets the other one first"),
     (r"two-16-bit-types", "LoRA can compute in another 16-bit type than its base's, DoRA and biases cannot; all are refused"),
     (r"selective-recomputation-of-units", "some combinations of units inside recomputed layers work; all are refused"),
     (r"orthogonal-odd-rank", "an odd rank in a pattern is refused although the module that it names gets no adapter"),
