@@ -16,11 +16,11 @@ KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"method=FRoD.*merge verification FAILED",
-        "a merge of FRoD beside units by size is not the adapter's: the gate keeps it back",
+        "merges of FRoD beside units by size are not the adapter: the gate keeps them",
     ),
     (
         r"dropout=0\.1.*qlora-storage-not-param-dtype",
-        "nothing is compared that packed values could spoil where dropout draws noise",
+        "nothing that packed values could spoil is compared where dropout draws noise",
     ),
     (r"saved=adapted.*different steps", "two mistakes at once, of which the trainer meets the other one first"),
     (r"two-16-bit-types", "LoRA can compute in another 16-bit type than its base's, DoRA and biases cannot; all are refused"),
