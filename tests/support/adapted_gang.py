@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.gang import joined
 from finetune_trainer.model import sharded
-from finetune_trainer.model.adapters import adapter_settings, attach, stored_names
+from finetune_trainer.model.adapters import adapter_settings, attach, second_names, stored_names
 from finetune_trainer.model.load import build_unwritten
 from tests.support.forked_ranks import run_processes
 from tests.support.recorded_steps import RecordingDescent
@@ -146,6 +146,7 @@ def save_adapter(case: AdapterCase, trained: Trained, directory: Path) -> Path:
     names = stored_names(model)
     directory.mkdir()
     tensors = {names[name]: values.view(trained.shapes[name]) for name, values in trained.parameters.items()}
+    tensors |= {second: tensors[first].clone() for second, first in second_names(model).items()}
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     (directory / "adapter_config.json").write_text(json.dumps(adapter_settings(model, "base")))
     return directory

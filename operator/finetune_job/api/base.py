@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, StringConstraints, model_validator
 from pydantic.alias_generators import to_camel
 
 
@@ -22,6 +22,15 @@ class ApiModel(BaseModel):
         strict=False,
         defer_build=True,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_unset(cls, content: Any) -> Any:
+        """A null where the schema has a default is that default, as the API server has it (`fetch:` with nothing below it)."""
+        if not isinstance(content, dict):
+            return content
+        defaulted = {info.alias for info in cls.model_fields.values() if not info.is_required() and info.default is not None}
+        return {name: value for name, value in content.items() if value is not None or name not in defaulted}
 
 
 class Dtype(StrEnum):

@@ -100,3 +100,14 @@ def test_settings_of_a_method_hold_no_floats_and_only_names_of_settings(settings
 def test_settings_of_a_method_survive_the_plan() -> None:
     settings = {"r": 8, "targetModules": ["q_proj"], "moduleDropout": "0.1", "useEffectiveConv2d": False}
     assert MethodSpec.model_validate({"type": "LoHa", "settings": settings}).settings == settings
+
+
+@pytest.mark.parametrize("path", ["fetch", "training.gradientClipping", "parallelism.fsdp", "run", "method.lora"])
+def test_a_field_without_content_is_unset(path: str) -> None:
+    """As the API server has it: `fetch:` with every line below it commented out."""
+    assert parse_job(changed(path, None)).spec == parse_job(MINIMAL).spec
+
+
+def test_what_is_required_cannot_be_empty() -> None:
+    with pytest.raises(ValidationError, match="source"):
+        parse_job(changed("model.source", None))

@@ -20,6 +20,8 @@ from finetune_trainer.model.method_settings import config_class
 TASK = "CAUSAL_LM"
 ORIGINAL = "original_module"
 """What PEFT calls the frozen module beside its trained copy."""
+WHOLE_COPY = "modules_to_save"
+"""What PEFT calls that copy; it stands in no name that PEFT writes for one."""
 _INITS = {LoraInit.ZERO_B: True, LoraInit.RANDOM: False}
 """What PEFT writes as a truth value."""
 
@@ -137,8 +139,9 @@ def _stored(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     # Parameters themselves, not views of them, so that identity tells which is which.
     state = model.state_dict(keep_vars=True)
     stored = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
-    # With trained biases PEFT also lists the base's own, frozen, beside the copy of a module that is trained whole.
-    yield from ((name, tensor) for name, tensor in stored.items() if ORIGINAL not in name.split("."))
+    # With trained biases PEFT also lists what is inside a module that is trained whole: the base's own, frozen, and a copy's bias
+    # a second time, under a name of which no reader knows what to do with it.
+    yield from ((name, tensor) for name, tensor in stored.items() if not {ORIGINAL, WHOLE_COPY} & set(name.split(".")))
 
 
 def adapter_settings(model: PeftModel, base_model: str, revision: str | None = None) -> dict[str, Any]:
