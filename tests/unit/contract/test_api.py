@@ -102,7 +102,7 @@ def test_settings_of_a_method_survive_the_plan() -> None:
     assert MethodSpec.model_validate({"type": "LoHa", "settings": settings}).settings == settings
 
 
-@pytest.mark.parametrize("path", ["fetch", "training.gradientClipping", "parallelism.fsdp", "run", "method.lora"])
+@pytest.mark.parametrize("path", ["spec.fetch", "spec.method", "spec.parallelism.fsdp", "spec.run", "spec.checkpoint"])
 def test_a_field_without_content_is_unset(path: str) -> None:
     """As the API server has it: `fetch:` with every line below it commented out."""
     assert parse_job(changed(path, None)).spec == parse_job(MINIMAL).spec
@@ -110,4 +110,4 @@ def test_a_field_without_content_is_unset(path: str) -> None:
 
 def test_what_is_required_cannot_be_empty() -> None:
     with pytest.raises(ValidationError, match="source"):
-        parse_job(changed("model.source", None))
+        parse_job(changed("spec.model.source", None))
