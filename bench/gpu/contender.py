@@ -20,6 +20,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.gpu.plan import ALPHA, RANK, RATE, SEED, plan_of
+
 SIZES: dict[str, dict[str, Any]] = {
     "8B": {
         "model": {
@@ -37,7 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """The shape of Llama 3 8B, and one that shows on a CPU that the code runs."""
-RANK, ALPHA, RATE, SEED, WARM_UP_STEPS = 16, 32, 1e-4, 5, 2
+WARM_UP_STEPS = 2
 
 
 def make_model(size: str, device: torch.device) -> Any:
@@ -70,7 +72,6 @@ def documents(size: str, steps: int) -> list[list[list[int]]]:
 
 def ours(size: str, steps: int, device: torch.device) -> tuple[list[float], float]:
     """The trainer's objective, batches, optimizer step and adapter, without the run's files."""
-    from bench.gpu.plan import plan_of
     from finetune_trainer.checkpoint.state import pieces
     from finetune_trainer.data.batches import PreparedSplit
     from finetune_trainer.data.shards import SplitArrays

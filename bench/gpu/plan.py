@@ -1,12 +1,13 @@
-"""The plan of our contender."""
+"""What every contender trains with, and the plan of ours."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from bench.gpu.contender import ALPHA, RANK, RATE, SEED
 from finetune_job.plan.run_plan import RunPlan
 from tests.support import tiny_model
+
+RANK, ALPHA, RATE, SEED = 16, 32, 1e-4, 5
 
 
 def plan_of(steps: int, settings: dict[str, Any]) -> RunPlan:
