@@ -7,6 +7,7 @@ restart policy, never here and never at the place that raises.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -100,22 +101,28 @@ class ReportedFinding(BaseModel):
     source: str = ""
 
 
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""A number in what a container says; beyond it not every reader of JSON keeps all digits, nor does the API server take it."""
+LATEST_TIME = 253_402_300_799.0
+"""The last second of the year 9999, beyond which no date is."""
+
+
 class TerminationReport(BaseModel):
     """What a container says when it ends: written to its termination message and, whole, to the workspace."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     role: str
-    attempt: int = 0
+    attempt: Count = 0
     outcome: Outcome
     failure: FailureClass | None = None
     message: str = ""
     hint: str = ""
-    rank: int | None = None
+    rank: Count | None = None
     """Global rank that failed first, None where the supervisor itself speaks."""
-    node_rank: int | None = None
-    step: int | None = None
+    node_rank: Count | None = None
+    step: Count | None = None
     exception: str = ""
-    time: float = 0.0
+    time: Annotated[float, Field(le=LATEST_TIME, allow_inf_nan=False)] = 0.0
     """Seconds since the epoch at which the failure was seen; the earliest report of a gang names the cause."""
     findings: list[ReportedFinding] = Field(default_factory=list)
     findings_total: int = 0

@@ -2,14 +2,16 @@
 
 from pydantic import BaseModel, ConfigDict
 
+from finetune_job.failures import Count
+
 
 class Progress(BaseModel):
     """State of a training run after its latest optimizer step."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-    attempt: int
-    step: int
-    total_steps: int
+    attempt: Count
+    step: Count
+    total_steps: Count
     epoch: float = 0.0
     loss: float | None = None
     """Mean over the supervised tokens of the latest step."""
@@ -28,14 +30,14 @@ class Progress(BaseModel):
     """Share of the step time spent waiting for batches, 0 to 1."""
     straggler_ratio: float | None = None
     """Slowest rank's computing time over the median rank's, latest step."""
-    peak_memory_bytes: int | None = None
+    peak_memory_bytes: Count | None = None
     """Largest over all ranks: of the device, or resident memory on the CPU."""
     goodput: float | None = None
     """Share of the time since the first attempt began that went into steps that count, 0 to 1."""
     best_eval_loss: float | None = None
     seconds_left: float | None = None
     """At the pace of the latest steps."""
-    checkpoint_step: int | None = None
+    checkpoint_step: Count | None = None
     """Step of the latest complete checkpoint."""
 
     def facts(self) -> dict[str, str]:

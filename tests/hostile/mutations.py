@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ def spoilt_values(value: dict[str, Any], seed: int) -> bytes:
     changed = json.loads(json.dumps(value))
     for _ in range(generator.randint(1, 3)):
         holder, key = generator.choice(list(_places(changed)))
-        odd = generator.choice(ODD_VALUES)
+        odd = copy.deepcopy(generator.choice(ODD_VALUES))
         holder[key] = -holder[key] if generator.random() < 0.1 and isinstance(holder[key], int) else odd
         if not changed:
             break

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from finetune_job.failures import Outcome
+from finetune_trainer.errors import ModelError
 from finetune_trainer.merge.errors import MergeError
 from finetune_trainer.merge.headers import read_adapter, read_checkpoint, read_header
+from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.preflight import confined as confinement
 from finetune_trainer.preflight.confined import EndedError, confined
 from finetune_trainer.preflight.model_files import inspect_model_files
@@ -183,6 +185,8 @@ def test_a_header_that_lies_is_refused_by_preflight_and_by_the_merge(tmp_path, m
     assert {finding.rule for finding in inspect_model_files(model, "pvc://models/m").findings} == {"model-shard-broken"}
     with pytest.raises(MergeError):
         read_header(path)
+    with pytest.raises(ModelError):
+        stored_dtype(model)
     (tmp_path / "adapter_model.safetensors").write_bytes(content)
     with pytest.raises(MergeError):
         read_adapter(tmp_path)

@@ -6,8 +6,14 @@ from typing import Any
 
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.context import RuleContext
+from tests.unit.rules.manifests import applied
+from tests.unit.rules.manifests import manifest as changed
+
+JOB = JobIdentity(namespace="default", name="tiny", uid="0123456789abcdef")
 
 
 def manifest(
@@ -30,3 +36,29 @@ def findings(fsdp: dict[str, Any] | None = None, *, profile: FineTuneProfileSpec
     """Ids of what is found in the job of `manifest`."""
     spec = FineTuneJobSpec.model_validate(manifest(fsdp, **settings))
     return {finding.rule for finding in evaluate(RuleContext(spec, profile))}
+
+
+def specs(
+    rule: str, changes: dict[str, Any], profile: FineTuneProfileSpec | None = None
+) -> tuple[FineTuneJobSpec, FineTuneJobSpec]:
+    """A job that a rule speaks against, and the one that the rule's own fix makes of it, of which it is silent.
+
+    changes: of the plain job of tests/unit/rules/manifests.py, by path under `spec`. Raises AssertionError where it is otherwise.
+    """
+    wrong = changed(changes)
+    found = [finding for finding in evaluate(RuleContext(FineTuneJobSpec.model_validate(wrong), profile)) if finding.rule == rule]
+    assert found, f"{rule} accepts {changes}"
+    right = applied(wrong, found[0].changes)
+    assert rule not in {finding.rule for finding in evaluate(RuleContext(FineTuneJobSpec.model_validate(right), profile))}
+    return FineTuneJobSpec.model_validate(wrong), FineTuneJobSpec.model_validate(right)
+
+
+def plans(rule: str, changes: dict[str, Any], profile: FineTuneProfileSpec | None = None) -> tuple[RunPlan, RunPlan]:
+    """What the trainer would get of both: of the refused job as if nothing had refused it, and of the mended one."""
+    wrong, right = specs(rule, changes, profile)
+    return resolve(JOB, wrong, profile), resolve(JOB, right, profile)
+
+
+def settled(plan: RunPlan) -> dict[str, Any]:
+    """Everything that a plan makes its containers do; not which of it the user has left open."""
+    return plan.model_dump(exclude={"choices"})

@@ -8,7 +8,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from pydantic import ValidationError
 
-from tests.pitfalls.manifests import findings
+from finetune_trainer.model.adapters import lora_config
+from tests.pitfalls.manifests import findings, plans
 from tests.pitfalls.one_process import llama, tokens
 
 RULE = "lora-init-not-supported"
@@ -30,6 +31,8 @@ def test_the_adapter_belongs_to_a_changed_base(init: str):
     assert RULE in findings(type="LoRA", lora={"initLoraWeights": init})
     assert torch.equal(base_weight(adapted(init_lora_weights="gaussian")), base_weight(llama()))
     assert RULE not in findings(type="LoRA", lora={"initLoraWeights": "gaussian"})
+    mended = lora_config(plans(RULE, {"method.lora.initLoraWeights": init})[1].method.lora)
+    assert torch.equal(base_weight(get_peft_model(llama(), mended)), base_weight(llama()))
 
 
 def test_loading_such_an_adapter_changes_the_base_again(tmp_path):
@@ -73,3 +76,9 @@ def test_rslora_scales_by_the_root_of_the_rank():
     assert scale == [8 / 4, 8 / 2]
     assert "rslora-with-alpha" in findings(type="LoRA", lora={"r": 4, "loraAlpha": 8, "useRslora": True})
     assert "rslora-with-alpha" not in findings(type="LoRA", lora={"r": 4, "loraAlpha": 8})
+    # The fix gives the scale that plain LoRA has.
+    mended = plans("rslora-with-alpha", {"method.lora.r": 16, "method.lora.loraAlpha": 32, "method.lora.useRslora": True})[
+        1
+    ].method.lora
+    assert mended is not None
+    assert mended.lora_alpha / mended.r**0.5 == 32 / 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.pitfalls.manifests import findings
+from tests.pitfalls.manifests import findings, plans
 
 RULE = "float16-without-loss-scaling"
 
@@ -37,3 +37,23 @@ def test_adams_epsilon_is_zero_in_float16():
     assert "float16-adapter" in findings(type="LoRA", dtype="float16", lora=half)
     assert "float16-adapter" not in findings(type="LoRA", dtype="float16")
     assert "float16-adapter" not in findings(type="LoRA", dtype="bfloat16", lora=half)
+
+
+def test_small_gradients_are_zero_in_float16():
+    """Below 6e-8 nothing is left; the bfloat16 of the fix has float32's range."""
+    wrong, right = plans(RULE, {"model.dtype": "float16"})
+    for plan, vanishes in ((wrong, True), (right, False)):
+        assert plan.model.dtype is not None
+        weight = torch.ones(4, dtype=getattr(torch, plan.model.dtype), requires_grad=True)
+        (weight.float() * 1e-8).sum().backward()
+        assert weight.grad is not None
+        assert bool((weight.grad == 0).all()) is vanishes
+
+
+def test_large_weights_are_infinite_in_float16():
+    """What a bfloat16 base holds and a merge into float16 would lose."""
+    wrong, right = plans("merge-dtype-overflow", {"model.dtype": "bfloat16", "merge.dtype": "float16"})
+    base = torch.full((4,), 70_000.0, dtype=torch.bfloat16)
+    for plan, overflows in ((wrong, True), (right, False)):
+        merged = base.to(getattr(torch, plan.merge.dtype or "bfloat16"))
+        assert bool(merged.isinf().all()) is overflows

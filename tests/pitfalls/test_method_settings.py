@@ -11,8 +11,8 @@ from peft import get_peft_model
 from finetune_job.api.method import MethodType
 from finetune_job.method_settings import known_settings
 from finetune_job.methods import METHODS, Family, supported
-from finetune_job.rules.method_settings import CONFLICTS
-from finetune_job.rules.setting_limits import LIMITS
+from finetune_job.rules.method_configuration.setting_conflicts import CONFLICTS
+from finetune_job.rules.method_configuration.setting_limits import LIMITS
 from finetune_trainer.model.method_settings import config_class
 from tests.pitfalls.one_process import judged, llama, mended, peft_config, trained
 from tests.support.method_settings import SETTINGS
@@ -186,4 +186,4 @@ def test_what_the_table_of_limits_leaves_alone():
     for method in ("LoHa", "OFT", "BOFT", "C3A", "RoAd", "GraLoRA"):
         assert trained(method, FITTING[method]).is_fine
         assert not {rule for rule in ids(method, FITTING[method]) if rule.startswith("method-setting")}
-        assert METHODS[MethodType(method)].merges
+        assert not METHODS[MethodType(method)].refused

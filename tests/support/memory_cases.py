@@ -20,6 +20,7 @@ from finetune_trainer.data.batches import Batch
 from finetune_trainer.model.activations import checkpoint_activations
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.load import attention_of
 from finetune_trainer.objective.next_token import NextToken
 from tests.support.memory_tracking import StorageTracker
 from tests.support.tiny_model import plan_of, tiny_spec
@@ -71,7 +72,11 @@ def config_of(kind: str, **changes: Any) -> dict[str, Any]:
     """Settings of a small model of a family."""
     if kind == "gpt2":
         return {**GPT2, **changes}
-    extra = {"mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "deepseek_v3": LATENT}.get(kind, {})
+    extra = {
+        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+        "deepseek_v3": LATENT,
+    }.get(kind, {})
     return {"model_type": kind, **SMALL, **extra, **changes}
 
 
@@ -99,9 +104,9 @@ def predicted(case: MemoryCase, device: torch.device) -> Estimate:
     """From the configuration alone."""
     plan = case.plan
     elements = resolve_elements(plan, case.stored)
-    shape = ModelShape(
-        trained_parameters(base_parameters(case.config, elements.load), plan.method, elements.load), (), facts_of(case.config)
-    )
+    base = base_parameters(case.config, elements.load)
+    parameters = trained_parameters(base, plan.method, elements.load, case.config["model_type"])
+    shape = ModelShape(parameters, (), facts_of(case.config))
     work = Workload(case.rows, case.length, has_mask=case.is_packed, on_gpu=device.type == "cuda")
     return estimate(plan, shape, elements, work)
 
@@ -111,11 +116,9 @@ def built(case: MemoryCase, device: torch.device) -> torch.nn.Module:
     plan = case.plan
     settings = {name: value for name, value in case.config.items() if name != "model_type"}
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[case.config["model_type"]](**settings),
-        dtype=resolve_dtypes(plan, getattr(torch, case.stored)).load,
-        attn_implementation=plan.model.attention.value,
-    )
+    config = CONFIG_MAPPING[case.config["model_type"]](**settings)
+    dtype = resolve_dtypes(plan, getattr(torch, case.stored)).load
+    base = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(plan, config))
     base.config.use_cache = False
     model: torch.nn.Module = attach(base, plan) if plan.method.trains_adapter else base
     checkpoint_activations(base, plan.training.activation_checkpointing)
@@ -162,7 +165,7 @@ def _cases() -> list[MemoryCase]:
     eager, bf16 = {"model": {"attention": "eager"}}, {"training": {"precision": "bf16"}}
     dora = {"method": {"type": "DoRA", "lora": {"r": 8}}}
     recomputed = {kind: {"training": {"activationCheckpointing": kind}} for kind in ("Selective", "Full")}
-    llama = config_of("llama")
+    llama, many = config_of("llama"), config_of("qwen3_moe", num_experts=64)
     return [
         MemoryCase("llama, LoRA", llama, lora),
         MemoryCase("llama, LoRA in float32", llama, lora, stored="float32"),
@@ -182,7 +185,7 @@ def _cases() -> list[MemoryCase]:
         MemoryCase("llama, Full, recomputed", llama, {**full, **recomputed["Full"]}),
         MemoryCase("qwen3, LoRA", config_of("qwen3"), lora),
         MemoryCase("qwen3, Full, Selective", config_of("qwen3"), {**full, **recomputed["Selective"]}, stored="float32"),
-        MemoryCase("gemma2, LoRA, eager", config_of("gemma2"), {**lora, **eager}),
+        MemoryCase("gemma2, LoRA, eager for want of SDPA", config_of("gemma2"), lora),
         MemoryCase("gemma3, LoRA", config_of("gemma3_text"), lora),
         MemoryCase("gpt2, LoRA", config_of("gpt2"), lora),
         MemoryCase("gpt2, Full", config_of("gpt2"), full, stored="float32"),
@@ -193,6 +196,13 @@ def _cases() -> list[MemoryCase]:
         MemoryCase("starcoder2, LoRA", config_of("starcoder2"), lora),
         MemoryCase("olmo2, LoRA", config_of("olmo2"), lora),
         MemoryCase("mixtral, LoRA on attention", config_of("mixtral"), _lora(targetModules=["q_proj", "v_proj"])),
+        MemoryCase("mixtral, LoRA", config_of("mixtral"), lora),
+        MemoryCase("mixtral, LoRA in float32", config_of("mixtral"), lora, stored="float32"),
+        MemoryCase("qwen3-moe, LoRA", config_of("qwen3_moe"), lora),
+        MemoryCase("qwen3-moe, LoRA, precision bf16", config_of("qwen3_moe"), {**lora, **bf16}),
+        MemoryCase("qwen3-moe, LoRA, recomputed", config_of("qwen3_moe"), {**lora, **recomputed["Full"]}),
+        MemoryCase("qwen3-moe, LoRA, experts larger than activations", many, lora, rows=1, length=64),
+        MemoryCase("qwen3-moe, LoRA, experts recomputed", many, {**lora, **recomputed["Full"]}, rows=1, length=64),
         MemoryCase("mixtral, Full", config_of("mixtral"), full, stored="float32"),
         MemoryCase("deepseek-v3, LoRA on attention", config_of("deepseek_v3"), _lora(targetModules=["q_b_proj", "o_proj"])),
         MemoryCase("deepseek-v3, Full, recomputed", config_of("deepseek_v3"), {**full, **recomputed["Full"]}, stored="float32"),

@@ -88,12 +88,12 @@ def _rehearse(arguments: argparse.Namespace, digest: str, seed: int) -> int:
     stop = math.inf if arguments.seconds is None else time.monotonic() + arguments.seconds
     with tempfile.TemporaryDirectory(prefix="sweep-") as directory, REHEARSALS.open("a") as kept:
         make_material(Path(directory))
-        for entry in sample(entries(digest), arguments.rehearse, seed):
+        for entry in sample(entries(None if arguments.any_sources else digest), arguments.rehearse, seed):
             if time.monotonic() > stop:
                 break
             result = rehearsed(entry, Path(directory))
             counts[result.agreement] += 1
-            print(json.dumps({**result.entry(), "sources": digest}), file=kept, flush=True)
+            print(json.dumps({**result.entry(), "sources": entry["sources"]}), file=kept, flush=True)
             if result.agreement != "agrees" or arguments.verbose:
                 print(result.text(), flush=True)
     print(f"rehearsals: {dict(counts)}")
@@ -145,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--table", action="store_true", help="run what docs/methods.md needs")
     parser.add_argument("--new", action="store_true", help="leave out what was run with these sources already")
     parser.add_argument("--rehearse", type=int, metavar="N", help="rehearse so many recorded combinations, and compare")
+    parser.add_argument("--any-sources", action="store_true", help="rehearse what was recorded with whatever sources")
     parser.add_argument("--record", action="store_true", help="write the summary of all that was run with these sources")
     parser.add_argument("--verbose", action="store_true", help="show right judgements, too")
     return parser

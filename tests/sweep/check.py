@@ -17,7 +17,8 @@ from finetune_job.methods import METHODS, Family
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
-from finetune_trainer.train.export import ADAPTER_FILE, MANIFEST_FILE
+from finetune_trainer.files import MANIFEST_FILE
+from finetune_trainer.merge.headers import ADAPTER_FILE
 from tests.sweep import oracle, plain, replay
 from tests.sweep.architectures import DTYPES
 from tests.sweep.case import SAVED_AT, STEPS, UNSET, Case
@@ -31,6 +32,9 @@ UPDATE_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 3 * 2**-8, torch.float16
 _MANTISSA = {"bfloat16": 8, "float16": 11}
 NOISY = (MethodType.PVERA,)
 """Methods that draw noise in every forward pass of the training."""
+QUIET_STEP = SAVED_AT - 1
+"""Of a run with dropout, the step in which it drops nothing: the last one before the checkpoint, so that the resumed run, which
+must end on the same bits, draws all its noise."""
 
 _SECOND_COPIES = {"original_module", "modules_to_save"}
 """Parts of names in adapter files."""
@@ -64,13 +68,15 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     problems += oracle.compare_values(parameters[0], trained, first_bound, "first values")
 
     data = PreparedData.open(context.workspace.prepared)
-    is_random = ("dropout" in case.values and case.of("dropout") not in (UNSET, "0")) or MethodType(case.of("method")) in NOISY
-    if is_random:
-        evidence.not_compared.append("gradients: the run draws noise")
-    for step in range(SAVED_AT) if not is_random else ():
+    is_noisy = MethodType(case.of("method")) in NOISY
+    drops = "dropout" in case.values and case.of("dropout") not in (UNSET, "0")
+    if is_noisy or drops:
+        evidence.not_compared.append("gradients: the run draws noise" + (f", but in step {QUIET_STEP + 1}" if drops else ""))
+    compared = () if is_noisy else (QUIET_STEP,) if drops else range(SAVED_AT)
+    for step in compared:
         model.take(parameters[step])
-        loss, exact = model.gradients(data.train, step, torch.float32)
-        coarse = [model.gradients(data.train, step, dtype) for dtype in coarse_dtypes]
+        loss, exact = model.gradients(data.train, step, torch.float32, is_training=not drops)
+        coarse = [model.gradients(data.train, step, dtype, is_training=not drops) for dtype in coarse_dtypes]
         loss_bound = oracle.FLOAT32_BOUND
         if coarse:
             loss_bound = 5e-3 + oracle.NOISE_FACTOR * max(abs(other - loss) for other, _ in coarse) / abs(loss)
@@ -81,8 +87,9 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
         found = oracle.compare_gradients(gradients[step], exact, noisy, bits)
         problems += [f"step {step + 1}: {problem}" for problem in found[:3]]
         problems += oracle.compare_losses(first[0].losses[step], loss, loss_bound, f"loss of step {step + 1}")
-    if is_random:
-        problems += _without_gradient(model, data.train, parameters, gradients)
+    if is_noisy or drops:
+        drawn = [each for step, each in enumerate(gradients) if step not in compared]
+        problems += _without_gradient(model, data.train, parameters, drawn)
     wanted = replay.replayed(model.model, plan, parameters[0], gradients)
     problems += [
         problem
@@ -108,7 +115,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
 def _without_gradient(
     model: plain.Plain, split: PreparedSplit, parameters: list[dict[str, torch.Tensor]], gradients: list[dict[str, torch.Tensor]]
 ) -> list[str]:
-    """What a noisy run never moves, although the same run without noise would. The second step: at the first A has no gradient."""
+    """What gets no gradient in noisy steps, although it would without noise. The second step: at the first A has no gradient."""
     model.take(parameters[1])
     _, exact = model.gradients(split, 1, torch.float32, is_training=False)
     still = [
@@ -166,8 +173,12 @@ def merged(case: Case, plan: RunPlan, context: RunContext) -> list[str]:
     """The merged model, without PEFT, computes what base and adapter compute."""
     if not plan.merge.enabled:
         return []
-    is_dequantized = plan.merge.base is MergeBase.DEQUANTIZED
-    base = plain.plain_base(case, context.base_model, quantized=True) if is_dequantized else plain.stored_base(context.base_model)
+    if plan.merge.base is MergeBase.DEQUANTIZED:
+        # bitsandbytes' layers unpack straight into the type that they compute in.
+        compute = DTYPES[plain.held_dtype(case) if case.of("compute") == UNSET else case.of("compute")]
+        base = plain.plain_base(case, context.base_model, quantized=True, unpacked=compute)
+    else:
+        base = plain.stored_base(context.base_model)
     before = plain.logits(base)
     wanted = plain.logits(plain.loaded_adapter(base, context.workspace.adapter))
     found = plain.logits(AutoModelForCausalLM.from_pretrained(context.output.merged, dtype=torch.float32))

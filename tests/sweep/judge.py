@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from finetune_job.rules.book import rule_by_id
-from tests.sweep.explanations import CLAIMS, GROWS, POLICY, POLICY_MESSAGES
+from tests.sweep.explanations import CLAIMS, GROWS, POLICY, POLICY_MESSAGES, UNSEEN
 from tests.sweep.observation import Observation, Verdict
 
 Kind = Literal["accepted", "refused", "policy", "false accept", "false refusal", "unexplained"]
@@ -39,8 +39,8 @@ def judged(verdict: Verdict | None, observation: Observation, ranks: int) -> Jud
         return Judgement("accepted", text) if works else Judgement("false accept", text)
     claims = [identifier for identifier in verdict.ids if not _is_principle(identifier, verdict, ranks)]
     if works:
-        if claims:
-            return Judgement("false refusal", f"works, but is refused by {', '.join(claims)}")
+        if seen := [identifier for identifier in claims if identifier not in UNSEEN]:
+            return Judgement("false refusal", f"works, but is refused by {', '.join(seen)}")
         return Judgement("policy", ", ".join(verdict.ids))
     explaining = [identifier for identifier in claims if explains(identifier, text, verdict.messages.get(identifier, ""))]
     if explaining:

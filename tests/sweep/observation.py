@@ -59,6 +59,8 @@ class Verdict(BaseModel):
     """Ids of findings about the model that refuse."""
     messages: dict[str, str] = {}
     """By id."""
+    fields: dict[str, tuple[str, ...]] = {}
+    """By id, the fields under `spec` that are to be changed."""
     crashed: str = ""
     """Exception of the gate itself."""
 

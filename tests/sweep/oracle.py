@@ -55,6 +55,8 @@ def compare_gradients(found: Tensors, exact: Tensors, coarse: Sequence[Tensors],
     whole = math.sqrt(sum(norm**2 for norm in norms.values()))
     pooled = math.sqrt(sum(error**2 for error in noise.values())) / max(whole, _TINY)
     rounding = 0.0 if reduce_bits is None else 2.0**-reduce_bits
+    if not math.isfinite(pooled):
+        return ["the plain run itself is not finite"]
     problems = []
     for name, wanted in exact.items():
         gradient = found.get(name)

@@ -41,7 +41,12 @@ def held_dtype(case: Case) -> str:
     """Element type in which an adapter run holds its base, as the manifest's documentation has it."""
     if case.of("precision") == "fp32":
         return "float32"
-    return case.values["stored"] if case.of("model_dtype") == UNSET else case.of("model_dtype")
+    held = case.values["stored"] if case.of("model_dtype") == UNSET else case.of("model_dtype")
+    computed = (
+        ("bfloat16" if case.of("precision") == "bf16" else held) if case.of("param_dtype") == UNSET else case.of("param_dtype")
+    )
+    gathers = case.of("ranks") == "2" and case.of("version") != "1"
+    return held if gathers or "float32" in (held, computed) else computed
 
 
 def coarse_dtypes(case: Case, plan: RunPlan) -> list[torch.dtype]:
@@ -75,8 +80,11 @@ def peft_config(case: Case) -> PeftConfig:
     return LoraConfig(task_type="CAUSAL_LM", use_dora=kind is MethodType.DORA, **lora)
 
 
-def plain_base(case: Case, directory: Path, *, quantized: bool) -> Any:
-    """The base in float32, with the values that it has in the element type in which a run holds it."""
+def plain_base(case: Case, directory: Path, *, quantized: bool, unpacked: torch.dtype | None = None) -> Any:
+    """The base in float32, with the values that it has in the element type in which a run holds it.
+
+    unpacked: type in which packed weights are unpacked; None: the one in which the base is held.
+    """
     held = DTYPES[case.values["stored"] if case.of("method") == "Full" else held_dtype(case)]
     options: dict[str, Any] = {}
     settings = case.spec()["method"].get("quantization", {})
@@ -96,7 +104,7 @@ def plain_base(case: Case, directory: Path, *, quantized: bool) -> Any:
         options["device_map"] = {"": "cpu"}
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=held, attn_implementation="eager", **options)
     if quantized:
-        _unpack(model)
+        _unpack(model, unpacked or held)
     return model.float()
 
 
@@ -128,7 +136,7 @@ class Plain:
 
     def gradients(self, split: PreparedSplit, step: int, dtype: torch.dtype, is_training: bool = True) -> tuple[float, Tensors]:
         """Loss and gradients, in float32, of a step's whole batch, computed in `dtype`."""
-        model = self.model if dtype is torch.float32 else copy.deepcopy(self.model).to(dtype)
+        model = self.model if dtype is torch.float32 else self._rounded(dtype)
         model.train(is_training)
         training = self.plan.training
         sequences = global_batch(step, training.global_batch_size, training.seed, split.num_sequences)
@@ -142,6 +150,15 @@ class Plain:
         }
         model.zero_grad()
         return float(loss.detach()), {name: gradient.float() for name, gradient in found.items()}
+
+    def _rounded(self, dtype: torch.dtype) -> Any:
+        model = copy.deepcopy(self.model).to(dtype)
+        if self.plan.method.type is MethodType.DELORA:
+            # PEFT's own way: it holds adapters in float32, and DeLoRA's first products are more than float16 holds.
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if ".delora_" in name:
+                    tensor.data = tensor.data.float()
+        return model
 
     def held_out_loss(self, split: PreparedSplit) -> float:
         self.model.eval()
@@ -180,9 +197,10 @@ def loaded_adapter(base: nn.Module, directory: Path) -> PeftModel:
     return found
 
 
-def _unpack(model: nn.Module) -> None:
+def _unpack(model: nn.Module, dtype: torch.dtype) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.weight.quant_state.dtype = dtype
             weight = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
         elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
             scale = module.weight.SCB if module.weight.SCB is not None else module.state.SCB

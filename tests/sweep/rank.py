@@ -117,7 +117,7 @@ def _train_twice(
             claims_of(case, plan, request.material, place)
     gang.barrier()
     contexts = [_existing(plan, place) for place in places]
-    first = recording.begin()
+    first = recording.begin(quiet_step=check.QUIET_STEP)
     train(contexts[0], gang, StopRequest(), 0, Heartbeat())
     if gang.is_first:
         for step in range(1, SAVED_AT + 1):

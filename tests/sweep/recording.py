@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from finetune_trainer.checkpoint.state import Piece
 from finetune_trainer.train import run as training_run
@@ -34,15 +35,21 @@ class Recorded:
     held_out: list[float] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     """Of the model that is trained."""
+    quiet_step: int | None = None
+    """A step, counted from 0 in this call, in which dropout drops nothing, so that what it comes to can be compared."""
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.quiet_step == len(self.losses)
 
 
 _NOTES = [Recorded()]
 """The last one is written."""
 
 
-def begin() -> Recorded:
+def begin(quiet_step: int | None = None) -> Recorded:
     """Notes of what follows in this process."""
-    _NOTES[:] = [Recorded()]
+    _NOTES[:] = [Recorded(quiet_step=quiet_step)]
     return _NOTES[-1]
 
 
@@ -51,6 +58,13 @@ def install() -> None:
     _around(training_run, "build_optimizer", after=_optimizer_made)
     _around(one_step, "optimizer_step", before=_before_step, after=_stepped)
     _around(training_run, "held_out_loss", after=lambda loss, *_: _NOTES[-1].held_out.append(loss))
+    dropout = functional.dropout
+
+    @functools.wraps(dropout)
+    def dropping(values: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        return values if _NOTES[-1].is_quiet else dropout(values, *arguments, **named)
+
+    setattr(functional, dropout.__name__, dropping)
 
 
 def _around(module: Any, name: str, after: Callable[..., object], before: Callable[[], object] = lambda: None) -> None:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from tests.sweep.case import UNSET, Case
 from tests.sweep.gangs import GangPool
 from tests.sweep.judge import Judgement, judged
+from tests.sweep.mending import alternatives
 from tests.sweep.observation import Failure, Observation, Verdict
 from tests.sweep.rank import Request
 
@@ -90,15 +91,62 @@ def run_all(cases: Sequence[Case], material: Path, workers: int, done: Callable[
 
 
 def run_case(case: Case, material: Path, pool: GangPool) -> Result:
-    """One case; once more behind the trainer's own refusals where it refused, and once more where a gang was lost."""
+    """One case. What fails in another way than its refusals say is mended as they say, to see whether each mistake is one."""
     started = time.monotonic()
+    tried = _tried(case, material, pool)
+    judgement = tried.judgement
+    if judgement.kind == "unexplained" and tried.verdict is not None and tried.verdict.fields:
+        judgement = _each_by_itself(case, tried.verdict, material, pool) or judgement
+    return Result(case, tried.verdict, tried.observation, judgement, time.monotonic() - started)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    verdict: Verdict | None
+    observation: Observation
+    judgement: Judgement
+
+
+def _tried(case: Case, material: Path, pool: GangPool) -> _Tried:
+    """Once more behind the trainer's own refusals where it refused, and once more where a gang was lost."""
     observation, verdict = _asked(case, material, pool, ignores_own_refusals=False)
     if observation.hung:
         observation, again = _asked(case, material, pool, ignores_own_refusals=False)
         verdict = verdict or again
     if verdict is not None and verdict.refused and any(failure.is_own_refusal for failure in observation.failures):
         observation, _ = _asked(case, material, pool, ignores_own_refusals=True)
-    return Result(case, verdict, observation, judged(verdict, observation, int(case.of("ranks"))), time.monotonic() - started)
+    return _Tried(verdict, observation, judged(verdict, observation, int(case.of("ranks"))))
+
+
+def _each_by_itself(case: Case, verdict: Verdict, material: Path, pool: GangPool) -> Judgement | None:
+    """A case with two mistakes, of which the trainer meets the other one first; None where no change of its settings tells more.
+
+    With the refused settings changed it either works, and what was refused made it fail, or it fails as the gates then say; and
+    with the other mistake mended, too, the first refusal is what is seen to happen.
+    """
+    for mended, tried in _without(case, verdict, material, pool):
+        kind, why = tried.judgement.kind, tried.judgement.why
+        if kind == "accepted":
+            return Judgement("refused", f"{', '.join(verdict.ids)}: works as {mended.id}, where that is mended")
+        if kind == "false accept":
+            return Judgement("false accept", f"as {mended.id}, where {', '.join(verdict.ids)} is mended: {why}")
+        if kind not in ("refused", "policy") or tried.verdict is None:
+            continue
+        for _, again in _without(case, tried.verdict, material, pool):
+            if again.judgement.kind in ("refused", "policy"):
+                return Judgement("refused", f"two mistakes: {again.judgement.why}; and as {mended.id}: {why}")
+            if again.judgement.kind == "false refusal":
+                return again.judgement
+    return None
+
+
+def _without(case: Case, verdict: Verdict, material: Path, pool: GangPool) -> Iterator[tuple[Case, _Tried]]:
+    """The case with what these findings name changed, as far as they are gone then."""
+    fields = {field for identifier in verdict.ids for field in verdict.fields.get(identifier, ())}
+    for mended in alternatives(case, fields):
+        tried = _tried(mended, material, pool)
+        if tried.verdict is not None and not set(tried.verdict.ids) & set(verdict.ids):
+            yield mended, tried
 
 
 def _asked(case: Case, material: Path, pool: GangPool, *, ignores_own_refusals: bool) -> tuple[Observation, Verdict | None]:

@@ -47,8 +47,13 @@ def verdict_of(case: Case, material: Path) -> Verdict:
         rules=tuple(finding.rule for finding in rules),
         preflight=tuple(finding.rule for finding in preflight),
         messages={finding.rule: finding.message[:1000] for finding in (*rules, *preflight)},
+        fields={finding.rule: _fields(finding) for finding in (*rules, *preflight)},
         crashed=crashed,
     )
+
+
+def _fields(finding: Finding) -> tuple[str, ...]:
+    return tuple(field.removeprefix("spec.") for field in (finding.field, *(change.field for change in finding.changes)))
 
 
 def _errors(plan: RunPlan, directory: Path) -> list[Finding]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import uuid
+from io import BufferedReader
 from pathlib import Path
 
+MANIFEST_FILE = "manifest.json"
+"""Of a directory of results: its other files with their sizes and SHA-256, and what it was made by. Written last."""
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of everything that is not complete yet."""
 
@@ -56,7 +61,28 @@ def publish_directory(temporary: Path, final: Path) -> None:
     sync_directory(final.parent)
 
 
+class SpecialFileError(OSError):
+    """A pipe, a socket, a device or a link to itself where a file should be: reading it could wait for ever, or have no end."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.EINVAL, "is a pipe, a socket, a device, a directory or a link to itself, not a file", str(path))
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file of the user's for reading, without waiting. Raises SpecialFileError, and OSError as the file system does."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ELOOP):
+            raise SpecialFileError(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise SpecialFileError(path)
+    return os.fdopen(descriptor, "rb")
+
+
 def file_sha256(path: Path) -> str:
-    """Digest of the file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
+    """Digest of the file's bytes, in hexadecimal. Raises SpecialFileError, and OSError as the file system does."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -19,19 +19,25 @@ from finetune_job.names import Role
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.errors import CheckpointError, VerificationError
-from finetune_trainer.files import TEMPORARY_MARK, file_sha256, publish_directory, sync_file, temporary_beside, write_durably
+from finetune_trainer.files import (
+    MANIFEST_FILE,
+    TEMPORARY_MARK,
+    file_sha256,
+    publish_directory,
+    sync_file,
+    temporary_beside,
+    write_durably,
+)
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.quantized_base import packed_in_training
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
-from finetune_trainer.merge.writer import MANIFEST_FILE as MERGED_MANIFEST_FILE
 from finetune_trainer.model.load import stored_dtype
-from finetune_trainer.preflight.report import read_report
+from finetune_trainer.preflight.report import ModelReport, read_report
 from finetune_trainer.release.adapter_check import check_adapter
 from finetune_trainer.release.build import unseal
 from finetune_trainer.release.facts import run_facts
 from finetune_trainer.release.places import places_of
 from finetune_trainer.release.write import is_complete, release_digests, write_release_files
-from finetune_trainer.train.export import MANIFEST_FILE
 from finetune_trainer.verify.gate import Gate, gate_for
 from finetune_trainer.verify.report import VerificationReport
 from finetune_trainer.verify.run import quarantine, verify_merge
@@ -63,20 +69,21 @@ def merge(context: RunContext) -> TerminationReport:
     elif not plan.method.trains_adapter:
         publish_copy(trained, output.merged)
         facts["merged_manifest_sha256"] = digest
-    verification = None
+    verification, preflight = None, read_report(context.workspace.model_report)
     if plan.merge.enabled:
-        verification = _merge_and_verify(context, was_complete=was_complete)
+        verification = _merge_and_verify(context, preflight, was_complete=was_complete)
         facts |= {
-            "merged_manifest_sha256": file_sha256(output.merged / MERGED_MANIFEST_FILE),
+            "merged_manifest_sha256": file_sha256(output.merged / MANIFEST_FILE),
             "verification_sha256": file_sha256(output.verification),
             **_figures(verification),
         }
     if serving is not None:
         facts["vllm"] = serving.text()
     # What is complete stays as it is, byte for byte, whatever a second verification took.
-    facts |= (
-        release_digests(output) if was_complete else write_release_files(output, run_facts(context, step, verification, serving))
-    )
+    if was_complete:
+        facts |= release_digests(output)
+    else:
+        facts |= write_release_files(output, run_facts(context, step, preflight, verification, serving))
     return TerminationReport(role=Role.MERGE, attempt=context.attempt, outcome=Outcome.SUCCEEDED, time=time.time(), facts=facts)
 
 
@@ -84,15 +91,14 @@ def _merged_digest(context: RunContext, trained: str) -> str:
     """Of the manifest that the merged model has when all is done; empty: it is still to be made."""
     if not context.plan.method.trains_adapter:
         return trained
-    manifest = context.output.merged / MERGED_MANIFEST_FILE
+    manifest = context.output.merged / MANIFEST_FILE
     return file_sha256(manifest) if manifest.is_file() else ""
 
 
-def _merge_and_verify(context: RunContext, *, was_complete: bool) -> VerificationReport:
+def _merge_and_verify(context: RunContext, preflight: ModelReport | None, *, was_complete: bool) -> VerificationReport:
     """The merged model under its final name. Raises VerificationError, MergeError, OSError."""
     plan, output, trained = context.plan, context.output, context.workspace.adapter
     packed = _packed_in_training(context)
-    preflight = read_report(context.workspace.model_report)
     # A model under the final name has passed before: this run follows one that was killed after that.
     target = output.merged if output.merged.exists() else output.unverified
     merge_adapter(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from finetune_cli.commands.estimate import Estimated
 from finetune_job.memory.estimate import Term
 from finetune_job.memory.limits import shown
+from finetune_job.memory.verdict import MemoryVerdict, no_change_helps
 
 
 def estimate_text(found: list[Estimated]) -> str:
@@ -32,11 +34,19 @@ def _job(found: Estimated) -> str:
         lines += ["", f"  It fits with ({shown(verdict.alternative.estimate.total)}):"]
         lines += [f"    {change.field}: {_written(change.value)}" for change in verdict.alternative.changes]
     elif not verdict.fits:
-        lines += ["", "  No change of micro-batch, checkpointing, ranks or sequence length makes it fit."]
+        reason = no_change_helps(verdict.leanest or estimate)
+        lines += ["", *(f"  {line}" for line in textwrap.wrap(f"{reason[0].upper()}{reason[1:]}.", 100))]
     if estimate.host_terms:
         lines += ["", "  Host memory of one rank, beside the page cache of its data:", ""]
         lines += [_row(term, is_largest=False) for term in estimate.host_terms]
+        if verdict.host_limit is not None:
+            lines.append(f"  {'limit':20} {shown(verdict.host_limit.bytes):>11}  {verdict.host_limit.source}")
+            lines.append(f"  {'too little' if verdict.exceeds_host else 'fits':20} {_host_difference(verdict):>11}")
     return "\n".join([*lines, ""])
+
+
+def _host_difference(verdict: MemoryVerdict) -> str:
+    return _difference(verdict.estimate.host_total, 0 if verdict.host_limit is None else verdict.host_limit.bytes)
 
 
 def _row(term: Term, *, is_largest: bool) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from finetune_cli.commands.validate import Outcome, Report, Verdict
 from finetune_job.plan.run_plan import Choice
 from finetune_job.rules.admission import Transition, conditions_of
+from finetune_job.rules.changes import changes_text
 from finetune_job.rules.define import shown
 from finetune_job.rules.rule import Finding, Rule
 
@@ -128,11 +129,7 @@ def fixes_text(files: Sequence[FixedFile]) -> str:
     lines = []
     for file in files:
         for job, finding in file.made:
-            changed = ", ".join(
-                f"{change.field} removed" if change.value is None else f"{change.field}: {shown(change.value)}"
-                for change in finding.changes
-            )
-            lines.append(f"fixed {job}: {changed} ({finding.rule})\n")
+            lines.append(f"fixed {job}: {changes_text(finding.changes)} ({finding.rule})\n")
     return "".join(lines)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finetune_job.api.model import Attention
-from finetune_job.memory.model_shape import LINEAR, ArchitectureFacts, ModelShape, ParameterShape
+from finetune_job.memory.model_shape import DTYPE_BYTES, LINEAR, ArchitectureFacts, ModelShape, ParameterShape
 from finetune_job.memory.workload import Elements, Workload
 
 OUTPUTS = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "down_proj", "fc2", "dense_4h_to_h", "w2"})
@@ -78,7 +78,9 @@ class Layer:
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...]
     experts: tuple[ParameterShape, ...]
-    expert_ranks: int
+    expert_factors: int
+    """Values of adapters on stacked weights of experts."""
+    factor_dtype: str
     trained_bytes: int
 
 
@@ -127,15 +129,15 @@ def read_layer(parameters: Sequence[ParameterShape]) -> Layer:
     weights: dict[str, ParameterShape] = {}
     ranks: dict[str, tuple[int, str]] = {}
     magnitudes, biases, trained = set(), set(), set()
-    experts, expert_ranks = [], 0
+    experts, expert_factors, factor_dtype = [], 0, "float32"
     for each in parameters:
         name = _LAYER.sub("", each.name)
         module, _, last = name.rpartition(".")
         base = module.split(".lora_")[0]
         for wrapper in _WRAPPED:
             base = base.replace(wrapper, "")
-        if ".lora_A." in name and "experts" in module:
-            expert_ranks += each.shape[0]
+        if (".lora_A." in name or ".lora_B." in name) and "experts" in module:
+            expert_factors, factor_dtype = expert_factors + each.numel, each.dtype
         elif ".lora_A." in name:
             ranks[base] = (each.shape[0], each.dtype)
         elif ".lora_magnitude_vector." in name:
@@ -157,9 +159,8 @@ def read_layer(parameters: Sequence[ParameterShape]) -> Layer:
         elif weight.kind in LINEAR or name in ranks:
             outputs, inputs = reversed(weight.shape) if weight.kind == "transposed" else weight.shape
             linears.append(Linear(name, inputs, outputs, name in trained, rank, dtype, name in magnitudes))
-    return Layer(
-        tuple(linears), tuple(norms), tuple(experts), expert_ranks, sum(each.num_bytes for each in parameters if each.is_trained)
-    )
+    trained_bytes = sum(each.num_bytes for each in parameters if each.is_trained)
+    return Layer(tuple(linears), tuple(norms), tuple(experts), expert_factors, factor_dtype, trained_bytes)
 
 
 @dataclass(frozen=True)
@@ -305,15 +306,17 @@ def _experts(layer: Layer, during: Pass) -> int:
     if not layer.experts:
         return 0
     hidden, size, rows = during.facts.hidden_size, during.elements.product, during.work.tokens * during.facts.experts_per_token
-    is_trained, is_adapted = any(each.is_trained for each in layer.experts), layer.expert_ranks > 0
+    is_trained, is_adapted = any(each.is_trained for each in layer.experts), layer.expert_factors > 0
     width = _expert_width(layer, hidden)
     # Gate and up in one, the activation, and the results before they are weighted.
     total = rows * (3 * width + hidden) * size
     if is_trained or is_adapted:
         total += rows * (hidden + width) * size
     if is_adapted:
-        # PEFT adds the update to all experts' weights in every forward pass.
+        # PEFT adds the update to all experts' weights in every forward pass, with factors in the weights' type.
         total += sum(each.numel for each in layer.experts) * size
+        if during.elements.param is None and DTYPE_BYTES[layer.factor_dtype] != size:
+            total += layer.expert_factors * size
     return total
 
 
@@ -338,6 +341,9 @@ def _backward(layer: Layer, during: Pass) -> int:
     block = tokens * (3 * widest + hidden) * size
     if layer.experts:
         block = max(block, tokens * during.facts.experts_per_token * (3 * _expert_width(layer, hidden) + hidden) * size)
+    if layer.expert_factors:
+        # The gradient of all experts' second matrices; when that of the first, twice as wide, comes, it has gone with its weights.
+        block += sum(each.numel for each in layer.experts) // 3 * size
     scores = during.scores * 8 if during.is_unfused else during.scores * (8 + size) if during.keeps_scores else 0
     # The block comes after attention, so its activations have gone when the gradients of the scores are computed.
     return max(block, scores - _blocks(layer, during) - _experts(layer, during))

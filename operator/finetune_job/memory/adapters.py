@@ -7,7 +7,7 @@ Checked against the real adapters (tests/unit/memory/test_adapters.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from finetune_job.api.method import ALL_LINEAR, LoraBias, MethodType
@@ -17,13 +17,28 @@ from finetune_job.plan.run_plan import LoraPlan, MethodPlan, QuantizationPlan
 PREFIX = "base_model.model."
 """What PEFT puts before the names of the base model."""
 HEADS = ("lm_head", "embed_out", "output")
+STACKED_EXPERTS: Mapping[str, Mapping[str, tuple[str, int]]] = {
+    "mixtral": {"gate": ("gate.weight", 1), "w1": ("gate_up_proj", 2), "w3": ("gate_up_proj", 2), "w2": ("down_proj", 1)},
+    "qwen2_moe": {
+        "gate": ("gate.weight", 1), "gate_proj": ("gate_up_proj", 2), "up_proj": ("gate_up_proj", 2), "down_proj": ("down_proj", 1),
+    },
+}  # fmt: skip
+"""Names of the layers that experts and routers once were -> the parameters that PEFT adapts in their place, in models of which
+transformers has stacked the experts since, and how many times the rank these get. Whatever has such a name counts as one of an
+expert: dense blocks beside the experts get no adapter (peft/utils/transformers_weight_conversion.py)."""
+STACKED_AS: Mapping[str, str] = {
+    "mixtral": "mixtral", "olmoe": "qwen2_moe", "qwen3_moe": "qwen2_moe", "deepseek_v2": "qwen2_moe", "deepseek_v3": "qwen2_moe",
+}  # fmt: skip
+"""By `model_type`, of the families that are known without the model."""
 BLOCK_SIZE, NESTED_BLOCK_SIZE = 64, 256
 """Values of a 4-bit weight that share a scale, and scales that share one where they are packed themselves."""
 CODE_BYTES, NESTED_CODE_BYTES, OFFSET_BYTES = 16 * 4, 256 * 4, 4
 """Code books of 4-bit values and of 8-bit scales in float32, and the mean that was taken from the scales."""
 
 
-def trained_parameters(base: Sequence[ParameterShape], method: MethodPlan, held: str) -> tuple[ParameterShape, ...]:
+def trained_parameters(
+    base: Sequence[ParameterShape], method: MethodPlan, held: str, model_type: str
+) -> tuple[ParameterShape, ...]:
     """Parameters as the trainer holds them. `held`: element type of the base. Raises UnknownModelError for PEFT's other methods."""
     if method.type is MethodType.FULL:
         return tuple(replace(each, dtype=held, is_trained=True) for each in base)
@@ -31,11 +46,38 @@ def trained_parameters(base: Sequence[ParameterShape], method: MethodPlan, held:
         raise UnknownModelError(
             f"spec.method.type: what {method.type.value} adds to a model only PEFT itself can tell; preflight estimates it"
         )
-    lora = method.lora
+    lora = _with_stacked_experts(method.lora, base, model_type)
     adapter_dtype = "float32" if lora.autocast_adapter_dtype and held != "float32" else held
-    every = _with_adapters(base, lora, held, adapter_dtype)
-    # Modules and biases of the base that are trained, too.
-    return tuple(replace(each, dtype=adapter_dtype) if each.is_trained else each for each in every)
+    every = tuple(_with_adapters(base, lora, held, adapter_dtype))
+    trained = {each.module for each in every if each.is_trained}
+    # Modules and biases of the base that are trained, too, and the frozen weight of a normalisation beside a trained bias.
+    return tuple(
+        replace(each, dtype=adapter_dtype) if each.is_trained or (len(each.shape) == 1 and each.module in trained) else each
+        for each in every
+    )
+
+
+def _with_stacked_experts(lora: LoraPlan, base: Sequence[ParameterShape], model_type: str) -> LoraPlan:
+    """The names as PEFT rewrites them before it looks for them."""
+    once = STACKED_EXPERTS.get(STACKED_AS.get(model_type, ""))
+    if once is None:
+        return lora
+    names = lora.target_modules
+    if names == (ALL_LINEAR,):
+        linear = {each.module.rpartition(".")[2] for each in base if each.kind in LINEAR}
+        names = (*sorted(linear - set(HEADS)), *once)
+    found = {name: new for name in names for old, new in once.items() if _ends_with(name, old)}
+    stacked = dict(found.values())
+    return lora.model_copy(
+        update={
+            "target_modules": tuple(dict.fromkeys(name for name in names if name not in found)),
+            "target_parameters": (*lora.target_parameters, *(name for name in stacked if name not in lora.target_parameters)),
+            "rank_pattern": {
+                **lora.rank_pattern,
+                **{rf".*\.{re.escape(name)}": times * lora.r for name, times in stacked.items() if times > 1},
+            },
+        }
+    )
 
 
 def _with_adapters(base: Sequence[ParameterShape], lora: LoraPlan, held: str, adapter_dtype: str) -> Iterator[ParameterShape]:
@@ -59,10 +101,10 @@ def _with_adapters(base: Sequence[ParameterShape], lora: LoraPlan, held: str, ad
             tokens = (len(lora.trainable_token_indices), width)
             yield ParameterShape(f"{path}.token_adapter.trainable_tokens_delta.default", tokens, adapter_dtype, is_trained=True)
             continue
-        stacked = [each for target in lora.target_parameters for each in parameters if _ends_with(each.name, target)]
+        stacked = [each for each in parameters if _ends_with_any(each.name, lora.target_parameters)]
         if stacked:
             yield from (_held(each, path + ".base_layer" * len(stacked), held) for each in parameters)
-            yield from _stacked(path, stacked, lora.r, adapter_dtype)
+            yield from _stacked(path, stacked, lora, adapter_dtype)
             continue
         trains_bias = lora.bias is LoraBias.ALL
         if _is_target(name, parameters[0], lora, head):
@@ -96,11 +138,12 @@ def _adapter(path: str, weight: ParameterShape, lora: LoraPlan, dtype: str, rank
         yield ParameterShape(f"{path}.lora_magnitude_vector.default.weight", (outputs,), dtype, is_trained=True)
 
 
-def _stacked(path: str, targets: Sequence[ParameterShape], rank: int, dtype: str) -> Iterator[ParameterShape]:
+def _stacked(path: str, targets: Sequence[ParameterShape], lora: LoraPlan, dtype: str) -> Iterator[ParameterShape]:
     """Adapters of weights that are no layer's: each wraps the one before it, so the last is the outermost."""
     for number, each in enumerate(targets, start=1):
         experts, outputs, inputs = each.shape if len(each.shape) == 3 else (1, *each.shape)
         inner = path + ".base_layer" * (len(targets) - number)
+        rank = _rank(each.name, lora)
         yield ParameterShape(f"{inner}.lora_A.default.weight", (rank * experts, inputs), dtype, is_trained=True)
         yield ParameterShape(f"{inner}.lora_B.default.weight", (outputs, rank * experts), dtype, is_trained=True)
 

@@ -55,12 +55,9 @@ def largest_fitting(plan: RunPlan, limit: int, predict: Callable[[RunPlan], Esti
 
     `predict`: the estimate of a changed plan. Every combination keeps the global batch.
     """
-    kinds = [_ranks(plan), _recomputed(plan), _resharded(plan), _precise(plan), _shortened(plan), _micro(plan), _quantised(plan)]
-    # The most that can be saved decides whether to look at all. Packing the base saves, but not while it is loaded.
-    most = [_combined([*(options[-1] for options in kinds[:-1]), packing], plan) for packing in kinds[-1]]
-    if all(made is None or predict(made[0]).total > limit for made in most):
+    if leanest(plan, predict).total > limit:
         return None
-    combinations = sorted(itertools.product(*kinds), key=lambda steps: sum(step.cost for step in steps))
+    combinations = sorted(itertools.product(*_kinds(plan)), key=lambda steps: sum(step.cost for step in steps))
     for steps in combinations:
         made = _combined(steps, plan)
         if made is None or not made[1]:
@@ -69,6 +66,18 @@ def largest_fitting(plan: RunPlan, limit: int, predict: Callable[[RunPlan], Esti
         if found.total <= limit:
             return Alternative(tuple(FieldChange(field=f"spec.{field}", value=value) for field, value in made[1]), found)
     return None
+
+
+def leanest(plan: RunPlan, predict: Callable[[RunPlan], Estimate]) -> Estimate:
+    """The estimate with all changes that save memory; where no combination is within a limit, neither is this."""
+    kinds = _kinds(plan)
+    # Packing the base saves, but not while it is loaded.
+    most = [_combined([*(options[-1] for options in kinds[:-1]), packing], plan) for packing in kinds[-1]]
+    return min((predict(made[0]) for made in most if made is not None), key=lambda found: found.total, default=predict(plan))
+
+
+def _kinds(plan: RunPlan) -> list[list[_Step]]:
+    return [_ranks(plan), _recomputed(plan), _resharded(plan), _precise(plan), _shortened(plan), _micro(plan), _quantised(plan)]
 
 
 def _combined(steps: Iterable[_Step], plan: RunPlan) -> tuple[RunPlan, list[tuple[str, Any]]] | None:

@@ -83,7 +83,7 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
 def model_shape(plan: RunPlan, files: ModelFiles) -> ModelShape:
     """The model as the plan trains it. Raises UnknownModelError where only the libraries could tell."""
     held = resolve_elements(plan, files.stored).load
-    parameters = trained_parameters(_base(files, held), plan.method, held)
+    parameters = trained_parameters(_base(files, held), plan.method, held, str(files.config["model_type"]))
     fsdp = plan.parallelism.fsdp
     layers = layer_names(parameters)
     if fsdp.auto_wrap_policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP and fsdp.transformer_layer_cls_to_wrap is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from finetune_job.api.model import Attention
 from finetune_job.api.training import ActivationCheckpointing, OptimizerName
 from finetune_job.memory.activations import Activations, Layer, Pass, layer_activations, read_layers
 from finetune_job.memory.adapters import quantised
@@ -14,6 +15,7 @@ from finetune_job.memory.model_shape import DTYPE_BYTES, LINEAR, ModelShape
 from finetune_job.memory.optimizers import state_bytes
 from finetune_job.memory.sharding import Unit, shards, units_of
 from finetune_job.memory.workload import Elements, Workload
+from finetune_job.methods import METHODS, Family
 from finetune_job.plan.run_plan import RunPlan
 
 CONTEXT_BYTES = 1 << 30
@@ -22,6 +24,7 @@ SLACK = 0.05
 """Assumed: share of what is allocated that torch's allocator cannot use, because it is cut into pieces."""
 HOST_BASE_BYTES = 3 << 29
 """Assumed: a Python process with torch, transformers and peft."""
+WHOLE_BASE = "the whole base, in every rank until it is sharded or on the device"
 SEQUENTIAL_BYTES = 8 * 5
 """Token ids, positions and labels of a token, and the rows and labels that are scored."""
 
@@ -87,7 +90,10 @@ class _Estimator:
         self.kept = shards(self.units, plan.parallelism.fsdp, self.world_size, param_dtype=elements.param)
         self.is_sharded = self.world_size > 1
         lora = plan.method.lora
-        self.during = Pass(shape.facts, work, elements, plan.model.attention, lora.lora_dropout if lora is not None else 0.0)
+        attention = plan.model.attention
+        if attention is Attention.SDPA and not shape.facts.has_fused_attention:
+            attention = Attention.EAGER
+        self.during = Pass(shape.facts, work, elements, attention, lora.lora_dropout if lora is not None else 0.0)
 
     def estimate(self) -> Estimate:
         moments = {
@@ -188,11 +194,28 @@ class _Estimator:
         return f"{self.work.rows} x {self.work.length:,} tokens, {how}"
 
     def _loading(self) -> list[Term]:
-        """Every rank packs the whole base before it is sharded."""
-        if self.plan.method.quantization is None or not self.is_sharded:
+        """Every rank packs the whole base before it is sharded; on a CPU it may have to read the whole base, too."""
+        if not self.is_sharded:
             return []
-        whole = sum(each.num_bytes for each in self.held.parameters if not each.is_trained)
-        return [Term("packed weights", whole - self.kept.frozen, "the whole base, until it is sharded")]
+        if self.plan.method.quantization is not None:
+            whole = sum(each.num_bytes for each in self.held.parameters if not each.is_trained)
+            return [Term("packed weights", whole - self.kept.frozen, "the whole base, until it is sharded")]
+        if self.work.on_gpu:
+            return []
+        held = self.kept.frozen if self.plan.method.trains_adapter else self.kept.frozen + self.kept.trained
+        return [Term("base while it is loaded", max(self._read_whole() - held, 0), WHOLE_BASE)]
+
+    def _read_whole(self) -> int:
+        """Bytes of the base where a rank reads all of it into host memory; else 0: blocks of its own shards (model/load_shards.py).
+
+        Packed weights go to the device tensor by tensor.
+        """
+        plan = self.plan
+        is_whole = not self.is_sharded or self.shape.facts.is_stored_otherwise or plan.model.allow_remote_code
+        is_whole = is_whole or METHODS[plan.method.type].family is Family.OTHER
+        if plan.method.quantization is not None or not is_whole:
+            return 0
+        return sum(each.num_bytes for each in self.held.parameters if not (each.is_trained and plan.method.trains_adapter))
 
     def _unpacked(self) -> Term:
         """Whole weights that layers compute in passing: 4-bit ones unpacked, and DoRA's sums of base and update."""
@@ -277,5 +300,8 @@ class _Estimator:
             return ()
         offloaded = self._shards() if self.plan.parallelism.fsdp.offload_params and self.is_sharded else []
         snapshot = Term("checkpoint snapshot", self._snapshot(), "pinned; the copy that checkpoints are written from")
+        loaded = Term("base while it is loaded", self._read_whole(), WHOLE_BASE)
         base = Term("process", HOST_BASE_BYTES, "Python, torch and their libraries (assumed)")
-        return tuple(term for term in (*offloaded, snapshot, base) if term.bytes)
+        # The base has gone to the device, and its shards are where they stay, before the first checkpoint.
+        moment = [loaded] if loaded.bytes > sum(term.bytes for term in (*offloaded, snapshot)) else [*offloaded, snapshot]
+        return tuple(term for term in (*moment, base) if term.bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.run_plan import Placement, RunPlan
 
 _FACTORS = {"m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
@@ -37,6 +37,18 @@ def limit_of(plan: RunPlan) -> Limit | None:
         return None
     if placement.gpu_memory is not None:
         return Limit(quantity_bytes(placement.gpu_memory), is_device=True, source=f"gpu.memory of profile {placement.profile}")
+    return _share_of_the_pod(plan, placement)
+
+
+def host_limit_of(plan: RunPlan) -> Limit | None:
+    """A rank's share of the pod's memory beside its device; None where there is no device, or nobody has said."""
+    placement = plan.placement
+    if placement is None or placement.gpu_memory is None:
+        return None
+    return _share_of_the_pod(plan, placement)
+
+
+def _share_of_the_pod(plan: RunPlan, placement: Placement) -> Limit:
     share = quantity_bytes(placement.resources.train.memory) // plan.parallelism.processes_per_node
     return Limit(share, is_device=False, source=f"a rank's share of resources.train.memory of profile {placement.profile}")
 

@@ -68,6 +68,10 @@ class ArchitectureFacts:
     """Whether the model changes its logits, so that they cannot be computed a few rows at a time."""
     rotates_positions: bool
     """Whether queries and keys are rotated, which copies them."""
+    has_fused_attention: bool
+    """Whether transformers has torch's fused attention (SDPA) for this architecture; without it the trainer takes the eager one."""
+    is_stored_otherwise: bool
+    """Whether the files hold other tensors than the model has parameters, such as each expert alone: every rank reads them all."""
 
 
 @dataclass(frozen=True)
@@ -83,18 +87,32 @@ class ModelShape:
     """What every rank holds whole beside parameters: buffers, and the scales of 4-bit weights."""
 
 
-def facts_of(config: Mapping[str, Any], *, has_whole_logits: bool | None = None) -> ArchitectureFacts:
+def facts_of(
+    config: Mapping[str, Any],
+    *,
+    has_whole_logits: bool | None = None,
+    has_fused_attention: bool | None = None,
+    is_stored_otherwise: bool | None = None,
+) -> ArchitectureFacts:
     """From config.json (of the text part, where a model has several). Raises UnknownModelError.
 
-    `has_whole_logits`: what preflight has found out; None: by the settings that scale or cap logits.
+    What stands behind `config` preflight has found out; None: by the settings that scale or cap logits, and by the architecture's
+    name.
     """
+    text = text_config(config)
+    kind = text.get("model_type")
     try:
-        return _facts(text_config(config), has_whole_logits)
+        return _facts(
+            text,
+            has_whole_logits,
+            has_fused_attention=kind not in EAGER_ONLY if has_fused_attention is None else has_fused_attention,
+            is_stored_otherwise=kind in CONVERTED if is_stored_otherwise is None else is_stored_otherwise,
+        )
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise UnknownModelError(f"config.json: a size is not a whole number above 0 ({error})") from error
 
 
-def _facts(text: Mapping[str, Any], has_whole_logits: bool | None) -> ArchitectureFacts:
+def _facts(text: Mapping[str, Any], has_whole_logits: bool | None, **known: bool) -> ArchitectureFacts:
     hidden, heads = _first(text, "hidden_size", "n_embd", "d_model"), _first(text, "num_attention_heads", "n_head", "num_heads")
     vocabulary = _first(text, "vocab_size")
     if not all(isinstance(size, int) and size > 0 for size in (hidden, heads, vocabulary)):
@@ -132,6 +150,7 @@ def _facts(text: Mapping[str, Any], has_whole_logits: bool | None) -> Architectu
         score_softcap=bool(text.get("attn_logit_softcapping")),
         has_whole_logits=has_whole_logits,
         rotates_positions=kind not in LEARNT_POSITIONS,
+        **known,
     )
 
 
@@ -142,6 +161,14 @@ ACTIVATIONS = {"gpt2": "gelu_new", "gemma": "gelu_pytorch_tanh", "gemma2": "gelu
                "starcoder2": "gelu_pytorch_tanh", "gpt_neox": "gelu", "phi": "gelu_new", "opt": "relu"}  # fmt: skip
 DROPOUTS = {"gpt2": 0.1}
 """Defaults of transformers' configuration classes that differ from the usual 2 experts, silu and no dropout."""
+EAGER_ONLY = frozenset({
+    "bloom", "codegen", "deepseek_v4", "falcon_mamba", "flint", "gemma2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj",
+    "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_text", "mamba", "mamba2", "mimo_v2_flash", "mpt", "openai-gpt",
+    "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
+})  # fmt: skip
+"""Decoders for which the pinned transformers has no SDPA (`_supports_sdpa` of their classes)."""
+CONVERTED = frozenset({"gpt_neox", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"})
+"""Of the families that are known without the model: transformers renames tensors or stacks experts while it loads them."""
 LEARNT_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "bloom"})
 
 

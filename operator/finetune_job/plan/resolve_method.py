@@ -28,7 +28,9 @@ def method_plan(spec: FineTuneJobSpec, choices: Choices) -> MethodPlan:
         adapter=AdapterPlan(settings=spec.method.settings or {}, autocast_adapter_dtype=not as_base)
         if family is Family.OTHER
         else None,
-        quantization=_quantization(spec.method.quantization or QuantizationSpec(), choices) if kind is MethodType.QLORA else None,
+        quantization=(
+            quantization_plan(spec.method.quantization or QuantizationSpec(), choices) if kind is MethodType.QLORA else None
+        ),
     )
 
 
@@ -64,7 +66,8 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool) 
     )
 
 
-def _quantization(quantization: QuantizationSpec, choices: Choices) -> QuantizationPlan:
+def quantization_plan(quantization: QuantizationSpec, choices: Choices) -> QuantizationPlan:
+    """How a base is packed; `choices` collects what was left open."""
     return QuantizationPlan(
         bits=quantization.bits,
         quant_type=choices.pick(

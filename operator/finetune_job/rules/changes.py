@@ -6,7 +6,15 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+from finetune_job.rules.define import shown
 from finetune_job.rules.rule import FieldChange
+
+
+def changes_text(changes: Iterable[FieldChange]) -> str:
+    """In one line, as in "spec.data.packing: false, spec.training.epochs removed"."""
+    return ", ".join(
+        f"{change.field} removed" if change.value is None else f"{change.field}: {shown(change.value)}" for change in changes
+    )
 
 
 def with_changes(document: dict[str, Any], changes: Iterable[FieldChange]) -> dict[str, Any]:

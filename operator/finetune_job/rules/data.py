@@ -8,6 +8,7 @@ from finetune_job.api.data import DataFormat, LossOn
 from finetune_job.plan.sources import named_sources
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.rule import Reproduction
 
 _SOURCE = "data.source"
 _REVISION = "data.revision"
@@ -28,6 +29,10 @@ _UNKNOWN_SOURCE = "pvc://data/train.jsonl"
     "Training data is named in one way",
     reads=(_SOURCE, _REVISION, _DATASETS),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_records.py::test_training_data_is_named_twice_or_not_at_all",
+        "KeyError: nothing is prepared; or no error: one of the two names is ignored",
+    ),
     holds_for=OURS,
 )
 def source_or_datasets(context: RuleContext) -> Problem | None:
@@ -59,6 +64,10 @@ def source_or_datasets(context: RuleContext) -> Problem | None:
     "A chat template renders chats",
     reads=(_TEMPLATE, _FORMAT),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_records.py::test_a_template_renders_nothing_but_chats",
+        "no error: the tokens are the same with and without it",
+    ),
     holds_for=OURS,
 )
 def chat_template_without_chat(context: RuleContext) -> Problem | None:
@@ -80,6 +89,10 @@ def chat_template_without_chat(context: RuleContext) -> Problem | None:
     "Only a chat has turns of an assistant",
     reads=(_LOSS_ON, _FORMAT),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_records.py::test_a_loss_on_what_records_do_not_have",
+        "no error: every token is learnt, prompts included",
+    ),
     holds_for=OURS,
 )
 def assistant_loss_without_chat(context: RuleContext) -> Problem | None:
@@ -90,7 +103,7 @@ def assistant_loss_without_chat(context: RuleContext) -> Problem | None:
     return Problem(
         field=_LOSS_ON,
         value=data.loss_on,
-        message=f"records of format {data.format} have no turns, so no token would be supervised",
+        message=f"records of format {data.format} have no turns, so the loss would count every token, a prompt's included",
         fix=f"set {_LOSS_ON}: {instead}, or {_FORMAT}: Chat if the records hold messages",
         changes={_LOSS_ON: instead},
     )
@@ -101,6 +114,10 @@ def assistant_loss_without_chat(context: RuleContext) -> Problem | None:
     "A weight says how often a record occurs in a pass",
     reads=(_DATASETS,),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_records.py::test_weights_that_leave_out_or_repeat",
+        "no error: a record occurs never, or a thousand times in a pass",
+    ),
     holds_for=OURS,
 )
 def dataset_weight_range(context: RuleContext) -> Problem | None:
@@ -127,6 +144,10 @@ def dataset_weight_range(context: RuleContext) -> Problem | None:
     "A table of texts holds no chats",
     reads=(_FORMAT, _SOURCE, _DATASETS, _VALIDATION),
     sources=("RFC 4180: a field is a text, and the turns of a chat are a list",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_records.py::test_a_table_holds_no_chats",
+        "a CSV file cannot hold chats, whose turns are lists",
+    ),
     holds_for=OURS,
 )
 def csv_with_chat(context: RuleContext) -> Problem | None:
@@ -149,6 +170,10 @@ def csv_with_chat(context: RuleContext) -> Problem | None:
     "Plain text has no completion",
     reads=(_LOSS_ON, _FORMAT),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_records.py::test_a_loss_on_what_records_do_not_have",
+        "no error: every token is learnt",
+    ),
     holds_for=OURS,
 )
 def completion_loss_on_text(context: RuleContext) -> Problem | None:
@@ -158,7 +183,7 @@ def completion_loss_on_text(context: RuleContext) -> Problem | None:
     return Problem(
         field=_LOSS_ON,
         value=data.loss_on,
-        message="records of format Text have no prompt and no completion, so no token would be supervised",
+        message="records of format Text have no prompt and no completion, so the loss would count every token",
         fix=f"set {_LOSS_ON} to All, or {_FORMAT} to PromptCompletion",
         changes={_LOSS_ON: LossOn.ALL},
     )

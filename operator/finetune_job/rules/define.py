@@ -14,6 +14,9 @@ OURS = "this trainer, every version"
 """`holds_for` of rules that follow from how this product works and not from a library."""
 
 
+_BOOK = __name__.rpartition(".")[0]
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a check found; with the rule's id and severity it becomes a `Finding`."""
@@ -87,7 +90,7 @@ def rule(
             sources=sources,
             holds_for=holds_for,
             check=find,
-            topic=check.__module__.rpartition(".")[2],
+            topic=check.__module__.removeprefix(f"{_BOOK}.").partition(".")[0],
             reproduction=reproduction,
             speaks_of=speaks_of,
         )

@@ -1,22 +1,26 @@
-"""Element types that meet in one FSDP unit."""
+"""Element types that meet in one FSDP unit, and what a type is too narrow for."""
 
 from __future__ import annotations
 
 from finetune_job.api.base import Dtype
 from finetune_job.api.method import MethodType, QuantStorage
 from finetune_job.api.training import OptimizerName, Precision
+from finetune_job.methods import METHODS, Family
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.effective import effective_plan, held_dtype
+from finetune_job.rules.effective import effective_plan, held_dtype, may_part_adapters
 from finetune_job.rules.rule import Reproduction
 
 _PEFT_POLICY = "parallelism.fsdp.peftWrapPolicy"
 _ORIG_PARAMS = "parallelism.fsdp.useOrigParams"
 _AUTOCAST = "method.lora.autocastAdapterDtype"
 _COMPUTE = "method.quantization.computeDtype"
+_POLICY, _CLASSES = "parallelism.fsdp.autoWrapPolicy", "parallelism.fsdp.transformerLayerClsToWrap"
 _SAVED = "method.lora.modulesToSave"
 _PARAM_DTYPE = "parallelism.fsdp.mixedPrecision.paramDtype"
 _FLATTEN = "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata"
+_TYPE = "method.type"
+_VERSION = "parallelism.fsdp.version"
 
 
 @rule(
@@ -27,6 +31,8 @@ _FLATTEN = "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata"
         _PEFT_POLICY,
         _ORIG_PARAMS,
         _AUTOCAST,
+        _POLICY,
+        _CLASSES,
         "model.dtype",
         "training.precision",
         "method.quantization.quantStorage",
@@ -41,7 +47,7 @@ _FLATTEN = "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata"
 def fsdp1_adapter_dtype(context: RuleContext) -> Problem | None:
     plan = effective_plan(context)
     fsdp, lora = plan.parallelism.fsdp, plan.method.lora
-    if fsdp.version != 1 or lora is None or fsdp.peft_wrap_policy or not lora.autocast_adapter_dtype:
+    if fsdp.version != 1 or lora is None or fsdp.peft_wrap_policy or not lora.autocast_adapter_dtype or may_part_adapters(fsdp):
         return None
     storage = plan.method.quantization.quant_storage if plan.method.quantization else None
     base = held_dtype(plan) or (storage if storage is not QuantStorage.UINT8 else None)
@@ -63,7 +69,7 @@ def fsdp1_adapter_dtype(context: RuleContext) -> Problem | None:
 @rule(
     "fsdp1-qlora-compute-dtype",
     "Adapters of a 4-bit base take its compute type",
-    reads=("parallelism.fsdp.version", _PEFT_POLICY, _AUTOCAST, _COMPUTE, "model.dtype", "training.precision"),
+    reads=("parallelism.fsdp.version", _PEFT_POLICY, _AUTOCAST, _COMPUTE, _POLICY, _CLASSES, "model.dtype", "training.precision"),
     sources=(_FLATTEN, "peft: pull request 2893"),
     reproduction=Reproduction(
         "tests/pitfalls/test_dtypes.py::test_adapters_of_a_4_bit_base_take_its_compute_type",
@@ -77,6 +83,8 @@ def fsdp1_qlora_compute_dtype(context: RuleContext) -> Problem | None:
     if fsdp.version != 1 or lora is None or quantization is None or fsdp.peft_wrap_policy or lora.autocast_adapter_dtype:
         return None
     if quantization.compute_dtype is None or held_dtype(plan) is None or quantization.compute_dtype is held_dtype(plan):
+        return None
+    if may_part_adapters(fsdp):
         return None
     return Problem(
         field=_COMPUTE,
@@ -155,6 +163,10 @@ def saved_module_16_bit(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=("model.dtype", "training.precision", _PARAM_DTYPE),
     sources=("Micikevicius et al. 2018, Mixed precision training; this trainer scales no losses",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_loss_scaling.py::test_small_gradients_are_zero_in_float16",
+        "no error: a gradient of 1e-8 is zero",
+    ),
     holds_for="every version",
 )
 def float16_without_loss_scaling(context: RuleContext) -> Problem | None:
@@ -175,10 +187,67 @@ def float16_without_loss_scaling(context: RuleContext) -> Problem | None:
     )
 
 
+@rule(
+    "dora-16-bit-magnitude",
+    "DoRA's magnitudes stand still in 16 bits",
+    severity="warning",
+    reads=("method.type", _AUTOCAST, "model.dtype", "training.precision"),
+    sources=("trl: pull request 7268", "IEEE 754: a bfloat16 number near 1 has steps of 1/128, larger than usual updates"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_dora.py::test_magnitudes_stand_still_in_16_bits", "no error: the magnitudes never change"
+    ),
+    holds_for="every version",
+)
+def dora_16_bit_magnitude(context: RuleContext) -> Problem | None:
+    plan = effective_plan(context)
+    if plan.method.type is not MethodType.DORA or plan.method.lora is None or plan.method.lora.autocast_adapter_dtype:
+        return None
+    if held_dtype(plan) in (None, Dtype.FLOAT32):
+        return None
+    first = plan.parallelism.fsdp.version == 1
+    return Problem(
+        field=_AUTOCAST,
+        value=False,
+        message=f"magnitudes of about 1 in {held_dtype(plan)} cannot take updates as small as the learning rate: they keep their "
+        "first value, and DoRA becomes LoRA",
+        fix=f"remove {_AUTOCAST}: adapters are then held in float32"
+        + (f"; FSDP 1 then needs {_PEFT_POLICY} true and {_ORIG_PARAMS} false" if first else ""),
+        changes={_AUTOCAST: None} | ({_PEFT_POLICY: True, _ORIG_PARAMS: False} if first else {}),
+    )
+
+
+@rule(
+    "fsdp1-adapter-16-bit",
+    "FSDP 1 would hold these adapters in 16 bits",
+    reads=(_TYPE, _VERSION, "model.dtype", "training.precision"),
+    sources=(
+        "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata (one element type in a flat parameter)",
+        "IEEE 754: a bfloat16 number near 1 has steps of 1/128, larger than usual updates",
+    ),
+    holds_for="torch >= 2.0, FSDP 1 only",
+)
+def fsdp1_adapter_16_bit(context: RuleContext) -> Problem | None:
+    plan = effective_plan(context)
+    kind = plan.method.type
+    if METHODS[kind].family is not Family.OTHER or plan.parallelism.fsdp.version != 1 or plan.method.autocast_adapter_dtype:
+        return None
+    if held_dtype(plan) in (None, Dtype.FLOAT32):
+        return None
+    return Problem(
+        field=_VERSION,
+        value=1,
+        message=f"adapters of {kind} lie in one flat parameter with base weights in {held_dtype(plan)}, where small updates vanish",
+        fix=f"remove {_VERSION}: version 2 holds them in float32; or set training.precision to fp32",
+        changes={_VERSION: None},
+    )
+
+
 RULES = (
     fsdp1_adapter_dtype,
     fsdp1_qlora_compute_dtype,
     float16_adapter,
     saved_module_16_bit,
     float16_without_loss_scaling,
+    dora_16_bit_magnitude,
+    fsdp1_adapter_16_bit,
 )

@@ -1,8 +1,9 @@
 """What a manifest comes to once everything it leaves open is chosen: rules judge that, never a second set of defaults."""
 
 from finetune_job.api.base import Dtype
+from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import Precision
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_job.rules.context import RuleContext
 
 
@@ -12,5 +13,24 @@ def effective_plan(context: RuleContext) -> RunPlan:
 
 
 def held_dtype(plan: RunPlan) -> Dtype | None:
-    """Element type in which an adapter run holds its base; None where only the stored weights can tell."""
-    return Dtype.FLOAT32 if plan.training.precision is Precision.FP32 else plan.model.dtype
+    """Element type in which an adapter run holds its base; None where only the stored weights can tell.
+
+    What memory/element_types.py makes of a plan, as far as a manifest alone shows it.
+    """
+    if plan.training.precision is Precision.FP32:
+        return Dtype.FLOAT32
+    fsdp = plan.parallelism.fsdp
+    is_cast = plan.parallelism.world_size > 1 and fsdp.version == 2
+    is_short = plan.model.dtype not in (None, Dtype.FLOAT32) and fsdp.param_dtype not in (None, Dtype.FLOAT32)
+    return fsdp.param_dtype if is_short and not is_cast else plan.model.dtype
+
+
+LEAF_CLASSES = ("Linear", "Linear4bit")
+"""Classes of adapters and of the layers around them, which a plan may name as units."""
+
+
+def may_part_adapters(fsdp: FsdpPlan) -> bool:
+    """Whether units may be so small that adapters and base lie apart without PEFT's wrap policy; preflight sees whether they do."""
+    if fsdp.auto_wrap_policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
+        return not set(LEAF_CLASSES).isdisjoint(fsdp.transformer_layer_cls_to_wrap or ())
+    return fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP

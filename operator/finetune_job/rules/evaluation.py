@@ -1,14 +1,15 @@
-"""Held-out loss, early stopping, best checkpoint."""
+"""Held-out loss and early stopping."""
 
 from __future__ import annotations
 
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.rule import Reproduction
 
 _EVERY = "evaluation.everySteps"
 _STOPPING = "evaluation.earlyStopping"
-_BEST = "evaluation.loadBestModelAtEnd"
 _VALIDATION = "data.validation"
+_STEPS = "training.maxSteps"
 _API = ("this product's API",)
 
 
@@ -38,6 +39,10 @@ def evaluation_without_validation(context: RuleContext) -> Problem | None:
     "Early stopping needs evaluations to go by",
     reads=(_STOPPING, _EVERY, _VALIDATION),
     sources=("transformers: trainer_callback.py, EarlyStoppingCallback.on_train_begin",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_evaluation.py::test_one_evaluation_stops_nothing_early",
+        "no error: the run ends at its last step, however the loss rises",
+    ),
     holds_for=OURS,
 )
 def early_stopping_without_evaluation(context: RuleContext) -> Problem | None:
@@ -60,48 +65,34 @@ def early_stopping_without_evaluation(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "best-model-without-validation",
-    "The best checkpoint is found on held-out records",
-    reads=(_BEST, _VALIDATION),
-    sources=_API,
-    holds_for=OURS,
-)
-def best_model_without_validation(context: RuleContext) -> Problem | None:
-    if not context.spec.evaluation.load_best_model_at_end or context.spec.data.validation is not None:
-        return None
-    return Problem(
-        field=_BEST,
-        value=True,
-        message="without held-out records no checkpoint is better than another",
-        fix=f"set {_VALIDATION}.source, or remove {_BEST}",
-        changes={_BEST: None},
-    )
-
-
-@rule(
-    "best-model-is-the-last",
-    "One evaluation cannot choose between checkpoints",
+    "early-stopping-after-the-end",
+    "Early stopping needs time to stop early",
     severity="warning",
-    reads=(_BEST, _EVERY),
-    sources=_API,
+    reads=(_STOPPING, _EVERY, _STEPS),
+    sources=("this product: the first evaluation is what the next `patience` ones are compared with",),
     holds_for=OURS,
 )
-def best_model_is_the_last(context: RuleContext) -> Problem | None:
-    evaluation = context.spec.evaluation
-    if not evaluation.load_best_model_at_end or evaluation.every_steps is not None or context.spec.data.validation is None:
+def early_stopping_after_the_end(context: RuleContext) -> Problem | None:
+    evaluation, steps = context.spec.evaluation, context.spec.training.max_steps
+    stopping, every = evaluation.early_stopping, evaluation.every_steps
+    if stopping is None or every is None or steps is None:
         return None
+    earliest = (stopping.patience + 1) * every
+    if earliest < steps:
+        return None
+    soon = (steps - 1) // (stopping.patience + 1)
     return Problem(
-        field=_BEST,
-        value=True,
-        message=f"NoEffect: {_EVERY} is unset, so only the last checkpoint is evaluated and the best is the last",
-        fix=f"set {_EVERY}, or remove {_BEST}",
-        changes={_BEST: None},
+        field=_STOPPING,
+        value=f"patience {stopping.patience}",
+        message=f"NoEffect: with an evaluation every {every} steps it could end the run after step {earliest} at the earliest, and "
+        f"the run has {steps}",
+        fix=f"set {_EVERY} to {soon} or less" if soon else f"remove {_STOPPING}",
+        changes={_EVERY: soon} if soon else {_STOPPING: None},
     )
 
 
 RULES = (
     evaluation_without_validation,
     early_stopping_without_evaluation,
-    best_model_without_validation,
-    best_model_is_the_last,
+    early_stopping_after_the_end,
 )

@@ -1,19 +1,61 @@
-"""The merged model: its element type, its base and its verification."""
+"""The merged model: what can be merged, its element type, its base and its verification."""
 
 from __future__ import annotations
 
 from decimal import Decimal
+from typing import Any
 
 from finetune_job.api.base import Dtype
-from finetune_job.api.method import MethodType
+from finetune_job.api.method import MethodType, is_decimal
 from finetune_job.api.output import MergeBase
+from finetune_job.methods import METHODS
 from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.define import OURS, Problem, rule, shown
 from finetune_job.rules.rule import Reproduction
 
+_TYPE = "method.type"
+_SETTINGS = "method.settings"
+_MERGE = "merge.enabled"
+_MERGED = "this product: tests/unit/trainer_merge/test_methods.py"
+_PEFT = "peft 0.21"
 _BASE = "merge.base"
 _DTYPE = "merge.dtype"
 _AGREEMENT = "merge.verify.minTop1Agreement"
+
+
+@rule(
+    "method-merge-setting",
+    "Some adapters can be merged only where they say enough",
+    reads=(_TYPE, _SETTINGS, _MERGE),
+    sources=(_MERGED, "peft: peft/tuners/unilora/model.py, tinylora/model.py, frod/model.py"),
+    holds_for=_PEFT,
+)
+def method_merge_setting(context: RuleContext) -> Problem | None:
+    spec = context.spec
+    if not spec.merge.enabled:
+        return None
+    written = spec.method.settings or {}
+    for needed in METHODS[spec.method.type].merge_settings:
+        if needed.name in written and _same(written[needed.name], needed.value):
+            continue
+        if needed.name not in written and needed.is_default:
+            continue
+        wanted = shown(needed.value) if isinstance(needed.value, bool) else f'"{needed.value}"'
+        return Problem(
+            field=_SETTINGS,
+            value=f"{needed.name} unset" if needed.name not in written else f"{needed.name}: {shown(written[needed.name])}",
+            message=f"a {spec.method.type} adapter can be merged only where {needed.name} is {wanted}: {needed.reason}",
+            fix=f"set {_SETTINGS}.{needed.name} to {wanted}, or {_MERGE} to false",
+            changes={f"{_SETTINGS}.{needed.name}": needed.value},
+        )
+    return None
+
+
+def _same(written: Any, needed: bool | str) -> bool:
+    if isinstance(needed, bool) or isinstance(written, bool):
+        return written is needed
+    text = str(written)
+    return is_decimal(text) and Decimal(text) == Decimal(needed)
 
 
 @rule(
@@ -22,6 +64,10 @@ _AGREEMENT = "merge.verify.minTop1Agreement"
     severity="warning",
     reads=(_DTYPE, "model.dtype"),
     sources=("IEEE 754: float16 ends at 65504, bfloat16 and float32 at 3.4e38",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_loss_scaling.py::test_large_weights_are_infinite_in_float16",
+        "no error: a weight of 70000 is infinite",
+    ),
     holds_for="every version",
 )
 def merge_dtype_overflow(context: RuleContext) -> Problem | None:
@@ -153,6 +199,7 @@ def merge_device_mismatch(context: RuleContext) -> Problem | None:
 
 
 RULES = (
+    method_merge_setting,
     merge_dtype_overflow,
     verification_agreement_range,
     merge_into_quantized,

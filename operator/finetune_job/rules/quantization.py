@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from finetune_job.api.base import Dtype
 from finetune_job.api.method import MethodType, QuantStorage
+from finetune_job.api.output import MergeBase
+from finetune_job.plan.resolve_training import world_size
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.effective import effective_plan, held_dtype
+from finetune_job.rules.effective import effective_plan, held_dtype, may_part_adapters
 from finetune_job.rules.rule import Reproduction
 
 _QUANTIZATION = "method.quantization"
@@ -22,6 +24,10 @@ _FSDP_QLORA = "bitsandbytes: docs/source/fsdp_qlora.md"
     "Only QLoRA has a quantised base",
     reads=("method.type", _QUANTIZATION),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
+        "no error: the run's plan is the same with and without it",
+    ),
     holds_for=OURS,
 )
 def quantization_without_qlora(context: RuleContext) -> Problem | None:
@@ -40,7 +46,7 @@ def quantization_without_qlora(context: RuleContext) -> Problem | None:
 @rule(
     "quantization-bits",
     "Only a 4-bit base can be sharded",
-    reads=("method.type", _BITS),
+    reads=("method.type", _BITS, "merge.base", "parallelism.nodes", "parallelism.processesPerNode"),
     sources=(
         "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata (FSDP 1: integers cannot be flattened)",
         "bitsandbytes: bitsandbytes/nn/modules.py, Linear8bitLt (FSDP 2: the sharded parameter has lost its CB attribute)",
@@ -49,12 +55,23 @@ def quantization_without_qlora(context: RuleContext) -> Problem | None:
         "tests/pitfalls/test_quantization.py::test_an_8_bit_base_cannot_be_sharded",
         "FSDP 1: ValueError: Cannot flatten integer dtype tensors; FSDP 2: AttributeError: 'Parameter' object has no 'CB'",
     ),
-    holds_for="bitsandbytes <= 0.50, both FSDP versions",
+    holds_for="bitsandbytes <= 0.50, both FSDP versions; one rank trains on 8 bits",
 )
 def quantization_bits(context: RuleContext) -> Problem | None:
-    quantization = context.spec.method.quantization
-    if quantization is None or context.spec.method.type is not MethodType.QLORA or quantization.bits == 4:
+    spec = context.spec
+    quantization = spec.method.quantization
+    if quantization is None or spec.method.type is not MethodType.QLORA or quantization.bits == 4:
         return None
+    if quantization.bits == 8 and world_size(spec) == 1:
+        if not spec.merge.enabled or spec.merge.base is not MergeBase.DEQUANTIZED:
+            return None
+        return Problem(
+            field="merge.base",
+            value=spec.merge.base,
+            message="only a 4-bit base can be written out as it was trained on",
+            fix=f"set merge.base to Original, or {_BITS} to 4",
+            changes={"merge.base": MergeBase.ORIGINAL},
+        )
     reason = (
         'the 8-bit form is an integer that FSDP 1 cannot flatten ("Cannot flatten integer dtype tensors") and FSDP 2 takes apart'
         if quantization.bits == 8
@@ -118,7 +135,10 @@ def fsdp2_qlora_integer_storage(context: RuleContext) -> Problem | None:
 @rule(
     "fsdp1-qlora-storage-not-model-dtype",
     "FSDP 1 cannot flatten two element types together",
-    reads=("parallelism.fsdp.version", "method.type", _STORAGE, "model.dtype", "training.precision"),
+    reads=(
+        *("parallelism.fsdp.version", "parallelism.fsdp.autoWrapPolicy", "parallelism.fsdp.transformerLayerClsToWrap"),
+        *("method.type", _STORAGE, "model.dtype", "training.precision"),
+    ),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", _FSDP_QLORA),
     reproduction=Reproduction(
         "tests/pitfalls/test_quantization.py::test_storage_of_another_type_cannot_be_flattened",
@@ -131,7 +151,7 @@ def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
     storage = plan.method.quantization.quant_storage if plan.method.quantization else None
     if plan.parallelism.fsdp.version != 1 or storage in (None, QuantStorage.UINT8) or held_dtype(plan) is None:
         return None
-    if str(storage) == str(held_dtype(plan)):
+    if str(storage) == str(held_dtype(plan)) or may_part_adapters(plan.parallelism.fsdp):
         return None
     return Problem(
         field=_STORAGE,

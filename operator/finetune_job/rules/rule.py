@@ -72,7 +72,7 @@ class Rule:
     """Library versions, in words that stand in the catalogue."""
     check: Callable[[RuleContext], Finding | None]
     topic: str
-    """The module that it stands in: `wrapping`, `quantization` and so on."""
+    """The module or package of the book that it stands in: `wrapping`, `quantization` and so on."""
     reproduction: Reproduction | None = None
     speaks_of: Speaks = "ours"
 

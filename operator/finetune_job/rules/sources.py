@@ -1,4 +1,4 @@
-"""Sources outside the cluster: what `hf://` and `s3://` may name, and which of them a profile lets through."""
+"""Where models and data come from, at which state, whose code runs, and what credentials reading takes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from finetune_job.plan.sources import NamedSource, named_sources, training_sets
 from finetune_job.rules.allowed import is_allowed
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.rule import Reproduction
 
 _DATASETS = "data.datasets"
 _SOURCES = ("model.source", "data.source", _DATASETS, "data.validation.source")
@@ -20,6 +21,7 @@ _REVISIONS = ("model.revision", "data.revision", _DATASETS, "data.validation.rev
 _NO_COMMIT = "0" * 40
 """Stands where only the user can know the commit; no repository has it, so fetching it fails by name."""
 _NUMBER = re.compile(r"data\.datasets\[(\d+)\]")
+_ALLOW = "model.allowRemoteCode"
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,10 @@ def hub_source_without_revision(context: RuleContext) -> Problem | None:
     "Only a repository on the Hub has revisions",
     reads=_REVISIONS,
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
+        "no error: the run's plan is the same with and without it",
+    ),
     holds_for=OURS,
 )
 def revision_without_hub_source(context: RuleContext) -> Problem | None:
@@ -210,6 +216,10 @@ def source_not_allowed(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=("fetch.hubTokenSecretRef", *_SOURCES),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
+        "no error: the run's plan is the same with and without it",
+    ),
     holds_for=OURS,
 )
 def no_effect_hub_token(context: RuleContext) -> Problem | None:
@@ -222,6 +232,10 @@ def no_effect_hub_token(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=("fetch.s3SecretRef", *_SOURCES),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
+        "no error: the run's plan is the same with and without it",
+    ),
     holds_for=OURS,
 )
 def no_effect_s3_secret(context: RuleContext) -> Problem | None:
@@ -243,6 +257,25 @@ def _unused(
     )
 
 
+@rule(
+    "remote-code-not-allowed",
+    "The profile does not let a model's own code run",
+    reads=(_ALLOW,),
+    sources=("this product's FineTuneProfile",),
+    holds_for=OURS,
+)
+def remote_code_not_allowed(context: RuleContext) -> Problem | None:
+    if not context.spec.model.allow_remote_code or context.profile is None or context.profile.allow_remote_code:
+        return None
+    return Problem(
+        field=_ALLOW,
+        value=True,
+        message="code in the model directory would run with the rights of the pod, and the profile does not allow that",
+        fix=f"remove {_ALLOW} and use an architecture that transformers knows, or ask for a profile that allows it",
+        changes={_ALLOW: None},
+    )
+
+
 RULES = (
     hub_source_without_revision,
     revision_without_hub_source,
@@ -252,4 +285,5 @@ RULES = (
     source_not_allowed,
     no_effect_hub_token,
     no_effect_s3_secret,
+    remote_code_not_allowed,
 )

@@ -15,6 +15,7 @@ from finetune_job.api.status import Condition, FineTuneJobStatus, StatusFinding
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.status.conditions import ConditionStatus, find, initial_conditions, with_condition
 from finetune_job.status.phase import phase
+from finetune_job.status.size import fitted
 from finetune_operator.decide.actions import Actions, Create, Delete, Emit
 from finetune_operator.decide.clock import timestamp
 from finetune_operator.decide.observed import BatchJobView, JobView
@@ -117,13 +118,15 @@ class Draft:
             conditions = initial_conditions(generation=self.job.generation, now=now)
         for kind, (status, reason, message) in self._conditions.items():
             conditions = with_condition(conditions, kind, status, reason, message, generation=self.job.generation, now=now)
-        return before.model_copy(
-            update={
-                **self._values,
-                "conditions": conditions,
-                "phase": phase(conditions),
-                "observed_generation": self.job.generation,
-            }
+        return fitted(
+            before.model_copy(
+                update={
+                    **self._values,
+                    "conditions": conditions,
+                    "phase": phase(conditions),
+                    "observed_generation": self.job.generation,
+                }
+            )
         )
 
 

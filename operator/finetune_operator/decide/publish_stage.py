@@ -13,7 +13,7 @@ from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.publish_job import publish_job
 from finetune_operator.decide.classify import Failure
-from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.draft import TEXT_LIMIT, Draft
 from finetune_operator.decide.finish import finish_succeeded
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.refusal import refuse, wait_for_retry
@@ -60,6 +60,6 @@ def published_artifact(plan: RunPlan, facts: dict[str, str]) -> Artifact:
     digest = facts.get("digest", "").removeprefix(_ALGORITHM)
     return Artifact(
         name=ARTIFACT_NAME,
-        path=facts.get("address") or destination,
+        path=(facts.get("address") or destination)[:TEXT_LIMIT],
         sha256=digest if len(digest) == _SHA256_LENGTH else "",
     )

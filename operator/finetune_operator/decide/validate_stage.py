@@ -110,7 +110,7 @@ def _refuse(draft: Draft, reason: Reason, message: str) -> None:
 def _freeze(observed: Observed, draft: Draft, plan: RunPlan, digest: str) -> None:
     image = plan.placement.trainer_image if plan.placement is not None else ""
     draft.set(start_time=observed.job.status.start_time or timestamp(draft.now))
-    choices = [PlanChoice(field=one.field, value=json.dumps(one.value), reason=one.reason) for one in plan.choices]
+    choices = [PlanChoice(field=one.field, value=json.dumps(one.value)[:TEXT_LIMIT], reason=one.reason) for one in plan.choices]
     draft.set(plan=PlanStatus(hash=digest, trainer_image=image, choices=choices))
     draft.condition(ConditionType.VALIDATED, True, Reason.ACCEPTED, f"Plan {digest[:12]} is frozen.")
     draft.condition(ConditionType.READY, False, Reason.PENDING, "The plan is being stored.")

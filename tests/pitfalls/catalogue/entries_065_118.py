@@ -569,7 +569,7 @@ ENTRIES: tuple[Entry, ...] = (
         evidence=NotReproduced("the bases and variants are not offered"),
         decision=Refused(
             rules=(
-                "method-not-mergeable",
+                "method-not-supported",
                 "method-merge-setting",
                 "method-setting-not-mergeable",
             ),

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from finetune_cli.main import app
+from finetune_cli.app import app
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.memory.configs import CONFIGS
 
@@ -131,7 +131,7 @@ def test_a_broken_configuration_is_named(tmp_path: Path, config: Path, content: 
 
 def test_torch_is_never_imported(tmp_path: Path, config: Path) -> None:
     script = (
-        "import sys; from finetune_cli.main import app\n"
+        "import sys; from finetune_cli.app import app\n"
         "try: app(sys.argv[1:])\n"
         "except SystemExit as end: code = end.code\n"
         "sys.exit(9 if 'torch' in sys.modules else code)"

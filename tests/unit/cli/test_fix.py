@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from finetune_cli.app import app
 from finetune_cli.commands.fix import fix
 from finetune_cli.commands.validate import Outcome, validate
 from finetune_cli.documents import Loader, read_documents
 from finetune_cli.edit_yaml import edited
-from finetune_cli.main import app
 from finetune_job.api.profile import FineTuneProfileSpec
 from tests.unit.cli.manifests import ACCEPTED, CLAIM, PROFILE, REFUSED, WARNED
 from tests.unit.rules.manifests import manifest

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from finetune_cli.app import app
 from finetune_cli.commands.merge import check_order
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.errors import LocalError
 from finetune_cli.local.launch import Interruption
 from finetune_cli.local.merge_process import MergeEnd, MergeOrder, merge_directories
-from finetune_cli.main import app
 from finetune_cli.render.merge import merge_text
 from finetune_job.api.output import MergeBase
 from finetune_job.failures import EXIT_CODES, FailureClass

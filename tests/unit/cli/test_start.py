@@ -1,4 +1,4 @@
-"""What the command line loads: nothing that costs seconds, and rich only where something is drawn."""
+"""What the command line loads: nothing that costs time for nothing, and rich only where something is drawn."""
 
 import json
 import subprocess
@@ -49,6 +49,22 @@ def test_no_heavy_library_is_loaded(arguments: list[str]) -> None:
     assert code in (0, None)
     assert HEAVY & set(modules) == set()
     assert "yaml" in modules
+
+
+def test_the_start_does_no_needless_work() -> None:
+    """No search of all distributions for plugins, and no collection of what stays loaded."""
+    program = PROGRAM.replace(
+        '[end.code, sorted({name.partition(".")[0] for name in sys.modules})]',
+        "[sys.modules['pydantic.plugin._loader']._plugins, __import__('gc').isenabled(), __import__('gc').get_freeze_count()]",
+    )
+    arguments = json.dumps(["validate", "-f", "examples/quickstart.yaml"])
+    done = subprocess.run(
+        [sys.executable, "-c", program, arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    plugins, collects, frozen = json.loads(done.stderr)
+    assert plugins is None, "pydantic looked for plugins"
+    assert collects
+    assert frozen > 10_000
 
 
 def test_a_thousand_manifests_are_judged_in_one_call(tmp_path: Path) -> None:

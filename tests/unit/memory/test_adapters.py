@@ -49,8 +49,26 @@ def test_trainable_tokens(name: str) -> None:
 
 def test_stacked_weights_of_experts() -> None:
     _compare(
-        "DeepSeek-V2-Lite", {"type": "LoRA", "lora": {"targetParameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}}
+        "DeepSeek-V2-Lite", {"type": "LoRA", "lora": {"targetParameters": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]}}
     )
+
+
+EXPERTS = ["Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen1.5-MoE-A2.7B", "OLMoE-1B-7B", "DeepSeek-V2-Lite", "DeepSeek-V3"]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(
+    "lora",
+    [{"r": 4}, {"r": 4, "rankPattern": {"q_proj": 3, "down_proj": 5}, "excludeModules": ["o_proj"]}, {"useRslora": True}],
+    ids=["plain", "ranks by name", "rslora"],
+)
+def test_all_linear_means_stacked_experts_and_routers_where_peft_knows_them(name: str, lora: dict[str, Any]) -> None:
+    _compare(name, {"type": "LoRA", "lora": lora})
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
+def test_names_of_experts_as_they_once_were(name: str) -> None:
+    _compare(name, {"type": "LoRA", "lora": {"targetModules": ["q_proj", "gate_proj", "up_proj", "mlp.experts.down_proj"]}})
 
 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen2.5-0.5B"])
@@ -71,7 +89,7 @@ def test_attention_of_models_with_experts(name: str) -> None:
 def test_other_methods_need_peft_itself() -> None:
     plan = plan_of(tiny_spec(method={"type": "VeRA", "lora": None}))
     with pytest.raises(UnknownModelError, match=r"spec\.method\.type: what VeRA adds"):
-        trained_parameters(base_parameters(CONFIGS["Llama-3.2-1B"], "float32"), plan.method, "float32")
+        trained_parameters(base_parameters(CONFIGS["Llama-3.2-1B"], "float32"), plan.method, "float32", "llama")
 
 
 def _compare(name: str, method: dict[str, Any], held: str = "bfloat16") -> None:
@@ -81,7 +99,7 @@ def _compare(name: str, method: dict[str, Any], held: str = "bfloat16") -> None:
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**settings), dtype=getattr(torch, held))
         model = attach(base, plan) if plan.method.trains_adapter else base
-    found = trained_parameters(base_parameters(config, held), plan.method, held)
+    found = trained_parameters(base_parameters(config, held), plan.method, held, config["model_type"])
     expected = {
         name: (tuple(each.shape), str(each.dtype).removeprefix("torch."), each.requires_grad)
         for name, each in model.named_parameters()

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from finetune_job.memory.families import FAMILIES, LAYER_CLASSES, base_parameters
-from finetune_job.memory.model_shape import UnknownModelError
+from finetune_job.memory.model_shape import EAGER_ONLY, UnknownModelError, facts_of
 from tests.unit.memory.configs import CONFIGS
 
 
@@ -33,6 +34,15 @@ def test_every_name_shape_and_kind_equals_the_real_model(name: str) -> None:
         )
     assert sum(each.numel for each in found) == model.num_parameters()
     assert LAYER_CLASSES[config["model_type"]] in model._no_split_modules
+    facts = facts_of(config)
+    assert facts.has_fused_attention == model._supports_sdpa
+    assert facts.is_stored_otherwise == bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+@pytest.mark.parametrize("kind", sorted(EAGER_ONLY))
+def test_models_without_fused_attention_are_those_of_transformers(kind: str) -> None:
+    found = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[kind]]
+    assert not all(each._supports_sdpa for each in (found if isinstance(found, list | tuple) else (found,)))
 
 
 def test_every_family_is_measured() -> None:

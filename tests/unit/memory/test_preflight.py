@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from finetune_job.failures import FailureClass, Outcome, ReportedFinding
 from finetune_job.memory.describe import model_shape, read_model
@@ -17,6 +19,7 @@ from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.preflight.run import run
 from tests.support import quickstart
 from tests.support.builders import T0, a_job, observing
+from tests.support.declared_model import declare_model
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
 ODD = {"vocab_size": 265, "hidden_size": 36, "intermediate_size": 57, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -44,6 +47,22 @@ def test_the_real_structure_is_the_one_from_the_configuration(name: str, directo
     assert structure.stored_dtype == "bfloat16"
     assert structure.shape.parameters == expected.parameters
     assert (structure.shape.units, structure.shape.facts) == (expected.units, expected.facts)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe"])
+def test_what_the_architecture_decides_is_what_its_name_says(kind: str, tmp_path: Path) -> None:
+    """Attention, and experts that are loaded whole and adapted with all linear layers."""
+    sizes = {"num_hidden_layers": 2, "head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24, "eos_token_id": 0}
+    config = AutoConfig.for_model(kind, **ODD, **sizes, bos_token_id=None, pad_token_id=0)
+    declare_model(tmp_path / "model", json.loads(config.to_json_string(use_diff=False)) | {"dtype": "bfloat16"})
+    plan = plan_of(tiny_spec(method={"type": "LoRA", "lora": {"r": 3}}, merge={"enabled": False}))
+    structure, findings = check_model(plan, tmp_path / "model")
+    assert structure is not None, findings
+    expected = model_shape(plan, read_model(tmp_path / "model"))
+    assert structure.shape is not None
+    assert structure.shape.parameters == expected.parameters
+    assert structure.shape.facts == expected.facts
+    assert (expected.facts.has_fused_attention, expected.facts.is_stored_otherwise) == (kind != "gemma2", kind != "gemma2")
 
 
 @pytest.fixture

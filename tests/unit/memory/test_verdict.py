@@ -13,7 +13,7 @@ from finetune_job.memory.families import base_parameters
 from finetune_job.memory.limits import Limit, limit_of, quantity_bytes, shown
 from finetune_job.memory.model_shape import ModelShape, facts_of
 from finetune_job.memory.sharding import unit_names
-from finetune_job.memory.verdict import CPU_RULE, RULE, MemoryVerdict, finding_of, judge_memory
+from finetune_job.memory.verdict import HOST_RULE, RULE, MemoryVerdict, finding_of, judge_memory
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.memory.configs import CONFIGS
 
@@ -23,7 +23,7 @@ GIB = 2**30
 def judged(job: JobBuilder, name: str = "Llama-3.1-8B", gib: float | None = 80, *, longest: int | None = None) -> MemoryVerdict:
     plan, config = job.plan(), CONFIGS[name]
     held = "float32" if plan.method.type.value == "Full" else "bfloat16"
-    parameters = trained_parameters(base_parameters(config, held), plan.method, held)
+    parameters = trained_parameters(base_parameters(config, held), plan.method, held, config["model_type"])
     shape = ModelShape(parameters, unit_names(parameters, plan.parallelism.fsdp, layer_names(parameters)), facts_of(config))
     limit = None if gib is None else Limit(int(gib * GIB), is_device=True, source="gpu.memory")
     return judge_memory(plan, shape, "bfloat16", limit, longest=longest)
@@ -114,6 +114,47 @@ def test_changes_that_a_manifest_takes_make_it_fit() -> None:
         assert judged(mended, "Llama-3.1-70B", gib).fits, alternative.text
 
 
+def test_attention_that_an_architecture_does_not_have_is_not_counted() -> None:
+    """Gemma 2 has no SDPA, so the trainer takes eager attention where the job leaves it open, and scores are kept."""
+    eager = judged(small_job().spec("model.attention", "eager"), "Gemma-2-9B").estimate
+    assert judged(small_job(), "Gemma-2-9B").estimate == eager
+    assert judged(small_job()).estimate != judged(small_job().spec("model.attention", "eager")).estimate
+
+
+def host(job: JobBuilder, name: str) -> dict[str, int]:
+    return {each.name: each.bytes for each in judged(job, name).estimate.host_terms}
+
+
+def test_ranks_that_load_the_whole_base_hold_it_in_host_memory() -> None:
+    """Experts that stand in the files one by one, and a rank alone. Others read their shards; packed weights go to the device."""
+    eight, loaded = small_job().processes_per_node(8), "base while it is loaded"
+    assert host(eight, "Mixtral-8x7B")[loaded] == 2 * 46_702_792_704
+    assert host(small_job(), "Llama-3.1-8B")[loaded] == 2 * 8_030_261_248
+    assert loaded not in host(eight, "Llama-3.1-8B")
+    assert loaded not in host(eight.spec("method.type", "QLoRA"), "Mixtral-8x7B")
+
+
+def test_a_pod_that_its_ranks_will_not_load_in_is_warned_of() -> None:
+    """Four devices of 80 GiB hold Mixtral 8x7B, and no pod of 64 GiB four copies of it."""
+    job = small_job().processes_per_node(4).spec("training.activationCheckpointing", "Full")
+    verdict = judged(job, "Mixtral-8x7B")
+    finding = finding_of(verdict)
+    assert verdict.fits
+    assert finding is not None
+    assert (finding.rule, finding.severity) == (HOST_RULE, "warning")
+    assert "base while it is loaded 87.0 GiB" in finding.message
+    roomy = job.with_profile(resources={"train": {"memory": "400Gi"}})
+    assert finding_of(judged(roomy, "Mixtral-8x7B")) is None
+
+
+def test_what_no_change_can_save_is_named() -> None:
+    """Every rank packs the whole base: 8 devices of 12 GiB do not load what they could train."""
+    finding = finding_of(judged(small_job().spec("method.type", "QLoRA").processes_per_node(8), "Llama-3.1-70B", 12))
+    assert finding is not None
+    assert "packed weights (" in finding.fix
+    assert not finding.changes
+
+
 def test_nothing_helps_a_device_that_is_far_too_small() -> None:
     verdict = judged(a_job(), "Llama-3.1-70B", 2)
     assert not verdict.fits
@@ -143,10 +184,11 @@ def test_limits_come_from_the_profile() -> None:
 def test_a_pod_without_gpu_is_only_warned() -> None:
     plan_job = a_job().with_profile(gpu=None, resources={"train": {"memory": "4Gi"}})
     plan, config = plan_job.plan(), CONFIGS["Llama-3.1-8B"]
-    shape = ModelShape(trained_parameters(base_parameters(config, "bfloat16"), plan.method, "bfloat16"), (), facts_of(config))
+    parameters = trained_parameters(base_parameters(config, "bfloat16"), plan.method, "bfloat16", "llama")
+    shape = ModelShape(parameters, (), facts_of(config))
     finding = finding_of(judge_memory(plan, shape, "bfloat16", limit_of(plan)))
     assert finding is not None
-    assert (finding.rule, finding.severity) == (CPU_RULE, "warning")
+    assert (finding.rule, finding.severity) == (HOST_RULE, "warning")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("80Gi", 80 * GIB), ("1.5Gi", 3 * GIB // 2), ("80G", 80 * 10**9), ("1000", 1000)])

@@ -72,7 +72,7 @@ def test_a_manifest_that_no_rule_accepts_is_stalled_with_findings() -> None:
     assert "spec.training.globalBatchSize" in [finding.field for finding in status.findings if finding.severity == "error"]
     assert actions.creates == ()
     (finding,) = [one for one in status.findings if one.severity == "error"]
-    assert finding.source.startswith("source: ")
+    assert finding.source.startswith("reproduced by tests/pitfalls/")
     assert message(actions, ConditionType.STALLED).startswith(f"{finding.rule}: {finding.field}: ")
     assert [event.reason for event in actions.events] == [Reason.REFUSED, Reason.FINDING]
     assert actions.events[1].type == "Warning"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from finetune_cli.generate_rules import page
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec, PublishSettings
 from finetune_job.rules.book import RULES, rule_by_id
-from finetune_job.rules.fsdp_versions import FSDP_FIELDS
+from finetune_job.rules.versions import FSDP_FIELDS
 from tests.unit.rules.manifests import applied, judged, manifest
 
 ROOT = Path(__file__).parents[3]
@@ -22,6 +23,17 @@ def test_ids_are_unique_and_found():
     assert len({rule.id for rule in RULES}) == len(RULES)
     assert all(rule_by_id(rule.id) is rule for rule in RULES)
     assert rule_by_id("no-such-rule") is None
+
+
+def test_every_topic_is_one_module_of_the_book():
+    topics = (
+        *("wrapping", "dtypes", "quantization", "checkpoints", "activation_checkpointing", "method_configuration", "experts"),
+        *("tokens", "data", "optimizer", "launch", "versions", "merging", "evaluation", "outputs", "workspace", "sources"),
+    )
+    assert tuple(dict.fromkeys(rule.topic for rule in RULES)) == topics
+    for topic in topics:
+        module = import_module(f"finetune_job.rules.{topic}")
+        assert tuple(rule for rule in RULES if rule.topic == topic) == module.RULES
 
 
 def test_what_claims_to_be_reproduced_is_reproduced():

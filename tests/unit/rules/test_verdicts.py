@@ -45,6 +45,8 @@ F = "parallelism.fsdp."
 CHAT, SETS = {"data.format": "Chat"}, hub_sets("pvc://data/a.jsonl", "pvc://data/b")
 TWO = {"parallelism.processesPerNode": 2}
 PEFTS, FLAT = {F + "peftWrapPolicy": True, "model.dtype": "float32"}, {F + "useOrigParams": False}
+UNPARTED = {F + "peftWrapPolicy": False}
+WIDE = {"method.lora.autocastAdapterDtype": True, F + "useOrigParams": True}
 V1, V2 = TWO | {F + "version": 1}, TWO | {F + "version": 2}
 LOHA, ALONE = {"method.type": "LoHa", "merge.enabled": False}, {"merge.enabled": False}
 DORA, QLORA, FULL = {"method.type": "DoRA"}, {"method.type": "QLoRA"}, {"method.type": "Full"}
@@ -158,7 +160,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ),
     ("quantization-without-qlora", {"method.quantization.bits": 4}, QLORA | {"method.quantization.bits": 4}, None),
     ("quantization-without-qlora", DORA | {"method.quantization": {}}, DORA, None),
-    ("quantization-bits", QLORA | {"method.quantization.bits": 8}, QLORA | {"method.quantization.bits": 4}, None),
+    ("quantization-bits", TWO | QLORA | {"method.quantization.bits": 8}, QLORA | {"method.quantization.bits": 8}, None),
+    (
+        "quantization-bits",
+        QLORA | {"method.quantization.bits": 8, "merge.base": "Dequantized"},
+        QLORA | {"method.quantization.bits": 4, "merge.base": "Dequantized"},
+        None,
+    ),
     ("quantization-bits", QLORA | V1 | {"method.quantization.bits": 5}, QLORA | V1, None),
     (
         "fsdp1-qlora-integer-storage",
@@ -290,10 +298,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("method-not-supported", {"method.type": "AdaLoRA"} | ALONE, LOHA, None),
     ("method-not-supported", {"method.type": "PromptTuning", "method.settings.numVirtualTokens": 4}, LOHA, None),
     ("method-on-one-rank-only", {"method.type": "VBLoRA", "parallelism.nodes": 2} | ALONE, {"method.type": "VBLoRA"} | ALONE, None),
-    ("method-not-mergeable", {"method.type": "Lily"}, {"method.type": "LoHa"}, None),
+    ("method-not-supported", {"method.type": "Lily"} | ALONE | {"merge.enabled": False}, LOHA, None),
+    ("method-not-supported", {"method.type": "FRoD"}, LOHA, None),
     ("method-merge-setting", {"method.type": "UniLoRA"}, {"method.type": "UniLoRA", "method.settings.saveIndices": True}, None),
     ("method-merge-setting", {"method.type": "UniLoRA"}, {"method.type": "UniLoRA"} | ALONE, None),
-    ("method-merge-setting", {"method.type": "FRoD", "method.settings.saveProjection": False}, {"method.type": "FRoD"}, None),
     ("method-merge-setting", {"method.type": "TinyLoRA"}, {"method.type": "TinyLoRA", "method.settings.weightTying": "1.0"}, None),
     ("fsdp1-adapter-unit", V1 | LOHA | {F + "peftWrapPolicy": True}, V1 | LOHA, None),
     ("fsdp1-adapter-unit", V1 | LOHA | {F + "useOrigParams": False}, V1 | {F + "useOrigParams": False}, None),
@@ -361,6 +369,24 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("best-model-without-validation", BEST | {"evaluation.everySteps": 5}, BEST | HELD_OUT | {"evaluation.everySteps": 5}, None),
     ("best-model-is-the-last", BEST | HELD_OUT, BEST | HELD_OUT | {"evaluation.everySteps": 5}, None),
     ("best-model-is-the-last", BEST | HELD_OUT, HELD_OUT, None),
+    (
+        "best-model-is-the-last",
+        BEST | HELD_OUT | {"evaluation.everySteps": 10},
+        BEST | HELD_OUT | {"evaluation.everySteps": 9},
+        None,
+    ),
+    (
+        "early-stopping-after-the-end",
+        STOPPING | HELD_OUT | {"evaluation.everySteps": 5, "training.maxSteps": 15},
+        STOPPING | HELD_OUT | {"evaluation.everySteps": 5, "training.maxSteps": 16},
+        None,
+    ),
+    (
+        "early-stopping-after-the-end",
+        STOPPING | HELD_OUT | {"evaluation.everySteps": 1, "training.maxSteps": 2},
+        STOPPING | HELD_OUT | {"evaluation.everySteps": 1, "training.maxSteps": None, "training.epochs": 1},
+        None,
+    ),
     ("learning-rate-zero", {"training.learningRate": "0e0"}, {"training.learningRate": "1e-9"}, None),
     (
         "both-activation-checkpointings",
@@ -540,7 +566,80 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         None,
     ),
     ("orthogonal-odd-rank", lora(initLoraWeights="orthogonal", r=5), lora(initLoraWeights="orthogonal", r=6), None),
-    ("orthogonal-odd-rank", lora(initLoraWeights="orthogonal", rankPattern={"q": 3}), lora(r=5, rankPattern={"q": 3}), None),
+    (
+        "orthogonal-odd-rank",
+        lora(initLoraWeights="orthogonal", rankPattern={"q": 3}, targetModules=["q", "v"]),
+        lora(initLoraWeights="orthogonal", rankPattern={"q": 3}, targetModules=["k", "v"]),
+        None,
+    ),
+    (
+        "orthogonal-odd-rank",
+        lora(initLoraWeights="orthogonal", r=5, rankPattern={"q": 4}, targetModules=["q", "v"]),
+        lora(initLoraWeights="orthogonal", r=5, rankPattern={"q": 4}, targetModules=["q"]),
+        None,
+    ),
+    (
+        "orthogonal-odd-rank",
+        lora(initLoraWeights="orthogonal", rankPattern={"k": 4, "q": 3, ".*": 4}, targetModules=["q", "v"]),
+        lora(initLoraWeights="orthogonal", rankPattern={".*": 4, "q": 3}, targetModules=["q", "v"]),
+        None,
+    ),
+    (
+        "orthogonal-odd-rank",
+        lora(initLoraWeights="orthogonal", rankPattern={"q": 3}, targetModules=["q"]),
+        lora(initLoraWeights="orthogonal", rankPattern={"q": 3}, excludeModules=["q"]),
+        None,
+    ),
+    (
+        "float16-adapter",
+        {"model.dtype": "float16", "method.lora.autocastAdapterDtype": False},
+        {"model.dtype": "float16", "method.lora.autocastAdapterDtype": False, "training.precision": "bf16"},
+        None,
+    ),
+    (
+        "float16-adapter",
+        TWO | {"model.dtype": "float16", "method.lora.autocastAdapterDtype": False, "training.precision": "bf16"},
+        V1 | {"model.dtype": "float16", "method.lora.autocastAdapterDtype": False, "training.precision": "bf16"},
+        None,
+    ),
+    (
+        "fsdp1-lora-mixed-requires-grad",
+        V1 | FLAT | UNPARTED | {F + "autoWrapPolicy": "NO_WRAP"},
+        V1 | FLAT | UNPARTED | {F + "autoWrapPolicy": "SIZE_BASED_WRAP"},
+        None,
+    ),
+    (
+        "fsdp1-lora-mixed-requires-grad",
+        V1 | FLAT | UNPARTED | {F + "transformerLayerClsToWrap": ["LlamaDecoderLayer"]},
+        V1 | FLAT | UNPARTED | {F + "transformerLayerClsToWrap": ["LlamaDecoderLayer", "Linear"]},
+        None,
+    ),
+    (
+        "fsdp1-adapter-dtype",
+        V1 | BF16 | UNPARTED | WIDE,
+        V1
+        | BF16
+        | UNPARTED
+        | {"method.lora.autocastAdapterDtype": True, F + "useOrigParams": True, F + "autoWrapPolicy": "SIZE_BASED_WRAP"},
+        None,
+    ),
+    (
+        "fsdp1-qlora-compute-dtype",
+        V1 | QLORA | BF16 | UNPARTED | AS_BASE | {F + "useOrigParams": True, "method.quantization.computeDtype": "float32"},
+        V1
+        | QLORA
+        | BF16
+        | UNPARTED
+        | AS_BASE
+        | {F + "useOrigParams": True, "method.quantization.computeDtype": "float32", F + "autoWrapPolicy": "SIZE_BASED_WRAP"},
+        None,
+    ),
+    (
+        "fsdp1-qlora-storage-not-model-dtype",
+        V1 | QLORA | BF16 | {"method.quantization.quantStorage": "float16"},
+        V1 | QLORA | BF16 | {"method.quantization.quantStorage": "float16", F + "transformerLayerClsToWrap": ["Linear4bit"]},
+        None,
+    ),
     ("trainable-token-repeated", lora(trainableTokenIndices=[3, 4, 3]), lora(trainableTokenIndices=[3, 4]), None),
     ("trainable-tokens-overlap", lora(trainableTokenIndices=[3], modulesToSave=["model.wte"]), lora(modulesToSave=["wte"]), None),
     (

@@ -20,15 +20,39 @@ from finetune_trainer.train import step as one_step
 
 def wrong_gradient() -> AbstractContextManager[object]:
     """One gradient is a thousandth too large."""
+    return _scaled_gradient(1.001)
+
+
+def half_gradient() -> AbstractContextManager[object]:
+    """One gradient is divided by the ranks once more."""
+    return _scaled_gradient(0.5)
+
+
+def _scaled_gradient(factor: float) -> AbstractContextManager[object]:
     original = one_step.local_gradients
 
     def scaled(model: Any) -> list[torch.Tensor]:
         gradients = original(model)
         if gradients:
-            gradients[-1].mul_(1.001)
+            gradients[-1].mul_(factor)
         return gradients
 
     return patch("finetune_trainer.train.step.local_gradients", scaled)
+
+
+@contextmanager
+def other_experts() -> Iterator[None]:
+    """The first token of each batch goes to the two experts that its router likes least."""
+    original = torch.topk
+
+    def chosen(scores: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        turned = scores.clone()
+        turned[0] = -scores[0]
+        indices = original(turned, *arguments, **named).indices
+        return scores.gather(-1, indices), indices
+
+    with patch("torch.topk", chosen):
+        yield
 
 
 def zeroed_adapter() -> AbstractContextManager[object]:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.sweep import oracle
-from tests.sweep.architectures import write_base
+from tests.sweep.architectures import ARCHITECTURES, write_base
+from tests.sweep.case import Case
 from tests.sweep.covering import products
 from tests.sweep.gangs import GangPool
 from tests.sweep.judge import judged
@@ -19,13 +21,15 @@ from tests.sweep.rank import Request
 from tests.sweep.session import BODY, run_case
 
 (CASE,) = products([{"stored": ("float32",), "validation": ("some",)}])
+(DROPPING,) = products([{"dropout": ("0.1",)}])
+(ROUTED,) = products([{"architecture": ("mixtral",)}])
 (FLAT,) = products([{"version": ("1",), "use_orig": ("false",), "peft_wrap": ("false",)}])
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("material")
-    for case in (CASE, FLAT):
+    for case in (CASE, DROPPING, ROUTED, FLAT):
         write_base(root / "models" / case.base, case.of("architecture"), case.of("stored"))
     write_data(root)
     return root
@@ -50,21 +54,41 @@ def test_what_the_rules_refuse_is_run_behind_the_trainers_own_refusals(material:
 
 
 @pytest.mark.parametrize(
-    ("plant", "problem"),
+    ("case", "plant", "problem"),
     [
-        ("wrong_gradient", "gradient of"),
-        ("zeroed_adapter", "adapter file"),
-        ("lost_optimizer_state", "weights at the end of a resumed run"),
-        ("wrong_scaling", "logits of the merged model"),
+        (CASE, "wrong_gradient", "gradient of"),
+        (CASE, "zeroed_adapter", "adapter file"),
+        (CASE, "lost_optimizer_state", "weights at the end of a resumed run"),
+        (CASE, "wrong_scaling", "logits of the merged model"),
+        # Noise is drawn in all steps but one, and that one is compared.
+        (DROPPING, "half_gradient", "step 2: gradient of"),
+        (ROUTED, "other_experts", "gradient of"),
     ],
 )
-def test_a_planted_fault_is_silently_wrong(material: Path, pool: GangPool, tmp_path: Path, plant: str, problem: str) -> None:
-    request = Request(dict(CASE.values), material, tmp_path / "run", plant=f"tests.unit.sweep.plants:{plant}")
+def test_a_planted_fault_is_silently_wrong(
+    material: Path, pool: GangPool, tmp_path: Path, case: Case, plant: str, problem: str
+) -> None:
+    request = Request(dict(case.values), material, tmp_path / "run", plant=f"tests.unit.sweep.plants:{plant}")
     request.directory.mkdir()
     (observation, _), _ = pool.ask(request)  # type: ignore[misc]
     assert observation.failures == ()
     assert observation.outcome == "wrong"
     assert any(problem in text for text in observation.problems), observation.problems
+
+
+@pytest.mark.parametrize("architecture", [name for name, each in ARCHITECTURES.items() if each.experts])
+def test_routers_choose_so_clearly_that_rounding_changes_no_choice(tmp_path: Path, architecture: str) -> None:
+    write_base(tmp_path, architecture, "float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    found: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda _module, _inputs, answer: found.append(answer[0]))
+    with torch.no_grad():
+        model(input_ids=torch.randint(0, 256, (16, 20), generator=torch.Generator().manual_seed(0)))
+    leads = [ordered[:, 1] - ordered[:, 2] for ordered in (scores.sort(descending=True).values for scores in found)]
+    # bfloat16 rounds logits of 3 to 1/128.
+    assert min(float(lead.min()) for lead in leads) > 1
 
 
 WORKS = Observation()

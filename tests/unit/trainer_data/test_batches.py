@@ -65,3 +65,20 @@ def test_verification_prompts_are_whole_held_out_documents_spread_evenly():
     assert data.verification_prompts(2) == everything[:2]
     assert data.verification_prompts(3) == data.verification_prompts(50) == everything
     assert PreparedData(train=split(), validation=None, data_hash="").verification_prompts(1) == [everything[0]]
+
+
+def test_a_pad_token_that_is_also_the_stop_token_is_learnt_where_it_ends_a_record():
+    """Collators that hide every pad token teach such a model never to stop; here what is supervised is stored, not guessed."""
+    stop = 7
+    padded = PreparedSplit.of(
+        SplitArrays(
+            tokens=np.array([11, 12, stop, 21, stop], dtype=np.int32),
+            supervised=np.array([0, 1, 1, 0, 1], dtype=bool),
+            document_ends=np.array([3, 5]),
+            sequence_ends=np.array([2]),
+            supervised_tokens=np.array([3]),
+        ),
+        pad_token_id=stop,
+    ).batch([0])
+    assert padded.input_ids.tolist() == [[11, 12, stop, 21, stop, stop, stop, stop]]
+    assert padded.labels.tolist() == [[X, 12, stop, X, stop, X, X, X]]

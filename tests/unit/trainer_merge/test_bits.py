@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from finetune_trainer.merge.changes import Orientation
+from finetune_trainer.merge.errors import AdapterTensorDuplicateError
 from finetune_trainer.merge.run import MergeOptions, MergeReport, merge_adapter
 from finetune_trainer.merge.steps import low_rank
 from tests.unit.trainer_merge import tiny
@@ -37,6 +38,10 @@ CASES: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
     "modules to save": (tiny.llama(), {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "embed_tokens"]}),
     "bias all": (tiny.llama(attention_bias=True), {"target_modules": ["q_proj", "up_proj"], "bias": "all"}),
     "bias lora_only": (tiny.qwen2(), {"target_modules": ["q_proj", "v_proj"], "bias": "lora_only"}),
+    "bias all beside a saved norm": (
+        tiny.gpt2(),
+        {"fan_in_fan_out": True, "target_modules": ["c_attn"], "bias": "all", "modules_to_save": ["ln_f"]},
+    ),
     "qwen2 lora": (tiny.qwen2(), {"r": 16, "lora_alpha": 32, "target_modules": ALL_LINEAR}),
     "qwen2 dora": (tiny.qwen2(), {"r": 16, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}),
     "gpt2 lora": (tiny.gpt2(), {"r": 8, "lora_alpha": 13, "fan_in_fan_out": True, "target_modules": CONV1D}),
@@ -82,6 +87,20 @@ def test_every_tensor_has_pefts_bits(case: str, dtype: torch.dtype, tmp_path: Pa
     untouched = torch.nn.Module.state_dict(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
     changed = [name for name, tensor in merged.items() if not torch.equal(tensor, untouched[name])]
     assert len(changed) == report.num_changed_tensors
+
+
+def test_a_bias_that_is_written_twice_and_differs_is_refused(tmp_path: Path) -> None:
+    """With bias "all" PEFT writes that of a module that it saves whole under several names."""
+    config, lora = CASES["bias all beside a saved norm"]
+    base = tiny.save_base(tmp_path / "base", config, torch.float32)
+    adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(**lora))
+    file, copy = adapter / "adapter_model.safetensors", "base_model.model.transformer.ln_f.modules_to_save.bias"
+    tensors = load_file(file)
+    tensors[copy][0] += 1
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(AdapterTensorDuplicateError, match=copy):
+        merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", None, 1 << 30))
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("adapter_dtype", [torch.bfloat16, torch.float16])

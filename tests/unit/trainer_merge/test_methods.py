@@ -37,8 +37,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "BEFT": {"targetModules": ["v_proj"]},
 }
 """What can be merged needs a little more than what can be trained."""
-MERGED = [kind.value for kind in supported(Family.OTHER) if METHODS[kind].merges]
-ON_CONV1D = ["VeRA", "FourierFT", "HiRA", "WaveFT", "GraLoRA", "PVeRA", "FRoD", "DEFT", "IA3", "LNTuning", "VBLoRA", "UniLoRA"]
+MERGED = [kind.value for kind in supported(Family.OTHER)]
+ON_CONV1D = ["VeRA", "FourierFT", "HiRA", "WaveFT", "GraLoRA", "PVeRA", "DEFT", "IA3", "LNTuning", "VBLoRA", "UniLoRA"]
 """Methods whose layers PEFT has for GPT-2's projections, too."""
 BASES: dict[str, Callable[[], PreTrainedConfig]] = {"llama": lambda: tiny.llama(attention_bias=True), "gpt2": tiny.gpt2}
 
@@ -153,7 +153,7 @@ def test_another_output_dtype_equals_a_wide_merge(bases: Callable[[str, str], Pa
 
 
 def test_what_the_contract_says_merges_is_what_merges() -> None:
-    said = {METHODS[kind].peft_type for kind in supported(Family.OTHER) if METHODS[kind].merges}
+    said = {METHODS[kind].peft_type for kind in supported(Family.OTHER)}
     assert said <= set(CHANGED_PARAMETERS)
     assert set(CHANGED_PARAMETERS) - said == {"ADALORA", "RANDLORA"}
 
@@ -183,7 +183,7 @@ def refused(base: Path, adapter: Path, error: type[MergeError]) -> str:
         ({"peft_type": "PROMPT_TUNING"}, "no change of the base model's weights"),
         ({"peft_type": "UNILORA", "save_indices": False}, "PEFT draws that"),
         ({"peft_type": "TINYLORA", "weight_tying": 0.0, "save_projection": True}, "which of its vectors"),
-        ({"peft_type": "FROD", "save_projection": False}, "decomposes the weights of all layers together"),
+        ({"peft_type": "FROD"}, "makes anew from the base's weights"),
     ],
 )
 def test_what_cannot_be_merged_is_refused_with_the_reason(
@@ -216,7 +216,6 @@ def without(*ends: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.T
         ),
         ("VeRA", without("base_model.vera_A"), AdapterTensorMissingError, "base_model.vera_A"),
         ("SHiRA", without("0.self_attn.q_proj.shira_indices"), AdapterTensorMissingError, f"{FIRST}.shira_indices"),
-        ("FRoD", without("frod_V.self_attn_q_proj"), AdapterTensorMissingError, "base_model.frod_V.self_attn_q_proj"),
         (
             "LoHa",
             lambda tensors: tensors | {f"{FIRST}.hada_w3_a": torch.zeros(4, 4)},

@@ -302,3 +302,8 @@ def test_every_stored_element_has_exactly_one_place(checkpoint: tuple[dict[str, 
             assert all(place.num_experts == parameter.shape[0] for place in places)
         assert bool((filled == 1).all()), path
     assert sorted(seen) == sorted(shapes)
+
+
+def test_a_configuration_with_an_infinite_number_is_read_as_transformers_writes_it() -> None:
+    stated = {"num_hidden_layers": 1, "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert library_names.library_family({"model_type": "bamba", **stated}) is not None

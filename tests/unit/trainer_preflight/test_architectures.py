@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from finetune_trainer.model.load import attention_of, load_config
 from finetune_trainer.preflight.model_process import check_model
-from finetune_trainer.preflight.packing import check_packing
+from finetune_trainer.preflight.small_model import check_small_model
 from tests.support.declared_model import declare_model
 from tests.support.tiny_model import plan_of, tiny_spec
 
@@ -69,9 +69,9 @@ def test_attention_that_the_architecture_lacks_is_refused(tmp_path: Path) -> Non
 )
 def test_packing_is_refused_where_a_document_sees_the_one_before(tmp_path: Path, kind: str, leaks: bool) -> None:
     directory = declared(tmp_path / "model", kind)
-    finding = check_packing(plan({"type": "LoRA"}, data={"packing": True}), directory)
-    assert (finding is not None) is leaks
-    assert check_packing(plan({"type": "LoRA"}, data={"packing": False}), directory) is None
+    found = check_small_model(plan({"type": "LoRA"}, data={"packing": True}), directory)
+    assert [finding.rule for finding in found] == ["packing-leaks"] * leaks
+    assert check_small_model(plan({"type": "LoRA"}, data={"packing": False}), directory) == []
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
@@ -100,8 +100,8 @@ SAVED = Q | {"modulesToSave": ["norm"]}
         ("bfloat16", set(), plan({"type": "LoRA", "lora": AS_BASE})),
         ("bfloat16", set(), plan({"type": "LoRA", "lora": SAVED})),
         ("bfloat16", set(), plan({"type": "LoRA", "lora": SAVED}, {"version": 1})),
-        ("float16", {"two-16-bit-types"}, plan({"type": "LoRA", "lora": Q}, COMPUTE, ranks=1)),
-        ("float16", {"two-16-bit-types"}, plan({"type": "LoRA", "lora": Q}, {"version": 1} | COMPUTE)),
+        ("float16", set(), plan({"type": "LoRA", "lora": Q}, COMPUTE, ranks=1)),
+        ("float16", set(), plan({"type": "LoRA", "lora": Q}, {"version": 1} | COMPUTE)),
         ("float16", set(), plan({"type": "LoRA", "lora": Q}, COMPUTE)),
         ("bfloat16", set(), plan({"type": "LoRA", "lora": Q}, COMPUTE, ranks=1)),
         (

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune_trainer.rehearsal.layers import choose_layers
+from finetune_trainer.rehearsal.search import search
 from finetune_trainer.rehearsal.shrink import shrink
-from finetune_trainer.rehearsal.twin import search
 from tests.support.tiny_model import plan_of, tiny_spec
 from tests.unit.trainer_rehearsal.configurations import SIZES, configuration
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import errno
+import itertools
+import os
+import re
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.rehearsal.report import RehearsalReport, Stage, Verdict
 from tests.support.forked_ranks import run_processes, wrap
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
+from tests.unit.trainer_rehearsal.large_model import write_headers
 
 SECONDS = 300.0
 """The machine may be busy."""
@@ -27,6 +32,11 @@ STAGES = (Stage.BUILD, Stage.TRAIN, Stage.RESUME, Stage.SAVE, Stage.COMPARE, Sta
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def coarse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("coarse") / "tiny", torch.bfloat16)
 
 
 def nothing() -> None:
@@ -80,9 +90,13 @@ def test_a_job_that_goes_right_passes(model: Path, tmp_path: Path) -> None:
     [
         tiny_spec(method={"type": "QLoRA", "lora": {"r": 4, "loraDropout": "0.1"}}, merge={"base": "Dequantized"}),
         tiny_spec(method={"type": "Full", "lora": None}, parallelism={"processesPerNode": 4, "fsdp": {"version": 1}}),
+        tiny_spec(
+            method={"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"]}},
+            parallelism={"processesPerNode": 2, "fsdp": {"offloadParams": True}},
+        ),
         tiny_spec(method={"type": "VeRA", "lora": None, "settings": {"r": 512}}, parallelism={"processesPerNode": 1}),
     ],
-    ids=["qlora-dropout", "full-fsdp1", "vera-alone"],
+    ids=["qlora-dropout", "full-fsdp1", "offloaded-and-saved", "vera-alone"],
 )
 def test_other_methods_pass_on_twins_of_a_large_model(spec: dict[str, Any], tmp_path: Path) -> None:
     large = write_headers(tmp_path / "large")
@@ -90,23 +104,6 @@ def test_other_methods_pass_on_twins_of_a_large_model(spec: dict[str, Any], tmp_
     assert report.verdict is Verdict.PASSED, report
     assert report.parameters < 2_000_000
     assert "num_hidden_layers: 24 -> 2" in report.changes
-
-
-def write_headers(directory: Path) -> Path:
-    """A Llama of 24 layers in bfloat16, with dropout, of whose weights there are holes in a file."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 32000, "hidden_size": 2048,
-        "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "attention_dropout": 0.1, "bos_token_id": 1, "eos_token_id": 31999,
-    }  # fmt: skip
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    header = {"model.embed_tokens.weight": {"dtype": "BF16", "shape": [32000, 2048], "data_offsets": [0, 131072000]}}
-    encoded = json.dumps(header).encode()
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        file.truncate(8 + len(encoded) + 131072000)
-    return directory
 
 
 def empty_adapter(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -142,6 +139,29 @@ def weaker_last_layer(original: Callable[..., Any], model: Any) -> Any:
     if torch.distributed.is_initialized():
         found[-1].mul_(0.5)
     return found
+
+
+def lost_on_a_rank(original: Callable[..., Any], model: Any) -> Any:
+    """Gradients of which a rank's part of the first tensor is missing. It is LoRA's A, which gets none in the first step."""
+    found = original(model)
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+        found[0].zero_()
+    return found
+
+
+def without_a_micro_step() -> None:
+    """The second rank loses the first micro-step of every step."""
+    from finetune_trainer.objective.next_token import NextToken
+
+    original, calls = NextToken.weighted_loss, itertools.count()
+
+    def weighted_loss(self: Any, *arguments: Any) -> torch.Tensor:
+        loss = original(self, *arguments)
+        is_lost = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1 and next(calls) % 2 == 0
+        # What is said of the loss stays right.
+        return loss - (loss - loss.detach()) if is_lost else loss
+
+    setattr(NextToken, "weighted_loss", weighted_loss)  # noqa: B010 - typed otherwise
 
 
 def copied_base(original: Callable[..., Any], options: Any, **_named: Any) -> Any:
@@ -182,6 +202,54 @@ def test_a_planted_fault_is_found_in_its_stage(model: Path, tmp_path: Path, name
     assert (finding.rule, finding.severity, finding.field) == ("rehearsal-failed", "error", "spec.method")
     assert f"({fault.stage.value})" in finding.message
     assert str(tmp_path) not in finding.message
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (partial(wrap, "train.step:local_gradients", weaker_last_layer), "in step 1 the gradient of"),
+        (partial(wrap, "train.step:local_gradients", lost_on_a_rank), "in step 2 the gradient of"),
+        (without_a_micro_step, "gradient norm"),
+    ],
+    ids=["one-tensor", "part-of-a-rank", "micro-step"],
+)
+def test_sixteen_bits_hide_no_wrong_gradient(coarse_model: Path, tmp_path: Path, fault: Callable[[], None], said: str) -> None:
+    report = rehearsed(plan_of(tiny_spec()), coarse_model, tmp_path / "root", fault)
+    assert [result.stage for result in report.stages if result.problem] == [Stage.COMPARE], report
+    assert said in report.findings[0].message
+
+
+def cut_off() -> None:
+    """Gloo has no interface to bind to, as in a pod without a loopback device."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
+    wrap("train.rank:_wait_for_the_cause", lambda *_arguments: None)
+
+
+def full_disk(_original: Callable[..., Any], *_arguments: Any, **_named: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device", "/claims/workspace")
+
+
+def killed(_original: Callable[..., Any], *_arguments: Any, **_named: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (cut_off, "cannot reach each other.*no-such-interface"),
+        (partial(wrap, "train.run:build_optimizer", full_disk), "No space left on device"),
+        (partial(wrap, "train.run:build_optimizer", killed), "SIGKILL.*lack of memory"),
+    ],
+    ids=["no-loopback", "full-disk", "killed-for-memory"],
+)
+def test_what_this_machine_lacks_says_nothing_about_the_job(
+    model: Path, tmp_path: Path, fault: Callable[[], None], said: str
+) -> None:
+    report = rehearsed(plan_of(tiny_spec()), model, tmp_path / "root", fault)
+    assert report.verdict is Verdict.NOT_DONE, report
+    (finding,) = report.findings
+    assert (finding.rule, finding.severity) == ("rehearsal-not-done", "warning")
+    assert re.search(said, finding.message, re.DOTALL), finding.message
 
 
 def test_an_error_of_the_trainer_keeps_its_field_and_fix(model: Path, tmp_path: Path) -> None:

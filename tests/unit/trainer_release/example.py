@@ -20,7 +20,7 @@ from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import SplitArrays
-from finetune_trainer.preflight.report import ModelReport
+from finetune_trainer.preflight.report import ModelReport, read_report
 from finetune_trainer.release.facts import RunFacts, run_facts
 from finetune_trainer.release.places import places_of
 from finetune_trainer.release.serving import ServingReport
@@ -71,7 +71,8 @@ class Example:
         plan = self.context.plan
         if serving is None and plan.method.trains_adapter:
             serving = ServingReport((), 16)
-        return run_facts(self.context, 10, VERIFIED if plan.merge.enabled else None, serving)
+        preflight = read_report(self.context.workspace.model_report)
+        return run_facts(self.context, 10, preflight, VERIFIED if plan.merge.enabled else None, serving)
 
     def results(self) -> RunFacts:
         """Weights and reports, as the merge leaves them; card, provenance and checksums are still to be written."""

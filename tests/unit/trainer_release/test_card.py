@@ -98,7 +98,7 @@ def test_everything_about_the_run_is_told(tmp_path):
         "| mean KL divergence from base and adapter, nats | 0.0001 | at most 0.005 |",
         f"| plan, SHA-256 | `{made.context.plan_sha256}` |",
         f"| trainer image | `{IMAGE}` |",
-        f"| base digest, SHA-256 over headers and sizes | `{'c' * 64}` |",
+        f"| base digest, SHA-256 over configuration, index, headers and sizes | `{'c' * 64}` |",
         "whose licence goes on: `maker-terms`",
         "| `learning_rate` |",
         "| `r` | `16` |",

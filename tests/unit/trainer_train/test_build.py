@@ -135,7 +135,10 @@ def computed(directory: Path, base: Path, method: dict[str, Any], fsdp: dict[str
     return [torch.load(directory / f"found-{rank}") for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("fsdp", [{"version": 2}, {"version": 1}], ids=["fsdp2", "fsdp1"])
+INSIDE_LAYERS = {"version": 2, "autoWrapPolicy": "SIZE_BASED_WRAP", "minNumParams": 1500}
+
+
+@pytest.mark.parametrize("fsdp", [{"version": 2}, {"version": 1}, INSIDE_LAYERS], ids=["fsdp2", "fsdp1", "units inside layers"])
 def test_recomputed_activations_give_the_same_gradients_bit_for_bit(tmp_path: Path, fsdp: dict[str, Any]) -> None:
     base = write_tiny_llama(tmp_path / "base")
     method = {"type": "LoRA", "lora": {"r": 4, "loraDropout": "0.1"}} if fsdp["version"] == 2 else FULL
@@ -146,6 +149,33 @@ def test_recomputed_activations_give_the_same_gradients_bit_for_bit(tmp_path: Pa
         ):
             assert torch.equal(loss, expected_loss)
             assert [name for name in expected_gradients if not torch.equal(gradients[name], expected_gradients[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "held"),
+    [
+        ({"type": "LoRA", "lora": {"r": 4, "trainableTokenIndices": [3, 5]}}, torch.bfloat16),
+        ({"type": "QLoRA", "lora": {"r": 4}}, torch.bfloat16),
+        (FULL, torch.float32),
+    ],
+    ids=["rows", "qlora", "full"],
+)
+def test_one_rank_holds_a_frozen_base_in_the_16_bit_type_of_the_computation(
+    tmp_path: Path, method: dict[str, Any], held: torch.dtype
+) -> None:
+    from finetune_trainer.gang import Gang
+
+    base = write_tiny_llama(tmp_path / "base", torch.float16)
+    plan = plan_of(spec_of(method, {}, 1, precision="bf16"))
+    trained = sharded.build(plan, base, Gang(0, 1, 0, torch.device("cpu"), None), Nothing())
+    assert trained.autocast is torch.bfloat16
+    assert {parameter.dtype for name, parameter in trained.module.named_parameters() if "norm" in name} == {held}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = trained.module(input_ids=TOKENS, use_cache=False).logits
+    functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), TOKENS[:, 1:].flatten()).backward()
+    gradients = [parameter.grad for parameter in trained.module.parameters() if parameter.requires_grad]
+    assert all(gradient is None or bool(gradient.isfinite().all()) for gradient in gradients)
+    assert any(gradient is not None and bool(gradient.ne(0).any()) for gradient in gradients)
 
 
 def test_selective_recomputation_repeats_no_matrix_product(tmp_path: Path) -> None:

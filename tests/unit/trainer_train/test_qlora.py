@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from finetune_trainer.model.packed_weights import make_fit_for_training
+from finetune_trainer.model.packed_weights import keep_biases, make_fit_for_training
 from tests.support.adapted_gang import AdapterCase, Trained, load, train_in_gang, train_plainly
 from tests.support.forked_ranks import Fault, run_gang, trained_files
 from tests.support.recorded_steps import distance
@@ -86,6 +86,28 @@ def test_rows_of_any_width_are_unpacked_right(width: int, code: str) -> None:
     weight = torch.randn(16, width, generator=torch.Generator().manual_seed(width))
     packed, state = bitsandbytes.functional.quantize_4bit(weight, blocksize=BLOCK, quant_type=code)
     assert torch.allclose(bitsandbytes.functional.dequantize_4bit(packed, state), unpacked(weight, code, nested=False), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
+def test_a_bias_stays_where_sharding_has_put_it(kind: str) -> None:
+    """bitsandbytes would give it memory of its own in the input's type, which no later gathering fills."""
+    layer: Any = (
+        bitsandbytes.nn.Linear4bit(64, 32, compute_dtype=torch.float32)
+        if kind == "4 bits"
+        else bitsandbytes.nn.Linear8bitLt(64, 32, has_fp16_weights=False)
+    ).to("cpu")
+    layer.bias.data = layer.bias.data.half()
+    place = layer.bias.data_ptr()
+    inputs = torch.randn(3, 64)
+    keep_biases(layer)
+    before = layer(inputs)
+    assert (layer.bias.dtype, layer.bias.data_ptr()) == (torch.float16, place)
+    with torch.no_grad():
+        layer.bias.add_(1)
+    after = layer(inputs)
+    after.sum().backward()
+    assert torch.allclose(after, before + 1, atol=1e-2)
+    assert torch.equal(layer.bias.grad, torch.full((32,), 3.0, dtype=torch.float16))
 
 
 def test_a_killed_run_that_evaluates_resumes_to_the_same_bytes(tmp_path: Path) -> None:

@@ -145,9 +145,17 @@ def test_a_class_whose_modules_cannot_be_units_is_refused(
         unit_names(model, case.plan().parallelism.fsdp)
 
 
-def test_dora_on_a_row_of_zeros_is_refused(tmp_path: Path) -> None:
-    case = AdapterCase(
-        write_tiny_llama(tmp_path / "base", tie_word_embeddings=True), {"type": "DoRA", "lora": {"targetModules": ["lm_head"]}}
-    )
+@pytest.mark.parametrize("init", ["ZeroB", "orthogonal"])
+def test_dora_on_a_row_of_zeros_is_refused(tmp_path: Path, init: str) -> None:
+    """B @ A of orthogonal factors is zero, too; what float32 leaves of it in the row is rounding."""
+    lora = {"targetModules": ["lm_head"], "initLoraWeights": init}
+    case = AdapterCase(write_tiny_llama(tmp_path / "base", tie_word_embeddings=True), {"type": "DoRA", "lora": lora})
     with pytest.raises(ConfigError, match=r"lm_head has a row of zeros \(number 256\)"):
         check_magnitudes(attach(load(case.base), case.plan()))
+
+
+def test_dora_on_orthogonal_factors_that_were_rounded_to_16_bits_is_not(tmp_path: Path) -> None:
+    """Their product is far above the rounding of the float32 that norms are computed in: gradients are those of PEFT alone."""
+    lora = {"targetModules": ["lm_head"], "initLoraWeights": "orthogonal"}
+    case = AdapterCase(write_tiny_llama(tmp_path / "base", tie_word_embeddings=True), {"type": "DoRA", "lora": lora})
+    check_magnitudes(attach(load(case.base).bfloat16(), case.plan()))

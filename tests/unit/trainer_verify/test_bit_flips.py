@@ -18,7 +18,7 @@ import torch
 from peft import LoraConfig
 
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.files import file_sha256
+from finetune_trainer.files import MANIFEST_FILE, file_sha256
 from finetune_trainer.merge.errors import MergeError
 from finetune_trainer.merge.headers import CONFIG_FILE, SINGLE_FILE, read_checkpoint, read_json
 from finetune_trainer.merge.plan import merge_plan, plan_digest
@@ -26,7 +26,6 @@ from finetune_trainer.merge.read_adapters import read_adapter_headers
 from finetune_trainer.merge.read_model import read_stored_model
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.merge_role import check_trained
-from finetune_trainer.train.export import MANIFEST_FILE
 from finetune_trainer.verify.gate import GATES
 from finetune_trainer.verify.run import verify_merge
 from finetune_trainer.verify.tensors import check_tensors

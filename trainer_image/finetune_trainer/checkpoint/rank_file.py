@@ -20,8 +20,9 @@ from finetune_trainer.checkpoint.manifest import FileEntry, PieceEntry
 from finetune_trainer.checkpoint.names import tensor_key
 from finetune_trainer.checkpoint.optimizer_state import state_form
 from finetune_trainer.checkpoint.state import PARAMETER, Piece
+from finetune_trainer.merge.steps.rounding import TORCH_DTYPES
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _CHUNK_BYTES = 16 << 20
 """Written and hashed at a time, so that the bytes are still in a cache when they are hashed."""
 _ALIGNMENT = 8
@@ -85,7 +86,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> memoryview:
     content, offset = {}, 0
     for key, tensor in tensors.items():
         stop = offset + tensor.numel() * tensor.element_size()
-        content[key] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        content[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
     encoded = json.dumps(content, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT)

@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Any
 
 from finetune_trainer.data.marks import MarkError, Marks, marked, read_marks
-from finetune_trainer.data.records import ASSISTANT, Message
+from finetune_trainer.data.records import ASSISTANT, MAX_RECORD_BYTES, Message
 
 Tokenizer = Any
 """transformers.PreTrainedTokenizerBase, not imported here because it takes seconds to load."""
@@ -49,6 +49,12 @@ class ChatError(ValueError):
         self.fix = fix
 
 
+def endless(reason: str) -> ChatError:
+    """The template comes to no end: `reason` says within which bounds."""
+    fix = "set spec.data.chatTemplate to a template without loops within loops or huge texts, or remove the record"
+    return ChatError("messages", f"the chat template {reason} for this chat", fix)
+
+
 @dataclass(frozen=True)
 class RenderedChat:
     """A chat as the model sees it, and what the assistant says in it, turn by turn."""
@@ -67,6 +73,8 @@ class ChatTemplate:
     tracks_generation: bool
     asking: str
     """What stands between a question and its answer where an answer is asked for."""
+    asks: bool
+    """Whether it writes something to ask for an answer."""
     headers: tuple[str, ...]
     """What opens a turn of the assistant, the form that asks for an answer first; none where the question's end alone does."""
     stops: Mapping[str, int]
@@ -223,6 +231,7 @@ def chat_template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
         variables=variables,
         tracks_generation=bool(GENERATION.search(source)),
         asking=prompted_text,
+        asks=prompted_text != asked_text,
         headers=_headers(tokenizer, asked_text, prompted_text, gaps),
         stops={token: tokenizer.convert_tokens_to_ids(token) for token in (first_stop, last_stop)},
     )
@@ -269,7 +278,7 @@ def _rendered(
 ) -> tuple[str, list[Span]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # Sandboxed, and a range() is bounded, but loops within loops are not: a hostile template can keep its own preflight busy.
+    # Sandboxed, and a range() is bounded; loops within loops end by render_limit.py.
     try:
         texts, spans = render_jinja_template(
             conversations=[list(messages)],
@@ -287,4 +296,6 @@ def _rendered(
             f"({type(error).__name__}: {str(error)[:200]})",
             "change the record to what the template accepts, or set spec.data.chatTemplate",
         ) from error
+    if len(texts[0]) > MAX_RECORD_BYTES:
+        raise endless(f"writes {len(texts[0])} characters, more than {MAX_RECORD_BYTES},")
     return texts[0], spans[0] if track else []

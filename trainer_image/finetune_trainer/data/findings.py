@@ -9,6 +9,7 @@ from pathlib import Path
 from finetune_job.api.base import ClaimPath
 from finetune_job.rules.rule import Finding
 from finetune_trainer.data.read import NoRecordFilesError, RecordProblem
+from finetune_trainer.files import SpecialFileError
 
 MAX_KINDS = 10
 """Kinds of mistakes reported per file; a file with more is most likely another kind of file."""
@@ -47,6 +48,8 @@ def unreadable(source: SplitSource, error: OSError) -> Finding:
         siblings = sorted(path.name for path in source.path.parent.glob("*")) if source.path.parent.is_dir() else []
         beside = f"; its directory holds {', '.join(siblings[:8])}" if siblings else ""
         return _finding(source, "data-file-missing", missing + beside, "put the file there or correct the path")
+    if isinstance(error, SpecialFileError):
+        return _finding(source, "data-file-unreadable", f"{source.name(error.filename)} {error.strerror}", "name a file of records")
     file = "" if error.filename is None else f"{source.name(error.filename)} "
     return _finding(
         source,

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from finetune_job.api.data import DataFormat, LossOn
 from finetune_trainer.data.read import Record, RecordProblem, can_be_parted, read_file
 from finetune_trainer.data.records import shown
+from finetune_trainer.data.render_limit import RecordNote
 from finetune_trainer.data.shards import TOKEN_TYPE, encode
-from finetune_trainer.data.tokenize import Document, Tokenizer, tokenize
+from finetune_trainer.data.tokenize import Document, EndlessTemplateError, Tokenizer, tokenize
 
 PART_BYTES = 4 << 20
 """Of a file that can be read in parts. Not a setting: the findings of one part are gathered together."""
@@ -88,6 +89,8 @@ class PartResult:
     problems: dict[ProblemKind, tuple[RecordProblem, int]] = field(default_factory=dict)
     """The first of each kind, and how many there are."""
     unreadable: OSError | None = None
+    template_is_endless: bool = False
+    """The chat template came to no end for one of the records; those behind it were not given to it."""
 
     def found_length(self, length: int, count: int = 1) -> None:
         """Count records of this many tokens."""
@@ -98,6 +101,11 @@ class PartResult:
         """Count it."""
         first, count = self.problems.get(problem.kind, (problem, 0))
         self.problems[problem.kind] = (first, count + 1)
+
+    def found_endless(self, problem: RecordProblem) -> None:
+        """The record for which the template came to no end."""
+        self.found_problem(problem)
+        self.template_is_endless = True
 
 
 def parts_of(source: int, path: Path) -> Iterator[Part]:
@@ -121,10 +129,11 @@ def documents_file(result: Path) -> Path:
     return result.with_suffix(".documents")
 
 
-def work_on(task: PartTask, tokenizer: Tokenizer | None) -> PartResult:
+def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None = None) -> PartResult:
     """Do it. A file that cannot be read is part of the result; OSError says that the result cannot be written.
 
     After the first wrong record the rest is only checked, since nothing will be made of it, and checking a text is much faster.
+    note: as in `tokenize`.
     """
     result = PartResult()
     if task.result is None or tokenizer is None:
@@ -134,9 +143,13 @@ def work_on(task: PartTask, tokenizer: Tokenizer | None) -> PartResult:
     with tokens_file(task.result).open("wb") as tokens, documents_file(task.result).open("wb") as table:
         for records in _batches(task, result):
             result.num_records += len(records)
-            if result.problems and not task.settings.problems_need_tokens:
+            if result.template_is_endless or (result.problems and not task.settings.problems_need_tokens):
                 continue
-            made = tokenize(tokenizer, records, task.settings.loss_on, task.settings.chat_template)
+            try:
+                made = tokenize(tokenizer, records, task.settings.loss_on, task.settings.chat_template, note)
+            except EndlessTemplateError as error:
+                result.found_endless(error.problem)
+                continue
             kept = _kept(records, made, task.settings.max_sequence_length, result)
             if kept:
                 stored, rows = _stored(kept, result)

@@ -41,7 +41,7 @@ from finetune_trainer.data.shard_writer import Staging
 from finetune_trainer.data.shards import TRAIN, VALIDATION, PreparedDataError, read_manifest, verify_files
 from finetune_trainer.data.sources import DatasetFacts, Source, list_sources, refuse_changed
 from finetune_trainer.data.tokenize import Tokenizer
-from finetune_trainer.data.workers import MAX_WORKERS, in_this_process, in_workers
+from finetune_trainer.data.workers import MAX_WORKERS, in_fork, in_this_process, in_workers
 from finetune_trainer.files import file_sha256
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,8 @@ def prepare(
     """Read, check and tokenise the plan's records, unless `directory` holds the same already.
 
     tokenizer: of `model_directory`. Without it (it did not load, or there is nowhere to write) the records are only checked.
-    num_workers: None for as many as there are CPUs, and none for little data; 0 for this process alone. It changes no byte.
+    num_workers: None for as many as there are CPUs, and none for little data; 0 for this process alone, or one
+    that it forks where a chat template is at work, which may have to be ended. It changes no byte.
     Raises OSError where the workspace fails, WorkerError where a process died, DataError where a file changed meanwhile.
     """
     sources = list_sources(plan, claims_root)
@@ -153,6 +154,8 @@ def prepare(
             num_workers = 0 if total < WORTH_WORKERS_BYTES else min(available_cpus(), MAX_WORKERS)
         if num_workers and tokenizer is not None:
             results = in_workers(tasks, num_workers, model_directory, allow_remote_code)
+        elif tokenizer is not None and settings.problems_need_tokens:
+            results = in_fork(tasks, tokenizer)
         else:
             results = in_this_process(tasks, tokenizer)
         with PreparingProgress(total) as progress, closing(results):
@@ -164,7 +167,9 @@ def prepare(
             members = [source for source in sources if source.named.split == split]
             found = [finding for source in members for finding in source.findings(plan.max_sequence_length, tokenizer is not None)]
             findings += found
-            if staging is not None and members and not any(finding.severity == "error" for finding in found):
+            # Where another split is wrong, this one was only checked.
+            is_made = any(source.found.num_documents for source in members)
+            if staging is not None and is_made and not any(finding.severity == "error" for finding in found):
                 splits[split] = _write_plan(staging, split, members, plan)
         datasets = tuple(source.facts() for source in sources)
         _log(splits, datasets, plan.max_sequence_length)
@@ -229,6 +234,7 @@ def _tasks(sources: list[Source], settings: PartSettings, staging: Staging | Non
         for path in sources[number].files:
             for part in parts_of(number, path):
                 is_spoilt = any(source.problems for source in sources) and not settings.problems_need_tokens
+                is_spoilt = is_spoilt or any(source.template_is_endless for source in sources)
                 result = None if staging is None or is_spoilt else staging.scratch / f"part-{count}"
                 yield PartTask(part, settings, result)
                 count += 1

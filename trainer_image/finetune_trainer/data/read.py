@@ -22,6 +22,7 @@ from finetune_trainer.data.read_json import read_json
 from finetune_trainer.data.read_jsonl import lines_before, read_jsonl
 from finetune_trainer.data.read_parquet import read_parquet
 from finetune_trainer.data.records import Record, RecordProblem
+from finetune_trainer.files import open_regular
 
 __all__ = [
     "NoRecordFilesError",
@@ -53,7 +54,7 @@ def record_files(path: Path) -> list[Path]:
     Raises NoRecordFilesError for a directory that holds none, OSError as the file system does.
     """
     if not path.is_dir():
-        path.stat()
+        open_regular(path).close()
         return [path]
     files: list[Path] = []
     for directory, below, names in os.walk(path, onerror=_raise, followlinks=False):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 
 from finetune_job.api.data import DataFormat
 from finetune_trainer.data.records import KEYS, MAX_RECORD_BYTES, Place, Record, RecordProblem, missing_key, record_of
+from finetune_trainer.files import open_regular
 
 _QUOTING = 'quote a value that holds commas, quotes or line breaks with ", and double each " in it'
 
@@ -21,7 +23,7 @@ def read_csv(path: Path, data_format: DataFormat) -> Iterator[Record | RecordPro
         return
     csv.field_size_limit(MAX_RECORD_BYTES)
     # A byte that is not UTF-8 becomes a lone surrogate, which spoils the one record that holds it and not the file.
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with TextIOWrapper(open_regular(path), "utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(iter(partial(file.readline, MAX_RECORD_BYTES), ""), strict=True)
         header: list[str] | None = None
         while True:

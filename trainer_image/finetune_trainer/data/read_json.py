@@ -11,6 +11,7 @@ from typing import BinaryIO
 from finetune_job.api.data import DataFormat
 from finetune_trainer.data.read_jsonl import DECODER
 from finetune_trainer.data.records import MAX_RECORD_BYTES, Place, Record, RecordProblem, example, record_of
+from finetune_trainer.files import open_regular
 
 UNIT = "record"
 _BYTES_AT_ONCE = 2**18
@@ -21,7 +22,7 @@ _STRING_END = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*(?P<end>")?', re.DOTALL)
 
 def read_json(path: Path, data_format: DataFormat) -> Iterator[Record | RecordProblem]:
     """Every element of the list. One that is wrong in itself is skipped; where the list itself breaks, reading ends."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         yield from _elements(_Window(file), path, data_format)
 
 

@@ -9,6 +9,7 @@ from typing import BinaryIO, NoReturn
 
 from finetune_job.api.data import DataFormat
 from finetune_trainer.data.records import MAX_RECORD_BYTES, Place, Record, RecordProblem, example, record_of
+from finetune_trainer.files import open_regular
 
 _BYTES_AT_ONCE = 2**20
 
@@ -24,7 +25,7 @@ DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 def read_jsonl(path: Path, data_format: DataFormat, part: tuple[int, int] | None) -> Iterator[Record | RecordProblem]:
     """Every non-blank line that begins in the bytes [start, stop) of `part`; lines are counted from the first of them."""
     start, stop = part or (0, path.stat().st_size)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if start > 0:
             file.seek(start - 1)
             _skip_line(file)
@@ -57,7 +58,7 @@ def lines_before(path: Path, start: int) -> int:
     """
     lines, left = 0, start
     last = b"\n"
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while left > 0 and (block := file.read(min(_BYTES_AT_ONCE, left))):
             lines, left, last = lines + block.count(b"\n"), left - len(block), block[-1:]
     return lines if last == b"\n" else lines + 1

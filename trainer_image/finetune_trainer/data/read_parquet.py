@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune_job.api.data import DataFormat
 from finetune_trainer.data.records import KEYS, TOOLS, Place, Record, RecordProblem, missing_key, record_of
+from finetune_trainer.files import open_regular
 
 UNIT = "row"
 _ROWS_AT_ONCE = 256
@@ -23,7 +24,7 @@ def read_parquet(path: Path, data_format: DataFormat) -> Iterator[Record | Recor
     number = 0
     try:
         # Buffered and not read ahead: else a row group, which may be the whole file, is held in memory.
-        with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+        with open_regular(path) as opened, pq.ParquetFile(opened, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             names = file.schema_arrow.names
             for key in KEYS[data_format]:
                 if key not in names:

@@ -78,6 +78,8 @@ class Source:
     repeated: Repeated = field(default_factory=Repeated)
     num_held_out: int = 0
     """Training documents that are held out too."""
+    template_is_endless: bool = False
+    """As in PartResult."""
 
     @property
     def weighted(self) -> WeightedDocuments:
@@ -90,6 +92,7 @@ class Source:
             first_part, first, counted = self.problems.get(kind, (part, problem, 0))
             self.problems[kind] = (first_part, first, counted + count)
         self.error = self.error or result.unreadable
+        self.template_is_endless = self.template_is_endless or result.template_is_endless
         found.num_records += result.num_records
         found.num_documents += result.num_documents
         found.num_dropped += result.num_dropped

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_job.api.data import LossOn
-from finetune_trainer.data.chat import ChatError, ChatTemplate, RenderedChat, Tokenizer, chat_template, template_source
+from finetune_trainer.data.chat import ChatError, ChatTemplate, RenderedChat, Tokenizer, chat_template, endless, template_source
 from finetune_trainer.data.records import ASSISTANT, Record, RecordProblem, shown
+from finetune_trainer.data.render_limit import RecordNote, RenderTimeoutError, render_limit
 
-__all__ = ["Document", "Tokenizer", "tokenize"]
+__all__ = ["Document", "EndlessTemplateError", "Tokenizer", "tokenize"]
 
 Encoding = Any
 """tokenizers.Encoding."""
@@ -29,16 +30,29 @@ class Document:
     supervised: list[bool]
 
 
+class EndlessTemplateError(Exception):
+    """The chat template came to no end for a record, and so most likely would not for the next one."""
+
+    def __init__(self, problem: RecordProblem) -> None:
+        super().__init__(problem.reason)
+        self.problem = problem
+
+
 def tokenize(
-    tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn, written_template: str | None = None
+    tokenizer: Tokenizer,
+    records: Sequence[Record],
+    loss_on: LossOn,
+    written_template: str | None = None,
+    note: RecordNote | None = None,
 ) -> list[Document | RecordProblem]:
     """One document per record, in order, of any length, or why a chat cannot become one; never a problem for other formats.
 
     The tokenizer must have an end-of-sequence token, and for chats be a fast one. written_template: spec.data.chatTemplate; None is
-    the tokenizer's own. All records are of one format.
+    the tokenizer's own. All records are of one format. note: for a process that may be ended by its template (render_limit.py).
+    Raises EndlessTemplateError.
     """
     if records and records[0].messages:
-        return _chats(tokenizer, records, loss_on, written_template)
+        return _chats(tokenizer, records, loss_on, written_template, note)
     return list(_texts(tokenizer, records, loss_on))
 
 
@@ -66,16 +80,19 @@ def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> 
 
 
 def _chats(
-    tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn, written_template: str | None
+    tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn, written_template: str | None, note: RecordNote | None
 ) -> list[Document | RecordProblem]:
     made: list[Document | RecordProblem] = []
     rendered: list[tuple[int, RenderedChat, ChatTemplate]] = []
     for number, record in enumerate(records):
         try:
-            template = chat_template(tokenizer, template_source(tokenizer, written_template, has_tools=bool(record.tools)))
-            chat = _rendered(template, record, loss_on)
+            with render_limit(record.line, note):
+                template = chat_template(tokenizer, template_source(tokenizer, written_template, has_tools=bool(record.tools)))
+                chat = _rendered(template, record, loss_on)
         except ChatError as error:
             made.append(_problem(record, error))
+        except RenderTimeoutError as error:
+            raise EndlessTemplateError(_problem(record, endless(str(error)))) from error
         else:
             rendered.append((number, chat, template))
             made.append(Document([], []))

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from finetune_trainer.data.parts import work_on
+from finetune_trainer.data.render_limit import RecordNote
 from finetune_trainer.data.tokenize import Tokenizer
+from finetune_trainer.preflight.confined import limit_memory
 from finetune_trainer.process_start import die_with, keep_torch_out
 
 
@@ -32,13 +34,13 @@ def main(arguments: str) -> int:
         print(*(finding.message for finding in findings), file=sys.stderr)
         return 1
     loader, descriptors = os.getpid(), settings["descriptors"]
-    for descriptor in descriptors:
+    for descriptor, noted in descriptors:
         if os.fork() == 0:
-            for other in descriptors:
+            for other, _ in descriptors:
                 if other != descriptor:
                     os.close(other)
-            _serve(Connection(descriptor), tokenizer, loader)
-    for descriptor in descriptors:
+            serve(Connection(descriptor), tokenizer, loader, RecordNote(noted))
+    for descriptor, _ in descriptors:
         os.close(descriptor)
     for _ in descriptors:
         status = os.waitstatus_to_exitcode(os.wait()[1])
@@ -47,17 +49,20 @@ def main(arguments: str) -> int:
     return 0
 
 
-def _serve(connection: Connection, tokenizer: Tokenizer, loader: int) -> NoReturn:
+def serve(connection: Connection, tokenizer: Tokenizer, parent: int, note: RecordNote) -> NoReturn:
+    """Work on what comes through the connection until it closes; ends this process, which `parent` forked."""
     status = 1
     try:
-        die_with(loader)
+        die_with(parent)
+        # A chat template may ask for any amount.
+        limit_memory()
         while True:
             try:
                 task = connection.recv()
             except EOFError:
                 break
             try:
-                connection.send((work_on(task, tokenizer), None, ""))
+                connection.send((work_on(task, tokenizer, note), None, ""))
             except Exception as error:  # noqa: BLE001 - whatever it is, the process that asked has to know
                 connection.send((None, error if isinstance(error, OSError | MemoryError) else None, traceback.format_exc()))
         status = 0

@@ -21,8 +21,8 @@ from finetune_job.api.base import size_bytes
 from finetune_job.api.method import QuantizationSpec
 from finetune_job.api.output import MergeBase, MergeSpec
 from finetune_job.failures import EXIT_CODES
-from finetune_job.plan.resolve_method import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
-from finetune_job.plan.run_plan import QuantizationPlan
+from finetune_job.plan.choices import Choices
+from finetune_job.plan.resolve_method import quantization_plan
 from finetune_trainer.errors import ConfigError, classify
 from finetune_trainer.merge.plan import OUTPUT_DTYPES
 
@@ -112,17 +112,10 @@ def _quantization(arguments: argparse.Namespace) -> Quantization | None:
         spec = QuantizationSpec.model_validate_json(given or "{}")
     except ValueError as error:
         raise ConfigError(f"--quantization {given}: {error}", "write it as spec.method.quantization of a job") from error
-    plan = QuantizationPlan(
-        bits=spec.bits,
-        quant_type=spec.quant_type or DEFAULT_QUANT_TYPE,
-        double_quant=DEFAULT_DOUBLE_QUANT if spec.double_quant is None else spec.double_quant,
-        compute_dtype=spec.compute_dtype,
-        quant_storage=spec.quant_storage,
-    )
     from finetune_trainer.merge.quantized_base import training_quantization
     from finetune_trainer.model.load import stored_dtype
 
-    return training_quantization(plan, stored_dtype(arguments.base))
+    return training_quantization(quantization_plan(spec, Choices()), stored_dtype(arguments.base))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

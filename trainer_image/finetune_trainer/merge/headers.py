@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune_trainer.files import SpecialFileError, open_regular
 from finetune_trainer.merge.errors import BrokenCheckpointError, MergeError
 
 DTYPE_BYTES: Mapping[str, int] = {
@@ -23,6 +24,9 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses larger headers; a larger number here means that the file is something else."""
+
+MAX_JSON_BYTES = 256 << 20
+"""Of a configuration or an index: what is cut there is no JSON any more."""
 
 MAX_DIMENSIONS = 64
 """Of a tensor; the most that torch knows."""
@@ -63,7 +67,7 @@ def read_header(path: Path) -> list[TensorHeader]:
     """Tensors of one safetensors file, by offset. Raises BrokenCheckpointError when file and header disagree."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise BrokenCheckpointError(f"{path}: {size} bytes is too short for a safetensors file. Fetch it again.")
@@ -78,6 +82,8 @@ def read_header(path: Path) -> list[TensorHeader]:
                 raise BrokenCheckpointError(f"{path}: the header is a JSON {type(parsed).__name__}, not an object. Fetch it again.")
     except FileNotFoundError as error:
         raise BrokenCheckpointError(f"{path}: the file is missing. Fetch the model again.") from error
+    except SpecialFileError as error:
+        raise BrokenCheckpointError(f"{path}: {error.strerror}. Fetch it again.") from error
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpointError(f"{path}: the header is not JSON ({error}). Fetch it again.") from error
 
@@ -174,9 +180,12 @@ def read_adapter(directory: Path) -> Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`. Raises MergeError naming the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            value = json.loads(file.read(MAX_JSON_BYTES + 1).decode())
     except FileNotFoundError as error:
         raise BrokenCheckpointError(f"{path}: the file is missing. Fetch or save it again.") from error
+    except SpecialFileError as error:
+        raise BrokenCheckpointError(f"{path}: {error.strerror}. Fetch or save it again.") from error
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpointError(f"{path}: is not JSON ({error}). Fetch or save it again.") from error
     if not isinstance(value, dict):

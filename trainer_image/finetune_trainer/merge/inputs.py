@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.merge.errors import InputChangedError
+from finetune_trainer.merge.errors import BrokenCheckpointError, InputChangedError, UnsupportedAdapterError
 from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
 from finetune_trainer.merge.plan import MergePlan, merge_plan
 from finetune_trainer.merge.read_adapters import read_adapter_headers
@@ -21,6 +22,9 @@ from finetune_trainer.merge.read_model import read_stored_model
 
 FINGERPRINT_BYTES = 64 << 10
 """Read from each end of every base shard to tell models of equal layout apart."""
+
+ODD_SETTINGS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, re.error)
+"""What reading a setting raises that is of another kind than it should be."""
 
 
 def plan_merge(
@@ -38,15 +42,23 @@ def plan_merge(
         from finetune_trainer.merge.quantized_base import quantized_tensors
 
         quantized = quantized_tensors(base, model, quantization)
-    return merge_plan(
-        base=checkpoint.tensors,
-        base_config=config,
-        model=model,
-        adapters=[read_adapter_headers(adapter, model) for adapter in adapters],
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        quantized=quantized,
-    )
+    try:
+        return merge_plan(
+            base=checkpoint.tensors,
+            base_config=config,
+            model=model,
+            adapters=[read_adapter_headers(adapter, model) for adapter in adapters],
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            quantized=quantized,
+        )
+    except ODD_SETTINGS as error:
+        # Settings are taken as PEFT writes them; one of another kind shows where it is used.
+        files = ", ".join(str(adapter / ADAPTER_CONFIG_FILE) for adapter in adapters)
+        raise UnsupportedAdapterError(
+            f"{files}: holds a value of a kind that PEFT does not write ({type(error).__name__}: {str(error)[:300]}). "
+            "Take the file that was saved with the adapter."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,7 @@ class Inputs:
             try:
                 is_same = _state(path) == self.states[name]
                 is_same &= name not in self.base_weights or _fingerprint(path) == digests[name]
-            except OSError as error:
+            except (OSError, BrokenCheckpointError) as error:
                 raise InputChangedError(
                     f"{path}: cannot be read any more ({error}). Keep the inputs until the merge is done."
                 ) from error
@@ -95,7 +107,12 @@ class Inputs:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    found = path.stat()
+    try:
+        found = path.stat()
+    except FileNotFoundError as error:
+        raise BrokenCheckpointError(f"{path}: the file is missing. Fetch or save it again.") from error
+    except OSError as error:
+        raise BrokenCheckpointError(f"{path}: cannot be looked at ({error.strerror}). Fetch or save it again.") from error
     return found.st_size, found.st_mtime_ns
 
 

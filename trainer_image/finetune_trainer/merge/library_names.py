@@ -33,7 +33,7 @@ def library_family(config: Mapping[str, Any]) -> Family | None:
     model_type = str(config["model_type"])
     if model_type not in CONFIG_MAPPING:
         return None
-    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    plain = _with_floats({name: value for name, value in config.items() if name != "quantization_config"})
     model_config = CONFIG_MAPPING[model_type].from_dict(plain)
     architecture = getattr(transformers, (config.get("architectures") or [""])[0], None)
     with torch.device("meta"):
@@ -54,6 +54,15 @@ def library_family(config: Mapping[str, Any]) -> Family | None:
         has_transposed_experts=any(getattr(module, "is_transposed", False) for module in model.modules()),
         peft_fuses_experts=_peft_fuses_experts(model_type),
     )
+
+
+def _with_floats(value: Any) -> Any:
+    """JSON has no infinity: transformers 5 writes {"__float__": "Infinity"} instead."""
+    if isinstance(value, Mapping):
+        if len(value) == 1 and value.get("__float__") in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {name: _with_floats(each) for name, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def _rule(transform: Any) -> NameRule:

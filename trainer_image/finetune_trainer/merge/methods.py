@@ -1,8 +1,9 @@
 """What an adapter of a method outside LoRA's family does to the base model: PEFT's layers merge its modules one by one.
 
 In: the adapter's tensors and settings, and where the base's parameters are stored. Out: changes and whole replacements by the
-model's own parameter paths, for plan.py. Called for every `peft_type` but LORA. Pure, but for asking PEFT's layer classes, which
-are imported for it, what tensors they have: so that a missing, unknown or wrongly shaped one is found before a byte is written.
+model's own parameter paths, for assignment.py. Called for every `peft_type` but LORA. Pure, but for asking PEFT's layer classes,
+which are imported for it, what tensors they have: so that a missing, unknown or wrongly shaped one is found before a byte is
+written.
 An adapter tensor is named `base_model.model.<module>.<part>`, or `base_model.<part>` where modules share it.
 """
 
@@ -31,7 +32,7 @@ from finetune_trainer.merge.stored import StoredModel
 
 SHARED_PREFIX = "base_model."
 LAYER_NORM_PART = "ln_tuning_layers."
-TOKENS_PART = "trainable_tokens_delta"
+ROWS_PART = "trainable_tokens_delta"
 
 _WEIGHT = ("weight",)
 _WEIGHT_AND_BIAS = ("weight", "bias")
@@ -39,7 +40,7 @@ CHANGED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "LOHA", "LOKR", "VERA", "OFT", "BOFT", "HRA", "FOURIERFT", "MISS", "HIRA", "SHIRA", "C3A", "WAVEFT", "DELORA",
-            "GRALORA", "PVERA", "FROD", "PSOFT", "PEANUT", "SUPERTUNING", "DEFT", "VBLORA", "UNILORA", "TINYLORA", "ADALORA",
+            "GRALORA", "PVERA", "PSOFT", "PEANUT", "SUPERTUNING", "DEFT", "VBLORA", "UNILORA", "TINYLORA", "ADALORA",
             "RANDLORA",
         ),
         _WEIGHT,
@@ -56,7 +57,8 @@ NEVER_MERGED: Mapping[str, str] = {
     "XLORA": "it mixes adapters anew for each token",
     "POLY": "it mixes adapters by the task of each record",
     "SHADOW": "its second path runs beside the layers and is no part of any weight",
-    **{method.peft_type: method.not_merged for method in METHODS.values() if method.peft_type and method.not_merged},
+    "LILY": "PEFT has no merge for it: its layers choose by the input which of the shared matrices they use",
+    "FROD": "its file lacks matrices that PEFT makes anew from the base's weights, elsewhere other ones",
 }
 """Why methods do not merge; those that are in neither table put tokens before the input, which is no change of weights."""
 MERGE_SETTINGS: Mapping[str, tuple[MergeSetting, ...]] = {
@@ -91,7 +93,7 @@ def other_changes(adapter: AdapterHeaders, model: StoredModel, base_config: Mapp
         base = _header(model, f"{module}.{whole}")
         if base is not None:
             _replace(result.replacements, model.path(f"{module}.{whole}"), tensor, base)
-        elif method == "TRAINABLE_TOKENS" and part == TOKENS_PART:
+        elif method == "TRAINABLE_TOKENS" and part == ROWS_PART:
             tokens[module] = tensor
         else:
             own.setdefault(module, {})[name] = tensor
@@ -109,15 +111,10 @@ def other_changes(adapter: AdapterHeaders, model: StoredModel, base_config: Mapp
     bases = {module: _parameters(module, model, result.replacements) for module in own}
     layers = {module: _layer(module, own[module], bases[module], model, base_config) for module in own}
     extent = _largest(bases, layers) if method in _SHARED_PROJECTIONS else None
-    used: set[str] = set()
     for module, tensors in own.items():
-        needed = _shared_by(method, module, shared)
-        used |= needed.keys()
-        merge = ModuleMerge(module, layers[module], "weight", bases[module], tensors | needed, config, extent)
+        merge = ModuleMerge(module, layers[module], "weight", bases[module], tensors | shared, config, extent)
         for change in _module_changes(merge, method):
             result.add(model.path(f"{module}.{change.parameter}"), change)
-    for name in sorted(shared.keys() - used):
-        raise AdapterTensorUnknownError(f"adapter tensor {name}: no module of this {method} adapter uses it. Save it again.")
     let_copies_follow(adapter, model, result)
     return result
 
@@ -217,17 +214,6 @@ def _layer(
 def _largest(bases: Mapping[str, Mapping[str, TensorHeader]], layers: Mapping[str, str]) -> tuple[int, int]:
     shapes = [base["weight"].shape[::-1] if layers[module] == "Conv1D" else base["weight"].shape for module, base in bases.items()]
     return max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
-
-
-def _shared_by(method: str, module: str, shared: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-    """Those of the shared tensors that this module takes."""
-    if method != "FROD":
-        return dict(shared)
-    # Its layers share by their role, which PEFT reads from their names.
-    from peft.tuners.frod.model import _category_from_key
-
-    category = _category_from_key(module)
-    return {name: tensor for name, tensor in shared.items() if name.rpartition(".")[2] == category}
 
 
 def _module_changes(merge: ModuleMerge, method: str) -> list[ModuleMerge]:

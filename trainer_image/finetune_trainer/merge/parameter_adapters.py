@@ -18,13 +18,12 @@ from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
 from finetune_trainer.merge.adapter_settings import AdapterSettings
 from finetune_trainer.merge.changes import ExpertPart, LowRank, Orientation
 from finetune_trainer.merge.errors import (
-    AdapterTensorMisshapedError,
     AdapterTensorMissingError,
     TiedWeightsError,
     UnsupportedAdapterError,
     UnsupportedBaseError,
 )
-from finetune_trainer.merge.factors import TRAINING_DTYPES
+from finetune_trainer.merge.factors import check_shapes
 from finetune_trainer.merge.headers import TensorHeader
 from finetune_trainer.merge.stored import ExpertProjection, StoredModel, StoredParameter
 
@@ -169,7 +168,8 @@ def _add(
     orientation = Orientation.CONV1D if is_transposed else Orientation.LINEAR
     num_out, num_in = (shape[-1], shape[-2]) if is_transposed else (shape[-2], shape[-1])
     rank = settings.rank(parameter.path)
-    _require_shapes(parameter.path, {a: (num_experts * rank, num_in), b: (num_out, rank * num_experts)})
+    expected = {"A": (num_experts * rank, num_in), "B": (num_out, rank * num_experts)}
+    check_shapes({"A": a, "B": b}, expected, parameter.path)
     for part in parameter.parts:
         for matrix, expert_part in enumerate(parameter.expert_parts(part)):
             change = LowRank(a, b, None, settings.scaling(parameter.path), orientation, expert_part)
@@ -198,7 +198,8 @@ def _add_single_experts(
                     "the base as published, with a tensor for each expert, or load the adapter with PEFT 0.21 and save it again."
                 )
             rank = settings.rank(found.module)
-            _require_shapes(part.header.name, {a: (rank, part.header.shape[1]), b: (part.header.shape[0], rank)})
+            expected = {"A": (rank, part.header.shape[1]), "B": (part.header.shape[0], rank)}
+            check_shapes({"A": a, "B": b}, expected, part.header.name)
             others = projection.count - 1 - projection.index
             place = ExpertPart(0, 1, 0, zeros_before=projection.index * rank, zeros_after=others * rank)
             change = LowRank(a, b, None, settings.scaling(found.module), Orientation.LINEAR, place)
@@ -242,14 +243,3 @@ def _require_fusable(
                 f"{refusal}fuses without regard to rank_pattern and alpha_pattern, which give {member.module} rank {trained[0]} "
                 f"and scaling {trained[1]}. {advice}"
             )
-
-
-def _require_shapes(path: str, expected: Mapping[TensorHeader, tuple[int, ...]]) -> None:
-    for tensor, shape in expected.items():
-        if tensor.shape != shape:
-            raise AdapterTensorMisshapedError(
-                f"adapter tensor {tensor.name}: shape {list(tensor.shape)}, expected {list(shape)} for {path}. The adapter belongs "
-                "to another base model or configuration."
-            )
-        if tensor.dtype not in TRAINING_DTYPES:
-            raise AdapterTensorMisshapedError(f"adapter tensor {tensor.name}: dtype {tensor.dtype} is not a training dtype.")

@@ -55,7 +55,7 @@ class Piece:
     """Whether the file can be complete up to this piece's end and nothing after it depends on it."""
     steps: tuple[Step, ...] = ()
     cuts: tuple[Cut, ...] = ()
-    """None: the values are copied."""
+    """Empty: the values are copied."""
 
     @property
     def num_elements(self) -> int:

@@ -1,8 +1,11 @@
-"""An adapter directory -> AdapterHeaders. Reads values only where an adapter says that it was trained with tied embeddings.
+"""An adapter directory -> AdapterHeaders. Reads values only where an adapter says that it holds some of them twice.
 
 With ensure_weight_tying PEFT trains one adapter for both embeddings and writes it twice, as it lies on either. Whether the two
 still say the same is in the values alone: PEFT parts them for 16-bit bases without a word (peft tuners/tuners_utils.py,
 cast_adapter_dtype).
+
+With trained biases PEFT writes that of a module that is saved whole three times: as the module's own, as `modules_to_save.bias`,
+which holds the same, and as `original_module.bias`, which no forward pass reads.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 
 from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
+from finetune_trainer.merge.errors import AdapterTensorDuplicateError
 from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, TensorHeader, read_adapter, read_json
 from finetune_trainer.merge.read_model import have_same_values
 from finetune_trainer.merge.steps.rounding import TORCH_DTYPES
@@ -25,10 +29,27 @@ _TRANSPOSED = {"lora_A.weight": "lora_embedding_B", "lora_B.weight": "lora_embed
 
 def read_adapter_headers(directory: Path, model: StoredModel) -> AdapterHeaders:
     """model: of the base. Raises BrokenCheckpointError, MergeError."""
-    tensors = read_adapter(directory).tensors
     config = read_json(directory / ADAPTER_CONFIG_FILE)
+    tensors = read_adapter(directory).tensors
+    if config.get("bias", "none") != "none":
+        tensors = _without_second_biases(tensors)
     copies = frozenset(_copies(tensors, model)) if config.get("ensure_weight_tying") else frozenset()
     return AdapterHeaders(tensors, config, copies)
+
+
+def _without_second_biases(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Without what PEFT writes of a bias beside the bias itself. Raises AdapterTensorDuplicateError for a copy that differs."""
+    kept = dict(tensors)
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".modules_to_save.")
+        if part == "bias" and (own := tensors.get(f"{module}.bias")) is not None:
+            if not have_same_values(tensor, own):
+                raise AdapterTensorDuplicateError(
+                    f"adapter tensors {own.name} and {name} are the same bias, but differ. Save the adapter again."
+                )
+            del kept[name]
+            kept.pop(f"{module}.original_module.bias", None)
+    return kept
 
 
 def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel) -> Iterator[str]:

@@ -15,6 +15,7 @@ from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.errors import MergeError, StorageError
 from finetune_trainer.merge.inputs import Inputs, plan_merge
 from finetune_trainer.merge.plan import MergePlan, plan_digest
+from finetune_trainer.merge.storage import naming_file
 from finetune_trainer.merge.stream import Progress, StreamResult, stream
 from finetune_trainer.merge.writer import OutputDirectory, WrittenFile, complete_manifest, remove_leftovers
 
@@ -126,7 +127,8 @@ def _require_another_output(options: MergeOptions) -> None:
 
 
 def _small_file(path: Path) -> WrittenFile:
-    return WrittenFile(path.name, path.stat().st_size, file_sha256(path))
+    with naming_file(path, "read"):
+        return WrittenFile(path.name, path.stat().st_size, file_sha256(path))
 
 
 def _report(

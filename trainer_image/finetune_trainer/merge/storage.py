@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from finetune_trainer.files import sync_file
 from finetune_trainer.merge.errors import NoSpaceError, StorageError
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -53,8 +54,4 @@ def write_all(descriptor: int, data: memoryview, position: int) -> None:
 def sync(path: Path) -> None:
     """Makes a file's bytes, or a directory's names, durable."""
     with naming_file(path, "made durable"):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_file(path)

@@ -110,7 +110,7 @@ class StoredModel:
     def __init__(
         self, headers: Mapping[str, TensorHeader], config: Mapping[str, Any], family: Family, differing: Collection[str] = ()
     ) -> None:
-        """differing: paths whose stored values differ from those of the parameter that they are tied to (tied_copies.py).
+        """differing: paths whose stored values differ from those of the parameter that they are tied to (read_model.py).
 
         Raises BrokenCheckpointError where tensors of experts are missing or do not fit each other, naming them.
         """

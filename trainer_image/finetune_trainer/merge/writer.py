@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.files import TEMPORARY_MARK
+from finetune_trainer.files import MANIFEST_FILE, TEMPORARY_MARK
 from finetune_trainer.merge.errors import NoSpaceError, OutputBusyError, OutputExistsError
 from finetune_trainer.merge.headers import CONFIG_FILE, read_json
 from finetune_trainer.merge.journal import Journal
@@ -29,7 +29,6 @@ from finetune_trainer.merge.shard_file import ShardFile
 from finetune_trainer.merge.storage import naming_file, sync
 from finetune_trainer.terms import terms_files
 
-MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
 GENERATION_FILES = ("generation_config.json",)
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -153,7 +152,7 @@ class OutputDirectory:
 
     def copy_model_files(self, base: Path, adapters: Sequence[Path], dtype: str | None, config_changes: Mapping[str, Any]) -> None:
         """Configuration, generation defaults, tokenizer, chat template, licence. dtype: recorded in config.json."""
-        config = _with_changes(read_json(base / CONFIG_FILE), config_changes)
+        config = {**read_json(base / CONFIG_FILE), **config_changes}
         if dtype is not None:
             config = {**_in_dtype(config, dtype), "dtype": dtype}
         self._write_json(CONFIG_FILE, config)
@@ -211,15 +210,6 @@ class OutputDirectory:
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         with naming_file(self.path / name, "written"):
             (self.path / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _with_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` in place of the fields of these names, nested ones too."""
-    changed = dict(config)
-    for name, value in changes.items():
-        nested = changed.get(name)
-        changed[name] = _with_changes(nested, value) if isinstance(value, Mapping) and isinstance(nested, Mapping) else value
-    return changed
 
 
 def _in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

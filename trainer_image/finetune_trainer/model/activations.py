@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
@@ -48,6 +52,25 @@ def checkpoint_activations(model: PreTrainedModel, kind: ActivationCheckpointing
     # transformers asks for gradients of the embeddings' output where it knows of adapters. Only reentrant checkpoints need them,
     # and the first layer would compute products that nobody reads.
     model.disable_input_require_grads()
+
+
+def hide_gathering(model: nn.Module) -> None:
+    """Let selective recomputation overlook what FSDP 2 does around the forward pass of a unit. Call after sharding.
+
+    Units inside a layer are gathered at other moments when the layer is computed again, and torch (2.15: torch/utils/checkpoint.py,
+    _CachedTorchDispatchMode) would look for the first pass's results by counting operations, those of the gathering among them.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001 - nothing else leads to them
+                for key, hook in hooks.items():
+                    if type(getattr(hook, "__self__", None)).__name__ == "FSDPState":
+                        hooks[key] = partial(_unseen, hook)
+
+
+def _unseen(hook: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    with _disable_current_modes():
+        return hook(*arguments, **named)
 
 
 def _policy(_context: object, operation: object, *_arguments: Any, **_named: Any) -> CheckpointPolicy:

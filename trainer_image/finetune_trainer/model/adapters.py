@@ -97,10 +97,16 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
 
 
 def _hold_in_float32(adapted: PeftModel) -> None:
-    """All that is trained: PEFT sees to its adapters alone, and leaves copies of whole modules and biases in the base's type."""
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+    """All that is trained: PEFT sees to its adapters alone, and leaves copies of whole modules and biases in the base's type.
+
+    The frozen weight of a normalisation whose bias is trained, too: torch's kernel for the CPU takes both in one type only.
+    """
+    for module in adapted.modules():
+        own = list(module.parameters(recurse=False))
+        if any(parameter.requires_grad for parameter in own):
+            for parameter in own:
+                if parameter.requires_grad or parameter.ndim == 1:
+                    parameter.data = parameter.data.float()
 
 
 def stored_names(model: PeftModel) -> dict[str, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from finetune_job.api.model import Attention
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_trainer.errors import ModelError
+from finetune_trainer.merge.errors import MergeError
+from finetune_trainer.merge.headers import read_checkpoint
 from finetune_trainer.model.dtypes import ModelDtypes, resolve_dtypes, torch_dtype
-from finetune_trainer.model.packed_weights import make_fit_for_training
+from finetune_trainer.model.packed_weights import keep_biases, make_fit_for_training
 
 SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -51,23 +51,15 @@ def attention_of(plan: RunPlan, config: PreTrainedConfig) -> str:
 
 def stored_dtype(directory: Path) -> torch.dtype:
     """Element type of most of the stored values, read from the headers of the safetensors files. Raises ModelError."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
+    try:
+        tensors = read_checkpoint(directory).tensors.values()
+    except (MergeError, OSError) as error:
         raise ModelError(
-            f"spec.model.source: {directory} holds no *.safetensors", "convert the weights to safetensors; pickled ones are refused"
-        )
+            f"spec.model.source: {error}", "give the whole model as safetensors files; pickled ones are refused"
+        ) from error
     values: dict[str, int] = {}
-    for path in files:
-        with path.open("rb") as file:
-            try:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(length))
-            except (struct.error, ValueError) as error:
-                raise ModelError(f"{path} is not a safetensors file ({error})", "copy it to the claim again") from error
-        for name, entry in header.items():
-            if name != "__metadata__":
-                start, stop = entry["data_offsets"]
-                values[entry["dtype"]] = values.get(entry["dtype"], 0) + stop - start
+    for tensor in tensors:
+        values[tensor.dtype] = values.get(tensor.dtype, 0) + tensor.num_bytes
     known = {name: size for name, size in values.items() if name in SAFETENSORS_DTYPES}
     if not known:
         raise ModelError(
@@ -158,8 +150,10 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
                 f"spec.model.source: {directory} do not fill the model: {problem} {sorted(map(str, info[problem]))[:3]}",
                 "copy all files of the model; a missing weight would be initialised at random",
             )
-    if plan.method.quantization is not None and device.type == "cpu":
-        make_fit_for_training(model)
+    if plan.method.quantization is not None:
+        keep_biases(model)
+        if device.type == "cpu":
+            make_fit_for_training(model)
     model.config.use_cache = False
     model.train()
     return model

@@ -1,14 +1,16 @@
-"""4-bit layers of bitsandbytes 0.50 on a CPU, made fit for training: both faults give wrong numbers without a word.
+"""Packed layers of bitsandbytes 0.50, made fit for training: all three faults give wrong numbers without a word.
 
-A forward pass without gradients in evaluation mode packs the weights anew for a faster kernel, for good: whatever trains afterwards
-unpacks them as if nothing had happened. And the kernel that unpacks weights (AVX-512) takes each row for the start of a block of 64
-values, although blocks run on from row to row: wrong wherever 64 does not divide the width of a row.
+A layer puts its bias into the element type of its input for good, in memory of its own: a bias that is trained goes on in memory
+that nothing updates, because sharding gathers it into another. And 4-bit layers on a CPU: a forward pass without gradients in
+evaluation mode packs the weights anew for a faster kernel, for good: whatever trains afterwards unpacks them as if nothing had
+happened. And the kernel that unpacks weights (AVX-512) takes each row for the start of a block of 64 values, although blocks run on
+from row to row: wrong wherever 64 does not divide the width of a row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +18,31 @@ import torch
 from torch import nn
 
 _UNPACK = "dequantize_4bit"
+
+
+def keep_biases(model: nn.Module) -> None:
+    """Let the packed layers of `model` leave their biases where and as they are."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit | Linear8bitLt) and module.bias is not None:
+            module.forward = _WithCastBias(module, module.forward)
+
+
+class _WithCastBias:
+    """A layer's forward pass, for which it has a bias that it finds nothing to do to."""
+
+    def __init__(self, module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._module, self._forward = module, forward
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        parameters: dict[str, Any] = self._module._parameters  # noqa: SLF001 - a cast of a parameter is none
+        held = parameters["bias"]
+        parameters["bias"] = held.to(getattr(self._module, "compute_dtype", None) or inputs.dtype)
+        try:
+            return self._forward(inputs)
+        finally:
+            parameters["bias"] = held
 
 
 def make_fit_for_training(model: nn.Module) -> None:

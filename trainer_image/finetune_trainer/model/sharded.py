@@ -12,15 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from finetune_job.api.method import MethodType
+from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.state import Piece, check_complete, pieces
 from finetune_trainer.gang import Gang
 from finetune_trainer.model import fsdp1, fsdp2
-from finetune_trainer.model.activations import checkpoint_activations
+from finetune_trainer.model.activations import checkpoint_activations, hide_gathering
 from finetune_trainer.model.adapters import attach, fixed_tensors
 from finetune_trainer.model.compilation import compile_layers
+from finetune_trainer.model.delora import compute_in_float32
 from finetune_trainer.model.dtypes import resolve_dtypes
-from finetune_trainer.model.invariants import check_magnitudes, check_trainable, trainable_shapes
+from finetune_trainer.model.invariants import check_decomposed, check_magnitudes, check_trainable, trainable_shapes
 from finetune_trainer.model.load import load_base_model, stored_dtype
 from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes, read_token_rows
 from finetune_trainer.objective.interface import Objective
@@ -48,11 +50,15 @@ class TrainedModel:
 
 def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any, Any]) -> TrainedModel:
     """Load, adapt, shard, and assert that nothing was lost on the way. Called by all ranks together."""
-    dtypes = resolve_dtypes(plan, stored_dtype(base_model))
+    stored = stored_dtype(base_model)
+    dtypes = resolve_dtypes(plan, stored)
+    check_decomposed(plan, stored)
     # A single rank holds all of it anyway.
     hollow = hollow_base_model(plan, base_model) if gang.world_size > 1 else None
     base = hollow.module if hollow else load_base_model(plan, base_model, gang.device)
     model: nn.Module = attach(base, plan) if plan.method.trains_adapter else base
+    if plan.method.type is MethodType.DELORA and torch.float16 in (dtypes.load, dtypes.param):
+        compute_in_float32(model)
     # After PEFT, which would otherwise ask for gradients of the embeddings' output.
     checkpoint_activations(base, plan.training.activation_checkpointing)
     if hollow is not None:
@@ -74,6 +80,8 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
         model = model.to(gang.device)
     elif fsdp.version == 2:
         model = fsdp2.shard(model, fsdp, dtypes, init_device_mesh(gang.device.type, (gang.world_size,)))
+        if plan.training.activation_checkpointing is ActivationCheckpointing.SELECTIVE:
+            hide_gathering(model)
     else:
         # DoRA multiplies weights of two units, which would be cast at different times; autocast casts both alike. Packed weights
         # are flattened with what is held beside them and are no numbers; autocast leaves them as they are.

@@ -24,6 +24,7 @@ def check_attached(model: nn.Module, method: MethodPlan) -> list[Finding]:
     return [
         *_without_values(model, field),
         *_wrapped_inside(model, field),
+        *_packed_and_saved(model, field),
         *_rows_of_a_saved_module(model, field),
         *_saved_by_their_end(model, field),
         *_not_fed_forward(model, method, field),
@@ -52,6 +53,27 @@ def _wrapped_inside(model: PeftModel, field: str) -> Iterator[Finding]:
                 fix = "write the end of the full module name, as in model.norm instead of norm"
                 yield _finding("saved-module-inside-adapter", f"{field}.modulesToSave", part, (reason, fix))
                 return
+
+
+def _packed_and_saved(model: PeftModel, field: str) -> Iterator[Finding]:
+    """PEFT copies a packed layer as it is and marks the bytes as trained; no gradient ever reaches them."""
+    packed = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, ModulesToSaveWrapper) and any(is_packed(part) for part in layer.modules_to_save.modules())
+    ]
+    if packed:
+        shown = packed[0].removeprefix("base_model.model.")
+        reason = f"{shown} is packed to 4 bits, and so would be the copy that is to be trained: it would get no gradient"
+        fix = f"name {shown.rpartition('.')[2]} in targetModules instead, or set method.type: LoRA"
+        yield _finding("saved-module-packed", f"{field}.modulesToSave", shown, (reason, fix))
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether bitsandbytes holds its weight."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    return isinstance(module, Linear4bit | Linear8bitLt)
 
 
 def _rows_of_a_saved_module(model: PeftModel, field: str) -> Iterator[Finding]:

@@ -60,6 +60,11 @@ def limit_this_process() -> None:
     held = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(held.ru_utime + held.ru_stime)
     resource.setrlimit(resource.RLIMIT_CPU, _lowered(resource.RLIMIT_CPU, spent + CPU_SECONDS))
+    limit_memory()
+
+
+def limit_memory() -> None:
+    """Bound memory alone: what asks for more gets a MemoryError, or ends the process."""
     resource.setrlimit(resource.RLIMIT_DATA, _lowered(resource.RLIMIT_DATA, _data_bytes() + DATA_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import PreTrainedConfig
 
 from finetune_job.api.method import ALL_LINEAR
 from finetune_job.plan.run_plan import LoraPlan
@@ -29,10 +30,15 @@ def _experts_left_out(model: nn.Module, lora: LoraPlan) -> Finding | None:
     adapted = {
         id(getattr(layer.get_base_layer(), layer.parameter_name)) for layer in model.modules() if isinstance(layer, ParamWrapper)
     }
+    # Kernels of convolutions, for one, have three dimensions, too.
+    counts = _expert_counts(getattr(model, "config", None))
     stacked = {
         name.removeprefix("base_model.model."): parameter
         for name, parameter in model.named_parameters()
-        if parameter.ndim == STACKED_DIMENSIONS and not parameter.requires_grad and id(parameter) not in adapted
+        if parameter.ndim == STACKED_DIMENSIONS
+        and not parameter.requires_grad
+        and id(parameter) not in adapted
+        and ("expert" in name or parameter.shape[0] in counts)
     }
     total = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     held = sum(parameter.numel() for parameter in stacked.values())
@@ -48,6 +54,14 @@ def _experts_left_out(model: nn.Module, lora: LoraPlan) -> Finding | None:
         f"{100 * held / total:.0f} % of the model's weights, first {next(iter(stacked))}",
         fix=f"to adapt them, too, set spec.method.lora.targetParameters: [{', '.join(names[:4])}]",
     )
+
+
+def _expert_counts(config: object) -> set[int]:
+    """Numbers that a configuration gives its experts, parts of composite models included."""
+    if not isinstance(config, PreTrainedConfig):
+        return set()
+    found = {value for name, value in vars(config).items() if "expert" in name and isinstance(value, int)}
+    return found.union(*(_expert_counts(part) for part in vars(config).values())) - {0, 1}
 
 
 def _rank_beyond_width(model: nn.Module) -> Finding | None:

@@ -5,24 +5,25 @@ What is known from the manifest alone, the rules say (finetune_job/rules/dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from finetune_job.api.training import OptimizerName
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import FieldChange, Finding
 from finetune_trainer.model.dtypes import ModelDtypes
 
-PARAM_DTYPE = "spec.parallelism.fsdp.mixedPrecision.paramDtype"
+FSDP = "spec.parallelism.fsdp"
+PARAM_DTYPE = f"{FSDP}.mixedPrecision.paramDtype"
 STORAGE = "spec.method.quantization.quantStorage"
 AUTOCAST = "spec.method.lora.autocastAdapterDtype"
 
 
 def check_element_types(model: nn.Module, plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) -> list[Finding]:
     """Findings about the adapted model. `packed`: element type as which 4-bit weights are stored."""
-    return [*_trained_in_float16(model, plan), *_two_short_types(plan, dtypes), *_packed_and_cast(plan, dtypes, packed)]
+    return [*_trained_in_float16(model, plan), *_packed_and_cast(plan, dtypes, packed)]
 
 
 def _trained_in_float16(model: nn.Module, plan: RunPlan) -> Iterator[Finding]:
@@ -37,22 +38,12 @@ def _trained_in_float16(model: nn.Module, plan: RunPlan) -> Iterator[Finding]:
     fix = "set spec.model.dtype: bfloat16"
     if plan.method.lora is not None:
         fix += ", or hold adapters in float32: autocastAdapterDtype: true" + (" and peftWrapPolicy: true" if first else "")
-    yield _finding("trained-in-float16", AUTOCAST if plan.method.lora is not None else "spec.model.dtype", "float16", reason, fix)
-
-
-def _two_short_types(plan: RunPlan, dtypes: ModelDtypes) -> Iterator[Finding]:
-    """FSDP 2 casts every parameter and input of a unit; otherwise autocast meets what it does not cast."""
-    if dtypes.param is None or dtypes.load is torch.float32 or dtypes.param in (dtypes.load, torch.float32):
-        return
-    if plan.parallelism.world_size > 1 and plan.parallelism.fsdp.version == 2:
-        return
-    held, computed = _name(dtypes.load), _name(dtypes.param)
-    reason = (
-        f"the base is held in {held} and would compute in {computed}: operations of two 16-bit types fail, or lose what either "
-    )
-    reason += "type keeps"
-    fix = f"set mixedPrecision.paramDtype: {held}, or spec.model.dtype: {computed}"
-    yield _finding("two-16-bit-types", PARAM_DTYPE, computed, reason, fix)
+        # Float32 adapters may need other units than those that were written for float16 ones.
+        units = (f"{FSDP}.peftWrapPolicy", f"{FSDP}.useOrigParams") if first else ()
+        changes = dict.fromkeys((AUTOCAST, *units), None)
+        yield _finding("trained-in-float16", AUTOCAST, "float16", reason, fix, changes=changes)
+    else:
+        yield _finding("trained-in-float16", "spec.model.dtype", "float16", reason, fix, changes={"spec.model.dtype": "bfloat16"})
 
 
 def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) -> Iterator[Finding]:
@@ -67,14 +58,16 @@ def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) ->
     reason = f"packed weights stored as {_name(packed)} would be converted to {computed} like numbers, which destroys them"
     if version == 1:
         fix = f"leave {PARAM_DTYPE} out, or set spec.training.precision: fp32"
-        yield _finding("qlora-storage-not-param-dtype", PARAM_DTYPE, computed, reason, fix)
+        yield _finding("qlora-storage-not-param-dtype", PARAM_DTYPE, computed, reason, fix, changes={PARAM_DTYPE: None})
     else:
-        yield _finding("qlora-storage-not-param-dtype", STORAGE, _name(packed), reason, f"leave {STORAGE} out")
+        fix = f"leave {STORAGE} out"
+        yield _finding("qlora-storage-not-param-dtype", STORAGE, _name(packed), reason, fix, changes={STORAGE: None})
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _finding(rule: str, field: str, value: str, message: str, fix: str) -> Finding:
-    return Finding(rule=rule, severity="error", field=field, value=value, message=message, fix=fix)
+def _finding(rule: str, field: str, value: str, message: str, fix: str, *, changes: Mapping[str, str | None]) -> Finding:
+    made = tuple(FieldChange(field=path, value=new) for path, new in changes.items())
+    return Finding(rule=rule, severity="error", field=field, value=value, message=message, fix=fix, changes=made)

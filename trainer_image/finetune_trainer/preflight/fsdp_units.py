@@ -10,14 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.run_plan import FsdpPlan
-from finetune_job.rules.rule import Finding, Severity
+from finetune_job.rules.rule import FieldChange, Finding, Severity
 
 POLICY_FIELD = "spec.parallelism.fsdp.autoWrapPolicy"
-RECOMPUTE_FIELD = "spec.training.activationCheckpointing"
 CLASSES_FIELD = "spec.parallelism.fsdp.transformerLayerClsToWrap"
 ROOT = "the root unit"
 
@@ -52,21 +49,8 @@ def _stacked_weights(model: nn.Module) -> Finding | None:
         "holds them as views of one tensor, which may not be changed",
         "set parallelism.fsdp.version: 2, or name only modules outside the experts, such as targetModules: [q_proj, k_proj, "
         "v_proj, o_proj]",
+        changes={"spec.parallelism.fsdp.version": None},
     )
-
-
-def check_recomputation(model: nn.Module, unit_names: Sequence[str], kind: ActivationCheckpointing) -> list[Finding]:
-    """FSDP 2 gathers units within a layer in other places while the layer is computed again; torch then misses what it kept."""
-    layers = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
-    inside = [unit for unit in unit_names if any(unit.startswith(f"{layer}.") for layer in layers)]
-    if kind is not ActivationCheckpointing.SELECTIVE or not inside:
-        return []
-    message = (
-        f"{len(inside)} FSDP units lie inside layers (first {inside[0]}), where torch meets other operations when it computes a "
-        "layer again than those it noted the first time: 'encountered during backward but not found in storage'"
-    )
-    fix = f"set {RECOMPUTE_FIELD}: Full, or let whole layers be units: leave {POLICY_FIELD} and {CLASSES_FIELD} out"
-    return [_finding("selective-recomputation-of-units", RECOMPUTE_FIELD, kind.value, message, fix)]
 
 
 def _owned(model: nn.Module, unit_names: Sequence[str]) -> dict[str, dict[str, nn.Parameter]]:
@@ -111,6 +95,7 @@ def _shapes(owned: Mapping[str, Mapping[str, nn.Parameter]]) -> Iterator[Finding
                 wrong[0],
                 f"{wrong[0]} {reason}, and FSDP shards no such parameter ({len(wrong)} of them)",
                 "train on one rank (nodes: 1, processesPerNode: 1), or choose another model",
+                changes={"spec.parallelism.nodes": 1, "spec.parallelism.processesPerNode": 1},
             )
 
 
@@ -128,9 +113,20 @@ def _trained_in_two_types(owned: Mapping[str, Mapping[str, nn.Parameter]]) -> It
                 ", ".join(sorted(kinds)),
                 f"{unit or ROOT} trains {examples}, and FSDP 2 reduces the gradients of a unit in one element type",
                 "set training.precision: fp32, or model.dtype: float32",
+                changes={"spec.training.precision": "fp32"},
             )
             return
 
 
-def _finding(rule: str, field: str, value: str, message: str, fix: str, *, severity: Severity = "error") -> Finding:
-    return Finding(rule=rule, severity=severity, field=field, value=value, message=message, fix=fix)
+def _finding(
+    rule: str,
+    field: str,
+    value: str,
+    message: str,
+    fix: str,
+    *,
+    severity: Severity = "error",
+    changes: Mapping[str, str | int | None] | None = None,
+) -> Finding:
+    made = tuple(FieldChange(field=path, value=new) for path, new in (changes or {}).items())
+    return Finding(rule=rule, severity=severity, field=field, value=value, message=message, fix=fix, changes=made)

@@ -48,12 +48,19 @@ def shape_of(model: nn.Module, base: nn.Module, units: Collection[str], director
 
     Weights that are packed already count as what they were packed from: the planner packs them itself.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     from finetune_trainer.model.invariants import SAVED_WHOLE
     from finetune_trainer.objective.head import returns_output_of_head
 
     config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     try:
-        facts = facts_of(config, has_whole_logits=not returns_output_of_head(base))
+        facts = facts_of(
+            config,
+            has_whole_logits=not returns_output_of_head(base),
+            has_fused_attention=bool(getattr(base, "_supports_sdpa", False)),
+            is_stored_otherwise=bool(get_model_conversion_mapping(base, add_legacy=False)),
+        )
     except UnknownModelError:
         return None
     modules = dict(model.named_modules())

@@ -6,6 +6,9 @@ cannot flatten. The checks are those that the trainer asserts again after wrappi
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -14,33 +17,52 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from finetune_job.api.method import ALL_LINEAR
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import FieldChange, Finding
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, stored_names
 from finetune_trainer.model.compilation import missing_compiler
 from finetune_trainer.model.dtypes import resolve_dtypes
-from finetune_trainer.model.invariants import check_adapter_bits, check_flat_units, check_trainable, trainable_shapes
+from finetune_trainer.model.invariants import (
+    check_adapter_bits,
+    check_decomposed,
+    check_flat_units,
+    check_trainable,
+    trainable_shapes,
+)
 from finetune_trainer.model.load import packed_dtype, stored_dtype
 from finetune_trainer.model.wrap_plan import layer_classes, unit_names
 from finetune_trainer.preflight.attached import check_attached
+from finetune_trainer.preflight.bypassed import bypassed_linear, check_units_used, check_used
 from finetune_trainer.preflight.coverage import check_coverage
 from finetune_trainer.preflight.declared_weights import load_declared, pack
 from finetune_trainer.preflight.element_types import check_element_types
-from finetune_trainer.preflight.fsdp_units import check_recomputation, check_units
+from finetune_trainer.preflight.fsdp_units import check_units
 from finetune_trainer.preflight.memory import shape_of
 from finetune_trainer.preflight.model_structure import ModelStructure
 from finetune_trainer.preflight.module_names import check_names, check_parameters, check_settings, check_tokens
+from finetune_trainer.preflight.module_use import ModuleUses
 from finetune_trainer.preflight.valueless import attach_valueless
 from finetune_trainer.preflight.zero_rows import check_zero_rows
 
 ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 """Module classes that PEFT's LoRA layers can stand in for (peft.tuners.lora.model, dispatchers)."""
 
+_PEFT_DOES_NOT_MIND = frozenset({"token-index-unknown", "saved-module-unknown", "adapter-pattern-unmatched"})
+"""Names beside which PEFT attaches what is left, so that what it says of that is said, too."""
+_REFUSED_TARGET = re.compile(r"Module '([^']+)' is incompatible with")
+"""How PEFT refuses a module by the last part of its name (peft.tuners.tuners_utils._check_lora_target_modules_mamba)."""
 
-def inspect_structure(plan: RunPlan, directory: Path) -> tuple[ModelStructure | None, list[Finding]]:
-    """The structure, or None where it cannot be built, and every finding. Reads headers only."""
+
+def inspect_structure(
+    plan: RunPlan, directory: Path, uses: ModuleUses | None = None
+) -> tuple[ModelStructure | None, list[Finding]]:
+    """The structure, or None where it cannot be built, and every finding. Reads headers only.
+
+    `uses`: what was observed of the model's modules; None where nothing was.
+    """
     try:
         base, findings = load_declared(plan, directory)
     except Exception as error:  # noqa: BLE001 - a library meets a file of the user's: whatever it raises is about that file
@@ -55,28 +77,32 @@ def inspect_structure(plan: RunPlan, directory: Path) -> tuple[ModelStructure | 
     vocabulary_size = int(base.get_input_embeddings().weight.shape[0])
     findings += _names(plan, base, vocabulary_size)
     max_positions = getattr(base.config, "max_position_embeddings", None)
-    if any(finding.severity == "error" for finding in findings):
+    if any(finding.severity == "error" and finding.rule not in _PEFT_DOES_NOT_MIND for finding in findings):
         return None, [*findings, *recurrent]
     try:
         if plan.method.quantization is not None:
             pack(base, plan.method.quantization, packed_dtype(plan, resolve_dtypes(plan, stored_dtype(directory))))
         model, saved_names = _trained(plan, base, directory)
         check_trainable(model, plan)
+        check_decomposed(plan, stored_dtype(directory))
         units = unit_names(model, plan.parallelism.fsdp)
         if plan.parallelism.fsdp.version == 1:
             check_adapter_bits(plan, stored_dtype(directory))
             check_flat_units(model, units, use_orig_params=bool(plan.parallelism.fsdp.use_orig_params))
     except TrainerError as error:
         field = _named_field(error) or "spec.method"
-        return None, [*findings, *recurrent, _finding("model-settings-conflict", field, plan.method.type.value, error)]
+        conflict = _finding("model-settings-conflict", field, plan.method.type.value, error)
+        return None, [*findings, *recurrent, conflict if uses is None else _with_bypassed(conflict, plan, base, uses)]
     findings += recurrent
     if plan.parallelism.world_size > 1:
         findings += check_units(model, units, plan.parallelism.fsdp)
-        if plan.parallelism.fsdp.version == 2:
-            findings += check_recomputation(model, units, plan.training.activation_checkpointing)
     dtypes = resolve_dtypes(plan, stored_dtype(directory))
     findings += check_element_types(model, plan, dtypes, packed_dtype(plan, dtypes))
     findings += check_attached(model, plan.method)
+    if uses is not None:
+        findings += check_used(model, plan.method, uses)
+        if plan.parallelism.world_size > 1:
+            findings += check_units_used(units, uses, plan.parallelism.fsdp)
     if plan.method.lora is not None:
         findings += check_coverage(model, plan.method.lora)
         findings += check_zero_rows(model, plan.method.lora, directory)
@@ -133,6 +159,17 @@ def _trained(plan: RunPlan, base: PreTrainedModel, directory: Path) -> tuple[nn.
         ) from error
 
 
+def _with_bypassed(conflict: Finding, plan: RunPlan, base: nn.Module, uses: ModuleUses) -> Finding:
+    """The refusal of a target, with a fix that names, too, what preflight would refuse next."""
+    refused = _REFUSED_TARGET.search(conflict.message)
+    if refused is None or plan.method.lora is None or plan.method.lora.target_modules != (ALL_LINEAR,):
+        return conflict
+    excluded = list(dict.fromkeys([*plan.method.lora.exclude_modules, refused[1], *bypassed_linear(base, uses)]))
+    field = "spec.method.lora.excludeModules"
+    change = FieldChange(field=field, value=excluded)
+    return conflict.model_copy(update={"fix": f"set {field}: [{', '.join(excluded)}]", "changes": (change,)})
+
+
 def _attention_unknown(plan: RunPlan, error: Exception) -> Finding:
     """Transformers has no such attention for this architecture."""
     return Finding(
@@ -142,6 +179,7 @@ def _attention_unknown(plan: RunPlan, error: Exception) -> Finding:
         value=plan.model.attention.value,
         message=f"transformers has no such attention for this model: {str(error)[:300]}",
         fix="set spec.model.attention: eager",
+        changes=(FieldChange(field="spec.model.attention", value="eager"),),
     )
 
 
@@ -154,6 +192,7 @@ def _recurrent(base: PreTrainedModel) -> Finding:
         value="true",
         message=f"{type(base).__name__} has recurrent layers, whose state would run on from one record of a sequence into the next",
         fix="set spec.data.packing: false",
+        changes=(FieldChange(field="spec.data.packing", value=False),),
     )
 
 
@@ -172,6 +211,7 @@ def _compiler_is_missing(plan: RunPlan) -> list[Finding]:
             value="true",
             message=f"torch.compile for {device_type} calls a compiler ({', '.join(missing)}), and the trainer image has none",
             fix="set spec.training.compile: false, or use a trainer image with a compiler",
+            changes=(FieldChange(field="spec.training.compile", value=False),),
         )
     ]
 
@@ -185,7 +225,18 @@ def _wrap_classes(plan: RunPlan, base: nn.Module) -> tuple[tuple[str, ...], list
     except ConfigError as error:
         given = fsdp.transformer_layer_cls_to_wrap
         field = "spec.parallelism.fsdp.transformerLayerClsToWrap"
-        return (), [_finding("wrap-class-unknown", field, "unset" if given is None else ", ".join(given), error)]
+        found = _finding("wrap-class-unknown", field, "unset" if given is None else ", ".join(given), error)
+        return (), [found.model_copy(update={"changes": (_other_classes(field, given, base),)})]
+
+
+def _other_classes(field: str, given: Collection[str] | None, base: nn.Module) -> FieldChange:
+    """The model's own classes that were probably meant; where a name is like none, those that the model names itself."""
+    if given is None:
+        return FieldChange(field="spec.parallelism.fsdp.autoWrapPolicy", value=AutoWrapPolicy.NO_WRAP.value)
+    present = sorted({type(module).__name__ for module in base.modules()})
+    near = [difflib.get_close_matches(name, present, n=1, cutoff=0.6) for name in given]
+    classes = list(dict.fromkeys(found[0] for found in near if found))
+    return FieldChange(field=field, value=classes if near and all(near) else None)
 
 
 def _named_field(error: TrainerError) -> str | None:

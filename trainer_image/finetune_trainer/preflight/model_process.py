@@ -45,12 +45,19 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
         return _in_own_process(plan, directory)
     from finetune_trainer.preflight.merge_check import check_merge
     from finetune_trainer.preflight.meta_model import inspect_structure
-    from finetune_trainer.preflight.packing import check_packing
+    from finetune_trainer.preflight.observed_use import observe
+    from finetune_trainer.preflight.small_model import check_small_model
+    from finetune_trainer.preflight.task import check_task
 
-    structure, findings = inspect_structure(plan, directory)
-    unmergeable = check_merge(plan, directory, structure) if structure else None
-    if structure and (leaks := check_packing(plan, directory)):
-        findings = [*findings, leaks]
+    misplaced = check_task(plan, directory)
+    if any(finding.severity == "error" for finding in misplaced):
+        return None, misplaced
+    structure, findings = inspect_structure(plan, directory, observe(plan, directory))
+    findings = [*misplaced, *findings]
+    if structure is None:
+        return None, findings
+    findings += check_small_model(plan, directory)
+    unmergeable = check_merge(plan, directory, structure)
     return structure, [*findings, unmergeable] if unmergeable else findings
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.method_settings import peft_fields
 from finetune_job.plan.run_plan import AdapterPlan, LoraPlan
-from finetune_job.rules.rule import Finding, Severity
+from finetune_job.rules.rule import FieldChange, Finding, Severity
 
 STACKED_DIMENSIONS, ADAPTABLE_DIMENSIONS = 3, (2, 3)
 """Of a parameter that holds one matrix per expert, and of those that LoRA adapts (peft.tuners.lora.layer.ParamWrapper)."""
@@ -26,33 +27,30 @@ def check_names(lora: LoraPlan, adaptable: Collection[str], modules: Collection[
 
     `adaptable`: names of the modules that can hold an adapter (linear layers, embeddings); `modules`: names of all modules.
     """
-    findings = []
-    for name in lora.target_modules:
-        if name != ALL_LINEAR and not any(_targets(name, module) for module in adaptable):
-            field = "spec.method.lora.targetModules"
-            findings.append(
-                _unknown("target-module-unknown", field, name, adaptable, "names no linear layer or embedding of this model")
-            )
-    for name in lora.exclude_modules:
-        if not any(_targets(name, module) for module in adaptable):
-            field = "spec.method.lora.excludeModules"
-            reason = "names no linear layer or embedding of this model, so it would exclude nothing"
-            findings.append(_unknown("target-module-unknown", field, name, adaptable, reason))
-    findings += _left_out(lora, adaptable)
+    place = "spec.method.lora"
+    reason = "names no linear layer or embedding of this model"
+    nothing = f"{reason}, so it would exclude nothing"
+    findings = [
+        *_without_match(
+            "target-module-unknown", f"{place}.targetModules", lora.target_modules, adaptable, matches=_is_target, reason=reason
+        ),
+        *_without_match(
+            "target-module-unknown", f"{place}.excludeModules", lora.exclude_modules, adaptable, matches=_is_target, reason=nothing
+        ),
+        *_left_out(lora, adaptable),
+    ]
     numbers = {int(found.group(1)) for module in adaptable if (found := _LAYER.match(module))}
-    findings += [_no_such_layer(number, numbers) for number in lora.layers_to_transform or () if number not in numbers]
-    for name in lora.modules_to_save:
-        if not any(module.endswith(name) for module in modules):
-            field = "spec.method.lora.modulesToSave"
-            findings.append(_unknown("saved-module-unknown", field, name, modules, "names no module of this model"))
+    findings += _no_such_layers(lora.layers_to_transform or (), numbers, place)
+    reason = "names no module of this model"
+    findings += _without_match(
+        "saved-module-unknown", f"{place}.modulesToSave", lora.modules_to_save, modules, matches=_is_saved, reason=reason
+    )
+    reason = "matches no linear layer or embedding of this model, so it would change nothing"
     for field, patterns in (("rankPattern", lora.rank_pattern), ("alphaPattern", lora.alpha_pattern)):
-        reason = "matches no linear layer or embedding of this model, so it would change nothing"
-        findings += [
-            _unknown("adapter-pattern-unmatched", f"spec.method.lora.{field}", pattern, adaptable, reason)
-            for pattern in patterns
-            if not _pattern_matches(pattern, adaptable)
-        ]
-        findings += _overlapping(f"spec.method.lora.{field}", patterns, adaptable)
+        findings += _without_match(
+            "adapter-pattern-unmatched", f"{place}.{field}", patterns, adaptable, matches=_pattern_matches, reason=reason
+        )
+        findings += _overlapping(f"{place}.{field}", patterns, adaptable)
     return findings
 
 
@@ -83,7 +81,10 @@ def check_tokens(lora: LoraPlan, vocabulary_size: int) -> list[Finding]:
         return []
     field = "spec.method.lora.trainableTokenIndices"
     message = f"is beyond the model's embedding, which has {vocabulary_size} rows ({len(beyond)} such ids)"
-    return [_finding("token-index-unknown", field, str(beyond[0]), message, f"write ids from 0 to {vocabulary_size - 1}")]
+    within = [index for index in lora.trainable_token_indices if index < vocabulary_size]
+    fix = f"write ids from 0 to {vocabulary_size - 1}"
+    changes = (FieldChange(field=field, value=within or None),)
+    return [_finding("token-index-unknown", field, str(beyond[0]), message, fix, changes=changes)]
 
 
 def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
@@ -128,16 +129,22 @@ def _endings(names: Collection[str], parts: int) -> list[str]:
     return list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
 
 
-def _no_such_layer(number: int, numbers: Collection[int], place: str = "spec.method.lora") -> Finding:
+def _no_such_layers(written: Collection[int], numbers: Collection[int], place: str) -> list[Finding]:
     last = max(numbers, default=0)
-    return Finding(
-        rule="layer-number-unknown",
-        severity="error",
-        field=f"{place}.layersToTransform",
-        value=str(number),
-        message=f"the model has no layer {number}; PEFT would leave it out without a word",
-        fix=f"write numbers from 0 to {last}",
-    )
+    field = f"{place}.layersToTransform"
+    return [
+        Finding(
+            rule="layer-number-unknown",
+            severity="error",
+            field=field,
+            value=str(number),
+            message=f"the model has no layer {number}; PEFT would leave it out without a word",
+            fix=f"write numbers from 0 to {last}",
+            changes=(FieldChange(field=field, value=[each for each in written if each in numbers] or None),),
+        )
+        for number in written
+        if number not in numbers
+    ]
 
 
 def check_settings(method: MethodType, adapter: AdapterPlan, modules: Collection[str]) -> list[Finding]:
@@ -157,32 +164,19 @@ def check_settings(method: MethodType, adapter: AdapterPlan, modules: Collection
     place = "spec.method.settings"
     reason = "names no module of this model"
     for setting in ("targetModules", "excludeModules", "feedforwardModules"):
-        findings += [
-            _unknown("target-module-unknown", f"{place}.{setting}", name, modules, reason)
-            for name in _names(adapter, setting)
-            if name != ALL_LINEAR and not any(_targets(name, module) for module in modules)
-        ]
-    findings += [
-        _unknown("saved-module-unknown", f"{place}.modulesToSave", name, modules, reason)
-        for name in _names(adapter, "modulesToSave")
-        if not any(module.endswith(name) for module in modules)
-    ]
+        names = _names(adapter, setting)
+        findings += _without_match("target-module-unknown", f"{place}.{setting}", names, modules, matches=_is_target, reason=reason)
+    names = _names(adapter, "modulesToSave")
+    findings += _without_match("saved-module-unknown", f"{place}.modulesToSave", names, modules, matches=_is_saved, reason=reason)
     numbers = {int(found.group(1)) for module in modules if (found := _LAYER.match(module))}
     layers = values.get("layers_to_transform") or []
-    findings += [
-        _no_such_layer(number, numbers, place)
-        for number in (layers if isinstance(layers, list) else [layers])
-        if number not in numbers and not adapter.settings.get("layersPattern")
-    ]
+    if not adapter.settings.get("layersPattern"):
+        findings += _no_such_layers(layers if isinstance(layers, list) else [layers], numbers, place)
+    reason = "matches no module, so it would change nothing"
     for setting in _PATTERNS:
         patterns = adapter.settings.get(setting) or {}
-        findings += [
-            _unknown(
-                "adapter-pattern-unmatched", f"{place}.{setting}", pattern, modules, "matches no module, so it would change nothing"
-            )
-            for pattern in patterns
-            if not _pattern_matches(pattern, modules)
-        ]
+        field = f"{place}.{setting}"
+        findings += _without_match("adapter-pattern-unmatched", field, patterns, modules, matches=_pattern_matches, reason=reason)
         findings += _overlapping(f"{place}.{setting}", patterns, modules)
     return findings
 
@@ -196,8 +190,17 @@ def _names(adapter: AdapterPlan, setting: str) -> list[str]:
     return [name for name in written if isinstance(name, str)] if isinstance(written, list) else []
 
 
-def _finding(rule: str, field: str, value: str, message: str, fix: str, *, severity: Severity = "error") -> Finding:
-    return Finding(rule=rule, severity=severity, field=field, value=value, message=f"{value!r} {message}", fix=fix)
+def _finding(
+    rule: str,
+    field: str,
+    value: str,
+    message: str,
+    fix: str,
+    *,
+    severity: Severity = "error",
+    changes: tuple[FieldChange, ...] = (),
+) -> Finding:
+    return Finding(rule=rule, severity=severity, field=field, value=value, message=f"{value!r} {message}", fix=fix, changes=changes)
 
 
 def _targets(name: str, module: str) -> bool:
@@ -212,15 +215,48 @@ def _pattern_matches(pattern: str, modules: Iterable[str]) -> bool:
     return any(compiled.match(module) for module in modules)
 
 
-def _unknown(rule: str, field: str, name: str, modules: Collection[str], reason: str) -> Finding:
+Names = Collection[str] | Mapping[str, Any]
+
+
+def _is_target(name: str, modules: Iterable[str]) -> bool:
+    return name == ALL_LINEAR or any(_targets(name, module) for module in modules)
+
+
+def _is_saved(name: str, modules: Iterable[str]) -> bool:
+    return any(module.endswith(name) for module in modules)
+
+
+def _without_match(
+    rule: str, field: str, names: Names, modules: Collection[str], *, matches: Callable[[str, Iterable[str]], bool], reason: str
+) -> list[Finding]:
+    """A finding per name that matches nothing. Its changes put each of them right: the nearest name, or none."""
+    wrong = [name for name in names if not matches(name, modules)]
+    if not wrong:
+        return []
     endings = sorted({module.rsplit(".", 1)[-1] for module in modules if not module.rsplit(".", 1)[-1].isdigit()} - {""})
-    near = difflib.get_close_matches(name, endings, n=3, cutoff=0.6)
-    fix = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the model's names"
-    return Finding(
-        rule=rule,
-        severity="error",
-        field=field,
-        value=name,
-        message=f"{name!r} {reason}",
-        fix=f"{fix} The model has {', '.join(endings[:24])}",
+    near = {name: difflib.get_close_matches(name, endings, n=3, cutoff=0.6) for name in wrong}
+    changes = (
+        FieldChange(field=field, value=_put_right(names, {name: found[0] if found else None for name, found in near.items()})),
     )
+    return [
+        Finding(
+            rule=rule,
+            severity="error",
+            field=field,
+            value=name,
+            message=f"{name!r} {reason}",
+            fix=(f"did you mean {' or '.join(near[name])}?" if near[name] else "remove it, or use one of the model's names")
+            + f" The model has {', '.join(endings[:24])}",
+            changes=changes,
+        )
+        for name in wrong
+    ]
+
+
+def _put_right(names: Names, instead: Mapping[str, str | None]) -> list[str] | dict[str, Any] | None:
+    """The same names with others in the place of some; None where nothing is left. What is right already stays as it is."""
+    new = {name: instead.get(name, name) for name in names}
+    if isinstance(names, Mapping):
+        moved = {str(right): names[name] for name, right in new.items() if right is not None and right not in names}
+        return {name: value for name, value in names.items() if name not in instead} | moved or None
+    return list(dict.fromkeys(right for right in new.values() if right is not None)) or None

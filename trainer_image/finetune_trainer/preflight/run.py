@@ -13,6 +13,7 @@ import time
 from finetune_job.failures import FailureClass, Outcome, ReportedFinding, TerminationReport
 from finetune_job.memory.optimizers import FORMS
 from finetune_job.names import Role
+from finetune_job.rules.changes import changes_text
 from finetune_job.rules.rule import Finding
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.prepare import Preparation, prepare
@@ -27,6 +28,7 @@ from finetune_trainer.preflight.model_structure import ModelStructure
 from finetune_trainer.preflight.report import ModelReport
 from finetune_trainer.preflight.special_files import UNUSABLE_FILE
 from finetune_trainer.preflight.storage import check_room, check_vacant, check_writable
+from finetune_trainer.preflight.token_rows import check_token_rows
 from finetune_trainer.preflight.tokenizer import checked_tokenizer
 from finetune_trainer.rehearsal.process import rehearse_in_own_process
 from finetune_trainer.rehearsal.report import SKIPPED, RehearsalReport
@@ -71,6 +73,8 @@ def run(context: RunContext) -> TerminationReport:
             len(tokenizer) if tokenizer is not None else 0,
             structure.max_positions if structure else None,
         )
+        if structure is not None and tokenizer is not None:
+            findings += check_token_rows(plan.data, tokenizer, structure, context.base_model)
         if structure is not None and storage_is_ready:
             findings += _room(context, structure, files)
         memory = memory_need(plan, structure, data.splits) if structure is not None else None
@@ -82,6 +86,8 @@ def run(context: RunContext) -> TerminationReport:
             findings += rehearsal.findings
         for finding in findings:
             log.log(logging.ERROR if finding.severity == "error" else logging.WARNING, "%s: %s", finding.rule, finding.message)
+            if finding.changes:
+                log.info("%s: cleared by %s", finding.rule, changes_text(finding.changes))
         if structure is None or _errors(findings):
             return _refused(context, findings, memory)
         data_hash = data.publish()

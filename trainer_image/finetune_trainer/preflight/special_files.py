@@ -13,6 +13,7 @@ from finetune_job.rules.rule import Finding
 
 UNUSABLE_FILE = "model-file-unusable"
 """Rule: where it was found, nothing may open the directory's files."""
+MAX_TEMPLATE_BYTES = 4 << 20
 MAX_BYTES: Mapping[str, int] = {
     "config.json": 16 << 20,
     "generation_config.json": 1 << 20,
@@ -23,11 +24,14 @@ MAX_BYTES: Mapping[str, int] = {
     "tokenizer.json": 512 << 20,
     "vocab.json": 512 << 20,
     "merges.txt": 512 << 20,
-    "chat_template.jinja": 4 << 20,
-    "chat_template.json": 4 << 20,
+    "chat_template.jinja": MAX_TEMPLATE_BYTES,
+    "chat_template.json": MAX_TEMPLATE_BYTES,
+    "tokenizer.model": 512 << 20,
     "model.safetensors.index.json": 256 << 20,
 }
 """Some ten times the largest that are in use."""
+TEMPLATES = "additional_chat_templates"
+"""Directory whose files transformers reads with the tokenizer."""
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -39,7 +43,7 @@ _KINDS = (
 def check_entries(directory: Path) -> list[Finding]:
     """A finding per entry that no library may open. Raises OSError where the directory cannot be listed."""
     findings = []
-    for path in sorted(directory.iterdir()):
+    for path in (*sorted(directory.iterdir()), *sorted(directory.glob(f"{TEMPLATES}/*"))):
         reason = _reason(path)
         if reason:
             findings.append(
@@ -47,8 +51,8 @@ def check_entries(directory: Path) -> list[Finding]:
                     rule=UNUSABLE_FILE,
                     severity="error",
                     field="spec.model.source",
-                    value=path.name,
-                    message=f"{path.name} {reason}",
+                    value=str(path.relative_to(directory)),
+                    message=f"{path.relative_to(directory)} {reason}",
                     fix="put the file of the original model in its place, or remove it",
                 )
             )
@@ -66,7 +70,7 @@ def _reason(path: Path) -> str:
     if stat.S_ISDIR(status.st_mode):
         is_file_name = path.name in MAX_BYTES or path.suffix == ".safetensors"
         return "is a directory, not a file" if is_file_name else ""
-    limit = MAX_BYTES.get(path.name)
+    limit = MAX_BYTES.get(path.name, MAX_TEMPLATE_BYTES if path.parent.name == TEMPLATES else None)
     if limit is not None and status.st_size > limit:
         return f"has {status.st_size} bytes, and no such file is larger than {limit}"
     return ""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from finetune_job.api.data import DataFormat
+from finetune_job.api.data import DataFormat, LossOn
 from finetune_job.plan.run_plan import DataPlan, RunPlan
 from finetune_job.rules.rule import Finding, Severity
 from finetune_trainer.data.chat import PROBE, chat_template, template_source
 from finetune_trainer.data.records import Record, RecordProblem
-from finetune_trainer.data.tokenize import Tokenizer, tokenize
+from finetune_trainer.data.tokenize import EndlessTemplateError, Tokenizer, tokenize
+from finetune_trainer.preflight.chat_markers import check_markers
 from finetune_trainer.preflight.confined import EndedError, confined
 
 FIELD = "spec.model.source"
@@ -80,12 +81,12 @@ def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer 
 
 
 def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -> list[Finding]:
-    """What is wrong with the template for any chat: it is tried on a plain one. Nothing for other formats.
+    """What is wrong with the template for any chat: it is tried on a plain one. For other formats, with the token that ends a text.
 
     directory: of the model, for the tokens at which its generation stops.
     """
     if data.format is not DataFormat.CHAT:
-        return []
+        return _unknown_end(tokenizer, directory)
     is_written = data.chat_template is not None
 
     def finding(rule: str, severity: Severity, message: str, fix: str) -> Finding:
@@ -93,7 +94,10 @@ def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -
         value = (data.chat_template or directory.name)[:80]
         return Finding(rule=rule, severity=severity, field=field, value=value, message=message, fix=fix)
 
-    (made,) = tokenize(tokenizer, [Record(1, "", "", PROBE)], data.loss_on, data.chat_template)
+    try:
+        (made,) = tokenize(tokenizer, [Record(1, "", "", PROBE)], data.loss_on, data.chat_template)
+    except EndlessTemplateError as error:
+        made = error.problem
     if isinstance(made, RecordProblem):
         return [finding("chat-template-unusable", "error", made.reason, made.fix)]
     begin = tokenizer.bos_token_id
@@ -108,17 +112,44 @@ def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -
         endless = f"turns end with {stop!r} ({number}), but generation stops at {sorted(known)}, so a server would not stop there"
         fix = f"add {number} to eos_token_id in generation_config.json of the model"
         found.append(finding("chat-stop-token-unknown", "warning", endless, fix))
+    found += [
+        finding(problem.rule, problem.severity, problem.message, problem.fix)
+        for problem in check_markers(template, tokenizer, learns_turns=data.loss_on is not LossOn.ALL)
+    ]
     if _TODAY in template.source:
         dated = "the template writes the date of the preparation into every chat, so data prepared on another day is not the same"
         found.append(finding("chat-template-dated", "warning", dated, f"remove {_TODAY} from the template"))
     return found
 
 
+def _unknown_end(tokenizer: Tokenizer, directory: Path) -> list[Finding]:
+    """Every text is made to end with the tokenizer's end token; a server has to stop there."""
+    number, known = int(tokenizer.eos_token_id), _stops(tokenizer, directory)
+    if number in known:
+        return []
+    return [
+        Finding(
+            rule="stop-token-unknown",
+            severity="warning",
+            field=FIELD,
+            value=str(tokenizer.eos_token),
+            message=f"texts end with {tokenizer.eos_token!r} ({number}), but generation stops at {sorted(known)}, so a server "
+            "would not stop there",
+            fix=f"add {number} to eos_token_id in generation_config.json of the model, or set eos_token in tokenizer_config.json",
+        )
+    ]
+
+
 def _stops(tokenizer: Tokenizer, directory: Path) -> set[int]:
-    """Tokens at which a server of this model stops."""
-    stops = {int(tokenizer.eos_token_id)}
-    try:
-        written = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
-    except (OSError, ValueError, KeyError, TypeError):  # no such file, or one that says nothing
-        return stops
-    return stops.union(number for number in (written if isinstance(written, list) else [written]) if isinstance(number, int))
+    """Tokens at which generation with this model stops: what its files say, and where they do not, the tokenizer's end token."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            written = json.loads((directory / name).read_text())
+        except (OSError, ValueError, RecursionError):  # no such file, or one of which others say that it is wrong
+            continue
+        for part in (written, written.get("text_config")) if isinstance(written, dict) else ():
+            value = part.get("eos_token_id") if isinstance(part, dict) else None
+            declared = {number for number in (value if isinstance(value, list) else [value]) if type(number) is int}
+            if declared:
+                return declared
+    return {int(tokenizer.eos_token_id)}

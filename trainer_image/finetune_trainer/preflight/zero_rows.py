@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
@@ -18,6 +19,7 @@ from finetune_job.api.method import LoraInit
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.merge.headers import TensorHeader, read_checkpoint
+from finetune_trainer.model.invariants import zero_row
 from finetune_trainer.model.load_shards import ADAPTER, base_name
 
 MAGNITUDES: Mapping[str, tuple[Any, int]] = {
@@ -28,12 +30,12 @@ MAGNITUDES: Mapping[str, tuple[Any, int]] = {
 """By element type: the bits of a value as a whole number, and those of them that are not its sign."""
 BLOCK_ROWS = 1024
 STARTS_AT_THE_BASE = (LoraInit.ZERO_B, LoraInit.GAUSSIAN)
-"""Inits under which the first norms are those of the base's own rows."""
+"""Inits under which the first norms are those of the base's own rows. Orthogonal factors, too, but for rounding to 16 bits."""
 
 
 def check_zero_rows(model: nn.Module, lora: LoraPlan, directory: Path) -> list[Finding]:
     """At most one finding: the first weight with such a row. `model`: with its adapters, on the meta device."""
-    if not lora.use_dora or lora.init_lora_weights not in STARTS_AT_THE_BASE:
+    if not lora.use_dora or lora.init_lora_weights not in (*STARTS_AT_THE_BASE, LoraInit.ORTHOGONAL):
         return []
     headers = read_checkpoint(directory).tensors
     names: dict[int, list[str]] = {}
@@ -42,7 +44,11 @@ def check_zero_rows(model: nn.Module, lora: LoraPlan, directory: Path) -> list[F
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or ADAPTER not in layer.lora_magnitude_vector:
             continue
-        header = _stored(names[id(layer.get_base_layer().weight)], headers)
+        weight = layer.get_base_layer().weight
+        if lora.init_lora_weights is LoraInit.ORTHOGONAL and weight.dtype is not torch.float32:
+            continue
+        # A weight of which rows are trained is made anew for each who reads it, and refused elsewhere (attached.py).
+        header = _stored(names.get(id(weight), []), headers)
         # A layer whose weight a loader makes out of several stored ones is left to the trainer.
         if header is None or len(header.shape) != 2 or header.dtype not in MAGNITUDES:
             continue
@@ -82,12 +88,12 @@ def _zero_column(header: TensorHeader) -> int | None:
 
 
 def _finding(module: str, kind: str, number: int) -> Finding:
+    message, fix = zero_row(module, kind, number)
     return Finding(
         rule="dora-zero-row",
         severity="error",
         field="spec.method.lora.targetModules",
         value=module,
-        message=f"the weight of {module} has a {kind} of zeros (number {number}), which DoRA would divide by its norm: the loss "
-        "would be NaN",
-        fix=f"name {module} in method.lora.excludeModules, or use method.type: LoRA",
+        message=message,
+        fix=fix,
     )

@@ -78,10 +78,9 @@ class RegistryDestination:
         *,
         plain_http: bool,
         patience: Patience | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._place, self._journal, self._stop = place, journal, stop
-        self._patience, self._chunk_bytes = patience or Patience(), chunk_bytes
+        self._patience = patience or Patience()
         self._wire = Wire(stop)
         self._registry = Registry(self._wire, place, login, plain_http=plain_http)
         self._address = f"oci://{place.registry}/{place.repository}"
@@ -196,7 +195,7 @@ class RegistryDestination:
     def _upload(self, file: ReleaseFile, digest: str, progress: _Progress) -> None:
         """In chunks, each remembered. Raises _UploadGoneError, TransientError."""
         what, headers = f"writing blob {digest}", {"Content-Type": "application/octet-stream"}
-        location, offset, chunk_bytes = self._journal.recall(digest), 0, self._chunk_bytes
+        location, offset, chunk_bytes = self._journal.recall(digest), 0, CHUNK_BYTES
         if location is not None:
             offset, location = self._reached(location, what)
         else:

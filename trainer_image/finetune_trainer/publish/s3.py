@@ -59,10 +59,9 @@ class BucketDestination:
         stop: threading.Event,
         *,
         patience: Patience | None = None,
-        part_bytes: int = PART_BYTES,
     ) -> None:
         self._place, self._journal, self._stop = place, journal, stop
-        self._patience, self._part_bytes = patience or Patience(), part_bytes
+        self._patience = patience or Patience()
         self._wire = Wire(stop)
         self._bucket = Bucket(self._wire, service, place.bucket, keys)
         self._prefix = f"{place.prefix.rstrip('/')}/" if place.prefix else ""
@@ -148,7 +147,7 @@ class BucketDestination:
     def _bring(self, key: str, file: ReleaseFile, *, exists: bool) -> None:
         if exists and self._is_there(key, file):
             return
-        if file.size <= self._part_bytes:
+        if file.size <= PART_BYTES:
             content = whole(file)
             self._asked(f"writing {key}", lambda: self._bucket.put(key, content, file.sha256))
         else:
@@ -188,7 +187,7 @@ class BucketDestination:
 
     def _send_parts(self, key: str, file: ReleaseFile, upload: str, kept: dict[int, str]) -> dict[int, str]:
         """ETags of all parts, once the whole file was proven. Raises NoSuchUploadError."""
-        size = part_size(file.size, self._part_bytes)
+        size = part_size(file.size, PART_BYTES)
         tags: dict[int, str] = {}
         running: deque[tuple[int, Future[str]]] = deque()
         with ProvenReader(file) as reader, ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="part") as pool:
@@ -206,7 +205,7 @@ class BucketDestination:
                 reader.prove()
                 return tags | {number: future.result() for number, future in running}
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
+                pool.shutdown(cancel_futures=True)
                 raise
 
     def _send_part(self, key: str, upload: str, number: int, content: bytes, proof: str) -> str:

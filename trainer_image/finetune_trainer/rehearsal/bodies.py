@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,27 @@ from finetune_trainer.checkpoint.manifest import Manifest, decode
 from finetune_trainer.checkpoint.names import MANIFEST, directory_name
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import TrainerError
+from finetune_trainer.gang import joined
+from finetune_trainer.merge.headers import ADAPTER_FILE
 from finetune_trainer.model.adapters import attach, stored_names
-from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.load import build_unwritten, load_base_model, stored_dtype
 from finetune_trainer.observe.lines import read_lines
-from finetune_trainer.rehearsal.comparison import Tolerance, differing_lines, tolerance_of
+from finetune_trainer.rehearsal.comparison import Gradients, computes_in, differing_gradients, differing_lines, tolerance_of
 from finetune_trainer.rehearsal.places import Places
 from finetune_trainer.rehearsal.twin import make_twin
 from finetune_trainer.train import rank as rank_module
-from finetune_trainer.train.export import ADAPTER_FILE
 from finetune_trainer.train.stop import StopRequest
 
+MEETING_SECONDS = 10
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same global batches, on ranks and in one process."""
+
+    sharded: RunContext
+    alone: RunContext
 
 
 class RehearsalError(TrainerError):
@@ -70,14 +80,18 @@ def run_rank(context: RunContext, rank: int, world_size: int, store: str, killed
         raise RehearsalError(report.message, report.hint)
 
 
-def compare(sharded: RunContext, alone: RunContext) -> None:
-    """Train in this process alone; losses and gradients are those of the ranks. Raises RehearsalError."""
-    run_rank(alone, 0, 1, "")
-    tolerance = tolerance_of(_computes_in(sharded))
-    found, wanted = (_history(context) for context in (sharded, alone))
-    for sentence in differing_lines(found, wanted, tolerance):
-        raise RehearsalError(sentence)
-    _compare_first_gradients(sharded, alone, tolerance)
+def compare(pair: Pair, exact: Pair | None) -> None:
+    """Train in this process alone; losses and gradients are those of the ranks. Raises RehearsalError.
+
+    `exact`: the same in float32, where a job computes in fewer bits, whose rounding hides much.
+    """
+    alone_exactly = None
+    if exact is not None:
+        run_rank(exact.alone, 0, 1, "")
+        _compare(exact, None)
+        alone_exactly = _moments(exact.alone, 1)
+    run_rank(pair.alone, 0, 1, "")
+    _compare(pair, alone_exactly)
 
 
 def check_saved(context: RunContext) -> None:
@@ -104,7 +118,8 @@ def check_saved(context: RunContext) -> None:
     loaded = PeftModel.from_pretrained(base, context.workspace.adapter)
     state = get_peft_model_state_dict(loaded, save_embedding_layers=False)
     for name, tensor in saved.items():
-        if name not in state or not torch.equal(state[name].to(tensor.dtype), tensor):
+        # PEFT holds whole modules in the base's type, whatever type they were trained in.
+        if name not in state or not torch.equal(state[name], tensor.to(state[name].dtype)):
             raise RehearsalError(f"PEFT does not load {name} from the adapter file")
 
 
@@ -117,6 +132,12 @@ def merge(context: RunContext) -> dict[str, str]:
     if context.plan.merge.enabled and "verification_sha256" not in facts:
         raise RehearsalError("the merged model was not verified")
     return facts
+
+
+def meet(rank: int, world_size: int, store: str) -> None:
+    """Join the other ranks and leave again. Raises what gloo does where processes of this machine cannot reach each other."""
+    with joined(rank, world_size, rank, store, MEETING_SECONDS) as gang:
+        gang.barrier()
 
 
 def _kill_in_step(step: int) -> None:
@@ -132,23 +153,23 @@ def _kill_in_step(step: int) -> None:
     register_optimizer_step_pre_hook(count)
 
 
-def _compare_first_gradients(sharded: RunContext, alone: RunContext, tolerance: Tolerance) -> None:
-    """The first moment after the first step is a multiple of the gradient, whatever the optimizer."""
-    kind = FORMS[sharded.plan.training.optimizer].tensors[0]
-    found, wanted = (dict(_states(context, kind)) for context in (sharded, alone))
-    if set(found) != set(wanted):
-        raise RehearsalError(f"ranks train {len(found)} tensors, one process {len(wanted)}")
-    largest = max((float(tensor.norm()) for tensor in wanted.values()), default=0.0)
-    for name, tensor in wanted.items():
-        size, distance = float(tensor.norm()), float((found[name] - tensor).norm())
-        if distance > tolerance.gradient * max(size, tolerance.negligible * largest):
-            raise RehearsalError(
-                f"the gradient of {name} is {distance / max(size, 1e-30):.2g} of its size away from that of one process"
-            )
+def _compare(pair: Pair, exact: Gradients | None) -> None:
+    tolerance = tolerance_of(computes_in(pair.sharded.plan, stored_dtype(pair.sharded.base_model)))
+    found, wanted = (_history(context) for context in (pair.sharded, pair.alone))
+    for sentence in differing_lines(found, wanted, tolerance):
+        raise RehearsalError(sentence)
+    for step in range(1, tolerance.steps + 1):
+        for sentence in differing_gradients(_moments(pair.sharded, step), _moments(pair.alone, step), tolerance, exact):
+            raise RehearsalError(f"in step {step} {sentence}")
 
 
-def _states(context: RunContext, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-    directory = context.workspace.checkpoints / directory_name(1)
+def _moments(context: RunContext, step: int) -> dict[str, torch.Tensor]:
+    """First moments after a step, counted from 1. After the first they are a multiple of the gradient, whatever the optimizer."""
+    return dict(_states(context, FORMS[context.plan.training.optimizer].tensors[0], step))
+
+
+def _states(context: RunContext, kind: str, step: int) -> Iterator[tuple[str, torch.Tensor]]:
+    directory = context.workspace.checkpoints / directory_name(step)
     reader = PieceReader(directory, decode((directory / MANIFEST).read_bytes()))
     for name in reader.names:
         shape, dtype = reader.form(name)
@@ -168,16 +189,6 @@ def _exported_checkpoint(context: RunContext) -> tuple[Path, Manifest]:
 
 def _history(context: RunContext) -> list[dict[str, Any]]:
     return read_lines(context.workspace.history.read_text())
-
-
-def _computes_in(context: RunContext) -> torch.dtype:
-    dtypes = resolve_dtypes(context.plan, stored_dtype(context.base_model))
-    quantization = context.plan.method.quantization
-    if quantization is not None:
-        return torch.bfloat16
-    return min(
-        (dtype for dtype in (dtypes.param, dtypes.reduce, dtypes.load) if dtype is not None), key=lambda dtype: dtype.itemsize
-    )
 
 
 def _log_plainly() -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune_job.failures import FailureClass
 from finetune_trainer.errors import classify
 from finetune_trainer.process_start import die_with
 
@@ -63,7 +64,11 @@ class Ended:
     message: str = ""
     """What it raised: message alone."""
     hint: str = ""
+    failure: FailureClass | None = None
+    """Class of what it raised."""
     log_tail: str = ""
+    seconds: float = 0.0
+    """From its fork to its end."""
 
     @property
     def problem(self) -> str:
@@ -84,6 +89,7 @@ def run_children(bodies: Mapping[str, Callable[[], Any]], scratch: Path, bounds:
     children: dict[int, str] = {}
     ended: dict[str, Ended] = {}
     descriptors: dict[int, int] = {}
+    started = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -98,7 +104,7 @@ def run_children(bodies: Mapping[str, Callable[[], Any]], scratch: Path, bounds:
                 os.close(descriptor)
                 _, status = os.waitpid(child, 0)
                 name = children.pop(child)
-                ended[name] = _read(scratch / name, os.waitstatus_to_exitcode(status))
+                ended[name] = _read(scratch / name, os.waitstatus_to_exitcode(status), time.monotonic() - started)
                 if together and ended[name].code != 0:
                     return ended | {name: Ended(-signal.SIGKILL) for name in children.values()}
             bounds.look([os.getpid(), *children])
@@ -131,7 +137,13 @@ def _fork(body: Callable[[], Any], result: Path) -> int:
             code = 0
         except BaseException as error:  # noqa: BLE001 - whatever it was goes to the parent
             traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}", "message": str(error), "hint": classify(error)[1]}
+            failure, hint = classify(error)
+            answer = {
+                "error": f"{type(error).__name__}: {error}",
+                "message": str(error),
+                "hint": hint,
+                "failure": failure.value,
+            }
         result.with_suffix(".json").write_text(json.dumps(answer))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -140,7 +152,7 @@ def _fork(body: Callable[[], Any], result: Path) -> int:
         os._exit(code)
 
 
-def _read(result: Path, code: int) -> Ended:
+def _read(result: Path, code: int, seconds: float) -> Ended:
     tail = ""
     if code != 0:
         with contextlib.suppress(OSError):
@@ -148,8 +160,9 @@ def _read(result: Path, code: int) -> Ended:
     try:
         answer = json.loads(result.with_suffix(".json").read_bytes())
     except (OSError, ValueError):
-        return Ended(code or 1, log_tail=tail)
-    return Ended(code, log_tail=tail, **answer)
+        return Ended(code or 1, log_tail=tail, seconds=seconds)
+    failure = answer.pop("failure", None)
+    return Ended(code, log_tail=tail, seconds=seconds, failure=None if failure is None else FailureClass(failure), **answer)
 
 
 def proportional_bytes(process: int) -> int:

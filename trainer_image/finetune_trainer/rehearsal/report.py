@@ -59,6 +59,7 @@ class StageResult(Record):
 
     stage: Stage
     seconds: float
+    """The last three run beside each other, so those of all stages are more than those of the rehearsal."""
     problem: str = ""
     """Empty: it went well."""
 

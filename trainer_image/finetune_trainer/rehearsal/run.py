@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM
 
 from finetune_job.failures import FailureClass, TerminationReport
@@ -18,13 +20,14 @@ from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import file_sha256
-from finetune_trainer.model.load import load_config
+from finetune_trainer.model.load import load_config, stored_dtype
 from finetune_trainer.rehearsal import bodies
+from finetune_trainer.rehearsal.comparison import computes_in
 from finetune_trainer.rehearsal.places import Places
 from finetune_trainer.rehearsal.processes import Bounds, BoundsExceededError, Ended, run_children
 from finetune_trainer.rehearsal.report import RehearsalReport, Stage, StageResult, Verdict
-from finetune_trainer.rehearsal.twin_plan import KILLED_IN_STEP, alone, quiet_method
-from finetune_trainer.rehearsal.verdicts import NoTwin, Problem, failed, not_done
+from finetune_trainer.rehearsal.twin_plan import KILLED_IN_STEP, alone, exact, quiet_method
+from finetune_trainer.rehearsal.verdicts import CannotTell, Problem, failed, not_done, problem_of
 from finetune_trainer.train.reports import read_rank_reports, root_cause
 
 log = logging.getLogger(__name__)
@@ -43,7 +46,7 @@ def rehearse(plan: RunPlan, directory: Path, root: Path, bounds: Bounds, told: T
         rehearsal.run()
     except Problem as problem:
         verdict, findings = Verdict.FAILED, [failed(problem, plan, root)]
-    except NoTwin as reason:
+    except CannotTell as reason:
         verdict, findings = Verdict.NOT_DONE, [not_done(str(reason), root)]
     except BoundsExceededError as reason:
         stage = rehearsal.stage
@@ -68,7 +71,7 @@ class _Rehearsal:
         self.parameters = 0
 
     def run(self) -> None:
-        """All stages. Raises Problem, NoTwin, BoundsExceededError."""
+        """All stages. Raises Problem, CannotTell, BoundsExceededError."""
         with self._during(Stage.BUILD):
             plan, draws_random_numbers = self._build()
         undisturbed = self.places.run("undisturbed", plan)
@@ -85,10 +88,10 @@ class _Rehearsal:
             if type(config) in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - there is no public way to import it without building it
                 AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
         except Exception as error:
-            raise NoTwin(f"{type(error).__name__}: {error}") from error
+            raise CannotTell(f"{type(error).__name__}: {error}") from error
         ended = self._children({"twin": partial(bodies.twin, self.plan, self.directory, self.places)})["twin"]
         if ended.code != 0:
-            raise NoTwin(ended.message or ended.problem)
+            raise CannotTell(ended.message or ended.problem)
         made: dict[str, Any] = ended.value
         self.changes, self.parameters = made["changes"], made["parameters"]
         return RunPlan.model_validate_json(made["plan"]), made["draws_random_numbers"]
@@ -108,24 +111,42 @@ class _Rehearsal:
     def _conclude(self, plan: RunPlan, undisturbed: RunContext, *, draws_random_numbers: bool) -> None:
         """What needs one process each runs beside each other."""
         work: dict[Stage, Callable[[], Any]] = {Stage.SAVE: partial(bodies.check_saved, undisturbed)}
+        started = time.monotonic()
         if plan.parallelism.world_size > 1:
-            sharded = undisturbed
-            if draws_random_numbers:
-                plan = plan.model_copy(update={"method": quiet_method(plan.method)})
-                sharded = self.places.run("quiet", plan, quiet=True)
-                with self._during(Stage.COMPARE, is_whole=False):
-                    self._gang(sharded)
-            single = self.places.run("alone", alone(plan), quiet=draws_random_numbers)
-            work[Stage.COMPARE] = partial(bodies.compare, sharded, single)
+            work[Stage.COMPARE] = self._compared(plan, undisturbed, draws_random_numbers=draws_random_numbers)
+        before = {Stage.COMPARE: time.monotonic() - started}
         work[Stage.MERGE] = partial(bodies.merge, undisturbed)
         self.stage = Stage.MERGE
-        started = time.monotonic()
         ended = self._children({stage.value: body for stage, body in work.items()})
-        seconds = time.monotonic() - started
         for stage in work:
-            self._told(stage, seconds, ended[stage.value].problem)
+            self._told(stage, before.get(stage, 0.0) + ended[stage.value].seconds, ended[stage.value].problem)
         for stage in work:
             _raise_for(stage, ended[stage.value])
+
+    def _compared(self, plan: RunPlan, undisturbed: RunContext, *, draws_random_numbers: bool) -> Callable[[], Any]:
+        """The comparison with one process, after the runs on ranks that it needs besides."""
+        sharded = undisturbed
+        if draws_random_numbers:
+            plan = plan.model_copy(update={"method": quiet_method(plan.method)})
+            sharded = self.places.run("quiet", plan, quiet=True)
+        with self._during(Stage.COMPARE, is_whole=False):
+            if sharded is not undisturbed:
+                self._gang(sharded)
+            exactly = self._exactly(plan)
+        return partial(bodies.compare, bodies.Pair(sharded, self.places.run("alone", alone(plan), quiet=True)), exactly)
+
+    def _exactly(self, plan: RunPlan) -> bodies.Pair | None:
+        """The same in float32, trained on ranks; None where the job computes so itself, or float32 is what fails."""
+        if computes_in(plan, stored_dtype(self.places.model)).itemsize >= torch.float32.itemsize:
+            return None
+        plan = exact(plan)
+        sharded = self.places.run("exact", plan, quiet=True)
+        try:
+            self._gang(sharded)
+        except Problem as problem:
+            self.changes.append(f"gradients are compared in the job's own precision alone: in float32 {problem}")
+            return None
+        return bodies.Pair(sharded, self.places.run("exact-alone", alone(plan), quiet=True))
 
     def _gang(self, context: RunContext, killed_in_step: int | None = None) -> None:
         """Train on all ranks; with `killed_in_step` the first is killed then, and with it the others."""
@@ -146,10 +167,23 @@ class _Rehearsal:
         is_killed = killed_in_step is not None
         cause = root_cause(report for report in reports if not (is_killed and report.failure is FailureClass.COLLECTIVE))
         if cause is not None:
-            raise Problem(self.stage, _said(cause), cause.hint, cause)
+            self._see_whether_ranks_can_meet(world_size)
+            raise problem_of(self.stage, _said(cause), cause.hint, cause.failure)
         if not is_killed:
             for each in ended.values():
                 _raise_for(self.stage, each)
+
+    def _see_whether_ranks_can_meet(self, world_size: int) -> None:
+        """Raises CannotTell where no two processes of this machine can: then a gang's failure says nothing about the job."""
+        if world_size == 1:
+            return
+        store = f"file://{self.places.root / 'meeting.store'}"
+        meetings: dict[str, Callable[[], Any]] = {
+            f"meeting-{rank}": partial(bodies.meet, rank, world_size, store) for rank in range(world_size)
+        }
+        for ended in self._children(meetings, together=True).values():
+            if ended.error:
+                raise CannotTell(f"processes of this machine cannot reach each other, as two ranks would have to: {ended.error}")
 
     def _children(self, work: dict[str, Callable[[], Any]], *, together: bool = False) -> dict[str, Ended]:
         return run_children(work, self.places.root, self.bounds, together=together)
@@ -160,7 +194,7 @@ class _Rehearsal:
         started = time.monotonic()
         try:
             yield
-        except (Problem, NoTwin, BoundsExceededError) as error:
+        except (Problem, CannotTell, BoundsExceededError) as error:
             self._told(stage, time.monotonic() - started, str(error))
             raise
         if is_whole:
@@ -173,8 +207,10 @@ class _Rehearsal:
 
 
 def _raise_for(stage: Stage, ended: Ended) -> None:
+    if ended.code == -signal.SIGKILL:
+        raise CannotTell(f"{ended.problem}. Nothing but a lack of memory kills it so")
     if ended.code != 0:
-        raise Problem(stage, ended.message or ended.problem, ended.hint)
+        raise problem_of(stage, ended.message or ended.problem, ended.hint, ended.failure)
 
 
 def _said(cause: TerminationReport) -> str:

@@ -1,7 +1,6 @@
 """Builds the twin: a small model of the same architecture class with random weights, its data, and the plan to train it.
 
-Tries the smallest configuration first. One that cannot be built or computed is given some of the model's own sizes back, until one
-works or time is up. Runs in a child of run.py.
+Runs in a child of run.py.
 """
 
 from __future__ import annotations
@@ -9,39 +8,30 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.merge.headers import read_checkpoint
-from finetune_trainer.model.load import attention_of, load_config, stored_dtype
+from finetune_trainer.model.load import load_config, stored_dtype
 from finetune_trainer.preflight.meta_model import inspect_structure
-from finetune_trainer.rehearsal.fields import MEANING_OF, TOKEN_ID
 from finetune_trainer.rehearsal.layers import layer_count
 from finetune_trainer.rehearsal.places import Places
-from finetune_trainer.rehearsal.shrink import Change, Shrunken, Tokens, has_dropout, shrink, without_dropout
+from finetune_trainer.rehearsal.search import NoTwinError, search, special_tokens
+from finetune_trainer.rehearsal.shrink import Change, Tokens, has_dropout, without_dropout
 from finetune_trainer.rehearsal.tiny_data import tiny_splits
-from finetune_trainer.rehearsal.twin_plan import draws_random_numbers, named_tokens, twin_plan, twin_tokens, without_unmatched
+from finetune_trainer.rehearsal.twin_plan import draws_random_numbers, twin_plan, twin_tokens, without_unmatched
+from finetune_trainer.rehearsal.units import with_units_alike
 
 log = logging.getLogger(__name__)
 OWN_TWIN_PARAMETERS, OWN_TWIN_LAYERS = 4_000_000, 6
 """A model of at most this size is tried as it is."""
-MOST_PARAMETERS = 40_000_000
-"""Of a twin."""
-SEARCH_SECONDS = 12.0
 _UNMATCHED = frozenset({"target-module-unknown", "saved-module-unknown", "adapter-pattern-unmatched", "layer-number-unknown"})
-_TRIED_TOKENS = 16
-
-
-class NoTwinError(Exception):
-    """No small model that works could be made of this one; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +65,9 @@ def make_twin(plan: RunPlan, directory: Path, places: Places) -> Twin:
     twin, changes = twin_plan(plan, shrunken)
     if shrunken is not None:
         twin = _accepted(twin, places.model, changes)
+        twin = with_units_alike(twin, plan, directory, places.model, changes)
     # What images and the like are put in place of is no text.
-    special = _special_tokens(described)
+    special = special_tokens(described)
     splits = tiny_splits(twin, tokens.size, special, twin_tokens(tokens, plan.method))
     pad = text.get("pad_token_id")
     facts = {"pad_token_id": tokens.twin_of(pad) if type(pad) is int and pad >= 0 else 0, "splits": sorted(splits)}
@@ -86,68 +77,6 @@ def make_twin(plan: RunPlan, directory: Path, places: Places) -> Twin:
         _write_quiet(config, described, places)
     shown = (*(shrunken.changes if shrunken is not None else ()), *changes)
     return Twin(twin, shown, parameters, is_random or draws_random_numbers(plan.method))
-
-
-def search(plan: RunPlan, config: PreTrainedConfig, described: dict[str, Any]) -> tuple[Shrunken, PreTrainedModel]:
-    """The smallest twin that works, with random weights in float32. Raises NoTwinError."""
-    deadline = time.monotonic() + SEARCH_SECONDS
-    first_problem = ""
-    for shrunken in _candidates(described, named_tokens(plan.method)):
-        try:
-            return shrunken, _build(plan, config, shrunken)
-        except Exception as error:  # noqa: BLE001 - code of any model; another size may do
-            problem = f"{type(error).__name__}: {error}"
-            log.info("no twin with %s: %s", [change.text() for change in shrunken.changes], problem)
-            first_problem = first_problem or problem
-        if time.monotonic() > deadline:
-            break
-    raise NoTwinError(f"no small model of this architecture could be built; the first that was tried: {first_problem}")
-
-
-def _candidates(described: dict[str, Any], named: list[int]) -> Iterator[Shrunken]:
-    """The smallest first; then with more of the model's own sizes."""
-    smallest = shrink(described, named)
-    yield smallest
-    yield shrink(described, named, of_each_kind=2)
-    fields = [change.field for change in smallest.changes if not TOKEN_ID.search(change.field)]
-    for field in fields:
-        yield shrink(described, named, kept=(field,))
-    by_meaning: dict[object, list[str]] = {}
-    for field in fields:
-        by_meaning.setdefault(MEANING_OF.get(field.rpartition(".")[2]), []).append(field)
-    for kept in by_meaning.values():
-        if len(kept) > 1:
-            yield shrink(described, named, kept=kept)
-    half = len(fields) // 2
-    for kept in (fields[:half], fields[half:]):
-        yield shrink(described, named, kept=kept)
-
-
-def _build(plan: RunPlan, config: PreTrainedConfig, shrunken: Shrunken) -> PreTrainedModel:
-    """The twin with random weights in float32, after a forward and a backward pass of it. Raises whatever its code raises."""
-
-    def made(seeded: bool) -> PreTrainedModel:
-        if seeded:
-            torch.manual_seed(plan.training.seed)
-        return AutoModelForCausalLM.from_config(
-            type(config).from_dict(shrunken.config),
-            dtype=torch.float32,
-            attn_implementation=attention_of(plan, config),
-            trust_remote_code=plan.model.allow_remote_code,
-        )
-
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in made(seeded=False).parameters())
-    if size > MOST_PARAMETERS:
-        raise NoTwinError(f"it still has {size} parameters")
-    model = made(seeded=True)
-    model.train()
-    allowed = sorted(set(range(shrunken.tokens.size)) - _special_tokens(shrunken.config))
-    tokens = torch.tensor([allowed[:_TRIED_TOKENS]])
-    logits = model(input_ids=tokens, position_ids=torch.arange(tokens.shape[1])[None], use_cache=False).logits
-    torch.autograd.backward(logits.float().square().mean())
-    model.zero_grad()
-    return model
 
 
 def _write(model: PreTrainedModel, directory: Path, target: Path, dtype: torch.dtype) -> None:
@@ -181,14 +110,3 @@ def _accepted(twin: RunPlan, model: Path, changes: list[Change]) -> RunPlan:
         if finding.severity == "error":
             raise NoTwinError(f"the settings fit the model and not its twin: {finding.field}: {finding.message}")
     return twin
-
-
-def _special_tokens(described: dict[str, Any]) -> set[int]:
-    """Tokens that a configuration names, those that end a text excepted."""
-    found: set[int] = set()
-    for name, value in described.items():
-        if isinstance(value, dict):
-            found |= _special_tokens(value)
-        elif TOKEN_ID.search(str(name)) and not name.startswith("eos"):
-            found |= {each for each in (value if isinstance(value, list) else [value]) if type(each) is int}
-    return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from finetune_job.api.base import ClaimPath
+from finetune_job.api.base import ClaimPath, Dtype
+from finetune_job.api.training import Precision
 from finetune_job.method_settings import known_settings
 from finetune_job.plan.run_plan import AdapterPlan, LoraPlan, MethodPlan, RunPlan
 from finetune_trainer.rehearsal.layers import KeptLayers
@@ -44,6 +45,8 @@ def twin_plan(plan: RunPlan, shrunken: Shrunken | None) -> tuple[RunPlan, list[C
     method = plan.method if shrunken is None else _small_method(plan.method, shrunken, changes)
     _note(changes, "parallelism: ranks", plan.parallelism.world_size, world_size)
     _note(changes, "training.globalBatchSize", plan.training.global_batch_size, world_size * accumulation * micro)
+    # There is no device here that parameters could be offloaded from.
+    _note(changes, "parallelism.fsdp.offloadParams", plan.parallelism.fsdp.offload_params, after=False)
     _note(changes, "training.compile", plan.training.compile, after=False)
     _note(changes, "training: steps", plan.training.max_steps or f"{plan.training.epochs} epochs", STEPS)
     _note(changes, "checkpoint.everySteps", plan.checkpoint.every_steps, 1)
@@ -69,7 +72,13 @@ def twin_plan(plan: RunPlan, shrunken: Shrunken | None) -> tuple[RunPlan, list[C
                     "step_timeout_seconds": _STEP_TIMEOUT_SECONDS,
                 }
             ),
-            "parallelism": plan.parallelism.model_copy(update={"nodes": 1, "processes_per_node": world_size}),
+            "parallelism": plan.parallelism.model_copy(
+                update={
+                    "nodes": 1,
+                    "processes_per_node": world_size,
+                    "fsdp": plan.parallelism.fsdp.model_copy(update={"offload_params": False}),
+                }
+            ),
             "checkpoint": plan.checkpoint.model_copy(update={"every_steps": 1, "every_seconds": None, "keep": _KEPT_CHECKPOINTS}),
             "evaluation": plan.evaluation.model_copy(update={"every_steps": every_steps, "early_stopping": None}),
             "merge": plan.merge.model_copy(
@@ -95,6 +104,23 @@ def alone(plan: RunPlan) -> RunPlan:
         update={
             "training": training.model_copy(update={"gradient_accumulation_steps": steps}),
             "parallelism": plan.parallelism.model_copy(update={"processes_per_node": 1}),
+        }
+    )
+
+
+def exact(plan: RunPlan) -> RunPlan:
+    """The same run with every value, product and sum in float32."""
+    method = plan.method
+    if method.quantization is not None:
+        packed = method.quantization.model_copy(update={"compute_dtype": Dtype.FLOAT32, "quant_storage": None})
+        method = method.model_copy(update={"quantization": packed})
+    fsdp = plan.parallelism.fsdp.model_copy(update={"param_dtype": None, "reduce_dtype": Dtype.FLOAT32})
+    return plan.model_copy(
+        update={
+            "model": plan.model.model_copy(update={"dtype": Dtype.FLOAT32}),
+            "method": method,
+            "training": plan.training.model_copy(update={"precision": Precision.FP32}),
+            "parallelism": plan.parallelism.model_copy(update={"fsdp": fsdp}),
         }
     )
 

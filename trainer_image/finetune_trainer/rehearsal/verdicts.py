@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from finetune_job.failures import FailureClass, TerminationReport
+from finetune_job.failures import FailureClass
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import FieldChange, Finding
 from finetune_trainer.rehearsal.report import TITLES, Stage
@@ -19,21 +19,26 @@ _LONGEST_MESSAGE = 600
 class Problem(Exception):  # noqa: N818 - what was looked for, not an error of this program
     """The job would fail in this stage, or go wrong silently."""
 
-    def __init__(self, stage: Stage, message: str, hint: str = "", report: TerminationReport | None = None) -> None:
+    def __init__(self, stage: Stage, message: str, hint: str = "") -> None:
         super().__init__(message)
-        self.stage, self.hint, self.report = stage, hint, report
+        self.stage, self.hint = stage, hint
 
 
-class NoTwin(Exception):  # noqa: N818 - see Problem
-    """Nothing could be tried."""
+class CannotTell(Exception):  # noqa: N818 - see Problem
+    """What happened says nothing about the job: no twin could be made, or this machine does not let it run."""
+
+
+def problem_of(stage: Stage, message: str, hint: str, failure: FailureClass | None) -> Exception:
+    """Problem, or CannotTell where this machine's memory or disk is what ran out."""
+    if failure in (FailureClass.HOST_OUT_OF_MEMORY, FailureClass.DISK_FULL):
+        return CannotTell(message)
+    return Problem(stage, message, hint)
 
 
 def failed(problem: Problem, plan: RunPlan, root: Path) -> Finding:
     """The refusal. A message of ours names the field itself."""
     message = _shortened(str(problem), root)
     named = _FIELD.match(message)
-    if problem.report is not None and problem.report.failure in (FailureClass.HOST_OUT_OF_MEMORY, FailureClass.DISK_FULL):
-        return not_done(message, root)
     return Finding(
         rule=FAILED,
         severity="error",

@@ -14,9 +14,9 @@ import torch
 
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import CheckpointError
+from finetune_trainer.files import MANIFEST_FILE
 from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_header
 from finetune_trainer.merge.steps.rounding import READ_DTYPES
-from finetune_trainer.release.build import MANIFEST_FILE
 from finetune_trainer.release.serving import PEFT_PREFIX, ServingReport, serving_report
 
 TENSORS_KEY = "tensors"

@@ -14,11 +14,10 @@ from pathlib import Path
 from finetune_job.layout import OutputLayout
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.files import file_sha256, sync_directory, write_durably
+from finetune_trainer.files import MANIFEST_FILE, file_sha256, sync_directory, write_durably
 from finetune_trainer.release.files import Release, ReleaseFile
 from finetune_trainer.release.places import BESIDE, CARD, CHECKSUMS, WEIGHT_SUFFIX, Places, places_of
 
-MANIFEST_FILE = "manifest.json"
 _LINE = re.compile(r"([0-9a-f]{64})  (\S[^\n\\]*)")
 _INCOMPLETE = "run the merge again: it completes what is missing"
 
@@ -37,15 +36,25 @@ def parse_checksums(text: str) -> dict[str, str] | None:
     return found if len(found) == len(matches) and found else None
 
 
-def hashed_files(output: OutputLayout, places: Places) -> dict[str, str]:
-    """Digest by name in the results, of every file that is published. Raises CheckpointError where a manifest is not to be read."""
+def hashed_weights(output: OutputLayout, places: Places) -> dict[str, str]:
+    """Digest by name in the results, of every file of weights. Raises CheckpointError where a manifest is not to be read."""
+    return _hashed(output, places, f"*{WEIGHT_SUFFIX}")
+
+
+def _hashed(output: OutputLayout, places: Places, pattern: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for directory in places.directories:
         known = _known_digests(output.root / directory / MANIFEST_FILE)
-        for path in sorted((output.root / directory).rglob("*")):
+        for path in sorted((output.root / directory).rglob(pattern)):
             if path.is_file():
                 name = path.relative_to(output.root / directory).as_posix()
                 found[f"{directory}/{name}"] = known.get(name) or file_sha256(path)
+    return found
+
+
+def _hashed_files(output: OutputLayout, places: Places) -> dict[str, str]:
+    """Digest by name in the results, of every file that is published. Raises CheckpointError where a manifest is not to be read."""
+    found = _hashed(output, places, "*")
     for name in BESIDE:
         if (output.root / name).is_file():
             found[name] = file_sha256(output.root / name)
@@ -67,7 +76,7 @@ def _known_digests(manifest: Path) -> dict[str, str]:
 
 def write_checksums(output: OutputLayout, places: Places) -> None:
     """Write SHA256SUMS, the last file of the results. Raises CheckpointError where two files have one name."""
-    found = hashed_files(output, places)
+    found = _hashed_files(output, places)
     named = {places.at_destination(local): sha256 for local, sha256 in found.items()}
     if len(named) != len(found):
         taken = [places.at_destination(local) for local in found]

@@ -158,7 +158,7 @@ def provenance(facts: RunFacts) -> list[str]:
     rows = [("job", code(f"{plan.job.namespace}/{plan.job.name}")), ("job uid", code(plan.job.uid))]
     rows += [("base model", code(facts.base_source)), ("base revision", code(plan.model.revision or "none"))]
     if facts.model_digest is not None:
-        rows.append(("base digest, SHA-256 over headers and sizes", code(facts.model_digest)))
+        rows.append(("base digest, SHA-256 over configuration, index, headers and sizes", code(facts.model_digest)))
     rows += [("plan, SHA-256", code(facts.plan_sha256)), ("data, SHA-256", code(facts.data_hash))]
     if plan.placement is not None:
         rows.append(("trainer image", code(plan.placement.trainer_image)))

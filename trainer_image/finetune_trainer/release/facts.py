@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.base import ClaimPath
@@ -12,7 +11,7 @@ from finetune_job.plan.run_plan import FetchItem, RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shards import TRAIN, VALIDATION, read_manifest
 from finetune_trainer.observe.lines import read_lines
-from finetune_trainer.preflight.report import read_report
+from finetune_trainer.preflight.report import ModelReport
 from finetune_trainer.release.curves import Course, course
 from finetune_trainer.release.licence import Licence, read_licence
 from finetune_trainer.release.places import Places, places_of
@@ -73,9 +72,13 @@ class RunFacts:
 
 
 def run_facts(
-    context: RunContext, trained_step: int, verification: VerificationReport | None, serving: ServingReport | None
+    context: RunContext,
+    trained_step: int,
+    preflight: ModelReport | None,
+    verification: VerificationReport | None,
+    serving: ServingReport | None,
 ) -> RunFacts:
-    """Read them. Raises OSError, PreparedDataError."""
+    """Read what is not given. Raises OSError, PreparedDataError."""
     plan, workspace = context.plan, context.workspace
     prepared = read_manifest(workspace.prepared)
     history = workspace.history.read_text(errors="replace") if workspace.history.is_file() else ""
@@ -87,7 +90,7 @@ def run_facts(
         learning_sha256=context.learning_sha256,
         places=places_of(plan),
         base_source=fetched[plan.model.location].source if plan.model.location in fetched else plan.model.name,
-        model_digest=_model_digest(workspace.model_report),
+        model_digest=None if preflight is None else preflight.model_digest,
         licence=read_licence(context.base_model),
         data_hash=prepared["data_hash"],
         sources=_sources(plan, prepared, fetched),
@@ -97,11 +100,6 @@ def run_facts(
         verification=verification,
         serving=serving,
     )
-
-
-def _model_digest(path: Path) -> str | None:
-    report = read_report(path)
-    return None if report is None else report.model_digest
 
 
 def _sources(plan: RunPlan, prepared: Mapping[str, Any], fetched: Mapping[ClaimPath, FetchItem]) -> tuple[DataSource, ...]:

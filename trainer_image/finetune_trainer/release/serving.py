@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-VLLM_RULES = "0.22"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that --max-lora-rank takes."""
-VLLM_DEFAULT_RANK = 16
 PEFT_PREFIX = "base_model."
 """Where everything lies in a PeftModel, and so how every stored name begins; tensors of one module go on with `model.`."""
 _FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.(lora_(?P<side>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")

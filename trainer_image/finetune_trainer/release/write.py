@@ -7,10 +7,10 @@ from pathlib import Path
 
 from finetune_job.layout import OutputLayout
 from finetune_trainer.files import file_sha256, write_durably
-from finetune_trainer.release.build import hashed_files, is_sealed_with, unseal, write_checksums
+from finetune_trainer.release.build import hashed_weights, is_sealed_with, unseal, write_checksums
 from finetune_trainer.release.card import adapter_card, model_card
 from finetune_trainer.release.facts import RunFacts
-from finetune_trainer.release.places import CARD, WEIGHT_SUFFIX, Places
+from finetune_trainer.release.places import CARD, Places
 from finetune_trainer.release.provenance import encode, stated_plan, statement
 
 
@@ -23,9 +23,7 @@ def write_release_files(output: OutputLayout, facts: RunFacts) -> dict[str, str]
     if places.needs_adapter_card:
         _write(output, output.adapter / CARD, adapter_card(facts))
     _write(output, output.model_card, model_card(facts))
-    weights = {
-        places.at_destination(name): sha256 for name, sha256 in hashed_files(output, places).items() if name.endswith(WEIGHT_SUFFIX)
-    }
+    weights = {places.at_destination(name): sha256 for name, sha256 in hashed_weights(output, places).items()}
     _write(output, output.provenance, encode(statement(facts, weights)).decode())
     write_checksums(output, places)
     return release_digests(output)

@@ -23,7 +23,8 @@ from finetune_trainer.checkpoint.load import PieceReader, full_parameters
 from finetune_trainer.checkpoint.manifest import Manifest
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import InvariantError
-from finetune_trainer.files import file_sha256, publish_directory, sync_file, temporary_beside, write_durably
+from finetune_trainer.files import MANIFEST_FILE, file_sha256, publish_directory, sync_file, temporary_beside, write_durably
+from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, second_names, stored_names
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_saved
@@ -33,10 +34,6 @@ from finetune_trainer.release.adapter_check import TENSORS_KEY, described
 from finetune_trainer.terms import terms_files
 from finetune_trainer.train.model_writer import write_model
 
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_SETTINGS_FILE = "adapter_config.json"
-MANIFEST_FILE = "manifest.json"
-"""Names, sizes and SHA-256 of all other files of the directory; for an adapter its tensors, too."""
 _RESULTS = OutputLayout(Path())
 NOT_COPIED = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "generation_config.json"),
@@ -91,7 +88,7 @@ def _write_adapter(
         # An open file has keys() but cannot be iterated over.
         check_saved({name: written.get_tensor(name) for name in written.keys()}, shapes)  # noqa: SIM118
     settings = adapter_settings(model, context.plan.model.name, context.plan.model.revision)
-    (directory / ADAPTER_SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     for path in terms_files(context.base_model):
         shutil.copyfile(path, directory / path.name)
     return tensors

@@ -21,7 +21,7 @@ from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, read_adapter, re
 from finetune_trainer.model.load import reserve_parameters
 from finetune_trainer.verify.weights import StoredWeights
 
-ADAPTER_FROM_BASE_WEIGHTS = frozenset({"FROD", "PSOFT"})
+ADAPTER_FROM_BASE_WEIGHTS = frozenset({"PSOFT"})
 """Methods whose layers compute part of themselves from the base's weights as they are attached."""
 
 

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from finetune_job.api.output import MergeBase
-from finetune_trainer.files import file_sha256, write_durably
+from finetune_trainer.files import MANIFEST_FILE, file_sha256, write_durably
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
 from finetune_trainer.merge.read_model import read_stored_model
-from finetune_trainer.merge.writer import MANIFEST_FILE
 from finetune_trainer.verify.gate import Gate, LogitFigures, failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.page import verification_page

@@ -5,22 +5,19 @@ the adapter is attached to it and filled as `PeftModel.from_pretrained` does it,
 does it. That gives the bits of the whole model's merge where a layer depends on nothing outside it but shared tensors of the
 adapter file. Measured for every method that methods.py of the contract says merges (tests/unit/trainer_merge/test_methods.py).
 Memory: the module's parameters in PEFT's dtype, the adapter's tensors for it, and PEFT's temporaries, which are fp32 products of
-the weight's shape, one to three of them; for FRoD and PSOFT decompositions of the weight. One module at a time, whatever the
+the weight's shape, one to three of them; for PSOFT decompositions of the weight. One module at a time, whatever the
 threads.
 """
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.frod.layer import Linear as FrodLinear
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -32,11 +29,11 @@ from finetune_trainer.merge.errors import (
     AdapterTensorUnknownError,
     UnsupportedAdapterError,
 )
-from finetune_trainer.merge.headers import TensorHeader
+from finetune_trainer.merge.steps.load import Read
 from finetune_trainer.merge.steps.rounding import all_finite, round_into
 from finetune_trainer.merge.steps.step import Scratch, WholeMatrix
+from finetune_trainer.model.without_values import without_values
 
-Read = Callable[[TensorHeader], torch.Tensor]
 ADAPTER = "default"
 """PEFT's name of the adapter."""
 ALIGNMENT = 64
@@ -44,10 +41,6 @@ ALIGNMENT = 64
 _COMPANION = "shared_extent"
 """Module beside the merged one, of the size of the shared projections; its weight takes no room."""
 _CONVOLUTIONS = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}
-_MADE_WITH_VALUES = frozenset({"VERA", "PVERA", "RANDLORA", "SHIRA"})
-"""Methods whose layers cannot be made on torch's meta device; what tensors they have follows from the layer's shape alone."""
-_layouts: dict[tuple[object, ...], dict[str, tuple[int, ...]]] = {}
-"""Tensors of such layers, by what decides them; the module's name is left out."""
 _one_at_a_time = threading.Lock()
 
 
@@ -92,9 +85,7 @@ def merged_parameter(
     parameters: all of the module's, by name, in the dtype that PEFT would hold them in; they may be changed. adapter: the tensors
     of the file. Raises UnsupportedAdapterError, AdapterTensorMissingError, AdapterTensorUnknownError, AdapterTensorMisshapedError.
     """
-    if change.config["peft_type"] == "FROD":
-        return _merged_by_frod(change, parameters, adapter)
-    model = _adapted(change, parameters, empty=False)
+    model = _adapted(change, parameters)
     _compare(change, _tensors(model), {name: tuple(tensor.shape) for name, tensor in adapter.items()})
     set_peft_model_state_dict(model, dict(adapter), adapter_name=ADAPTER)
     model.eval()
@@ -113,20 +104,9 @@ def check_module(change: ModuleMerge) -> None:
     Raises what `merged_parameter` raises.
     """
     shapes = {name: header.shape for name, header in change.adapter.items()}
-    method = change.config["peft_type"]
-    if method == "FROD":
-        _check_frod(change, shapes)
-    elif method in _MADE_WITH_VALUES:
-        settings = json.dumps(change.config, sort_keys=True, default=str)
-        key = (settings, change.layer, change.base["weight"].shape, change.shared_extent)
-        if key not in _layouts:
-            zeros = {name: torch.zeros(1).expand(header.shape) for name, header in change.base.items()}
-            state = _tensors(_adapted(change, zeros, empty=False))
-            _layouts[key] = {name.replace(f".{change.module}.", "..", 1): shape for name, shape in state.items()}
-        _compare(change, {name.replace("..", f".{change.module}.", 1): shape for name, shape in _layouts[key].items()}, shapes)
-    else:
-        nothing = {name: torch.empty(header.shape, device="meta") for name, header in change.base.items()}
-        _compare(change, _tensors(_adapted(change, nothing, empty=True)), shapes)
+    with without_values():
+        nothing = {name: torch.empty(header.shape) for name, header in change.base.items()}
+        _compare(change, _tensors(_adapted(change, nothing)), shapes)
 
 
 def _tensors(model: PeftModel) -> dict[str, tuple[int, ...]]:
@@ -154,8 +134,8 @@ def _compare(change: ModuleMerge, wanted: Mapping[str, tuple[int, ...]], given: 
             )
 
 
-def _adapted(change: ModuleMerge, parameters: Mapping[str, torch.Tensor], *, empty: bool) -> PeftModel:
-    """A model of this one module with a fresh adapter. empty: without values, to ask what tensors it has."""
+def _adapted(change: ModuleMerge, parameters: Mapping[str, torch.Tensor]) -> PeftModel:
+    """A model of this one module with a fresh adapter."""
     root = nn.Module()
     _add(root, change.module, _base_layer(change, parameters))
     targets = {change.module}
@@ -167,7 +147,7 @@ def _adapted(change: ModuleMerge, parameters: Mapping[str, torch.Tensor], *, emp
         targets.add(_COMPANION)
     try:
         config = _config(change, targets)
-        return PeftModel(root, config, adapter_name=ADAPTER, low_cpu_mem_usage=empty)
+        return PeftModel(root, config, adapter_name=ADAPTER)
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         raise UnsupportedAdapterError(
             f"{change.module}: PEFT's {change.config['peft_type']} does not take this {change.layer}: {error}. Publish the adapter "
@@ -227,45 +207,3 @@ def _base_layer(change: ModuleMerge, parameters: Mapping[str, torch.Tensor]) -> 
     for name, values in parameters.items():
         setattr(layer, name, nn.Parameter(values, requires_grad=False))
     return layer
-
-
-def _merged_by_frod(
-    change: ModuleMerge, parameters: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """FRoD's projections are decomposed from all layers together; its layer takes those of the file instead."""
-    _check_frod(change, {name: tuple(tensor.shape) for name, tensor in adapter.items()})
-    shared, own = _frod_names(change)
-    dtype = parameters["weight"].dtype
-    held = {part: BufferDict({ADAPTER: adapter[name]}) for part, name in shared.items()}
-    held["frod_V"][ADAPTER] = held["frod_V"][ADAPTER].to(dtype)
-    config = _config(change, {change.module})
-    config.fan_in_fan_out = change.layer == "Conv1D"
-    layer = FrodLinear(
-        _base_layer(change, parameters), held["frod_V"], held["frod_s_indices"], held["frod_s_size"], ADAPTER, config=config
-    )
-    for part, name in own.items():
-        getattr(layer, part)[ADAPTER] = nn.Parameter(adapter[name].float(), requires_grad=False)
-    layer.merge(safe_merge=False)
-    merged: nn.Module = layer.get_base_layer()
-    return merged.get_parameter(change.parameter).detach()
-
-
-def _frod_names(change: ModuleMerge) -> tuple[dict[str, str], dict[str, str]]:
-    """Tensor names in the file by FRoD's own names: those that layers of one category share, and the module's own."""
-    from peft.tuners.frod.model import _category_from_key
-
-    category = _category_from_key(change.module)
-    shared = {part: f"base_model.{part}.{category}" for part in ("frod_V", "frod_s_indices", "frod_s_size")}
-    own = {part: f"base_model.model.{change.module}.{part}" for part in ("frod_lambda_l", "frod_lambda_s_values")}
-    return shared, own
-
-
-def _check_frod(change: ModuleMerge, given: Mapping[str, tuple[int, ...]]) -> None:
-    shared, own = _frod_names(change)
-    num_rows, num_columns = change.base["weight"].shape
-    num_in = num_rows if change.layer == "Conv1D" else num_columns
-    num_sparse = given.get(shared["frod_s_indices"], (2, 0))[-1]
-    shapes = ((num_in, num_in), (2, num_sparse), (2,))
-    wanted = dict(zip(shared.values(), shapes, strict=True))
-    wanted |= dict(zip(own.values(), ((num_in,), (num_sparse,)), strict=True))
-    _compare(change, wanted, given)

@@ -1,4 +1,4 @@
-"""torch.compile of the layers."""
+"""Activations that are computed again in the backward pass."""
 
 from __future__ import annotations
 
@@ -6,8 +6,31 @@ from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
 
-_COMPILE = "training.compile"
 _RECOMPUTE = "training.activationCheckpointing"
+_FSDP_RECOMPUTE = "parallelism.fsdp.activationCheckpointing"
+_COMPILE = "training.compile"
+
+
+@rule(
+    "both-activation-checkpointings",
+    "Activations cannot be recomputed twice",
+    reads=(_RECOMPUTE, _FSDP_RECOMPUTE),
+    sources=("transformers: trainer.py refuses fsdp_config.activation_checkpointing beside the training argument",),
+    holds_for="transformers >= 4.30",
+)
+def both_activation_checkpointings(context: RuleContext) -> Problem | None:
+    spec = context.spec
+    if not spec.parallelism.fsdp.activation_checkpointing:
+        return None
+    if spec.training.activation_checkpointing is not ActivationCheckpointing.FULL:
+        return None
+    return Problem(
+        field=_FSDP_RECOMPUTE,
+        value=True,
+        message=f"{_RECOMPUTE} already asks for recomputation; done twice, it costs another forward pass and an extra all-gather",
+        fix=f"remove {_FSDP_RECOMPUTE}",
+        changes={_FSDP_RECOMPUTE: None},
+    )
 
 
 @rule(
@@ -30,4 +53,7 @@ def compile_with_selective_checkpointing(context: RuleContext) -> Problem | None
     )
 
 
-RULES = (compile_with_selective_checkpointing,)
+RULES = (
+    both_activation_checkpointings,
+    compile_with_selective_checkpointing,
+)

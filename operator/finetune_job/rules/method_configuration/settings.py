@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from finetune_job.api.method import MethodType
@@ -11,8 +9,9 @@ from finetune_job.method_settings import WrongSetting, effective_settings, known
 from finetune_job.methods import METHODS, Family
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule, shown
+from finetune_job.rules.method_configuration.setting_conflicts import CONFLICTS, SHARDED
+from finetune_job.rules.method_configuration.setting_limits import LIMITS
 from finetune_job.rules.rule import Reproduction
-from finetune_job.rules.setting_limits import LIMITS
 
 _TYPE = "method.type"
 _SETTINGS = "method.settings"
@@ -21,6 +20,8 @@ _NODES, _PROCESSES = "parallelism.nodes", "parallelism.processesPerNode"
 _PEFT = "peft 0.21"
 _CLASSES = "peft: the configuration classes under peft/tuners"
 _TESTS = "tests/pitfalls/test_method_settings.py"
+_TOKENS = "tokenIndices"
+_M = MethodType
 
 
 def _wrong(context: RuleContext) -> list[WrongSetting]:
@@ -129,160 +130,9 @@ def method_setting_range(context: RuleContext) -> Problem | None:
     )
 
 
-_TOKENS = "tokenIndices"
-
-
 def _tokens(written: list[int]) -> list[int]:
     """Those that can be trained, each once; where none is left, one that stands for what only the user can know."""
     return sorted({token for token in written if token >= 0}) or [0]
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Settings of a method that contradict each other, or the job."""
-
-    methods: tuple[MethodType, ...]
-    exists: Callable[[Mapping[str, Any]], bool]
-    setting: str
-    """The setting that is named in the finding."""
-    message: str
-    fix: str
-    changes: Mapping[str, Any]
-    """By setting; None removes."""
-    examples: tuple[Mapping[str, Any], ...]
-    """Settings that contradict each other."""
-
-
-_M = MethodType
-_LAYERED = tuple(kind for kind, method in METHODS.items() if method.family is Family.OTHER)
-
-CONFLICTS: tuple[Conflict, ...] = (
-    Conflict(
-        (_M.OFT,),
-        lambda has: has["r"] != 0 and has["oftBlockSize"] != 0,
-        "r",
-        "r is the number of blocks and oftBlockSize (32 where unset) their size: each follows from the other, and PEFT takes one",
-        "set the other one to 0",
-        {"r": None},
-        ({"r": 8}, {"r": 8, "oftBlockSize": 16}),
-    ),
-    Conflict(
-        (_M.OFT,),
-        lambda has: has["r"] == 0 and has["oftBlockSize"] == 0,
-        "oftBlockSize",
-        "neither the number nor the size of the blocks is given",
-        "set oftBlockSize, such as to 32, or r",
-        {"oftBlockSize": None},
-        ({"oftBlockSize": 0},),
-    ),
-    Conflict(
-        (_M.OFT,),
-        lambda has: has["useCayleyNeumann"] and has["numCayleyNeumannTerms"] < 2,
-        "numCayleyNeumannTerms",
-        "with less than two terms of its series every rotation is the identity, whatever is learnt: the first backward pass finds "
-        "no gradient at all",
-        "write a whole number of at least 2 (PEFT's default is 5), or set useCayleyNeumann: false",
-        {"numCayleyNeumannTerms": None},
-        ({"oftBlockSize": 8, "numCayleyNeumannTerms": 1},),
-    ),
-    Conflict(
-        (_M.BOFT,),
-        lambda has: has["boftBlockSize"] != 0 and has["boftBlockNum"] != 0,
-        "boftBlockNum",
-        "boftBlockSize (4 where unset) and boftBlockNum follow from each other, and PEFT takes one",
-        "set the other one to 0",
-        {"boftBlockNum": None},
-        ({"boftBlockNum": 4},),
-    ),
-    Conflict(
-        (_M.BOFT,),
-        lambda has: has["boftBlockSize"] == 0 and has["boftBlockNum"] == 0,
-        "boftBlockSize",
-        "neither the size nor the number of the blocks is given",
-        "set boftBlockSize, such as to 4, or boftBlockNum",
-        {"boftBlockSize": None},
-        ({"boftBlockSize": 0},),
-    ),
-    Conflict(
-        (_M.GRALORA,),
-        lambda has: has["graloraK"] > 0 and has["r"] % has["graloraK"] != 0,
-        "r",
-        "the rank is divided among graloraK (2 where unset) blocks, so it has to be a multiple of it",
-        "write a multiple of graloraK, or remove both",
-        {"r": None, "graloraK": None},
-        ({"r": 5}, {"r": 4, "graloraK": 3}),
-    ),
-    Conflict(
-        (_M.VBLORA,),
-        lambda has: has["topk"] > has["numVectors"],
-        "topk",
-        "it chooses topk of numVectors vectors, and there are not that many: the first pass fails",
-        "write at most numVectors (256 where unset)",
-        {"topk": None, "numVectors": None},
-        ({"r": 2, "numVectors": 4, "vectorLength": 8, "topk": 5},),
-    ),
-    Conflict(
-        (_M.HRA,),
-        lambda has: has["applyGS"] and has["initWeights"] and has["r"] >= 2 and has["r"] % 2 == 0,
-        "applyGS",
-        "HRA starts with pairs of equal reflections, which cancel; made orthogonal, the second of each pair is 0 divided by 0, or "
-        "what rounding left over: training starts at noise or NaN",
-        "remove applyGS, or set initWeights: false",
-        {"applyGS": None},
-        ({"r": 4, "applyGS": True},),
-    ),
-    Conflict(
-        (_M.SUPERTUNING,),
-        lambda has: has["loraAlpha"] is not None and has["r"] is None,
-        "loraAlpha",
-        "it scales an adapter of rank r, and there is none without r",
-        "set r, or remove loraAlpha",
-        {"loraAlpha": None},
-        ({"loraAlpha": "16"},),
-    ),
-    Conflict(
-        (_M.PSOFT,),
-        lambda has: has["useCayleyNeumann"] and has["numCayleyNeumannTerms"] < 1,
-        "numCayleyNeumannTerms",
-        "the series needs at least one term",
-        "write a whole number above 0 (PEFT's default is 5)",
-        {"numCayleyNeumannTerms": None},
-        ({"r": 4, "useCayleyNeumann": True, "numCayleyNeumannTerms": 0},),
-    ),
-    Conflict(
-        (_M.PSOFT,),
-        lambda has: has["useCayleyNeumann"] and not (has["cayleyNeumannEps"] is None or 0 < has["cayleyNeumannEps"] < 1),
-        "cayleyNeumannEps",
-        "PEFT takes a bound between 0 and 1",
-        'write a number such as "0.5", or remove it',
-        {"cayleyNeumannEps": None},
-        ({"r": 4, "useCayleyNeumann": True, "cayleyNeumannEps": "1.5"},),
-    ),
-    Conflict(
-        (_M.IA3,),
-        lambda has: (
-            isinstance(has["feedforwardModules"], list)
-            and isinstance(has["targetModules"], list)
-            and not set(has["feedforwardModules"]) <= set(has["targetModules"])
-        ),
-        "feedforwardModules",
-        "feedforwardModules says of some of the adapted modules that their input is scaled; a module that targetModules does not "
-        "name is not adapted, and PEFT refuses the list",
-        "name in feedforwardModules only what targetModules names",
-        {"feedforwardModules": []},
-        ({"targetModules": ["q_proj"], "feedforwardModules": ["down_proj"]},),
-    ),
-    Conflict(
-        _LAYERED,
-        lambda has: bool(has.get("layersPattern")) and has.get("layersToTransform") is None,
-        "layersPattern",
-        "it says where the layers of layersToTransform are counted, and there are none",
-        "set layersToTransform, or remove layersPattern",
-        {"layersPattern": None},
-        ({"layersPattern": "layers", "targetModules": ["q_proj"]},),
-    ),
-)
-"""Every conflict within `method.settings`."""
 
 
 @rule(
@@ -312,35 +162,6 @@ def method_settings_conflict(context: RuleContext) -> Problem | None:
         fix=first.fix,
         changes={f"{_SETTINGS}.{name}": new for each in found for name, new in each.changes.items()},
     )
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """A setting that several ranks cannot hold to."""
-
-    methods: tuple[MethodType, ...]
-    exists: Callable[[Mapping[str, Any]], bool]
-    setting: str
-    message: str
-
-
-SHARDED: tuple[Sharded, ...] = (
-    Sharded(
-        (_M.LOHA, _M.LOKR),
-        lambda has: has["moduleDropout"] > 0,
-        "moduleDropout",
-        "each rank drops other modules, so they have gradients of different parameters to add up: under FSDP 2 the sums have "
-        "different lengths and the gang breaks; under FSDP 1 a unit whose modules are all dropped breaks it",
-    ),
-    Sharded(
-        (_M.OFT,),
-        lambda has: bool(has["coft"]),
-        "coft",
-        "it changes the parameters themselves in each forward pass: FSDP 2 loses the change with the gathered copy and ends on "
-        'other weights than one rank, FSDP 1 stops ("a view and its base or another view of its base has been modified inplace")',
-    ),
-)
-"""Every setting for one rank only."""
 
 
 @rule(

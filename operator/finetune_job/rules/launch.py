@@ -24,6 +24,10 @@ LARGEST_GLOBAL_BATCH = 1_000_000
     "The global batch must split evenly over ranks and micro-batches",
     reads=(_GLOBAL, _MICRO, "parallelism.nodes", "parallelism.processesPerNode"),
     sources=("globalBatchSize = microBatchSize x ranks x accumulation steps",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_schedules.py::test_a_batch_that_does_not_split_loses_sequences",
+        "no error: the sequences that are left over are in no rank's part, step after step",
+    ),
     holds_for=OURS,
 )
 def global_batch_not_divisible(context: RuleContext) -> Problem | None:

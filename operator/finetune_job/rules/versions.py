@@ -9,7 +9,7 @@ from typing import Any
 from finetune_job.api.parallelism import StateDictType
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.rule import Rule
+from finetune_job.rules.rule import Reproduction, Rule
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def _no_effect(row: FsdpField) -> Rule:
         severity="warning",
         reads=("parallelism.fsdp.version", path),
         sources=("torch: torch/distributed/fsdp; accelerate: FullyShardedDataParallelPlugin",),
+        reproduction=Reproduction("tests/pitfalls/test_no_effect.py", "no error: the run's plan is the same with and without it"),
         holds_for=OURS,
     )
     def check(context: RuleContext) -> Problem | None:

@@ -1,12 +1,13 @@
-"""Length of the run, learning rate, recomputation."""
+"""Length of the run and learning rate."""
 
 from __future__ import annotations
 
 from decimal import Decimal
 
-from finetune_job.api.training import ActivationCheckpointing, Scheduler
+from finetune_job.api.training import Scheduler
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.rule import Reproduction
 
 _EPOCHS = "training.epochs"
 _STEPS = "training.maxSteps"
@@ -15,9 +16,7 @@ _DECAY = "training.decayRatio"
 _LEAST = "training.minLearningRateRatio"
 _SCHEDULER = "training.scheduler"
 _RATE = "training.learningRate"
-_RECOMPUTE = "training.activationCheckpointing"
-_FSDP_RECOMPUTE = "parallelism.fsdp.activationCheckpointing"
-_LOSS_ON = "data.lossOn"
+_RATIO = "method.lora.loraPlusRatio"
 
 
 @rule(
@@ -25,6 +24,10 @@ _LOSS_ON = "data.lossOn"
     "A run has exactly one length",
     reads=(_EPOCHS, _STEPS),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_schedules.py::test_one_of_two_lengths_is_ignored",
+        "no error: maxSteps wins without a word; without either the run has no step",
+    ),
     holds_for=OURS,
 )
 def epochs_or_max_steps(context: RuleContext) -> Problem | None:
@@ -53,6 +56,10 @@ def epochs_or_max_steps(context: RuleContext) -> Problem | None:
     "The warm-up is a share of the steps",
     reads=(_WARMUP,),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_schedules.py::test_a_run_that_only_warms_up",
+        "no error: transformers' rate ends below its peak; this trainer's rises until the last steps and never falls",
+    ),
     holds_for=OURS,
 )
 def warmup_ratio_range(context: RuleContext) -> Problem | None:
@@ -62,7 +69,7 @@ def warmup_ratio_range(context: RuleContext) -> Problem | None:
     return Problem(
         field=_WARMUP,
         value=written,
-        message="the warm-up is a share of all steps and must be below 1, or the learning rate never reaches its peak",
+        message="the warm-up is a share of all steps; at 1 the learning rate rises to the last step and the schedule never begins",
         fix=f'write a share such as "0.03", or remove {_WARMUP}',
         changes={_WARMUP: None},
     )
@@ -73,6 +80,10 @@ def warmup_ratio_range(context: RuleContext) -> Problem | None:
     "The decay is a share of the steps",
     reads=(_DECAY,),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_schedules.py::test_a_decay_longer_than_the_run",
+        "no error: transformers' rate never rises above 0.6 of its peak; this trainer's falls from the first step on",
+    ),
     holds_for=OURS,
 )
 def decay_ratio_range(context: RuleContext) -> Problem | None:
@@ -93,6 +104,10 @@ def decay_ratio_range(context: RuleContext) -> Problem | None:
     "The least learning rate is a share of the peak",
     reads=(_LEAST,),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_schedules.py::test_a_least_rate_above_the_peak",
+        "no error: the rate rises to twice the peak, in transformers and here",
+    ),
     holds_for=OURS,
 )
 def min_learning_rate_ratio_range(context: RuleContext) -> Problem | None:
@@ -114,6 +129,10 @@ def min_learning_rate_ratio_range(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_DECAY, _SCHEDULER),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_schedules.py::test_settings_that_a_schedule_does_not_look_at",
+        "no error: the rates of all steps are the same with and without it",
+    ),
     holds_for=OURS,
 )
 def no_effect_decay_ratio(context: RuleContext) -> Problem | None:
@@ -135,6 +154,10 @@ def no_effect_decay_ratio(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_LEAST, _SCHEDULER),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_schedules.py::test_settings_that_a_schedule_does_not_look_at",
+        "no error: the rates of all steps are the same with and without it",
+    ),
     holds_for=OURS,
 )
 def no_effect_min_learning_rate_ratio(context: RuleContext) -> Problem | None:
@@ -155,6 +178,10 @@ def no_effect_min_learning_rate_ratio(context: RuleContext) -> Problem | None:
     "A learning rate of 0 trains nothing",
     reads=(_RATE,),
     sources=("AdamW: every update is a multiple of the learning rate",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_schedules.py::test_nothing_changes_at_a_rate_of_0",
+        "no error: the weights never change",
+    ),
     holds_for="every version",
 )
 def learning_rate_zero(context: RuleContext) -> Problem | None:
@@ -171,24 +198,27 @@ def learning_rate_zero(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "both-activation-checkpointings",
-    "Activations cannot be recomputed twice",
-    reads=(_RECOMPUTE, _FSDP_RECOMPUTE),
-    sources=("transformers: trainer.py refuses fsdp_config.activation_checkpointing beside the training argument",),
-    holds_for="transformers >= 4.30",
+    "lora-plus-ratio-range",
+    "LoRA+ lets B learn faster than A",
+    reads=(_RATIO,),
+    sources=("Hayou, Ghosh and Yu 2024, LoRA+: efficient low rank adaptation of large models",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_optimizer_settings.py::test_lora_b_learns_slower_below_a_ratio_of_1",
+        "no error: the loss is higher after the same steps than without it",
+    ),
+    holds_for="every version",
 )
-def both_activation_checkpointings(context: RuleContext) -> Problem | None:
-    spec = context.spec
-    if not spec.parallelism.fsdp.activation_checkpointing:
-        return None
-    if spec.training.activation_checkpointing is not ActivationCheckpointing.FULL:
+def lora_plus_ratio_range(context: RuleContext) -> Problem | None:
+    lora = context.spec.method.lora
+    written = None if lora is None else lora.lora_plus_ratio
+    if written is None or Decimal(written) >= 1:
         return None
     return Problem(
-        field=_FSDP_RECOMPUTE,
-        value=True,
-        message=f"{_RECOMPUTE} already asks for recomputation; done twice, it costs another forward pass and an extra all-gather",
-        fix=f"remove {_FSDP_RECOMPUTE}",
-        changes={_FSDP_RECOMPUTE: None},
+        field=_RATIO,
+        value=written,
+        message="it is the learning rate of lora_B as a multiple of lora_A's; below 1, B, which starts at zero, would learn slower",
+        fix=f'write a ratio such as "16", or remove {_RATIO}',
+        changes={_RATIO: None},
     )
 
 
@@ -200,5 +230,5 @@ RULES = (
     no_effect_decay_ratio,
     no_effect_min_learning_rate_ratio,
     learning_rate_zero,
-    both_activation_checkpointings,
+    lora_plus_ratio_range,
 )

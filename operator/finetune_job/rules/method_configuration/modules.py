@@ -1,29 +1,27 @@
-"""Adapter settings of every method: targets, layers, patterns; and what only LoRA has: dropout, scale, first values."""
+"""Which modules get adapters: targets, layers, patterns, of every method."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
-from finetune_job.api.method import ALL_LINEAR, LoraInit, LoraSpec
+from finetune_job.api.method import ALL_LINEAR, LoraSpec
 from finetune_job.methods import METHODS, Family
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
 from finetune_job.rules.rule import Reproduction
 
 _LORA = "method.lora"
-_DROPOUT = f"{_LORA}.loraDropout"
 _TARGETS = f"{_LORA}.targetModules"
 _LAYERS = f"{_LORA}.layersToTransform"
 _SAVED = f"{_LORA}.modulesToSave"
 _RANKS = f"{_LORA}.rankPattern"
 _ALPHAS = f"{_LORA}.alphaPattern"
-_INIT = f"{_LORA}.initLoraWeights"
 _SETTINGS = "method.settings"
 _PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
+_LISTS = ("targetModules", "excludeModules", "modulesToSave", "feedforwardModules")
 
 
 @dataclass(frozen=True)
@@ -56,27 +54,6 @@ def _written(context: RuleContext) -> _Written:
 
 
 @rule(
-    "lora-dropout-range",
-    "Dropout must leave something over",
-    reads=(_DROPOUT,),
-    sources=("torch: nn.Dropout; a probability of 1 zeroes the adapter's input",),
-    reproduction=Reproduction("tests/pitfalls/test_adapters.py", "ValueError: dropout probability has to be between 0 and 1"),
-    holds_for="every version",
-)
-def lora_dropout_range(context: RuleContext) -> Problem | None:
-    written = _lora(context).lora_dropout
-    if written is None or Decimal(written) < 1:
-        return None
-    return Problem(
-        field=_DROPOUT,
-        value=written,
-        message="dropout is a probability below 1; at 1 the adapter sees zeros and learns nothing, above 1 torch refuses it",
-        fix=f'write a number such as "0.05", or remove {_DROPOUT}',
-        changes={_DROPOUT: None},
-    )
-
-
-@rule(
     "all-linear-beside-names",
     "all-linear means something only alone",
     reads=(_TARGETS, _SETTINGS),
@@ -99,9 +76,6 @@ def all_linear_beside_names(context: RuleContext) -> Problem | None:
         fix=f"write [{ALL_LINEAR}], or the names alone",
         changes={written.path("targetModules"): [ALL_LINEAR]},
     )
-
-
-_LISTS = ("targetModules", "excludeModules", "modulesToSave", "feedforwardModules")
 
 
 @rule(
@@ -266,57 +240,6 @@ def _is_expression(text: str) -> bool:
 
 
 @rule(
-    "orthogonal-odd-rank",
-    "An orthogonal start takes pairs of rows",
-    reads=(_INIT, f"{_LORA}.r", _RANKS),
-    sources=("peft: peft/tuners/lora/layer.py, LoraLayer.orthogonal_init",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_adapters.py::test_an_orthogonal_start_needs_an_even_rank",
-        "ValueError: Orthogonal initialization requires the LoRA rank to be even",
-    ),
-    holds_for="peft >= 0.16",
-)
-def orthogonal_odd_rank(context: RuleContext) -> Problem | None:
-    lora = _lora(context)
-    ranks = lora.rank_pattern or {}
-    odd = {key: rank for key, rank in ranks.items() if rank % 2}
-    if lora.init_lora_weights is not LoraInit.ORTHOGONAL or not (lora.r % 2 or odd):
-        return None
-    even: dict[str, Any] = {f"{_LORA}.r": lora.r + 1} if lora.r % 2 else {}
-    if odd:
-        even[_RANKS] = {key: rank + rank % 2 for key, rank in ranks.items()}
-    return Problem(
-        field=f"{_LORA}.r" if lora.r % 2 else _RANKS,
-        value=lora.r if lora.r % 2 else next(iter(odd.values())),
-        message='half of the rows start A and the other half B: "Orthogonal initialization requires the LoRA rank to be even"',
-        fix=f"write even ranks, or set {_INIT} to {LoraInit.ZERO_B}",
-        changes=even,
-    )
-
-
-@rule(
-    "rslora-with-alpha",
-    "rsLoRA scales by the square root of the rank",
-    severity="warning",
-    reads=(f"{_LORA}.useRslora", f"{_LORA}.loraAlpha", f"{_LORA}.r"),
-    sources=("Kalajdzievski 2023, A rank stabilization scaling factor for fine-tuning with LoRA",),
-    holds_for="every version of peft",
-)
-def rslora_with_alpha(context: RuleContext) -> Problem | None:
-    lora = _lora(context)
-    if not lora.use_rslora or lora.lora_alpha is None or lora.lora_alpha < lora.r or lora.r < 4:
-        return None
-    factor = lora.r**0.5
-    return Problem(
-        field=f"{_LORA}.loraAlpha",
-        value=lora.lora_alpha,
-        message=f"loraAlpha / sqrt(r) is {lora.lora_alpha / factor:g}: {factor:g} times the scale that plain LoRA would have",
-        fix=f"set {_LORA}.loraAlpha to about {round(lora.lora_alpha / factor) or 1} for the scale that plain LoRA has",
-        changes={f"{_LORA}.loraAlpha": min(round(lora.lora_alpha / factor) or 1, lora.r - 1)},
-    )
-
-
-@rule(
     "layers-without-targets",
     "Layers can be chosen only among named modules",
     reads=(_LAYERS, _TARGETS, _SETTINGS),
@@ -350,19 +273,12 @@ def _without_pattern(written: _Written) -> dict[str, Any]:
     return {written.path("layersPattern"): None} if written.values.get("layersPattern") else {}
 
 
-def _lora(context: RuleContext) -> LoraSpec:
-    return context.spec.method.lora or LoraSpec()
-
-
 RULES = (
-    lora_dropout_range,
     all_linear_beside_names,
     module_name_malformed,
     module_expression_malformed,
     module_adapted_and_saved,
     module_adapted_and_excluded,
     adapter_pattern_malformed,
-    orthogonal_odd_rank,
-    rslora_with_alpha,
     layers_without_targets,
 )

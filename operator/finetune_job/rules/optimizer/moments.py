@@ -1,4 +1,4 @@
-"""Settings of the optimizer."""
+"""Settings of the optimizer: moments, epsilon, weight decay."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from finetune_job.api.training import OptimizerName
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
 from finetune_job.rules.effective import effective_plan
+from finetune_job.rules.rule import Reproduction
 
 _OPTIMIZER = "training.optimizer"
 _BETAS = ("training.adamBeta1", "training.adamBeta2")
@@ -26,6 +27,10 @@ _SMALLEST = Decimal("1.2e-38")
     "A decay of moments stays below 1",
     reads=_BETAS,
     sources=("torch: torch/optim/adamw.py, AdamW.__init__",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_optimizer_settings.py::test_moments_that_never_fade_are_refused_by_torch",
+        "ValueError: Invalid beta parameter",
+    ),
     holds_for="every version",
 )
 def adam_beta_range(context: RuleContext) -> Problem | None:
@@ -49,6 +54,10 @@ def adam_beta_range(context: RuleContext) -> Problem | None:
     "Adam needs a positive epsilon",
     reads=(_EPSILON,),
     sources=("Kingma and Ba, 2015, Adam: the update is m / (sqrt(v) + epsilon)", "PEFT: lora_B starts at zero"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_optimizer_settings.py::test_an_epsilon_of_0_divides_0_by_0",
+        "the weights are NaN after the first steps, without an exception of torch",
+    ),
     holds_for="every version",
 )
 def adam_epsilon_zero(context: RuleContext) -> Problem | None:
@@ -69,6 +78,10 @@ def adam_epsilon_zero(context: RuleContext) -> Problem | None:
     "Momentum stays below 1",
     reads=(_MOMENTUM,),
     sources=("Sutskever et al., 2013, On the importance of initialization and momentum in deep learning",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_optimizer_settings.py::test_momentum_of_1_grows_without_bound",
+        "no error: under a constant gradient the n-th step is n times the first",
+    ),
     holds_for="every version",
 )
 def momentum_range(context: RuleContext) -> Problem | None:
@@ -90,6 +103,10 @@ def momentum_range(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_MOMENTUM, _OPTIMIZER),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_optimizer_settings.py::test_settings_that_an_optimizer_does_not_have",
+        "no error: the trained weights are the same with and without it",
+    ),
     holds_for=OURS,
 )
 def no_effect_momentum(context: RuleContext) -> Problem | None:
@@ -111,6 +128,10 @@ def no_effect_momentum(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(*_BETAS, _EPSILON, _OPTIMIZER),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_optimizer_settings.py::test_settings_that_an_optimizer_does_not_have",
+        "no error: the trained weights are the same with and without them",
+    ),
     holds_for=OURS,
 )
 def no_effect_adam_settings(context: RuleContext) -> Problem | None:
@@ -133,6 +154,11 @@ def no_effect_adam_settings(context: RuleContext) -> Problem | None:
     "A flat parameter decays as a whole",
     reads=(_DECAY, _VERSION, _ORIGINAL, "method.type"),
     sources=("torch: torch/distributed/fsdp/fully_sharded_data_parallel.py, use_orig_params",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_optimizer_settings.py::test_a_flat_parameter_decays_as_a_whole",
+        "shares one flat parameter with others that decay or learn differently; in a plain script no error: "
+        "normalisation weights decay, too",
+    ),
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_flat_weight_decay(context: RuleContext) -> Problem | None:

@@ -1,0 +1,264 @@
+"""`finetune` and `kubectl finetune`: the verbs. Each reads its input, calls its module in `commands`, prints, and exits.
+
+What only one verb needs is imported where that verb begins: `validate` is to answer at once.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune_cli.commands import validate as validate_command
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.inputs import InputError, read_files, read_text
+from finetune_cli.local.errors import LocalError
+from finetune_cli.render.document import as_json, as_yaml, report_document
+from finetune_cli.render.text import report_text
+from finetune_job.api.base import Dtype
+from finetune_job.api.output import MergeBase, MergeSpec
+
+app = typer.Typer(
+    name="finetune", help="Validate, explain and run FineTuneJobs, and merge adapters.", no_args_is_help=True, add_completion=False
+)
+
+
+class Output(StrEnum):
+    """Forms of output."""
+
+    TEXT = "text"
+    JSON = "json"
+    YAML = "yaml"
+
+
+class BaseForm(StrEnum):
+    """The bases that a merge on this machine can add an adapter to."""
+
+    ORIGINAL = MergeBase.ORIGINAL.value
+    DEQUANTIZED = MergeBase.DEQUANTIZED.value
+
+
+@app.command()
+def validate(
+    file: Annotated[
+        list[str],
+        typer.Option(
+            "-f", "--filename", help="Manifests with FineTuneJobs: a file or a directory, repeated; - for standard input."
+        ),
+    ],
+    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+    profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Print the manifests with the fixes of all findings made.")] = False,
+) -> None:
+    """Judge manifests by every rule, without a cluster. Exit code: 0 accepted, 1 refused, 2 unusable input.
+
+    With --fix the manifests go to standard output, comments and layout kept, and what was changed to standard error; the exit code
+    is that of the manifests as they are printed.
+    """
+    profile_text = _read(str(profile)) if profile is not None else None
+    try:
+        files = read_files(file)
+    except InputError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(ExitCode.UNUSABLE) from error
+    if fix:
+        if output is not Output.TEXT:
+            typer.echo(
+                f"--output {output}: has no effect with --fix, which prints the manifests; leave one of the two out", err=True
+            )
+            raise typer.Exit(ExitCode.UNUSABLE)
+        raise typer.Exit(_fix(files, profile_text))
+    report = validate_command.validate_files(files, profile_text)
+    match output:
+        case Output.TEXT:
+            typer.echo(report_text(report), nl=False)
+        case Output.JSON:
+            typer.echo(as_json(report_document(report)), nl=False)
+        case Output.YAML:
+            typer.echo(as_yaml(report_document(report)), nl=False)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def run(
+    file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
+    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
+    claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write the results here instead of output.destination.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the job's workspace and start anew.")] = False,
+) -> None:
+    """Run a job as processes of this machine: fetch, preflight, training, merge, verification, publication.
+
+    Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
+    """
+    from finetune_cli.commands.run import Options, run_job
+    from finetune_cli.local.claims import parse_claims
+
+    try:
+        options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh)
+        code = run_job(_read(file), options)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    raise typer.Exit(code)
+
+
+@app.command()
+def rehearse(
+    file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
+    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
+    claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
+) -> None:
+    """Try a job on a small twin of its model: train, kill, resume, save, merge and verify, in under a minute on two CPU ranks.
+
+    Reads the model's configuration and headers, no weights and no data. Exit code: 0 passed, 1 the job would not go right,
+    2 unusable input, 3 could not be tried to the end, 130 interrupted.
+    """
+    from finetune_cli.commands.rehearse import rehearse_job
+    from finetune_cli.commands.run import Options
+    from finetune_cli.local.claims import parse_claims
+
+    try:
+        options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=None, fresh=False)
+        code = rehearse_job(_read(file), options)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    raise typer.Exit(code)
+
+
+@app.command()
+def merge(
+    *,
+    base: Annotated[Path, typer.Option(help="Directory of the base model.")],
+    adapter: Annotated[list[Path], typer.Option(help="Directory of an adapter in PEFT's layout; repeated: merged in this order.")],
+    output: Annotated[Path, typer.Option(help="Directory of the merged model; made, and complete once it exists.")],
+    dtype: Annotated[Dtype | None, typer.Option(help="Element type of the merged weights. Unset: the base's own.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = MergeSpec().max_shard_size,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the result with base and adapter.")] = True,
+    prompts: Annotated[Path | None, typer.Option(help="File with a prompt on each line for the comparison of logits.")] = None,
+    base_form: Annotated[
+        BaseForm,
+        typer.Option(help="What a QLoRA adapter is added to: Original, as stored, or Dequantized, as it saw it in training."),
+    ] = BaseForm.ORIGINAL,
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="How a QLoRA training packed its base, as JSON of spec.method.quantization: for the comparison too."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where products of matrices are computed, as torch names it.")] = "cpu",
+) -> None:
+    """Merge adapters into a base model on this machine, in memory that does not grow with the model.
+
+    Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
+    """
+    from finetune_cli.commands.merge import merge as merge_order
+    from finetune_cli.local.merge_process import MergeOrder
+
+    order = MergeOrder(
+        base,
+        adapter,
+        output,
+        dtype.value if dtype else None,
+        max_shard_size,
+        verify,
+        prompts,
+        device,
+        MergeBase(base_form),
+        quantization,
+    )
+    try:
+        code = merge_order(order)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    raise typer.Exit(code)
+
+
+@app.command()
+def estimate(
+    *,
+    file: Annotated[str, typer.Option("-f", "--filename", help="Manifest with one or more FineTuneJobs; - for standard input.")],
+    model: Annotated[
+        Path | None, typer.Option(help="Directory of the base model, or its config.json; a job's hf:// needs it.")
+    ] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="Memory of one device, as in 80Gi. Unset: the profile's.")] = None,
+    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+    profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
+    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
+) -> None:
+    """Show what memory each rank of a job will need, and what to change where it does not fit. Nothing is loaded.
+
+    Exit code: 0 it fits or no limit is known, 1 refused or too large, 2 unusable input.
+    """
+    from finetune_cli.commands import estimate as estimate_command
+    from finetune_cli.render.estimate import estimate_document, estimate_text
+
+    try:
+        found = estimate_command.estimate(
+            _read(file),
+            profile=_read(str(profile)) if profile is not None else None,
+            model=model,
+            gpu_memory=gpu_memory,
+            claims=claims,
+        )
+    except estimate_command.EstimateError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    match output:
+        case Output.TEXT:
+            typer.echo(estimate_text(found), nl=False)
+        case Output.JSON:
+            typer.echo(as_json(estimate_document(found)), nl=False)
+        case Output.YAML:
+            typer.echo(as_yaml(estimate_document(found)), nl=False)
+    raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in found) else ExitCode.REFUSED)
+
+
+@app.command()
+def explain(
+    rule: Annotated[str | None, typer.Argument(help="Id of a rule, as findings name it. Unset: all rules, by topic.")] = None,
+) -> None:
+    """Show what a rule refuses or warns of, on what evidence, and how to see the failure; or list all rules."""
+    from finetune_cli.commands.explain import explain as explain_rule
+    from finetune_cli.render.text import rule_text, rules_text, transition_text
+    from finetune_job.rules.admission import Transition
+    from finetune_job.rules.book import RULES
+    from finetune_job.rules.rule import Rule
+
+    if rule is None:
+        typer.echo(rules_text(RULES), nl=False)
+        return
+    found = explain_rule(rule)
+    if isinstance(found, Rule):
+        typer.echo(rule_text(found), nl=False)
+        return
+    if isinstance(found, Transition):
+        typer.echo(transition_text(found), nl=False)
+        return
+    typer.echo(f"there is no rule {rule}" + (f"; did you mean {', '.join(found)}?" if found else ""), err=True)
+    raise typer.Exit(ExitCode.UNUSABLE)
+
+
+def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:
+    from finetune_cli.commands.fix import fix as fix_files
+    from finetune_cli.render.text import fixes_text
+
+    fixed = fix_files(files, profile)
+    for number, file in enumerate(fixed):
+        separator = "---\n" if number and not file.text.startswith("---") else ""
+        typer.echo(f"{separator}{file.text}", nl=False)
+    typer.echo(fixes_text(fixed), nl=False, err=True)
+    report = validate_command.validate_files([(file.name, file.text) for file in fixed], profile)
+    if report.exit_code is not ExitCode.DONE:
+        typer.echo(report_text(report), nl=False, err=True)
+    return report.exit_code
+
+
+def _read(file: str) -> str:
+    try:
+        return read_text(file)
+    except InputError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(ExitCode.UNUSABLE) from error

@@ -1,0 +1,22 @@
+"""What the API server refuses at once: conditions over the object alone, as CEL in the schema, under the ids of the rule book.
+
+Every condition is true for each object that its rule lets pass; the rule may refuse more, because it sees the whole plan and the
+profile. A number with a fraction is read as a double here and exactly there, so that the conditions leave the last digit alone.
+Conditions stay cheap: the API server counts the cost of the longest lists and texts that the schema allows.
+"""
+
+from __future__ import annotations
+
+from finetune_job.rules.admission import inputs, methods, results, run
+from finetune_job.rules.admission.condition import Condition
+from finetune_job.rules.admission.transition import CANCELLED, FROZEN, TRANSITIONS, Transition
+from finetune_job.rules.rule import Rule
+
+__all__ = ["CANCELLED", "CONDITIONS", "FROZEN", "TRANSITIONS", "Condition", "Transition", "conditions_of"]
+
+CONDITIONS: tuple[Condition, ...] = (*inputs.CONDITIONS, *methods.CONDITIONS, *run.CONDITIONS, *results.CONDITIONS)
+
+
+def conditions_of(rule: Rule) -> tuple[Condition, ...]:
+    """The conditions by which the API server refuses some of what the rule refuses."""
+    return tuple(condition for condition in CONDITIONS if condition.rule == rule.id)

@@ -1,0 +1,124 @@
+"""Conditions on training and parallelism."""
+
+from __future__ import annotations
+
+from finetune_job.methods import METHODS, Family
+from finetune_job.rules.admission.condition import Condition, at_most_one, below_one, kinds, words
+from finetune_job.rules.effective import LEAF_CLASSES
+
+_FSDP = "parallelism.fsdp"
+_ONE_RANK = words([str(kind) for kind, method in METHODS.items() if method.one_rank and not method.refused])
+_RANKS = "self.parallelism.nodes * self.parallelism.processesPerNode"
+
+
+CONDITIONS: tuple[Condition, ...] = (
+    Condition(
+        "epochs-or-max-steps", "training", "has(self.epochs) != has(self.maxSteps)", "set exactly one of epochs and maxSteps"
+    ),
+    below_one("warmup-ratio-range", "training", "warmupRatio"),
+    at_most_one("decay-ratio-range", "training", "decayRatio"),
+    at_most_one("min-learning-rate-ratio-range", "training", "minLearningRateRatio"),
+    below_one("adam-beta-range", "training", "adamBeta1"),
+    below_one("adam-beta-range", "training", "adamBeta2"),
+    below_one("momentum-range", "training", "momentum"),
+    Condition(
+        "adam-epsilon-zero",
+        "training",
+        "!has(self.adamEpsilon) || double(self.adamEpsilon) >= 1.2e-38",
+        'adamEpsilon must be a positive number such as "1e-8"',
+        "adamEpsilon",
+    ),
+    Condition(
+        "learning-rate-zero",
+        "training",
+        "!has(self.learningRate) || double(self.learningRate) > 0.0",
+        "at a learningRate of 0 no weight would change",
+        "learningRate",
+    ),
+    Condition(
+        "compile-with-selective-checkpointing",
+        "training",
+        "!self.compile || !has(self.activationCheckpointing) || self.activationCheckpointing != 'Selective'",
+        "a compiled layer hides its matrix products; set activationCheckpointing to None or Full, or compile to false",
+        "activationCheckpointing",
+    ),
+    Condition(
+        "wrap-class-list-empty",
+        _FSDP,
+        "!has(self.transformerLayerClsToWrap) || self.transformerLayerClsToWrap.size() > 0",
+        "an empty list wraps no layer; leave transformerLayerClsToWrap out, or name the classes",
+        "transformerLayerClsToWrap",
+    ),
+    Condition(
+        "wrap-class-name-blank",
+        _FSDP,
+        "!has(self.transformerLayerClsToWrap) || self.transformerLayerClsToWrap.all(one, one.trim() != '')",
+        "a blank name matches no class; leave transformerLayerClsToWrap out, or name the classes",
+        "transformerLayerClsToWrap",
+    ),
+    Condition(
+        "wrap-class-name-malformed",
+        _FSDP,
+        "!has(self.transformerLayerClsToWrap) "
+        "|| self.transformerLayerClsToWrap.all(one, one.trim() == '' || !one.matches('[ \\t,.]'))",
+        "transformerLayerClsToWrap holds one class name per item, without blanks, commas and dots",
+        "transformerLayerClsToWrap",
+    ),
+    Condition(
+        "local-state-dict",
+        _FSDP,
+        "!has(self.stateDictType) || self.stateDictType != 'LOCAL_STATE_DICT'",
+        "a local state dict cannot be read back; remove stateDictType",
+        "stateDictType",
+    ),
+    Condition(
+        "fsdp1-lora-mixed-requires-grad",
+        "",
+        f"self.parallelism.fsdp.version != 1 || !(self.method.type in {kinds(Family.LORA)}) "
+        "|| !has(self.parallelism.fsdp.useOrigParams) || self.parallelism.fsdp.useOrigParams "
+        "|| !has(self.parallelism.fsdp.peftWrapPolicy) || self.parallelism.fsdp.peftWrapPolicy "
+        "|| (has(self.parallelism.fsdp.autoWrapPolicy) && self.parallelism.fsdp.autoWrapPolicy == 'SIZE_BASED_WRAP') "
+        f"|| (has(self.parallelism.fsdp.transformerLayerClsToWrap) "
+        f"&& self.parallelism.fsdp.transformerLayerClsToWrap.exists(one, one in {words(list(LEAF_CLASSES))}))",
+        "one flat parameter cannot hold frozen and trained values; set peftWrapPolicy or useOrigParams to true, or version to 2",
+        "parallelism.fsdp.peftWrapPolicy",
+    ),
+    Condition(
+        "both-activation-checkpointings",
+        "",
+        "!has(self.parallelism.fsdp.activationCheckpointing) || !self.parallelism.fsdp.activationCheckpointing "
+        "|| !has(self.training.activationCheckpointing) || self.training.activationCheckpointing != 'Full'",
+        "activations cannot be recomputed twice; remove parallelism.fsdp.activationCheckpointing",
+        "parallelism.fsdp.activationCheckpointing",
+    ),
+    Condition(
+        "global-batch-not-divisible",
+        "",
+        f"self.training.globalBatchSize % ({_RANKS} * (has(self.training.microBatchSize) ? self.training.microBatchSize : 1)) == 0",
+        "globalBatchSize must be a multiple of nodes x processesPerNode x microBatchSize",
+        "training.globalBatchSize",
+    ),
+    Condition(
+        "nodes-need-read-write-many",
+        "",
+        "self.parallelism.nodes == 1 || !has(self.workspace.volumeClaimTemplate) "
+        "|| self.workspace.volumeClaimTemplate.accessMode == 'ReadWriteMany'",
+        "several nodes share one workspace; set accessMode to ReadWriteMany",
+        "workspace.volumeClaimTemplate.accessMode",
+    ),
+    Condition(
+        "quantization-bits",
+        "",
+        "!has(self.method.quantization) || self.method.type != 'QLoRA' || self.method.quantization.bits == 4 "
+        f"|| (self.method.quantization.bits == 8 && {_RANKS} == 1)",
+        "only a 4-bit base can be sharded; set bits to 4",
+        "method.quantization.bits",
+    ),
+    Condition(
+        "method-on-one-rank-only",
+        "",
+        f"!(self.method.type in {_ONE_RANK}) || {_RANKS} == 1",
+        "this method trains on one rank only; set nodes and processesPerNode to 1",
+        "method.type",
+    ),
+)

@@ -1,0 +1,159 @@
+"""What only LoRA and its kind have: dropout, scale, first values."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+from finetune_job.api.method import ALL_LINEAR, LoraInit, LoraSpec
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import Problem, rule
+from finetune_job.rules.rule import Reproduction
+
+_LORA = "method.lora"
+_DROPOUT = f"{_LORA}.loraDropout"
+_RANKS = f"{_LORA}.rankPattern"
+_INIT = f"{_LORA}.initLoraWeights"
+_PEFT = "peft 0.21"
+_CHANGES_BASE = "it changes the base weights when training starts, so that the adapter no longer belongs to the base model"
+REFUSED_INITS = {
+    LoraInit.PISSA: _CHANGES_BASE,
+    LoraInit.OLORA: _CHANGES_BASE,
+    LoraInit.CORDA: _CHANGES_BASE,
+    LoraInit.LOFTQ: _CHANGES_BASE,
+    LoraInit.EVA: "it wants activations of the training data before the first step, which this trainer does not compute",
+}
+"""Why a way to start is not supported; the others are."""
+
+
+@rule(
+    "lora-dropout-range",
+    "Dropout must leave something over",
+    reads=(_DROPOUT,),
+    sources=("torch: nn.Dropout; a probability of 1 zeroes the adapter's input",),
+    reproduction=Reproduction("tests/pitfalls/test_adapters.py", "ValueError: dropout probability has to be between 0 and 1"),
+    holds_for="every version",
+)
+def lora_dropout_range(context: RuleContext) -> Problem | None:
+    written = _lora(context).lora_dropout
+    if written is None or Decimal(written) < 1:
+        return None
+    return Problem(
+        field=_DROPOUT,
+        value=written,
+        message="dropout is a probability below 1; at 1 the adapter sees zeros and learns nothing, above 1 torch refuses it",
+        fix=f'write a number such as "0.05", or remove {_DROPOUT}',
+        changes={_DROPOUT: None},
+    )
+
+
+@rule(
+    "orthogonal-odd-rank",
+    "An orthogonal start takes pairs of rows",
+    reads=(_INIT, f"{_LORA}.r", _RANKS, f"{_LORA}.targetModules", f"{_LORA}.excludeModules", f"{_LORA}.modulesToSave"),
+    sources=("peft: peft/tuners/lora/layer.py, LoraLayer.orthogonal_init",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapters.py::test_an_orthogonal_start_needs_an_even_rank",
+        "ValueError: Orthogonal initialization requires the LoRA rank to be even",
+    ),
+    holds_for="peft >= 0.16",
+)
+def orthogonal_odd_rank(context: RuleContext) -> Problem | None:
+    """Of ranks that some adapter has for certain; which modules patterns and all-linear come to, preflight sees."""
+    lora = _lora(context)
+    ranks = lora.rank_pattern or {}
+    used = {target: _rank_for(target, lora) for target in _adapted_names(lora)} if ranks else {"": lora.r}
+    odd = [rank for rank in used.values() if rank is not None and rank % 2]
+    if lora.init_lora_weights is not LoraInit.ORTHOGONAL or not odd:
+        return None
+    even: dict[str, Any] = {f"{_LORA}.r": lora.r + 1} if lora.r % 2 else {}
+    if any(rank % 2 for rank in ranks.values()):
+        even[_RANKS] = {key: rank + rank % 2 for key, rank in ranks.items()}
+    return Problem(
+        field=f"{_LORA}.r" if lora.r in odd else _RANKS,
+        value=odd[0],
+        message='half of the rows start A and the other half B: "Orthogonal initialization requires the LoRA rank to be even"',
+        fix=f"write even ranks, or set {_INIT} to {LoraInit.ZERO_B}",
+        changes=even,
+    )
+
+
+def _adapted_names(lora: LoraSpec) -> list[str]:
+    """Names of modules that get adapters of their own; none where the model alone tells which do."""
+    left_out = {*(lora.exclude_modules or ()), *(lora.modules_to_save or ()), ALL_LINEAR}
+    return [name for name in lora.target_modules or () if name.isidentifier() and name not in left_out]
+
+
+def _rank_for(target: str, lora: LoraSpec) -> int | None:
+    """Rank of every module whose name ends in `target`; None where that depends on the rest of the name.
+
+    PEFT takes the first key that matches the end of a module's name (peft/utils/other.py, get_pattern_key).
+    """
+    for key, rank in (lora.rank_pattern or {}).items():
+        if key == target:
+            return rank
+        if not key.isidentifier():
+            return None
+    return lora.r
+
+
+@rule(
+    "rslora-with-alpha",
+    "rsLoRA scales by the square root of the rank",
+    severity="warning",
+    reads=(f"{_LORA}.useRslora", f"{_LORA}.loraAlpha", f"{_LORA}.r"),
+    sources=("Kalajdzievski 2023, A rank stabilization scaling factor for fine-tuning with LoRA",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_initialisation.py::test_rslora_scales_by_the_root_of_the_rank",
+        "no error: the scale is sqrt(r) times that of plain LoRA",
+    ),
+    holds_for="every version of peft",
+)
+def rslora_with_alpha(context: RuleContext) -> Problem | None:
+    lora = _lora(context)
+    if not lora.use_rslora or lora.lora_alpha is None or lora.lora_alpha < lora.r or lora.r < 4:
+        return None
+    factor = lora.r**0.5
+    return Problem(
+        field=f"{_LORA}.loraAlpha",
+        value=lora.lora_alpha,
+        message=f"loraAlpha / sqrt(r) is {lora.lora_alpha / factor:g}: {factor:g} times the scale that plain LoRA would have",
+        fix=f"set {_LORA}.loraAlpha to about {round(lora.lora_alpha / factor) or 1} for the scale that plain LoRA has",
+        changes={f"{_LORA}.loraAlpha": min(round(lora.lora_alpha / factor) or 1, lora.r - 1)},
+    )
+
+
+def _lora(context: RuleContext) -> LoraSpec:
+    return context.spec.method.lora or LoraSpec()
+
+
+@rule(
+    "lora-init-not-supported",
+    "Some ways to start an adapter change the base",
+    reads=(_INIT,),
+    sources=("peft: peft/tuners/lora/layer.py, LoraLayer.pissa_init, olora_init, corda_init, loftq_init", "peft: LoraConfig"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_initialisation.py::test_the_adapter_belongs_to_a_changed_base",
+        "no error: the base's weights are others than the stored ones; corda raises ValueError, loftq an error of its own",
+    ),
+    holds_for=_PEFT,
+)
+def lora_init_not_supported(context: RuleContext) -> Problem | None:
+    lora = context.spec.method.lora
+    if lora is None or lora.init_lora_weights not in REFUSED_INITS:
+        return None
+    return Problem(
+        field=_INIT,
+        value=lora.init_lora_weights,
+        message=f"{lora.init_lora_weights} is refused: {REFUSED_INITS[lora.init_lora_weights]}",
+        fix=f"remove {_INIT}, or set it to {', '.join(init for init in LoraInit if init not in REFUSED_INITS)}",
+        changes={_INIT: None},
+    )
+
+
+RULES = (
+    lora_dropout_range,
+    orthogonal_odd_rank,
+    rslora_with_alpha,
+    lora_init_not_supported,
+)

@@ -1,0 +1,124 @@
+"""Methods: which are supported, and where their settings stand."""
+
+from __future__ import annotations
+
+from finetune_job.api.method import MethodType
+from finetune_job.methods import METHODS, Family, supported
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.rule import Reproduction
+
+_TYPE = "method.type"
+_LORA = "method.lora"
+_SETTINGS = "method.settings"
+_MEASURED = "this product: tests/unit/trainer_train/test_methods.py"
+_PEFT = "peft 0.21"
+
+
+@rule(
+    "method-not-supported",
+    "Not every PEFT method trains right here",
+    reads=(_TYPE,),
+    sources=(_MEASURED, "peft: docs/source/package_reference"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_refused_methods.py",
+        "of each method its own: logits of prompts are longer or the second packed document has others, task_ids "
+        "are wanted, scikit-learn is, or two ranks end on other weights than one",
+    ),
+    holds_for=_PEFT,
+)
+def method_not_supported(context: RuleContext) -> Problem | None:
+    kind = context.spec.method.type
+    if not METHODS[kind].refused:
+        return None
+    others = ", ".join([*supported(Family.LORA), *supported(Family.FULL), *supported(Family.OTHER)])
+    return Problem(
+        field=_TYPE,
+        value=kind,
+        message=f"{kind} is refused: {METHODS[kind].refused}",
+        fix=f"set {_TYPE} to one of {others}, and remove {_SETTINGS} where it has none",
+        changes={_TYPE: MethodType.LORA, _SETTINGS: None},
+    )
+
+
+@rule(
+    "method-on-one-rank-only",
+    "Some methods cannot be sharded",
+    reads=(_TYPE, "parallelism.nodes", "parallelism.processesPerNode"),
+    sources=(_MEASURED,),
+    holds_for=_PEFT,
+)
+def method_on_one_rank_only(context: RuleContext) -> Problem | None:
+    kind = context.spec.method.type
+    parallelism = context.spec.parallelism
+    if not METHODS[kind].one_rank or parallelism.nodes * parallelism.processes_per_node == 1:
+        return None
+    return Problem(
+        field=_TYPE,
+        value=kind,
+        message=f"{kind} trains on one rank only: {METHODS[kind].one_rank}",
+        fix="set parallelism.nodes and parallelism.processesPerNode to 1, or choose another method",
+        changes={"parallelism.nodes": 1, "parallelism.processesPerNode": 1},
+    )
+
+
+@rule(
+    "lora-settings-misplaced",
+    "Only LoRA, QLoRA and DoRA take method.lora",
+    reads=(_TYPE, _LORA),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
+        "no error: the run's plan is the same with and without it",
+    ),
+    holds_for=OURS,
+)
+def lora_settings_misplaced(context: RuleContext) -> Problem | None:
+    method = context.spec.method
+    if METHODS[method.type].family is Family.LORA or method.lora is None:
+        return None
+    if METHODS[method.type].family is Family.FULL:
+        reason, instead = "Full trains every weight", ""
+    else:
+        reason, instead = f"{method.type} is no kind of LoRA", f", or write them as {_SETTINGS}"
+    return Problem(
+        field=_LORA,
+        value="set",
+        message=f"{reason}; these settings would be ignored",
+        fix=f"remove {_LORA}{instead}, or set {_TYPE} to LoRA",
+        changes={_LORA: None},
+    )
+
+
+@rule(
+    "method-settings-misplaced",
+    "LoRA, QLoRA, DoRA and Full take no method.settings",
+    reads=(_TYPE, _SETTINGS),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
+        "no error: the run's plan is the same with and without it",
+    ),
+    holds_for=OURS,
+)
+def method_settings_misplaced(context: RuleContext) -> Problem | None:
+    method = context.spec.method
+    family = METHODS[method.type].family
+    if family is Family.OTHER or method.settings is None:
+        return None
+    instead = f"write them as {_LORA}" if family is Family.LORA else f"remove {_SETTINGS}"
+    return Problem(
+        field=_SETTINGS,
+        value="set",
+        message=f"{method.type} does not read them; they would be ignored",
+        fix=f"{instead}, or choose the method that they belong to",
+        changes={_SETTINGS: None},
+    )
+
+
+RULES = (
+    method_not_supported,
+    method_on_one_rank_only,
+    lora_settings_misplaced,
+    method_settings_misplaced,
+)

@@ -1,0 +1,178 @@
+"""What of a result is written, and with whose credentials."""
+
+from __future__ import annotations
+
+from finetune_job.api.base import ClaimPath, HubPath, RegistryPath
+from finetune_job.api.method import MethodType
+from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.outputs.places import free_directory, place_of
+from finetune_job.rules.rule import Reproduction
+
+_DESTINATION = "output.destination"
+_ADAPTER = "output.adapter"
+_SECRET = "output.secretRef"  # noqa: S105 - a field that names a Secret
+_PRIVATE = "output.private"
+
+
+@rule(
+    "hub-destination-without-token",
+    "Nobody writes to the Hub without a token",
+    reads=(_DESTINATION, _SECRET),
+    sources=("Hugging Face Hub: commits need a token with the right to write",),
+    holds_for=OURS,
+)
+def hub_destination_without_token(context: RuleContext) -> Problem | None:
+    """On a cluster only: on a person's machine the library finds the token that its own login has left."""
+    output, profile = context.spec.output, context.profile
+    if profile is None or profile.publish.hub_endpoint is not None:
+        return None
+    if not isinstance(place_of(context), HubPath) or output.secret_ref is not None:
+        return None
+    return Problem(
+        field=_SECRET,
+        value=None,
+        message=f"{output.destination} takes nothing without a token, and this would show only after the training",
+        fix=f'make a Secret with a write token under "token" and name it in {_SECRET}.name',
+        changes={_SECRET: {"name": "hub-write-token"}},
+    )
+
+
+@rule(
+    "output-adapter-is-the-result",
+    "Without a merged model the adapter is the result",
+    reads=(_ADAPTER, "merge.enabled"),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_evaluation.py::test_an_adapter_that_is_the_result_is_kept_whatever_is_written",
+        "no error: the adapter is kept all the same",
+    ),
+    holds_for=OURS,
+)
+def output_adapter_is_the_result(context: RuleContext) -> Problem | None:
+    spec = context.spec
+    if spec.output.adapter or spec.merge.enabled or spec.method.type is MethodType.FULL:
+        return None
+    return Problem(
+        field=_ADAPTER,
+        value=spec.output.adapter,
+        message="nothing is merged, so without the adapter there would be no result",
+        fix=f"remove {_ADAPTER}, or set merge.enabled to true",
+        changes={_ADAPTER: None},
+    )
+
+
+@rule(
+    "no-effect-output-adapter",
+    "Full fine-tuning has no adapter",
+    severity="warning",
+    reads=(_ADAPTER, "method.type"),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_evaluation.py::test_full_fine_tuning_has_no_adapter_to_leave_out",
+        "no error: there is no adapter with it or without it",
+    ),
+    holds_for=OURS,
+)
+def no_effect_output_adapter(context: RuleContext) -> Problem | None:
+    spec = context.spec
+    if spec.output.adapter or spec.method.type is not MethodType.FULL:
+        return None
+    return Problem(
+        field=_ADAPTER,
+        value=spec.output.adapter,
+        message="NoEffect: full fine-tuning changes the weights themselves and makes no adapter",
+        fix=f"remove {_ADAPTER}",
+        changes={_ADAPTER: None},
+    )
+
+
+@rule(
+    "no-effect-output-secret",
+    "A claim needs no Secret",
+    severity="warning",
+    reads=(_SECRET, _DESTINATION),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
+        "no error: the run's plan is the same with and without it",
+    ),
+    holds_for=OURS,
+)
+def no_effect_output_secret(context: RuleContext) -> Problem | None:
+    secret = context.spec.output.secret_ref
+    if secret is None or not isinstance(place_of(context), ClaimPath):
+        return None
+    return Problem(
+        field=_SECRET,
+        value=secret.name,
+        message="NoEffect: results on a claim are written by a pod that mounts it, and no credentials are asked for",
+        fix=f"remove {_SECRET}",
+        changes={_SECRET: None},
+    )
+
+
+@rule(
+    "no-effect-output-private",
+    "Only a repository on the Hub is private or public",
+    severity="warning",
+    reads=(_PRIVATE, _DESTINATION),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
+        "no error: the run's plan is the same with and without it",
+    ),
+    holds_for=OURS,
+)
+def no_effect_output_private(context: RuleContext) -> Problem | None:
+    """Of `false` alone: the API server writes the default into every object."""
+    if context.spec.output.private or isinstance(place_of(context), HubPath):
+        return None
+    return Problem(
+        field=_PRIVATE,
+        value=context.spec.output.private,
+        message="NoEffect: who may read a claim, a bucket or a registry is decided there",
+        fix=f"remove {_PRIVATE}",
+        changes={_PRIVATE: None},
+    )
+
+
+@rule(
+    "credentials-without-tls",
+    "Credentials travel in clear without TLS",
+    severity="warning",
+    reads=(_SECRET, _DESTINATION),
+    sources=("RFC 7617: basic authentication is as secret as the connection it is sent over",),
+    holds_for=OURS,
+)
+def credentials_without_tls(context: RuleContext) -> Problem | None:
+    secret, profile = context.spec.output.secret_ref, context.profile
+    if secret is None or profile is None:
+        return None
+    match place := place_of(context):
+        case HubPath():
+            in_clear = (profile.publish.hub_endpoint or "").startswith("http://")
+        case RegistryPath():
+            in_clear = place.registry in profile.publish.plain_http_registries
+        case _:
+            # A request to a bucket is signed, and its secret key stays here.
+            in_clear = False
+    if not in_clear:
+        return None
+    return Problem(
+        field=_SECRET,
+        value=secret.name,
+        message="the profile has this destination spoken to over plain HTTP, where everybody on the way can read the credentials",
+        fix="write to a claim, or ask for a profile with an address that speaks TLS",
+        changes={_DESTINATION: free_directory(context, "results"), _SECRET: None},
+    )
+
+
+RULES = (
+    hub_destination_without_token,
+    output_adapter_is_the_result,
+    no_effect_output_adapter,
+    no_effect_output_secret,
+    no_effect_output_private,
+    credentials_without_tls,
+)

@@ -1,0 +1,94 @@
+"""A case with two mistakes is right only if each of them is one by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sweep.case import Case
+from tests.sweep.covering import products
+from tests.sweep.gangs import GangPool
+from tests.sweep.mending import alternatives
+from tests.sweep.observation import Failure, Observation, Verdict
+from tests.sweep.rank import Request
+from tests.sweep.session import run_case
+
+(CASE,) = products([{"saved": ("adapted",), "clipping": ("0",)}])
+WORKS = Observation()
+MERGE = Observation(failures=(Failure(stage="merge", kind="MergeError", text="no such base"),))
+STEP = Observation(failures=(Failure(stage="step", kind="RuntimeError", text="shapes differ"),))
+NO_MERGE = Verdict(preflight=("merge-impossible",), fields={"merge-impossible": ("merge.enabled",)})
+NO_COPY = Verdict(
+    preflight=("saved-module-inside-adapter",), fields={"saved-module-inside-adapter": ("method.lora.modulesToSave",)}
+)
+
+
+class Pool(GangPool):
+    """A gang that says what it is told to."""
+
+    def __init__(self, answer: Callable[[dict[str, str]], tuple[Observation, Verdict]]) -> None:
+        self.answer = answer
+
+    def ask(self, request: Request) -> list[object | None]:
+        observation, verdict = self.answer(request.values)
+        return [(observation, None), (Observation(), verdict)]
+
+
+def merges(values: dict[str, str]) -> bool:
+    return values["merge"] != "false"
+
+
+def copies(values: dict[str, str]) -> bool:
+    return values["saved"] == "adapted"
+
+
+def two_mistakes(values: dict[str, str]) -> tuple[Observation, Verdict]:
+    """Gates speak of the merge first, the trainer fails in a step first."""
+    verdict = NO_MERGE if merges(values) else NO_COPY if copies(values) else Verdict()
+    return STEP if copies(values) else MERGE if merges(values) else WORKS, verdict
+
+
+def merge_is_no_mistake(values: dict[str, str]) -> tuple[Observation, Verdict]:
+    return STEP if copies(values) else WORKS, two_mistakes(values)[1]
+
+
+def copy_is_not_refused(values: dict[str, str]) -> tuple[Observation, Verdict]:
+    return two_mistakes(values)[0], NO_MERGE if merges(values) else Verdict()
+
+
+def merge_is_what_fails(values: dict[str, str]) -> tuple[Observation, Verdict]:
+    return STEP if merges(values) else WORKS, NO_MERGE if merges(values) else Verdict()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (two_mistakes, "refused"),
+        (merge_is_no_mistake, "false refusal"),
+        (copy_is_not_refused, "false accept"),
+        (merge_is_what_fails, "refused"),
+        (lambda _: (STEP, NO_MERGE), "unexplained"),
+    ],
+)
+def test_each_mistake_is_judged_by_itself(
+    tmp_path: Path, answer: Callable[[dict[str, str]], tuple[Observation, Verdict]], kind: str
+) -> None:
+    result = run_case(CASE, tmp_path, Pool(answer))
+    assert result.judgement.kind == kind, result.judgement.why
+
+
+def test_alternatives_change_the_named_fields_alone_and_drop_what_does_not_apply_then() -> None:
+    case = Case({**CASE.values, "merge_dtype": "float32"})
+    found = [each.values for each in alternatives(case, ["merge.enabled", "no.such.field"])]
+    assert sorted(values["merge"] for values in found) == ["false", "true"]
+    assert all(("merge_dtype" in values) is (values["merge"] == "true") for values in found)
+    assert all(values["saved"] == "adapted" and values["clipping"] == "0" for values in found)
+
+
+def test_two_refused_fields_are_changed_together() -> None:
+    found = [(each.of("merge"), each.of("saved")) for each in alternatives(CASE, ["merge.enabled", "method.lora.modulesToSave"])]
+    assert found[0] == ("unset", "unset")
+    assert ("false", "unset") in found
+    assert len(set(found)) == len(found)

@@ -1,0 +1,271 @@
+"""PURE. Modules that are adapted, trained, packed or made units although the model does not work with them as that needs.
+
+What the model does with each module comes from observed_use.py. Called by meta_model.py with the model as it is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from finetune_job.api.method import ALL_LINEAR, MethodType
+from finetune_job.method_settings import known_settings
+from finetune_job.plan.run_plan import FsdpPlan, MethodPlan
+from finetune_job.rules.rule import FieldChange, Finding
+from finetune_trainer.preflight.attached import is_packed
+from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
+from finetune_trainer.preflight.module_use import ModuleUse, ModuleUses
+
+_ADAPTED = "base_model.model."
+_PARTS_OF_PEFT = frozenset({"base_layer", "original_module", "modules_to_save", "token_adapter", "default"})
+_SHOWN, _LISTED = 4, 8
+_MOST_NAMES = 256
+"""In a list of the manifest (finetune_job.api.method)."""
+_OBSERVED = "(observed on a small model of this architecture)"
+_LINEAR = (nn.Linear, Conv1D)
+Used = Mapping[str, ModuleUse]
+"""By name in the base model, modules of which something is known."""
+
+
+def check_used(model: nn.Module, method: MethodPlan, uses: ModuleUses) -> list[Finding]:
+    """A finding per kind of mistake about what is trained and what is packed."""
+    adapted, saved, plain = _trained(model, uses)
+    bypassed = [name for name, use in adapted.items() if use.is_bypassed]
+    idle = [name for name, use in adapted.items() if not use.is_bypassed and _is_idle(use)]
+    fix = _fix(method, [*bypassed, *idle], adapted, _working(model, uses)) if bypassed or idle else _Fix("")
+    found = []
+    if bypassed:
+        message = f"{_shown(bypassed)}: {_why_bypassed(adapted[bypassed[0]])}"
+        ends = endings(bypassed, adapted)
+        found.append(_finding("adapter-bypassed", f"{_place(method)}.targetModules", ends, message, fix))
+    if idle:
+        message = f"{_shown(idle)}: {_why_idle(adapted[idle[0]])}, so adapters there would learn nothing"
+        ends = endings(idle, adapted)
+        found.append(_finding("trained-without-gradient", f"{_place(method)}.targetModules", ends, message, fix))
+    if still := [name for name, use in saved.items() if not use.is_bypassed and _is_idle(use)]:
+        message = f"{_shown(still)}: {_why_idle(saved[still[0]])}, so the copy that is trained would never change"
+        field, ends = f"{_place(method)}.modulesToSave", endings(still, saved)
+        found.append(_finding("trained-without-gradient", field, ends, message, _Fix(f"remove {_listed(ends)} from the list")))
+    if without := [name for name, use in plain.items() if not use.gets_gradient]:
+        found.append(_about_whole(method, without, plain))
+    found += _packed(model, uses)
+    return found
+
+
+def check_units_used(unit_names: Sequence[str], uses: ModuleUses, fsdp: FsdpPlan) -> list[Finding]:
+    """FSDP gathers the weights of a unit while its module is called; who reads them at another time reads a shard."""
+    wrong = {name: use for name in unit_names if (use := uses.of(base_name(name))) is not None and use.readers}
+    if not wrong:
+        return []
+    first, use = next(iter(wrong.items()))
+    return [
+        Finding(
+            rule="unit-bypassed",
+            severity="error",
+            field=CLASSES_FIELD if fsdp.transformer_layer_cls_to_wrap else POLICY_FIELD,
+            value=first,
+            message=f"{len(wrong)} modules that would be FSDP units are not called, first {first}: {use.readers[0]} reads their "
+            "weights itself, and would find shards there",
+            fix=f"leave {POLICY_FIELD} and {CLASSES_FIELD} out, so that whole layers are the units",
+        )
+    ]
+
+
+def bypassed_linear(model: nn.Module, uses: ModuleUses) -> list[str]:
+    """Ends of names of the linear layers that no adapter works on."""
+    linear = _linear(model, uses)
+    return endings([name for name, use in linear.items() if use.is_bypassed or _is_idle(use)], linear)
+
+
+def base_name(name: str) -> str:
+    """A module's name without what PEFT puts around it."""
+    parts = name.removeprefix(_ADAPTED).split(".") if name.startswith(_ADAPTED) else name.split(".")
+    return ".".join(part for part in parts if part not in _PARTS_OF_PEFT)
+
+
+def endings(wanted: Collection[str], among: Collection[str]) -> list[str]:
+    """The shortest ends of names that match these modules and no others of `among`, as PEFT matches them."""
+    found: list[str] = []
+    meant = set(wanted)
+    for name in wanted:
+        if any(_matches(end, name) for end in found):
+            continue
+        parts = name.split(".")
+        candidates = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        found.append(next((end for end in candidates if all(each in meant for each in among if _matches(end, each))), name))
+    return found
+
+
+def _trained(model: nn.Module, uses: ModuleUses) -> tuple[Used, Used, Used]:
+    """Modules with an adapter, with a trained copy, and with trained parameters of their own."""
+    adapted: dict[str, ModuleUse] = {}
+    saved: dict[str, ModuleUse] = {}
+    plain: dict[str, ModuleUse] = {}
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        use = uses.of(base_name(name))
+        is_peft = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        if is_peft:
+            inside.append(f"{name}.")
+        if use is None:
+            continue
+        if isinstance(module, ModulesToSaveWrapper):
+            saved[base_name(name)] = use
+        elif isinstance(module, BaseTunerLayer) and not any(name.startswith(each) for each in inside[:-1]):
+            adapted[base_name(name)] = use
+        elif any(parameter.requires_grad for parameter in module.parameters(recurse=False)) and not (
+            is_peft or any(name.startswith(each) and ".base_layer" not in name for each in inside)
+        ):
+            plain[base_name(name)] = use
+    return adapted, saved, plain
+
+
+def _linear(model: nn.Module, uses: ModuleUses) -> dict[str, ModuleUse]:
+    """The model's own linear layers, with or without adapters."""
+    found: dict[str, ModuleUse] = {}
+    for name, module in model.named_modules():
+        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        if isinstance(base, _LINEAR) and (use := uses.of(base_name(name))) is not None:
+            found[base_name(name)] = use
+    return found
+
+
+def _working(model: nn.Module, uses: ModuleUses) -> list[str]:
+    """Ends of names of linear layers on which adapters work and that PEFT adapts, the output layer left out as all-linear does."""
+    linear = _linear(model, uses)
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    tuner = getattr(model, "base_model", None)
+    if isinstance(model, PeftModel) and isinstance(tuner, BaseTuner):
+        base = model.get_base_model()
+        head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
+        linear = {name: use for name, use in linear.items() if _is_accepted(tuner, model, name)}
+    heads = {base_name(name) for name, module in model.named_modules() if module is head}
+    return endings([name for name, use in linear.items() if not (use.is_bypassed or _is_idle(use) or name in heads)], linear)
+
+
+def _is_accepted(tuner: BaseTuner, model: PeftModel, name: str) -> bool:
+    """PEFT refuses some names in some architectures."""
+    try:
+        tuner._check_target_module_compatiblity(model.peft_config["default"], tuner.model, name.rpartition(".")[2])  # noqa: SLF001
+    except ValueError:
+        return False
+    return True
+
+
+def _is_idle(use: ModuleUse) -> bool:
+    return not (use.is_called and use.gets_gradient)
+
+
+def _why_bypassed(use: ModuleUse) -> str:
+    if use.is_handed_to:
+        return (
+            f"where its package is installed, as it is here, transformers hands their weights to {use.is_handed_to[0]}, past any "
+            "adapter: the kernel computes on a GPU without it"
+        )
+    if not use.is_called:
+        return (
+            f"{use.readers[0]} never calls them and reads their weights itself, so their adapters get no gradient and have no "
+            f"effect {_OBSERVED}"
+        )
+    return (
+        f"{use.readers[0]} reads their weights itself beside calling them, so that an adapter acts in one place and a merged "
+        f"weight in both {_OBSERVED}"
+    )
+
+
+def _why_idle(use: ModuleUse) -> str:
+    reason = "the loss does not depend on them" if use.is_called else "no pass over text calls them"
+    return f"{reason} {_OBSERVED}"
+
+
+def _shown(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return f"{', '.join(names[:_SHOWN])}{f' and {rest} more' if rest > 0 else ''}"
+
+
+def _place(method: MethodPlan) -> str:
+    return "spec.method.lora" if method.lora is not None else "spec.method.settings"
+
+
+@dataclass(frozen=True)
+class _Fix:
+    text: str
+    changes: tuple[FieldChange, ...] = ()
+
+
+def _fix(method: MethodPlan, wrong: Sequence[str], adapted: Collection[str], good: Sequence[str]) -> _Fix:
+    """Leaves these modules out and keeps all others."""
+    place, ends = _place(method), endings(wrong, adapted)
+    targets = _names(method, "targetModules")
+    kept = [name for name in targets if name == ALL_LINEAR or any(_matches(name, each) for each in set(adapted) - set(wrong))]
+    rest = [end for end in ends if not any(_matches(name, end) for name in targets if name not in kept)]
+    changes: list[FieldChange] = []
+    can_exclude = method.lora is not None or "excludeModules" in known_settings(method.type)
+    if set(adapted) <= set(wrong) or (rest and not can_exclude):
+        changes.append(FieldChange(field=f"{place}.targetModules", value=list(good)))
+    else:
+        if kept != targets:
+            changes.append(FieldChange(field=f"{place}.targetModules", value=kept))
+        if rest:
+            changes.append(FieldChange(field=f"{place}.excludeModules", value=[*_names(method, "excludeModules"), *rest]))
+    if any(len(change.value) > _MOST_NAMES for change in changes):
+        return _Fix("use a checkpoint of the language model alone, or name in targetModules what only its layers have")
+    return _Fix(" and ".join(f"set {change.field}: [{_listed(change.value)}]" for change in changes), tuple(changes))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:_LISTED], *(["..."] if len(names) > _LISTED else [])])
+
+
+def _about_whole(method: MethodPlan, without: Sequence[str], plain: Collection[str]) -> Finding:
+    message = f"parameters of {_shown(without)} are trained, and no pass over text gives them a gradient: they would never change"
+    if method.type is MethodType.FULL:
+        fix = "use method.type: LoRA with targetModules that text uses, or a checkpoint of the language model alone"
+        return _finding("trained-without-gradient", "spec.method.type", [method.type.value], message, _Fix(fix))
+    field = f"{_place(method)}.bias"
+    changed = _Fix(f"set {field}: none", (FieldChange(field=field, value="none"),))
+    return _finding("trained-without-gradient", field, endings(without, plain), message, changed)
+
+
+def _packed(model: nn.Module, uses: ModuleUses) -> Iterator[Finding]:
+    """Packed weights are one column of bytes; only the layer itself can compute with them."""
+    packed = [name for name, module in model.named_modules() if hasattr(module, "weight") and is_packed(module)]
+    wrong = {base_name(name): use for name in packed if (use := uses.of(base_name(name))) is not None and use.is_bypassed}
+    if wrong:
+        use = next(iter(wrong.values()))
+        reader = use.readers[0] if use.readers else f"{use.is_handed_to[0]}, to which transformers hands it here,"
+        message = (
+            f"{_shown(list(wrong))}: {reader} reads the weight itself as a matrix, and packed to 4 bits it has not that shape "
+            f"{_OBSERVED}"
+        )
+        unpacked = (FieldChange(field="spec.method.type", value="LoRA"), FieldChange(field="spec.method.quantization", value=None))
+        fix = _Fix("set spec.method.type: LoRA", unpacked)
+        yield _finding("packed-weight-read", "spec.method.type", [MethodType.QLORA.value], message, fix)
+
+
+def _names(method: MethodPlan, setting: str) -> list[str]:
+    if method.lora is not None:
+        return list(method.lora.target_modules if setting == "targetModules" else method.lora.exclude_modules)
+    written: Any = method.adapter.settings.get(setting) if method.adapter is not None else None
+    if isinstance(written, list):
+        return [name for name in written if isinstance(name, str)]
+    # PEFT's own choice for the architecture, or a regular expression.
+    return [ALL_LINEAR] if setting == "targetModules" else []
+
+
+def _matches(end: str, name: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _finding(rule: str, field: str, values: Sequence[str], message: str, fix: _Fix) -> Finding:
+    return Finding(
+        rule=rule, severity="error", field=field, value=_listed(values), message=message, fix=fix.text, changes=fix.changes
+    )

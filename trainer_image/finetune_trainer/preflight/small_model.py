@@ -1,0 +1,55 @@
+"""What only running the model's code shows, on a small model of the same architecture with random weights.
+
+Called by model_process.py for a model whose structure is sound.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.rules.rule import Finding
+from finetune_trainer.model.load import load_config
+from finetune_trainer.preflight.packing import check_packing
+from finetune_trainer.preflight.task import check_causality
+from finetune_trainer.rehearsal.search import NoTwinError, search
+
+log = logging.getLogger(__name__)
+
+
+def check_small_model(plan: RunPlan, directory: Path) -> list[Finding]:
+    """What is found. Nothing where no small model can be built or its code fails; the rehearsal says why."""
+    config = load_config(plan, directory)
+    try:
+        _, model = search(plan, config, config.to_dict())
+    except NoTwinError as error:
+        log.warning("what only running the model shows is not checked: %s", error)
+        return []
+    _spread(model)
+    checks: list[Callable[[PreTrainedModel], Finding | None]] = [check_causality]
+    if plan.data.packing:
+        checks.append(check_packing)
+    found = [_tried(check, model) for check in checks]
+    return [finding for finding in found if finding is not None]
+
+
+def _tried(check: Callable[[PreTrainedModel], Finding | None], model: PreTrainedModel) -> Finding | None:
+    try:
+        return check(model)
+    except Exception as error:  # noqa: BLE001 - code of any model
+        log.warning("%s fails on a small model of this architecture: %s: %s", check.__name__, type(error).__name__, error)
+        return None
+
+
+@torch.no_grad()
+def _spread(model: PreTrainedModel) -> None:
+    """Fresh weights are so small that attention hardly counts: give each matrix the size at which products keep their scale."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            scale = parameter.std() * parameter.shape[-1] ** 0.5
+            parameter.div_(scale.clamp(min=1e-6))
