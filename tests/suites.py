@@ -72,7 +72,10 @@ def run(suite: Suite) -> Result:
     """Run every command of a suite, also after one has failed."""
     print(f"\n=== {suite.name} (budget {suite.budget_minutes:g} min)", flush=True)
     start = time.monotonic()
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    # Tests fork processes that have computed with torch: a child waits for ever for threads that it does not have.
+    environment = {"OMP_NUM_THREADS": "1"} | {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     failed = tuple(
         " ".join(command)
         for command in suite.commands

@@ -82,10 +82,11 @@ def test_an_orthogonal_start_needs_an_even_rank():
     for odd in ({"rank_pattern": {"q_proj": 3}}, {"rank_pattern": {"q_proj": 5}}):
         with pytest.raises(ValueError, match="requires the LoRA rank to be even"):
             adapted_modules(target_modules=["q_proj"], init_lora_weights="orthogonal", **odd)
-    assert rule in findings(type="LoRA", lora={"initLoraWeights": "orthogonal", "rankPattern": {"q_proj": 3}})
-    assert rule in findings(type="LoRA", lora={"initLoraWeights": "orthogonal", "r": 5})
+    orthogonal = {"initLoraWeights": "orthogonal"}
+    assert rule in findings(type="LoRA", lora={**orthogonal, "targetModules": ["q_proj"], "rankPattern": {"q_proj": 3}})
+    assert rule in findings(type="LoRA", lora={**orthogonal, "r": 5})
     assert adapted_modules(target_modules=["q_proj"], init_lora_weights="orthogonal") == {"q_proj"}
-    assert rule not in findings(type="LoRA", lora={"initLoraWeights": "orthogonal", "r": 4})
+    assert rule not in findings(type="LoRA", lora={**orthogonal, "r": 4})
 
 
 def test_layers_are_chosen_among_named_modules():

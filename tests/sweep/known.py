@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import re
 
-KNOWN: tuple[tuple[str, str], ...] = ()
+KNOWN: tuple[tuple[str, str], ...] = (
+    (
+        r"method=C3A.*float16.*[qko]_proj\.c3a_kernel",
+        "C3A in float16: gradients of queries and keys are 0.11 off, where a plain run is 0.04; their scale is not held",
+    ),
+)
 """Regular expression over a result's text, and what is known of it."""
 
 

@@ -27,7 +27,7 @@ _AGREEMENT = "merge.verify.minTop1Agreement"
     "method-merge-setting",
     "Some adapters can be merged only where they say enough",
     reads=(_TYPE, _SETTINGS, _MERGE),
-    sources=(_MERGED, "peft: peft/tuners/unilora/model.py, tinylora/model.py, frod/model.py"),
+    sources=(_MERGED, "peft: peft/tuners/unilora/model.py, tinylora/model.py"),
     holds_for=_PEFT,
 )
 def method_merge_setting(context: RuleContext) -> Problem | None:

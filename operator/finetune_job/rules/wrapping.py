@@ -272,9 +272,9 @@ def fsdp1_dora_orig_params(context: RuleContext) -> Problem | None:
 )
 def fsdp1_adapter_unit(context: RuleContext) -> Problem | None:
     kind, fsdp = context.spec.method.type, effective_plan(context).parallelism.fsdp
-    if METHODS[kind].family is not Family.OTHER or fsdp.version != 1 or (fsdp.use_orig_params and not fsdp.peft_wrap_policy):
+    if METHODS[kind].family is not Family.OTHER or fsdp.version != 1 or fsdp.use_orig_params:
         return None
-    if fsdp.peft_wrap_policy and (kind is MethodType.LN_TUNING or (kind is MethodType.OFT and not fsdp.use_orig_params)):
+    if fsdp.peft_wrap_policy and kind in (MethodType.LN_TUNING, MethodType.OFT):
         # What they train are leaf modules with a weight, which that policy makes units of their own.
         return None
     field = _PEFT_POLICY if fsdp.peft_wrap_policy else _ORIG_PARAMS

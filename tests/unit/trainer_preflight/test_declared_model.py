@@ -4,10 +4,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.load import load_base_model, packed_dtype, stored_dtype
 from finetune_trainer.preflight.declared_weights import load_declared, pack
 from finetune_trainer.preflight.model_process import check_model
+from finetune_trainer.preflight.valueless import attach_valueless
 from tests.support.declared_model import LLAMA_70B, declare_model
 from tests.support.tiny_model import plan_of, tiny_spec
 
@@ -54,3 +56,18 @@ def test_4_bit_layers_have_the_names_shapes_and_types_of_real_ones(context, mode
 
     assert findings == []
     assert seen(declared) == seen(real)
+
+
+@pytest.mark.parametrize("storage", ["float16", "uint8"])
+def test_adapters_that_follow_packed_weights_have_the_type_these_compute_in(context, model, storage):
+    method = {"type": "QLoRA", "quantization": {"quantStorage": storage}, "lora": {"autocastAdapterDtype": False}}
+    plan = context({"method": method, "model.dtype": "bfloat16"}).plan
+    declared, _ = load_declared(plan, model)
+    pack(declared, plan.method.quantization, packed_dtype(plan, resolve_dtypes(plan, stored_dtype(model))))
+    real = attach(load_base_model(plan, model, torch.device("cpu")), plan)
+
+    def trained(adapted):
+        return {name: value.dtype for name, value in adapted.named_parameters() if value.requires_grad}
+
+    assert trained(attach_valueless(declared, plan, model)) == trained(real)
+    assert set(trained(real).values()) == {torch.bfloat16}

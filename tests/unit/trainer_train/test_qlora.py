@@ -110,6 +110,19 @@ def test_a_bias_stays_where_sharding_has_put_it(kind: str) -> None:
     assert torch.equal(layer.bias.grad, torch.full((32,), 3.0, dtype=torch.float16))
 
 
+def test_a_bias_may_be_a_view_of_a_flat_parameter() -> None:
+    """FSDP 1 takes the parameter away and puts a plain tensor in its place for each pass."""
+    layer: Any = bitsandbytes.nn.Linear4bit(64, 32, compute_dtype=torch.float32).to("cpu")
+    keep_biases(layer)
+    inputs = torch.randn(3, 64)
+    before = layer(inputs)
+    view = layer.bias.detach() + 1
+    del layer.bias
+    layer.bias = view
+    assert torch.allclose(layer(inputs), before + 1, atol=1e-6)
+    assert layer.bias is view
+
+
 def test_a_killed_run_that_evaluates_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     spec = tiny_spec(method={"type": "QLoRA"}, evaluation={"everySteps": 2}, merge={"enabled": False})
     contexts = [run_context(tmp_path / name, spec) for name in ("undisturbed", "killed")]

@@ -36,13 +36,15 @@ class _WithCastBias:
         self._module, self._forward = module, forward
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        parameters: dict[str, Any] = self._module._parameters  # noqa: SLF001 - a cast of a parameter is none
-        held = parameters["bias"]
-        parameters["bias"] = held.to(getattr(self._module, "compute_dtype", None) or inputs.dtype)
+        # A cast of a parameter is none; and what FSDP 1 has made flat is an attribute like any other.
+        parameters: dict[str, Any] = self._module._parameters  # noqa: SLF001
+        place = parameters if "bias" in parameters else self._module.__dict__
+        held = place["bias"]
+        place["bias"] = held.to(getattr(self._module, "compute_dtype", None) or inputs.dtype)
         try:
             return self._forward(inputs)
         finally:
-            parameters["bias"] = held
+            place["bias"] = held
 
 
 def make_fit_for_training(model: nn.Module) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
@@ -32,10 +31,14 @@ def attach_valueless(base: PreTrainedModel, plan: RunPlan, directory: Path) -> P
 
 
 def _hold_as_the_base(adapted: PeftModel) -> None:
-    """What PEFT does as it adds an adapter, except to tensors on the meta device: give it its base layer's element type."""
+    """What PEFT does as it adds an adapter, except to tensors on the meta device: give it its base layer's element type.
+
+    Of packed weights that is the type in which they compute, whatever they are stored as.
+    """
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):
-            weight = getattr(layer.get_base_layer(), "weight", None)
-            if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+            base = layer.get_base_layer()
+            dtype = getattr(base, "compute_dtype", None) or getattr(getattr(base, "weight", None), "dtype", None)
+            if dtype is not None and dtype.is_floating_point:
                 for name in layer.adapter_layer_names:
-                    getattr(layer, name).to(weight.dtype)
+                    getattr(layer, name).to(dtype)

@@ -62,11 +62,11 @@ _NOTHING_LEARNT = "no error: the adapter changes nothing and gets no gradient"
 _RAISES = "PEFT refuses it once the model is there"
 DROPOUTS = (
     *("rankDropout", "moduleDropout", "veraDropout", "boftDropout", "missDropout", "hiraDropout", "graloraDropout"),
-    *("pveraDropout", "frodDropout", "psoftDropout", "loraDropout", "deftDropout", "vbloraDropout", "uniloraDropout"),
+    *("pveraDropout", "psoftDropout", "loraDropout", "deftDropout", "vbloraDropout", "uniloraDropout"),
     "tinyloraDropout",
 )
 _ANY_BIAS = (
-    *(_M.VERA, _M.BOFT, _M.HRA, _M.FOURIERFT, _M.MISS, _M.C3A, _M.WAVEFT, _M.GRALORA, _M.GLORA, _M.PVERA, _M.FROD, _M.DEFT),
+    *(_M.VERA, _M.BOFT, _M.HRA, _M.FOURIERFT, _M.MISS, _M.C3A, _M.WAVEFT, _M.GRALORA, _M.GLORA, _M.PVERA, _M.DEFT),
     *(_M.VBLORA, _M.TINYLORA),
 )
 """Methods whose bias PEFT declares as any text, and which take `lora_only` beside their own word."""
@@ -103,7 +103,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(("initVectorBankBound",), _not_zero, "a number above 0", _NOTHING_LEARNT, examples=("0",)),
     Limit(("initThetaDBound",), _positive, "a number above 0", _RAISES, examples=("0",)),
     Limit(
-        ("nFrequency", "blockSize", "thetaDLength", "u", "topk", "strideA"),
+        ("nFrequency", "blockSize", "thetaDLength", "u", "topk"),
         _positive,
         "a whole number above 0",
         _RAISES,
@@ -112,7 +112,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         ("numVectors", "vectorLength"), _positive, "a whole number above 0", "PEFT divides by it, or finds no vector", examples=(0,)
     ),
-    Limit(("numB",), lambda value: value >= 2, "a whole number of at least 2", _RAISES, examples=(1,)),
     Limit(
         ("oftBlockSize",),
         lambda value: value == 0 or value >= 2,
@@ -139,7 +138,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit(("hybridR", "depth"), lambda value: value >= 0, "0 or a whole number above it", _RAISES, examples=(-1,)),
     Limit(("groupSize",), lambda value: value >= 2 and value % 2 == 0, "an even number above 0", _RAISES, examples=(3,)),
     Limit(("sparsity",), lambda value: 0 <= value < 1, 'a part below 1, such as "0.99"', _RAISES, examples=("1",)),
-    Limit(("sparseRate",), lambda value: 0 <= value <= 1, 'a part of at most 1, such as "0.01"', _RAISES, examples=("1.5",)),
     Limit(("weightTying",), lambda value: 0 <= value <= 1, 'a part of at most 1, such as "1"', _RAISES, examples=("1.5",)),
     Limit(("projSeed",), lambda value: value >= 0, "0 or a whole number above it", _RAISES, examples=(-1,)),
     Limit(

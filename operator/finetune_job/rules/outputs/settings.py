@@ -56,7 +56,7 @@ def output_adapter_is_the_result(context: RuleContext) -> Problem | None:
     return Problem(
         field=_ADAPTER,
         value=spec.output.adapter,
-        message="nothing is merged, so without the adapter there would be no result",
+        message="nothing is merged, so the adapter is the only result, and would be published all the same",
         fix=f"remove {_ADAPTER}, or set merge.enabled to true",
         changes={_ADAPTER: None},
     )
