@@ -31,9 +31,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora-fsdp2": {"method": {"type": "LoRA", "lora": {"r": 4, "loraDropout": "0.1"}}},
     "dora-fsdp1": {"method": {"type": "DoRA", "lora": {"r": 4}}, "parallelism": {"processesPerNode": 2, "fsdp": {"version": 1}}},
     "full-fsdp2": {"method": {"type": "Full", "lora": None}, "training": {"learningRate": "1e-3"}},
-    # Rank 0 keeps no element of any trained parameter.
+    # Rank 0 keeps no element of any trained parameter, and has nothing to clip.
     "norms-fsdp1": {
         "method": {"type": "LNTuning", "lora": None},
+        "training": {"maxGradNorm": "0.001"},
         "parallelism": {"processesPerNode": 2, "fsdp": {"version": 1}},
         "merge": {"enabled": False},
     },

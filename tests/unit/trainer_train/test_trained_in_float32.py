@@ -29,6 +29,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "both-ends-fsdp1": ("llama", "LoRA", {"modulesToSave": ["embed_tokens", "lm_head"]}, FIRST),
     "dora": ("llama", "DoRA", {"modulesToSave": ["norm", "lm_head"]}, {}),
     "dora-fsdp1": ("llama", "DoRA", {"modulesToSave": ["norm", "lm_head"]}, FIRST),
+    "embedding": ("biased", "LoRA", {"modulesToSave": ["wte"], "targetModules": ["c_attn"]}, {}),
+    "embedding-by-autocast": ("biased", "DoRA", {"modulesToSave": ["wte"], "targetModules": ["c_attn"]}, FIRST),
     "biases": ("biased", "LoRA", {"bias": "all", "modulesToSave": ["ln_f"], "targetModules": ["c_attn"]}, {}),
 }
 ROUNDING = 2**-5

@@ -25,6 +25,7 @@ from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_decomposed, check_magnitudes, check_trainable, trainable_shapes
 from finetune_trainer.model.load import load_base_model, stored_dtype
 from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes, read_token_rows
+from finetune_trainer.model.saved_embeddings import hand_on
 from finetune_trainer.objective.interface import Objective
 
 HOLD_BUFFERS = (MethodType.VERA, MethodType.PVERA, MethodType.DELORA)
@@ -74,6 +75,11 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
         # Copies: sharding frees or cuts the originals.
         fixed = {name: tensor.cpu().clone() for name, tensor in fixed_tensors(model).items()}
     fsdp = plan.parallelism.fsdp
+    # DoRA multiplies weights of two units, which FSDP 1 would cast at different times; autocast casts both alike. Packed weights
+    # are flattened with what is held beside them and are no numbers; autocast leaves them as they are.
+    by_autocast = plan.method.type in (MethodType.DORA, MethodType.QLORA) and dtypes.param is not torch.float32
+    if gang.world_size == 1 or dtypes.param is None or (fsdp.version == 1 and by_autocast):
+        hand_on(model, dtypes.load)
     if plan.training.compile:
         compile_layers(model, fsdp)
     if gang.world_size == 1:
@@ -83,9 +89,6 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
         if plan.training.activation_checkpointing is ActivationCheckpointing.SELECTIVE:
             hide_gathering(model)
     else:
-        # DoRA multiplies weights of two units, which would be cast at different times; autocast casts both alike. Packed weights
-        # are flattened with what is held beside them and are no numbers; autocast leaves them as they are.
-        by_autocast = plan.method.type in (MethodType.DORA, MethodType.QLORA) and dtypes.param is not torch.float32
         cast = replace(dtypes, param=None) if by_autocast else dtypes
         model = fsdp1.shard(model, fsdp, cast, gang.device)
     if hollow is not None:

@@ -121,7 +121,8 @@ def optimizer_step(
     mean_loss, norm = total_loss / gang.world_size, math.sqrt(total_squares) if total_squares >= 0 else math.nan
     if not (math.isfinite(mean_loss) and math.isfinite(norm)):
         raise NonFiniteError(f"step {step + 1}: loss is {mean_loss}, gradient norm is {norm}", NON_FINITE_HINT, step=step + 1)
-    if 0 < training.max_grad_norm < norm:
+    # A rank may hold no element of what is trained.
+    if gradients and 0 < training.max_grad_norm < norm:
         torch._foreach_mul_(gradients, training.max_grad_norm / norm)
     set_learning_rate(optimizer, learning_rate)
     optimizer.step()
