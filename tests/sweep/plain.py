@@ -46,7 +46,7 @@ def held_dtype(case: Case) -> str:
         ("bfloat16" if case.of("precision") == "bf16" else held) if case.of("param_dtype") == UNSET else case.of("param_dtype")
     )
     gathers = case.of("ranks") == "2" and case.of("version") != "1"
-    return held if gathers or "float32" in (held, computed) else computed
+    return held if gathers or held == "float32" else computed
 
 
 def coarse_dtypes(case: Case, plan: RunPlan) -> list[torch.dtype]:

@@ -5,8 +5,9 @@ weights and computes in the model's type; adapters see to the same with `autocas
 trained beside adapters are held in float32 with them, and must then compute in the type of the base around them.
 
 FSDP 2 casts whatever it gathers to the type of the computation. Elsewhere autocast casts the operands of products alone, and
-what comes after them would meet a base of the other 16-bit type: torch has operations that refuse bfloat16 beside float16. There a
-frozen base is held in the type of the computation from the start, which is what FSDP 2 would compute with, too.
+what comes after them would meet a base of another type: torch has operations that refuse two types, and computes in float32 only
+what is held in float32. There a 16-bit base is held in the type of the computation from the start, which is what FSDP 2 would
+compute with, too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def resolve_elements(plan: RunPlan, stored: str) -> Elements:
     elif plan.method.autocast_adapter_dtype and plan.method.trains_parts_of_the_base and load != "float32":
         param = param or load
     casts = plan.parallelism.world_size > 1 and fsdp.version == 2
-    if not casts and param is not None and Dtype.FLOAT32 not in (param, load):
+    if not casts and param is not None and load != Dtype.FLOAT32:
         load = param
     return Elements(
         load=load,
