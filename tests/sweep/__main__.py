@@ -23,7 +23,7 @@ from tests.sweep.judge import WRONG
 from tests.sweep.known import what_is_known
 from tests.sweep.material import make_material
 from tests.sweep.methods import ATTEMPTS, table_cases
-from tests.sweep.record import OUTCOMES, REHEARSALS, entries, write_summary
+from tests.sweep.record import OUTCOMES, REHEARSALS, entries, write_summary, write_table
 from tests.sweep.rehearsals import rehearsed, sample
 from tests.sweep.session import Result, run_all
 from tests.sweep.streams import fixed_cases, random_slice
@@ -78,7 +78,7 @@ def main() -> int:
     print(f"false accepts {counts['false accept']}, false refusals {counts['false refusal']}, unexplained {counts['unexplained']}")
     print(f"besides, known and not mended (tests/sweep/known.py): {counts[KNOWN_KIND]}")
     if arguments.record:
-        print(f"recorded in {write_summary([seed])}")
+        print(f"recorded in {write_table(digest) if arguments.table else write_summary(digest, [seed])}")
     return int(any(counts[kind] for kind in WRONG))
 
 

@@ -7,6 +7,10 @@ import re
 
 KNOWN: tuple[tuple[str, str], ...] = (
     (
+        r"method=DeLoRA.*bfloat16.*delora_lambda",
+        "the gradient of DeLoRA's one scale is a difference of nearly equal sums, of which bfloat16 leaves little",
+    ),
+    (
         r"method=PVeRA.*param_dtype=float16.*never get a gradient.*pvera_lambda_d",
         "PVeRA in float16 without loss scaling: a gradient rounds to nothing, which float16-without-loss-scaling warns of",
     ),

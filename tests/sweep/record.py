@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.support.source_seed import sources_digest
 from tests.sweep.methods import ATTEMPTS, ROWS, VERSIONS, case_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +17,7 @@ OUTCOMES = ROOT / "build" / "sweep" / "outcomes.jsonl"
 """One line for each case that was run since the sources last changed, the newest of a case last."""
 REHEARSALS = ROOT / "build" / "sweep" / "rehearsals.jsonl"
 SUMMARY = ROOT / "bench" / "results" / "sweep.json"
+TABLE = ROOT / "bench" / "results" / "methods.json"
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 
 
@@ -32,14 +32,12 @@ def _lines(path: Path = OUTCOMES) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def write_summary(seeds: Iterable[int]) -> Path:
-    """Counts of all distinct cases that were run with the present sources, and the rows of the table of methods."""
-    found = entries(sources_digest())
+def write_summary(digest: str, seeds: Iterable[int]) -> Path:
+    """Counts of all distinct cases that were run with these sources."""
+    found = entries(digest)
     kinds = Counter(entry["kind"] for entry in found.values())
     summary = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "libraries": {name: version(name) for name in LIBRARIES},
-        "sources_sha256": sources_digest(),
+        **_origin(digest),
         "seeds": sorted(set(seeds)),
         "distinct_combinations": len(found),
         "kinds": dict(sorted(kinds.items())),
@@ -49,12 +47,29 @@ def write_summary(seeds: Iterable[int]) -> Path:
         ),
         "seconds_per_combination": round(sum(entry["seconds"] for entry in found.values()) / max(len(found), 1), 2),
         "rehearsals": dict(
-            sorted(Counter(entry["agreement"] for entry in _lines(REHEARSALS) if entry["sources"] == sources_digest()).items())
+            sorted(Counter(entry["agreement"] for entry in _lines(REHEARSALS) if entry["sources"] == digest).items())
         ),
-        "methods": {row.title: _answers(row, found) for row in ROWS},
     }
-    SUMMARY.write_text(json.dumps(summary, indent=2) + "\n")
-    return SUMMARY
+    return _written(SUMMARY, summary)
+
+
+def write_table(digest: str) -> Path:
+    """The rows of the table of methods, as they came out with these sources."""
+    found = entries(digest)
+    return _written(TABLE, {**_origin(digest), "methods": {row.title: _answers(row, found) for row in ROWS}})
+
+
+def _origin(digest: str) -> dict[str, Any]:
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "libraries": {name: version(name) for name in LIBRARIES},
+        "sources_sha256": digest,
+    }
+
+
+def _written(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return path
 
 
 def _answers(row: Any, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
