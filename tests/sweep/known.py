@@ -18,10 +18,6 @@ KNOWN: tuple[tuple[str, str], ...] = (
         r"method=Full.*version=1.*peft_wrap=true.*fsdp1-flat-weight-decay",
         "PEFT's policy gives each weight of full fine-tuning a unit of its own, where decay is right unless a layer has biases",
     ),
-    (
-        r"method=C3A.*float16.*[qko]_proj\.c3a_kernel",
-        "C3A in float16: gradients of queries and keys are 0.11 off, where a plain run is 0.04; their scale is not held",
-    ),
 )
 """Regular expression over a result's text, and what is known of it."""
 

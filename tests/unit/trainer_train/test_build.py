@@ -18,6 +18,7 @@ from finetune_trainer.gang import joined
 from finetune_trainer.model import sharded
 from finetune_trainer.model.load_shards import base_name
 from tests.support.forked_ranks import run_processes
+from tests.support.method_settings import SETTINGS
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
 TOKENS = torch.arange(60).view(2, 30) * 7 % 256
@@ -182,6 +183,29 @@ def test_selective_recomputation_repeats_no_matrix_product(tmp_path: Path) -> No
     base = write_tiny_llama(tmp_path / "base")
     counts = {kind: products(base, kind) for kind in ("None", "Selective", "Full")}
     assert counts["Selective"] == counts["None"] < counts["Full"]
+
+
+@pytest.mark.parametrize("method", ["C3A", "GraLoRA", "LoHa"])
+def test_what_is_kept_does_not_hold_what_an_adapter_adds_in_place(tmp_path: Path, method: str) -> None:
+    base = write_tiny_llama(tmp_path / "base")
+    plain, kept = (adapter_gradients(base, method, kind) for kind in ("None", "Selective"))
+    assert any(bool(values.any()) for values in plain.values())
+    for name, values in plain.items():
+        assert torch.allclose(kept[name], values, rtol=1e-4, atol=1e-6), name
+
+
+def adapter_gradients(base: Path, method: str, kind: str) -> dict[str, torch.Tensor]:
+    from finetune_trainer.gang import Gang
+
+    spec = spec_of({"type": method, "settings": SETTINGS[method]}, {}, 1, activationCheckpointing=kind)
+    module = sharded.build(plan_of(spec), base, Gang(0, 1, 0, torch.device("cpu"), None), Nothing()).module
+    generator = torch.Generator().manual_seed(1)
+    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    with torch.no_grad():
+        for each in trained.values():
+            each.add_(torch.randn(each.shape, generator=generator), alpha=0.1)
+    module(input_ids=TOKENS, use_cache=False).logits.square().mean().backward()
+    return {name: each.grad for name, each in trained.items() if each.grad is not None}
 
 
 def products(base: Path, kind: str) -> int:

@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
@@ -48,10 +50,26 @@ def checkpoint_activations(model: PreTrainedModel, kind: ActivationCheckpointing
     options: dict[str, Any] = {"use_reentrant": False}
     if kind is ActivationCheckpointing.SELECTIVE:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        _keep_from_adapters(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     # transformers asks for gradients of the embeddings' output where it knows of adapters. Only reentrant checkpoints need them,
     # and the first layer would compute products that nobody reads.
     model.disable_input_require_grads()
+
+
+def _keep_from_adapters(model: nn.Module) -> None:
+    """Let adapters that add to their layer's result in place, as many of PEFT's do, add to a copy that is not kept.
+
+    Else what is kept holds the adapter's part already, and gets it a second time in backward. torch (2.15) notices that only where
+    the two tensors share a count of changes, and behind a matrix product of three dimensions they do not (_unsafe_view).
+    """
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, LoraLayer):
+            module.get_base_layer().register_forward_hook(_copied)
+
+
+def _copied(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    return output.clone() if isinstance(output, torch.Tensor) else output
 
 
 def hide_gathering(model: nn.Module) -> None:
