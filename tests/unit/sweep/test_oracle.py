@@ -25,11 +25,24 @@ from tests.sweep.session import BODY, run_case
 (ROUTED,) = products([{"architecture": ("mixtral",)}])
 (FLAT,) = products([{"version": ("1",), "use_orig": ("false",), "peft_wrap": ("false",)}])
 
+# FSDP 2 gathers units inside a layer at other moments when selective recomputation computes the layer again.
+(INSIDE,) = products(
+    [
+        {
+            "stored": ("float32",),
+            "model_dtype": ("bfloat16",),
+            "wrap": ("SIZE_BASED_WRAP",),
+            "recompute": ("Selective",),
+            "tokens": ("some",),
+        }
+    ]
+)
+
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("material")
-    for case in (CASE, DROPPING, ROUTED, FLAT):
+    for case in (CASE, DROPPING, ROUTED, FLAT, INSIDE):
         write_base(root / "models" / case.base, case.of("architecture"), case.of("stored"))
     write_data(root)
     return root
@@ -42,8 +55,9 @@ def pool() -> Iterator[GangPool]:
     pool.close()
 
 
-def test_a_run_that_is_right_works_and_is_accepted(material: Path, pool: GangPool) -> None:
-    result = run_case(CASE, material, pool)
+@pytest.mark.parametrize("case", [CASE, INSIDE], ids=["plain", "units inside recomputed layers"])
+def test_a_run_that_is_right_works_and_is_accepted(material: Path, pool: GangPool, case: Case) -> None:
+    result = run_case(case, material, pool)
     assert (result.observation.outcome, result.judgement.kind) == ("works", "accepted"), result.judgement.why
 
 
