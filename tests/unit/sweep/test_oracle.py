@@ -37,12 +37,14 @@ from tests.sweep.session import BODY, run_case
         }
     ]
 )
+# torch's normalisation takes its weight and a trained bias in one type only, on one rank as on two.
+(BIASED,) = products([{"architecture": ("gpt2",), "stored": ("bfloat16",), "ranks": ("1",), "bias": ("all",)}])
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("material")
-    for case in (CASE, DROPPING, ROUTED, FLAT, INSIDE):
+    for case in (CASE, DROPPING, ROUTED, FLAT, INSIDE, BIASED):
         write_base(root / "models" / case.base, case.of("architecture"), case.of("stored"))
     write_data(root)
     return root
@@ -55,7 +57,7 @@ def pool() -> Iterator[GangPool]:
     pool.close()
 
 
-@pytest.mark.parametrize("case", [CASE, INSIDE], ids=["plain", "units inside recomputed layers"])
+@pytest.mark.parametrize("case", [CASE, INSIDE, BIASED], ids=["plain", "units inside recomputed layers", "biases"])
 def test_a_run_that_is_right_works_and_is_accepted(material: Path, pool: GangPool, case: Case) -> None:
     result = run_case(case, material, pool)
     assert (result.observation.outcome, result.judgement.kind) == ("works", "accepted"), result.judgement.why
