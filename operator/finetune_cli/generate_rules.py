@@ -117,7 +117,7 @@ def _merged(method: Method) -> str:
 def _verdict(method: Method) -> str:
     if method.refused:
         return f"refused: {method.refused}"
-    return f"on one rank only: {method.one_rank}" if method.one_rank else "trains"
+    return f"trains, in one unit: {method.one_unit}" if method.one_unit else "trains"
 
 
 def _mark(row: FsdpField, version: int) -> str:

@@ -2,7 +2,7 @@
 
 Rules, plan, trainer and documentation read it; nothing else says what a method can do. What stands in it was measured with PEFT
 0.21.2 in this trainer (tests/unit/trainer_train/test_methods.py): a supported method lowers the loss, gives every trained parameter
-a gradient, ends on the same weights on any number of ranks that the table allows, resumes to the same bytes, and writes an adapter
+a gradient, ends on the same weights on any number of ranks, resumes to the same bytes, and writes an adapter
 that PEFT loads with every tensor equal and the same logits. One that merges gives every tensor the bits of PEFT's own merge
 (tests/unit/trainer_merge/test_methods.py).
 """
@@ -49,8 +49,8 @@ class Method:
     """Whether it adapts every linear layer where the user names no modules; otherwise PEFT's own choice for the model."""
     merge_settings: tuple[MergeSetting, ...] = ()
     """What a merge needs of the settings."""
-    one_rank: str = ""
-    """Why it cannot be sharded; empty: it can, by either version of FSDP."""
+    one_unit: str = ""
+    """Why its layers cannot be FSDP units of their own, so that every rank gathers the whole model; empty: they can."""
     refused: str = ""
     """Why it is not supported at all; empty: it is, and its adapter can be merged into the base, or needs no merge."""
 
@@ -67,18 +67,28 @@ _OWN_ATTENTION = (
 )
 
 
-def _other(kind: MethodType, *, targets_all_linear: bool = True, one_rank: str = "", refused: str = "") -> Method:
+def _other(kind: MethodType, *, targets_all_linear: bool = True, one_unit: str = "", refused: str = "") -> Method:
     return Method(
         Family.OTHER,
         kind.name,
         targets_all_linear=targets_all_linear,
         merge_settings=_MERGE_SETTINGS.get(kind, ()),
-        one_rank=one_rank,
+        one_unit=one_unit,
         refused=refused,
     )
 
 
 _MERGE_SETTINGS = {
+    MethodType.SUPERTUNING: (
+        MergeSetting(
+            "savePrecomputedIndices",
+            "save_precomputed_indices",
+            value=True,
+            is_default=True,
+            reason="without it the adapter does not say which weights it changes; PEFT computes that anew from the base's weights, "
+            "and in another element type chooses others",
+        ),
+    ),
     MethodType.UNILORA: (
         MergeSetting(
             "saveIndices",
@@ -150,7 +160,7 @@ METHODS: dict[MethodType, Method] = {
         kind: _other(kind, targets_all_linear=False)
         for kind in (MethodType.IA3, MethodType.LN_TUNING, MethodType.BEFT, MethodType.TRAINABLE_TOKENS)
     },
-    **{kind: _other(kind, one_rank=_SHARED) for kind in (MethodType.VBLORA, MethodType.UNILORA, MethodType.TINYLORA)},
+    **{kind: _other(kind, one_unit=_SHARED) for kind in (MethodType.VBLORA, MethodType.UNILORA, MethodType.TINYLORA)},
     **{
         kind: _other(kind, refused=_PROMPT)
         for kind in (

@@ -52,13 +52,13 @@ def finding_events(workload: Workload) -> list[Document]:
 
 
 def test_refused_job_shows_its_finding_and_takes_no_pod(workload: Workload, operator: OperatorFactory) -> None:
-    workload.apply(output={"destination": "pvc://models/base/tuned"}, parallelism={"fsdp": {"useOrigParams": True}})
+    workload.apply(output={"destination": "pvc://models/base"}, parallelism={"fsdp": {"useOrigParams": True}})
     process = operator()
     refusal = workload.wait_for("Validated", "False", "Refused")
     assert refusal["message"].startswith("output-inside-input: spec.output.destination: ")
     findings = {finding["rule"]: finding for finding in workload.status()["findings"]}
     finding = findings["output-inside-input"]
-    assert (finding["severity"], finding["value"]) == ("error", "pvc://models/base/tuned")
+    assert (finding["severity"], finding["value"]) == ("error", "pvc://models/base")
     assert finding["fix"]
     assert finding["source"]
     workload.wait(lambda: len(finding_events(workload)) == 2, "an event for each finding")

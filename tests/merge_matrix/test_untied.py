@@ -14,8 +14,11 @@ from finetune_trainer.merge.families import FAMILIES
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from tests.unit.trainer_merge import tiny
 
-DECODERS = [kind for kind, family in FAMILIES.items() if len(family.ties) == 1 and not family.always_tied and not family.rules]
-"""Those whose experts have tensors of their own are Llama's relatives in this."""
+DECODERS = [
+    *(kind for kind, family in FAMILIES.items() if len(family.ties) == 1 and not family.always_tied and not family.rules),
+    "nemotron",
+]
+"""Those whose experts have tensors of their own are Llama's relatives in this; and one that only the library knows."""
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -7,10 +7,13 @@ import re
 import pytest
 import torch
 
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.adapters import attach
 from tests.pitfalls.lab.build import load_base
 from tests.pitfalls.lab.case import Case
-from tests.pitfalls.manifests import findings
-from tests.pitfalls.one_process import judged, trained
+from tests.pitfalls.manifests import findings, plans
+from tests.pitfalls.one_process import judged, llama, tokens, trained
 
 
 def adapted_modules(**settings) -> set[str]:
@@ -56,9 +59,21 @@ def test_dropout_of_1_blocks_and_above_1_is_refused():
     assert not torch.nn.Dropout(1.0)(torch.ones(8)).any()
     with pytest.raises(ValueError, match="between 0 and 1"):
         torch.nn.Dropout(1.5)
-    for written in ("1", "1.5"):
-        assert "lora-dropout-range" in findings(type="LoRA", lora={"loraDropout": written})
+    wrong, right = plans("lora-dropout-range", {"method.lora.loraDropout": "1"})
+    assert not learns(wrong)
+    assert learns(right)
+    wrong, right = plans("lora-dropout-range", {"method.lora.loraDropout": "1.5"})
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        learns(wrong)
+    assert learns(right)
     assert not findings(type="LoRA", lora={"loraDropout": "0.99"})
+
+
+def learns(plan: RunPlan) -> bool:
+    """Whether an adapter that our trainer attaches gets a gradient."""
+    model = attach(llama(), plan)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    return any(value.grad is not None and bool(value.grad.any()) for name, value in model.named_parameters() if "lora_B" in name)
 
 
 def test_a_text_in_place_of_names_is_an_expression():
@@ -83,8 +98,11 @@ def test_an_orthogonal_start_needs_an_even_rank():
         with pytest.raises(ValueError, match="requires the LoRA rank to be even"):
             adapted_modules(target_modules=["q_proj"], init_lora_weights="orthogonal", **odd)
     orthogonal = {"initLoraWeights": "orthogonal"}
-    assert rule in findings(type="LoRA", lora={**orthogonal, "targetModules": ["q_proj"], "rankPattern": {"q_proj": 3}})
-    assert rule in findings(type="LoRA", lora={**orthogonal, "r": 5})
+    for odd in ({"targetModules": ["q_proj"], "rankPattern": {"q_proj": 3}}, {"r": 5}):
+        wrong, right = plans(rule, {"method.lora": {**orthogonal, **odd}})
+        with pytest.raises(ConfigError, match="requires the LoRA rank to be even"):
+            learns(wrong)
+        assert learns(right)
     assert adapted_modules(target_modules=["q_proj"], init_lora_weights="orthogonal") == {"q_proj"}
     assert rule not in findings(type="LoRA", lora={**orthogonal, "r": 4})
 

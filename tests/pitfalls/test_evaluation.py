@@ -48,3 +48,10 @@ def test_full_fine_tuning_has_no_adapter_to_leave_out():
     changes = {"method.type": "Full", "output.adapter": False}
     found = plans("no-effect-output-adapter", changes)
     assert [(plan.has_adapter, plan.has_merged) for plan in found] == [(False, True)] * 2
+
+
+def test_a_run_may_be_over_before_patience_is():
+    changes = {"evaluation.earlyStopping": {"patience": 3}, "evaluation.everySteps": 3, "training.maxSteps": TOTAL}
+    wrong, right = plans("early-stopping-after-the-end", {**HELD_OUT, **changes})
+    assert run(wrong)[0] == TOTAL
+    assert run(right)[0] < TOTAL

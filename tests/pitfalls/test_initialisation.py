@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from pydantic import ValidationError
 
-from finetune_trainer.model.adapters import lora_config
+from finetune_trainer.model.adapters import attach
 from tests.pitfalls.manifests import findings, plans
 from tests.pitfalls.one_process import llama, tokens
 
@@ -31,8 +31,18 @@ def test_the_adapter_belongs_to_a_changed_base(init: str):
     assert RULE in findings(type="LoRA", lora={"initLoraWeights": init})
     assert torch.equal(base_weight(adapted(init_lora_weights="gaussian")), base_weight(llama()))
     assert RULE not in findings(type="LoRA", lora={"initLoraWeights": "gaussian"})
-    mended = lora_config(plans(RULE, {"method.lora.initLoraWeights": init})[1].method.lora)
-    assert torch.equal(base_weight(get_peft_model(llama(), mended)), base_weight(llama()))
+    starts_right_once_mended(init)
+
+
+def starts_right_once_mended(init: str, kind: str = "LoRA") -> None:
+    """The base is the stored one, the adapter changes nothing yet, and every layer's gets a gradient."""
+    plan = plans(RULE, {"method.type": kind, "method.lora.initLoraWeights": init})[1]
+    model = attach(llama(), plan)
+    assert torch.equal(base_weight(model), base_weight(llama()))
+    found = model(input_ids=tokens(), labels=tokens())
+    assert torch.allclose(found.logits, llama()(input_ids=tokens()).logits, atol=1e-6)
+    found.loss.backward()
+    assert all(value.grad is not None and bool(value.grad.any()) for name, value in model.named_parameters() if "lora_B" in name)
 
 
 def test_loading_such_an_adapter_changes_the_base_again(tmp_path):
@@ -48,19 +58,19 @@ def test_eva_starts_like_any_other_where_nobody_measures():
     state = {name: value for name, value in adapted(init_lora_weights="eva").state_dict().items() if "lora_B" in name}
     assert state
     assert not any(bool(value.any()) for value in state.values())
-    assert RULE in findings(type="LoRA", lora={"initLoraWeights": "eva"})
+    starts_right_once_mended("eva")
 
 
 def test_corda_wants_what_was_measured_before():
     with pytest.raises(ValueError, match="run `preprocess_corda` first"):
         adapted(init_lora_weights="corda")
-    assert RULE in findings(type="LoRA", lora={"initLoraWeights": "corda"})
+    starts_right_once_mended("corda")
 
 
 def test_loftq_quantises_the_base_itself():
     with pytest.raises((ValueError, ImportError, AssertionError)):
         adapted(init_lora_weights="loftq")
-    assert RULE in findings(type="QLoRA", lora={"initLoraWeights": "loftq"})
+    starts_right_once_mended("loftq", "QLoRA")
 
 
 def test_an_unknown_start():

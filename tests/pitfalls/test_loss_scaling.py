@@ -1,13 +1,15 @@
-"""float16: gradients that no scaler takes, and an optimizer whose epsilon is zero."""
+"""float16: gradients that no scaler takes, an optimizer whose epsilon is zero, and activations that are infinite."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.pitfalls.manifests import findings, plans
 
-RULE = "float16-without-loss-scaling"
+RULE = "float16-range"
 
 
 def stepped(dtype: torch.dtype) -> torch.Tensor:
@@ -25,7 +27,7 @@ def test_a_scaler_takes_no_float16_gradients():
     scaler.scale(weight.sum().float()).backward()
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         scaler.unscale_(optimizer)
-    assert RULE in findings(type="LoRA", dtype="float16")
+    assert "float16-adapter" in findings(type="LoRA", dtype="float16", lora={"autocastAdapterDtype": False})
 
 
 def test_adams_epsilon_is_zero_in_float16():
@@ -39,13 +41,23 @@ def test_adams_epsilon_is_zero_in_float16():
     assert "float16-adapter" not in findings(type="LoRA", dtype="bfloat16", lora=half)
 
 
-def test_small_gradients_are_zero_in_float16():
-    """Below 6e-8 nothing is left; the bfloat16 of the fix has float32's range."""
+def test_large_activations_are_infinite_in_float16():
+    """A gated layer multiplies two activations, of a few hundred each; the bfloat16 of the fix has float32's range."""
     wrong, right = plans(RULE, {"model.dtype": "float16"})
-    for plan, vanishes in ((wrong, True), (right, False)):
+    for plan, overflows in ((wrong, True), (right, False)):
         assert plan.model.dtype is not None
-        weight = torch.ones(4, dtype=getattr(torch, plan.model.dtype), requires_grad=True)
-        (weight.float() * 1e-8).sum().backward()
+        layer = LlamaMLP(LlamaConfig(hidden_size=4, intermediate_size=4)).to(getattr(torch, plan.model.dtype))
+        with torch.no_grad():
+            for weight in layer.parameters():
+                weight.copy_(torch.eye(4))
+        output = layer(torch.full((1, 4), 300.0, dtype=getattr(torch, plan.model.dtype)))
+        assert bool(output.isinf().all()) is overflows
+
+
+def test_small_gradients_are_zero_in_float16_unless_the_loss_is_scaled():
+    for factor, vanishes in ((1.0, True), (2.0**16, False)):
+        weight = torch.ones(4, dtype=torch.float16, requires_grad=True)
+        ((weight.float() * 1e-8).sum() * factor).backward()
         assert weight.grad is not None
         assert bool((weight.grad == 0).all()) is vanishes
 

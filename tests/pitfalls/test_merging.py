@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from finetune_job.api.output import MergeBase
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.merge.errors import UnsupportedAdapterError
+from finetune_trainer.merge.run import MergeOptions, merge_adapter
+from finetune_trainer.model.adapters import adapter_config
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.expect import fails
 from tests.pitfalls.lab.observe import observe
-from tests.pitfalls.manifests import findings
+from tests.pitfalls.manifests import findings, plans
+from tests.unit.trainer_merge import tiny
 
 RULE = "merge-while-sharded"
 
@@ -21,8 +34,13 @@ RULE = "merge-while-sharded"
     ids=["flat", "original"],
 )
 def test_a_sharded_model_cannot_be_merged_under_fsdp_1(case: Case, text: str) -> None:
+    """Apart, as the fix has it, one process merges what was saved of the same training."""
     fails(case, "merge", "RuntimeError", text)
-    assert RULE in findings({"version": 1}, merge_base="Trained")
+    wrong, right = plans(RULE, {"parallelism.fsdp.version": 1, "parallelism.processesPerNode": 2, "merge.base": "Trained"})
+    assert (wrong.merge.base, right.merge.base) == (MergeBase.TRAINED, MergeBase.ORIGINAL)
+    apart = observe(Case(version=2, until="merge"))
+    assert apart.merge_error is not None
+    assert apart.merge_error < 1e-5
 
 
 def test_fsdp_2_merges_in_place_on_cpu_ranks() -> None:
@@ -49,3 +67,34 @@ def test_a_16_bit_merge_rounds() -> None:
     assert rounded.merge_error is not None
     assert exact.merge_error < 1e-5
     assert 1e-4 < rounded.merge_error < 0.1
+
+
+def merged(plan: RunPlan, base: Path, directory: Path) -> bool:
+    """Whether the trainer's merge gives a trained adapter of this plan the bits of PEFT's own."""
+    torch.manual_seed(1)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter_config(plan.method))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape).to(parameter.dtype))
+    adapter, output = directory / "adapter", directory / "merged"
+    model.save_pretrained(adapter)
+    merge_adapter(MergeOptions(base=base, adapters=(adapter,), output=output, dtype=None, max_shard_bytes=1 << 30))
+    reference = tiny.peft_merged(base, adapter)
+    return all(torch.equal(tensor, reference[name]) for name, tensor in load_file(output / "model.safetensors").items())
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("UniLoRA", {"r": 4, "thetaDLength": 64, "initThetaDBound": "0.2"}),
+        ("TinyLoRA", {"r": 2}),
+        ("WaveFT", {"nFrequency": 50, "proportionalParameters": True}),
+    ],
+)
+def test_adapters_that_do_not_say_which_values_a_layer_uses(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    base = tiny.save_base(tmp_path / "base", tiny.llama(), torch.bfloat16)
+    wrong, right = plans("method-merge-setting", {"method.type": method, "method.settings": settings})
+    with pytest.raises(UnsupportedAdapterError):
+        merged(wrong, base, tmp_path / "wrong")
+    assert merged(right, base, tmp_path / "right")

@@ -21,7 +21,6 @@ FITTING: dict[str, dict[str, Any]] = {
     **SETTINGS,
     "TrainableTokens": {"tokenIndices": [3, 40]},
     "SuperTuning": {"r": 4},
-    "TinyLoRA": {"weightTying": 1},
 }
 NEEDED = {
     "layersToTransform": {"targetModules": ["q_proj"]},
@@ -100,6 +99,13 @@ def happens_nothing(method: str, wrong: dict[str, Any], fitting: dict[str, Any])
         return bool(peft_config(method, wrong).boft_n_butterfly_factor == 1)
     if method == "TrainableTokens":
         return trained(method, wrong).trained == trained(method, {"tokenIndices": sorted(set(wrong["tokenIndices"]))}).trained
+    if method == "TinyLoRA" and "initWeights" in wrong:
+        # What memory holds that nobody wrote is chance; so it is NaN wherever it is read.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            return trained(method, wrong).is_finite
+        finally:
+            torch.use_deterministic_algorithms(False)
     outcome = trained(method, wrong)
     if method == "VBLoRA" and wrong.get("saveOnlyTopkWeights"):
         return not outcome.error and saves_all(method, wrong)

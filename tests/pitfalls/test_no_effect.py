@@ -73,6 +73,11 @@ def test_recomputation_is_asked_for_elsewhere():
     assert settled(wrong) == settled(plan_of({}))
     found = [plan.training.activation_checkpointing.value for plan in (wrong, right)]
     assert found == ["None", "Full"]
+    # Beside the setting that counts it is simply not looked at: nothing is computed twice.
+    both = {F + "activationCheckpointing": True, "training.activationCheckpointing": "Selective"}
+    wrong, right = plans("no-effect-activation-checkpointing", both)
+    assert settled(wrong) == settled(right)
+    assert right.training.activation_checkpointing.value == "Selective"
 
 
 def test_torchs_own_functions_do_not_take_the_settings_of_the_other_version():

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.train.optimizers import build_optimizer, decays, set_learning_rate
 from tests.pitfalls.lab.ranks import run_ranks
-from tests.pitfalls.manifests import plans, settled
+from tests.pitfalls.manifests import JOB, changed, plans, settled
 from tests.pitfalls.one_process import llama, tokens
 
 RATE = 1e-2
@@ -123,15 +125,17 @@ def decayed(rank: int, plan: RunPlan) -> tuple[bool, str]:
 
 
 def test_a_flat_parameter_decays_as_a_whole():
-    """transformers would decay the normalisation weights, too; this trainer refuses it once the model is there."""
+    """transformers would decay the normalisation weights, too; this trainer refuses it, preflight before it."""
     changes = {
         "method.type": "Full",
         "training.weightDecay": "0.1",
         "parallelism.processesPerNode": 2,
         "parallelism.fsdp.version": 1,
-        "parallelism.fsdp.useOrigParams": False,
     }
-    wrong, right = plans("fsdp1-flat-weight-decay", changes)
+    wrong, right = (
+        resolve(JOB, FineTuneJobSpec.model_validate(changed(changes | {"parallelism.fsdp.useOrigParams": kept})), None)
+        for kept in (False, True)
+    )
     (moves, said), *_ = [result.value for result in run_ranks(decayed, wrong)]
     assert moves
     assert "shares one flat parameter with others that decay" in said

@@ -9,13 +9,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from finetune_job.api.output import MergeBase
+from finetune_trainer.merge.errors import UnsupportedBaseError
+from finetune_trainer.merge.quantized_base import training_quantization
+from finetune_trainer.model.load import quantization_config
 from tests.pitfalls.lab.build import adapted, load_base, sharded
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.expect import fails, trains
 from tests.pitfalls.lab.models import HIDDEN
 from tests.pitfalls.lab.observe import observe
 from tests.pitfalls.lab.ranks import run_ranks
-from tests.pitfalls.manifests import findings
+from tests.pitfalls.manifests import findings, plans
 
 INTEGER = "fsdp1-qlora-integer-storage"
 DTYPE = "fsdp1-qlora-storage-not-model-dtype"
@@ -72,11 +76,13 @@ def test_mixed_precision_destroys_packed_weights(version):
         "is invalid for input of size",
     )
     fsdp = {"version": version, "mixedPrecision": {"paramDtype": "bfloat16"}}
-    # The trainer leaves the casts to autocast under FSDP 1, and stores what is left open in the type of the computation.
+    # Under FSDP 1 the trainer leaves the casts to autocast, or holds all in float32; and it stores what is left open in the type of
+    # the computation.
     assert (PARAM in qlora(fsdp, "float32", quantStorage="float32")) is (version == 2)
     assert PARAM not in qlora(fsdp, "float32")
     upwards = {"version": version, "mixedPrecision": {"paramDtype": "float32"}}
-    assert (PARAM in qlora(upwards, "bfloat16")) is (version == 1)
+    assert PARAM not in qlora(upwards, "bfloat16")
+    assert (PARAM in qlora(upwards, "bfloat16", quantStorage="bfloat16")) is (version == 2)
 
 
 def test_mixed_precision_of_the_storage_type_trains():
@@ -89,9 +95,29 @@ def test_mixed_precision_of_the_storage_type_trains():
     [(1, "shard", "Cannot flatten integer dtype tensors"), (2, "forward", "has no attribute 'CB'")],
 )
 def test_an_8_bit_base_cannot_be_sharded(version, stage, text):
+    """Four bits, which the fix leaves, can."""
     fails(Case(bits=8, version=version), stage, text)
-    assert "quantization-bits" in qlora({"version": version}, bits=8)
-    assert "quantization-bits" not in qlora({"version": version}, bits=4)
+    sharded_by = {"method.type": "QLoRA", "parallelism.processesPerNode": 2, "parallelism.fsdp.version": version}
+    wrong, right = plans("quantization-bits", {**sharded_by, "method.quantization.bits": 8})
+    assert [plan.method.quantization.bits for plan in (wrong, right) if plan.method.quantization] == [8, 4]
+    trains(Case(bits=4, version=version, storage="float32" if version == 1 else None))
+
+
+def test_an_8_bit_base_cannot_be_written_out():
+    packed = {"method.type": "QLoRA", "method.quantization.bits": 8, "merge.base": "Dequantized"}
+    wrong, right = plans("quantization-bits", packed)
+    assert wrong.method.quantization is not None
+    with pytest.raises(UnsupportedBaseError, match="only 4-bit bases"):
+        training_quantization(wrong.method.quantization, torch.float32)
+    assert right.merge.base is MergeBase.ORIGINAL
+
+
+def test_no_other_number_of_bits_exists():
+    """Nobody else would say so: whatever is not 8 would be loaded in 4 bits."""
+    wrong, right = plans("quantization-bits", {"method.type": "QLoRA", "method.quantization.bits": 5})
+    for plan in (wrong, right):
+        assert plan.method.quantization is not None
+        assert quantization_config(plan.method.quantization, torch.float32, torch.float32).load_in_4bit
 
 
 def test_merging_into_4_bits_rounds_the_update_away():

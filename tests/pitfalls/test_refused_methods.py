@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, XLoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
 
@@ -16,7 +17,7 @@ from finetune_trainer.model.adapters import adapter_config
 from finetune_trainer.model.method_settings import config_class
 from tests.pitfalls.lab.ranks import run_ranks
 from tests.pitfalls.manifests import plans
-from tests.pitfalls.one_process import VOCABULARY, llama
+from tests.pitfalls.one_process import VOCABULARY, llama, mixtral
 
 RULE = "method-not-supported"
 PEFT_SETTINGS: dict[str, dict[str, Any]] = {
@@ -27,6 +28,7 @@ PEFT_SETTINGS: dict[str, dict[str, Any]] = {
     "Cartridge": {"num_virtual_tokens": 4},
     "CPT": {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 4]},
     "RandLoRA": {"r": 4, "target_modules": "all-linear"},
+    "AdaptionPrompt": {"adapter_len": 4, "adapter_layers": 2},
 }
 FIRST, SECOND = torch.arange(8), torch.arange(20, 30)
 POSITIONS = torch.cat([torch.arange(8), torch.arange(10)])
@@ -97,6 +99,31 @@ def passes(model: nn.Module) -> tuple[int, list[bool]]:
 def test_other_objects_than_tensors_go_from_layer_to_layer():
     assert not all(passes(adapted("Shadow"))[1])
     assert all(passes(adapted(method_of({"method.type": "Shadow"})))[1])
+
+
+def test_a_mixture_wants_trained_adapters_and_computes_every_batch_twice(tmp_path: Path):
+    get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])).save_pretrained(tmp_path)
+    base = llama()
+    base.config.use_cache = False
+    # PEFT numbers the adapters itself, and fails on other names.
+    mixed = {"adapters": {"0": str(tmp_path), "1": str(tmp_path)}, "hidden_size": base.config.hidden_size, "xlora_depth": 1}
+    mixture = get_peft_model(base, XLoraConfig(task_type="CAUSAL_LM", **mixed))
+    trained = [name for name, parameter in mixture.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("xlora_classifier" in name for name in trained), "and no adapter"
+    assert passes(mixture)[0] == 2
+    assert passes(adapted(method_of({"method.type": "XLoRA"})))[0] == 1
+
+
+def test_attention_of_pefts_own_is_there_for_few_models_and_for_no_merge():
+    method = "AdaptionPrompt"
+    with pytest.raises(ValueError, match="Unsupported model type for adaption prompt"):
+        get_peft_model(mixtral(), config_class(MethodType(method))(task_type="CAUSAL_LM", **PEFT_SETTINGS[method]))
+    with pytest.raises(AttributeError, match="merge_and_unload"):
+        adapted(method).merge_and_unload()
+    right = adapted(method_of({"method.type": method})).eval()
+    apart = right(input_ids=FIRST[None]).logits
+    assert torch.allclose(right.merge_and_unload()(input_ids=FIRST[None]).logits, apart, atol=1e-5)
 
 
 def trained(rank: int, methods: list[str], world_size: int) -> dict[str, list[Any]]:

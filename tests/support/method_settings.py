@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "PSOFT": {"r": 4},
     "PEANuT": {"r": 4},
     "DEFT": {"r": 4},
+    "TinyLoRA": {"weightTying": "1"},
     "TrainableTokens": {"tokenIndices": list(range(256))},
 }
 """What PEFT's defaults make too large for a model of 32 channels, or what has no default."""

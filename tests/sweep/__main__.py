@@ -20,15 +20,12 @@ from pathlib import Path
 from tests.support.source_seed import seed_of_the_sources, sources_digest
 from tests.sweep.case import Case
 from tests.sweep.judge import WRONG
-from tests.sweep.known import what_is_known
 from tests.sweep.material import make_material
 from tests.sweep.methods import ATTEMPTS, table_cases
 from tests.sweep.record import OUTCOMES, REHEARSALS, entries, write_summary, write_table
 from tests.sweep.rehearsals import rehearsed, sample
 from tests.sweep.session import Result, run_all
 from tests.sweep.streams import fixed_cases, random_slice
-
-KNOWN_KIND = "known"
 
 
 def main() -> int:
@@ -52,13 +49,12 @@ def main() -> int:
 
         def done(result: Result) -> None:
             is_wrong = result.judgement.kind in WRONG
-            said = what_is_known(result.text()) if is_wrong else None
-            kinds[result.case.id] = result.judgement.kind if said is None else KNOWN_KIND
-            if is_wrong and said is None:
+            kinds[result.case.id] = result.judgement.kind
+            if is_wrong:
                 surprising[result.case.id] = result.case
             print(json.dumps({**result.entry(), "sources": digest}), file=outcomes, flush=True)
             if is_wrong or arguments.verbose:
-                print(result.text() + (f"\n    known: {said}" if said else ""), flush=True)
+                print(result.text(), flush=True)
             if arguments.only:
                 print(json.dumps(result.case.spec(), indent=2))
                 print(f"verdict: {result.verdict}\nobserved: {result.observation}")
@@ -76,7 +72,6 @@ def main() -> int:
     print(f"seed {seed}; {len(kinds)} distinct combinations in {time.monotonic() - started:.0f} s")
     print(f"accepted and working {counts['accepted']}, refused as said {counts['refused']}, on principle {counts['policy']}")
     print(f"false accepts {counts['false accept']}, false refusals {counts['false refusal']}, unexplained {counts['unexplained']}")
-    print(f"besides, known and not mended (tests/sweep/known.py): {counts[KNOWN_KIND]}")
     if arguments.record:
         print(f"recorded in {write_table(digest) if arguments.table else write_summary(digest, [seed])}")
     return int(any(counts[kind] for kind in WRONG))

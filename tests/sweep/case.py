@@ -65,6 +65,9 @@ class Case:
         for name, value in self.values.items():
             if value != UNSET and name in FIELDS:
                 _put(spec, FIELDS[name], _meaning(self, name, value))
+        if kind is MethodType.HIRA and self.of("optimizer") in ("RAdam", "SGD"):
+            # Their first steps follow the gradient, and a share of each weight would be less than 16 bits tell apart.
+            _put(spec, "training.learningRate", "30")
         if self.of("init") == "Random":
             # PEFT's random A and B are so large that the model would say nothing but the adapter.
             _put(spec, "method.lora.loraAlpha", 1)

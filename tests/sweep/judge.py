@@ -39,7 +39,7 @@ def judged(verdict: Verdict | None, observation: Observation, ranks: int) -> Jud
         return Judgement("accepted", text) if works else Judgement("false accept", text)
     claims = [identifier for identifier in verdict.ids if not _is_principle(identifier, verdict, ranks)]
     if works:
-        if seen := [identifier for identifier in claims if identifier not in UNSEEN]:
+        if seen := to_be_seen(verdict, ranks):
             return Judgement("false refusal", f"works, but is refused by {', '.join(seen)}")
         return Judgement("policy", ", ".join(verdict.ids))
     explaining = [identifier for identifier in claims if explains(identifier, text, verdict.messages.get(identifier, ""))]
@@ -48,6 +48,11 @@ def judged(verdict: Verdict | None, observation: Observation, ranks: int) -> Jud
     if len(claims) < len(verdict.ids):
         return Judgement("policy", ", ".join(verdict.ids))
     return Judgement("unexplained", f"{text}; refused by {', '.join(verdict.ids)}")
+
+
+def to_be_seen(verdict: Verdict, ranks: int) -> list[str]:
+    """Ids of refusals whose reason would show in a run."""
+    return [identifier for identifier in verdict.ids if identifier not in UNSEEN and not _is_principle(identifier, verdict, ranks)]
 
 
 def _is_principle(identifier: str, verdict: Verdict, ranks: int) -> bool:

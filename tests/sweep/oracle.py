@@ -20,6 +20,9 @@ NOISE_FACTOR = 8.0
 errors, and their tails are long. A gradient that is counted twice or divided by the ranks is off by half of its norm and more."""
 FLOAT16_STEP = 2.0**-24
 """The smallest difference of two float16 numbers."""
+FEW_ELEMENTS = 16
+"""Up to so many elements of a tensor say little about how large the errors of each are: that of a sum that nearly cancels, such as
+the gradient of DeLoRA's one scale, is one draw, and a lucky one says nothing. Of these the same rounding is drawn again."""
 _TINY = 1e-12
 
 
@@ -41,14 +44,25 @@ def compare_names(found: Tensors, wanted: Tensors, what: str) -> list[str]:
     ]
 
 
-def compare_gradients(found: Tensors, exact: Tensors, coarse: Sequence[Tensors], reduce_bits: int | None) -> list[str]:
+def has_few(tensor: torch.Tensor) -> bool:
+    """Whether the rounding of this gradient is to be drawn again."""
+    return tensor.numel() <= FEW_ELEMENTS
+
+
+def compare_gradients(
+    found: Tensors, exact: Tensors, coarse: Sequence[Tensors], reduce_bits: int | None, redrawn: Sequence[Tensors] = ()
+) -> list[str]:
     """`exact`: the plain run's in float32; `coarse`: in each of the 16-bit types that take part.
 
     `reduce_bits`: mantissa bits of the type in which gradients are summed over ranks, where it is coarser than float32.
+    `redrawn`: as `coarse`, rounded otherwise; they count for tensors of few elements.
     """
-    noise = {name: max((float((other[name] - exact[name]).norm()) for other in coarse), default=0.0) for name in exact}
+    noise = {
+        name: max((float((other[name] - wanted).norm()) for other in (*coarse, *(redrawn if has_few(wanted) else ()))), default=0.0)
+        for name, wanted in exact.items()
+    }
     norms = {name: float(gradient.norm()) for name, gradient in exact.items()}
-    # The errors of a tensor of few elements are one draw; those of the same parameter of all layers together are more.
+    # The errors of a tensor are one draw; those of the same parameter of all layers together are more.
     alike: dict[str, float] = {}
     for name, error in noise.items():
         alike[_kind(name)] = max(alike.get(_kind(name), 0.0), error / max(norms[name], _TINY))
@@ -66,10 +80,12 @@ def compare_gradients(found: Tensors, exact: Tensors, coarse: Sequence[Tensors],
             problems.append(f"gradient of {name} is not finite")
             continue
         distance = float((gradient.float().view_as(wanted) - wanted).norm())
-        relative_noise = max(pooled, min(alike[_kind(name)], 1.0))
+        relative_noise = pooled if redrawn and has_few(wanted) else max(pooled, min(alike[_kind(name)], 1.0))
         bound = (FLOAT32_BOUND + rounding + NOISE_FACTOR * relative_noise) * norms[name] + NOISE_FACTOR * noise[name]
         # Elements far below the others are lost in the sums that make them.
         bound += 1e-7 * whole
+        if gradient.dtype is torch.float16:
+            bound += FLOAT16_STEP * math.sqrt(gradient.numel())
         if distance > bound:
             relative = distance / max(norms[name], _TINY)
             problems.append(f"gradient of {name} is off by {relative:.2g} of its norm, bound {bound / max(norms[name], _TINY):.2g}")

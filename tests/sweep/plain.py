@@ -134,22 +134,32 @@ class Plain:
             for name, parameter in self.trained.items():
                 parameter.copy_(values[name])
 
-    def gradients(self, split: PreparedSplit, step: int, dtype: torch.dtype, is_training: bool = True) -> tuple[float, Tensors]:
-        """Loss and gradients, in float32, of a step's whole batch, computed in `dtype`."""
+    def gradients(
+        self, split: PreparedSplit, step: int, dtype: torch.dtype, is_training: bool = True, factor: float = 1.0
+    ) -> tuple[float, Tensors]:
+        """Loss and gradients, in float32, of a step's whole batch, computed in `dtype`.
+
+        factor: of the loss, and divided out of the gradients, so that it changes nothing but how they are rounded.
+        """
         model = self.model if dtype is torch.float32 else self._rounded(dtype)
         model.train(is_training)
         training = self.plan.training
         sequences = global_batch(step, training.global_batch_size, training.seed, split.num_sequences)
         loss = documents_loss(model, split, sequences)
+        # Gradients below what float16 holds would vanish; the largest factor with which none overflows.
+        for power in range(16, -1, -1) if dtype is torch.float16 else (0,):
+            scale = factor * 2.0**power
+            model.zero_grad()
+            (loss * scale).backward(retain_graph=power > 0)
+            found = {
+                name: torch.zeros_like(parameter).float() if parameter.grad is None else parameter.grad.float() / scale
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
+            }
+            if all(bool(gradient.isfinite().all()) for gradient in found.values()):
+                break
         model.zero_grad()
-        loss.backward()
-        found = {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        model.zero_grad()
-        return float(loss.detach()), {name: gradient.float() for name, gradient in found.items()}
+        return float(loss.detach()), found
 
     def _rounded(self, dtype: torch.dtype) -> Any:
         model = copy.deepcopy(self.model).to(dtype)

@@ -19,9 +19,18 @@ Tensors = dict[str, torch.Tensor]
 
 
 def replayed(model: Any, plan: RunPlan, first: Mapping[str, torch.Tensor], gradients: list[Tensors]) -> Tensors:
-    """Parameters after all steps. Weight decay goes to what transformers' Trainer decays."""
+    """Parameters after all steps. Weight decay goes to what transformers' Trainer decays, but for normalisation weights.
+
+    The Trainer means to leave these out, and knows them by torch's class or by their usual names, of which Mamba's is none.
+    """
     training = plan.training
-    decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    normalised = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if type(module).__name__.endswith("Norm")
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    decaying = set(Trainer.get_decay_parameter_names(None, model)) - normalised  # type: ignore[arg-type]
     after = {}
     for name, value in first.items():
         parameter = torch.nn.Parameter(value.float())

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.sweep.case import UNSET, Case
 from tests.sweep.gangs import GangPool
-from tests.sweep.judge import Judgement, judged
+from tests.sweep.judge import Judgement, judged, to_be_seen
 from tests.sweep.mending import alternatives
 from tests.sweep.observation import Failure, Observation, Verdict
 from tests.sweep.rank import Request
@@ -97,6 +97,8 @@ def run_case(case: Case, material: Path, pool: GangPool) -> Result:
     judgement = tried.judgement
     if judgement.kind == "unexplained" and tried.verdict is not None and tried.verdict.fields:
         judgement = _each_by_itself(case, tried.verdict, material, pool) or judgement
+    if judgement.kind == "false refusal" and tried.verdict is not None and len(tried.verdict.ids) > 1:
+        judgement = _hidden_by_another(case, tried.verdict, material, pool) or judgement
     return Result(case, tried.verdict, tried.observation, judgement, time.monotonic() - started)
 
 
@@ -138,6 +140,25 @@ def _each_by_itself(case: Case, verdict: Verdict, material: Path, pool: GangPool
             if again.judgement.kind == "false refusal":
                 return again.judgement
     return None
+
+
+def _hidden_by_another(case: Case, verdict: Verdict, material: Path, pool: GangPool) -> Judgement | None:
+    """A refused setting that names nothing, for instance, shows nothing: with the others mended each refusal is what happens.
+
+    None where one of them is not.
+    """
+    shown = {}
+    for identifier in to_be_seen(verdict, int(case.of("ranks"))):
+        others = {field for other in verdict.ids if other != identifier for field in verdict.fields.get(other, ())}
+        for mended in alternatives(case, others):
+            tried = _tried(mended, material, pool)
+            left = set(tried.verdict.ids) & set(verdict.ids) if tried.verdict is not None else set()
+            if left == {identifier} and tried.judgement.kind == "refused":
+                shown[identifier] = f"as {mended.id}: {tried.judgement.why}"
+                break
+        else:
+            return None
+    return Judgement("refused", "; ".join(shown.values()))
 
 
 def _without(case: Case, verdict: Verdict, material: Path, pool: GangPool) -> Iterator[tuple[Case, _Tried]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.method import ALL_LINEAR, LoraSpec, MethodType, QuantizationSpec, QuantType
 from finetune_job.methods import METHODS, Family
@@ -25,7 +27,10 @@ def method_plan(spec: FineTuneJobSpec, choices: Choices) -> MethodPlan:
     return MethodPlan(
         type=kind,
         lora=_lora(spec.method.lora or LoraSpec(), kind, choices, as_base=as_base) if family is Family.LORA else None,
-        adapter=AdapterPlan(settings=spec.method.settings or {}, autocast_adapter_dtype=not as_base)
+        adapter=AdapterPlan(
+            settings={name: _in_order(value) for name, value in (spec.method.settings or {}).items()},
+            autocast_adapter_dtype=not as_base,
+        )
         if family is Family.OTHER
         else None,
         quantization=(
@@ -51,8 +56,8 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool) 
         init_lora_weights=lora.init_lora_weights,
         modules_to_save=tuple(lora.modules_to_save or ()),
         trainable_token_indices=tuple(lora.trainable_token_indices or ()),
-        rank_pattern=lora.rank_pattern or {},
-        alpha_pattern=lora.alpha_pattern or {},
+        rank_pattern=_in_order(lora.rank_pattern or {}),
+        alpha_pattern=_in_order(lora.alpha_pattern or {}),
         lora_plus_ratio=number(lora.lora_plus_ratio),
         use_rslora=lora.use_rslora,
         use_dora=kind is MethodType.DORA,
@@ -64,6 +69,13 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool) 
             "a flat unit has one element type" if as_base else "small updates vanish in 16 bits",
         ),
     )
+
+
+def _in_order(value: Any) -> Any:
+    """Patterns in the order of the alphabet: the first that matches counts, and neither Kubernetes nor adapter_config.json keeps
+    any other.
+    """
+    return dict(sorted(value.items())) if isinstance(value, dict) else value
 
 
 def quantization_plan(quantization: QuantizationSpec, choices: Choices) -> QuantizationPlan:

@@ -32,7 +32,7 @@ def local_state_dict(context: RuleContext) -> Problem | None:
     return Problem(
         field=_TYPE,
         value=written,
-        message="FSDP 2 has no such form, and under FSDP 1 what it saves is not found again on resuming",
+        message="FSDP 2 has no such form, and under FSDP 1 it holds each rank's flat shards, under names that no parameter has",
         fix=f"remove {_TYPE}: checkpoints are sharded and can be read by any number of ranks",
         changes={_TYPE: None},
     )
@@ -43,6 +43,10 @@ def local_state_dict(context: RuleContext) -> Problem | None:
     "The best checkpoint is found on held-out records",
     reads=(_BEST, _VALIDATION),
     sources=_API,
+    reproduction=Reproduction(
+        "tests/pitfalls/test_results.py::test_without_held_out_records_nothing_is_evaluated",
+        "no error: the last checkpoint is exported, whatever it is worth",
+    ),
     holds_for=OURS,
 )
 def best_model_without_validation(context: RuleContext) -> Problem | None:

@@ -158,18 +158,18 @@ def saved_module_16_bit(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "float16-without-loss-scaling",
-    "Gradients in float16 vanish or overflow without loss scaling",
+    "float16-range",
+    "Activations above 65504 are infinite in float16",
     severity="warning",
     reads=("model.dtype", "training.precision", _PARAM_DTYPE),
-    sources=("Micikevicius et al. 2018, Mixed precision training; this trainer scales no losses",),
+    sources=("IEEE 754", "transformers: issue 9295 (models trained in bfloat16 give NaN in float16)"),
     reproduction=Reproduction(
-        "tests/pitfalls/test_loss_scaling.py::test_small_gradients_are_zero_in_float16",
-        "no error: a gradient of 1e-8 is zero",
+        "tests/pitfalls/test_loss_scaling.py::test_large_activations_are_infinite_in_float16",
+        "the loss is not finite",
     ),
     holds_for="every version",
 )
-def float16_without_loss_scaling(context: RuleContext) -> Problem | None:
+def float16_range(context: RuleContext) -> Problem | None:
     plan = effective_plan(context)
     given = plan.parallelism.fsdp.param_dtype
     if (given or held_dtype(plan)) is not Dtype.FLOAT16:
@@ -181,7 +181,8 @@ def float16_without_loss_scaling(context: RuleContext) -> Problem | None:
     return Problem(
         field=next(iter(changes)),
         value=Dtype.FLOAT16,
-        message="the computation is in float16, whose gradients vanish below 6e-8 and overflow above 65504, and no loss is scaled",
+        message="the computation is in float16: what a model trained in bfloat16 computes may be above 65504, which is infinite in "
+        "it; scaling the loss, which this trainer does, saves small gradients and no large activation",
         fix=f"set {' and '.join(changes)} to bfloat16",
         changes=changes,
     )
@@ -224,6 +225,9 @@ def dora_16_bit_magnitude(context: RuleContext) -> Problem | None:
         "torch: torch/distributed/fsdp/_flat_param.py, _init_metadata (one element type in a flat parameter)",
         "IEEE 754: a bfloat16 number near 1 has steps of 1/128, larger than usual updates",
     ),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapter_units.py::test_adapters_in_16_bits_stand_still", "no error: the weights never change"
+    ),
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_adapter_16_bit(context: RuleContext) -> Problem | None:
@@ -247,7 +251,7 @@ RULES = (
     fsdp1_qlora_compute_dtype,
     float16_adapter,
     saved_module_16_bit,
-    float16_without_loss_scaling,
+    float16_range,
     dora_16_bit_magnitude,
     fsdp1_adapter_16_bit,
 )

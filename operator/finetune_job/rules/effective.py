@@ -2,7 +2,7 @@
 
 from finetune_job.api.base import Dtype
 from finetune_job.api.parallelism import AutoWrapPolicy
-from finetune_job.api.training import Precision
+from finetune_job.memory.element_types import resolve_elements
 from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_job.rules.context import RuleContext
 
@@ -13,16 +13,9 @@ def effective_plan(context: RuleContext) -> RunPlan:
 
 
 def held_dtype(plan: RunPlan) -> Dtype | None:
-    """Element type in which an adapter run holds its base; None where only the stored weights can tell.
-
-    What memory/element_types.py makes of a plan, as far as a manifest alone shows it.
-    """
-    if plan.training.precision is Precision.FP32:
-        return Dtype.FLOAT32
-    fsdp = plan.parallelism.fsdp
-    is_cast = plan.parallelism.world_size > 1 and fsdp.version == 2
-    is_short = plan.model.dtype not in (None, Dtype.FLOAT32) and fsdp.param_dtype not in (None, Dtype.FLOAT32)
-    return fsdp.param_dtype if is_short and not is_cast else plan.model.dtype
+    """Element type in which an adapter run holds its base; None where only the stored weights can tell."""
+    held = {resolve_elements(plan, stored.value).load for stored in Dtype}
+    return Dtype(held.pop()) if len(held) == 1 else None
 
 
 LEAF_CLASSES = ("Linear", "Linear4bit")

@@ -19,6 +19,10 @@ _API = ("this product's API",)
     severity="warning",
     reads=(_EVERY, _VALIDATION),
     sources=_API,
+    reproduction=Reproduction(
+        "tests/pitfalls/test_results.py::test_without_held_out_records_nothing_is_evaluated",
+        "no error: the run's history holds no evaluation",
+    ),
     holds_for=OURS,
 )
 def evaluation_without_validation(context: RuleContext) -> Problem | None:
@@ -70,6 +74,10 @@ def early_stopping_without_evaluation(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_STOPPING, _EVERY, _STEPS),
     sources=("this product: the first evaluation is what the next `patience` ones are compared with",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_evaluation.py::test_a_run_may_be_over_before_patience_is",
+        "no error: the run ends at its last step, however the loss rises",
+    ),
     holds_for=OURS,
 )
 def early_stopping_after_the_end(context: RuleContext) -> Problem | None:

@@ -8,7 +8,7 @@ from typing import Any
 from finetune_job.api.base import Dtype
 from finetune_job.api.method import MethodType, is_decimal
 from finetune_job.api.output import MergeBase
-from finetune_job.methods import METHODS
+from finetune_job.methods import METHODS, Family
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule, shown
 from finetune_job.rules.rule import Reproduction
@@ -21,6 +21,7 @@ _PEFT = "peft 0.21"
 _BASE = "merge.base"
 _DTYPE = "merge.dtype"
 _AGREEMENT = "merge.verify.minTop1Agreement"
+_DIVERGENCE = "merge.verify.maxKlDivergence"
 
 
 @rule(
@@ -28,6 +29,10 @@ _AGREEMENT = "merge.verify.minTop1Agreement"
     "Some adapters can be merged only where they say enough",
     reads=(_TYPE, _SETTINGS, _MERGE),
     sources=(_MERGED, "peft: peft/tuners/unilora/model.py, tinylora/model.py"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_merging.py::test_adapters_that_do_not_say_which_values_a_layer_uses",
+        "UnsupportedAdapterError, after the training: the adapter does not say which values belong to a layer",
+    ),
     holds_for=_PEFT,
 )
 def method_merge_setting(context: RuleContext) -> Problem | None:
@@ -90,6 +95,10 @@ def merge_dtype_overflow(context: RuleContext) -> Problem | None:
     "Agreement is a share",
     reads=(_AGREEMENT,),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_results.py::test_no_merged_model_agrees_more_than_always",
+        "VerificationError: the most likely token agrees at 100.00%; required is 200.00%",
+    ),
     holds_for=OURS,
 )
 def verification_agreement_range(context: RuleContext) -> Problem | None:
@@ -102,6 +111,34 @@ def verification_agreement_range(context: RuleContext) -> Problem | None:
         message="the agreement is a share of positions and never exceeds 1, so every merged model would be refused",
         fix=f'write a share such as "0.95", or remove {_AGREEMENT}',
         changes={_AGREEMENT: None},
+    )
+
+
+@rule(
+    "verification-divergence-zero",
+    "Merged weights are rounded",
+    reads=(_DIVERGENCE, _MERGE, _TYPE),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_results.py::test_a_rounded_merge_diverges",
+        "VerificationError: mean KL divergence is 1e-14 or more; allowed is 0",
+    ),
+    holds_for=OURS,
+)
+def verification_divergence_zero(context: RuleContext) -> Problem | None:
+    merge = context.spec.merge
+    written = merge.verify.max_kl_divergence
+    # Other methods may change what is stored and nothing else, such as a norm, and then lose nothing.
+    is_rounded = METHODS[context.spec.method.type].family is Family.LORA
+    if written is None or Decimal(written) > 0 or not merge.enabled or not is_rounded:
+        return None
+    return Problem(
+        field=_DIVERGENCE,
+        value=written,
+        message="merging rounds every changed weight, so the divergence is never exactly zero: the merged model would be refused "
+        "once all the training is done",
+        fix=f'write a number such as "1e-3", or remove {_DIVERGENCE}',
+        changes={_DIVERGENCE: None},
     )
 
 
@@ -135,6 +172,10 @@ def merge_into_quantized(context: RuleContext) -> Problem | None:
     "Only QLoRA trains on packed weights",
     reads=(_BASE, "method.type"),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_results.py::test_nothing_was_packed_that_could_be_unpacked",
+        "ValueError, after the training: merged_onto is Dequantized, but no quantization is given",
+    ),
     holds_for=OURS,
 )
 def merge_dequantized_without_qlora(context: RuleContext) -> Problem | None:
@@ -145,8 +186,8 @@ def merge_dequantized_without_qlora(context: RuleContext) -> Problem | None:
     return Problem(
         field=_BASE,
         value=merge.base,
-        message=f"{kind} trains on the weights as they are stored; packing and unpacking them would only add errors "
-        "that its adapter never saw",
+        message=f"{kind} trains on the weights as they are stored: nothing was packed that the merge could unpack, and after the "
+        "training it would fail",
         fix=f"set {_BASE} to Original",
         changes={_BASE: MergeBase.ORIGINAL},
     )
@@ -170,29 +211,8 @@ def merge_while_sharded(context: RuleContext) -> Problem | None:
         field=_BASE,
         value=merge.base,
         message='between two steps a rank holds only flat shards, and merge_and_unload fails on them: "The tensor has a non-zero '
-        'number of elements, but its data is not allocated yet"; a GPU would be held for it besides',
-        fix=f"set {_BASE} to Original: a CPU pod merges the saved adapter into the stored weights",
-        changes={_BASE: MergeBase.ORIGINAL},
-    )
-
-
-@rule(
-    "merge-device-mismatch",
-    "Merging after offloading or quantised training mixes devices",
-    reads=(_BASE, "parallelism.fsdp.offloadParams", "method.type"),
-    sources=("peft: issue 2129 (two devices, cuda:0 and cpu)", "peft: issue 1674 (Expected a cuda device, but got: cpu)"),
-    holds_for="reported with GPUs; a CPU has one device only",
-)
-def merge_device_mismatch(context: RuleContext) -> Problem | None:
-    spec = context.spec
-    mixes = spec.parallelism.fsdp.offload_params or spec.method.type is MethodType.QLORA
-    if not spec.merge.enabled or spec.merge.base is not MergeBase.TRAINED or not mixes:
-        return None
-    return Problem(
-        field=_BASE,
-        value=spec.merge.base,
-        message='offloaded or packed weights lie on another device than the adapter: "Expected all tensors to be on the same '
-        'device, but found at least two devices, cuda:0 and cpu!"',
+        'number of elements, but its data is not allocated yet"; offloaded or packed weights lie on another device than the '
+        "adapter besides, and a GPU would be held for it",
         fix=f"set {_BASE} to Original: a CPU pod merges the saved adapter into the stored weights",
         changes={_BASE: MergeBase.ORIGINAL},
     )
@@ -202,8 +222,8 @@ RULES = (
     method_merge_setting,
     merge_dtype_overflow,
     verification_agreement_range,
+    verification_divergence_zero,
     merge_into_quantized,
     merge_dequantized_without_qlora,
     merge_while_sharded,
-    merge_device_mismatch,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from finetune_job.api.base import Dtype
 from finetune_job.api.method import MethodType, QuantStorage
 from finetune_job.api.output import MergeBase
 from finetune_job.plan.resolve_training import world_size
@@ -172,24 +171,15 @@ def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
         "tests/pitfalls/test_quantization.py::test_mixed_precision_destroys_packed_weights",
         "RuntimeError: the packed weight is converted like numbers and has half its size",
     ),
-    holds_for="torch >= 2.0, both FSDP versions; under version 1 this trainer leaves 16-bit types to autocast",
+    holds_for="torch >= 2.0, both FSDP versions; under version 1 this trainer leaves 16 bits to autocast, and holds all in float32 "
+    "where that is the type of the computation",
 )
 def qlora_storage_not_param_dtype(context: RuleContext) -> Problem | None:
     plan = effective_plan(context)
     param_dtype = plan.parallelism.fsdp.param_dtype
-    if plan.method.quantization is None or param_dtype is None:
+    if plan.parallelism.fsdp.version != 2 or plan.method.quantization is None or param_dtype is None:
         return None
     storage = plan.method.quantization.quant_storage
-    if plan.parallelism.fsdp.version == 1:
-        if param_dtype is not Dtype.FLOAT32 or storage is QuantStorage.UINT8 or held_dtype(plan) in (None, Dtype.FLOAT32):
-            return None
-        return Problem(
-            field=_PARAM_DTYPE,
-            value=param_dtype,
-            message=f"packed weights lie in one unit with others in {held_dtype(plan)} and {_DESTROYED.format(param_dtype)}",
-            fix=f"leave {_PARAM_DTYPE} out: autocast computes in 16 bits, and packed weights stay as they are",
-            changes={_PARAM_DTYPE: None},
-        )
     if storage in (None, QuantStorage.UINT8) or str(storage) == str(param_dtype):
         return None
     return Problem(

@@ -16,7 +16,8 @@ from finetune_job.rules.define import OURS, Problem, rule
 from finetune_job.rules.rule import Reproduction
 
 _DATASETS = "data.datasets"
-_SOURCES = ("model.source", "data.source", _DATASETS, "data.validation.source")
+SOURCES = ("model.source", "data.source", _DATASETS, "data.validation.source")
+"""Fields that name sources."""
 _REVISIONS = ("model.revision", "data.revision", _DATASETS, "data.validation.revision")
 _NO_COMMIT = "0" * 40
 """Stands where only the user can know the commit; no repository has it, so fetching it fails by name."""
@@ -80,6 +81,10 @@ def _problem(context: RuleContext, edits: Sequence[_Edit], message: str, fix: st
     "A repository on the Hub is read at a commit",
     reads=_REVISIONS,
     sources=("Hugging Face Hub: branches and tags can be moved, commits cannot",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_sources.py::test_without_a_commit_nothing_is_fetched",
+        "InvariantError: the source 'has no revision'; the branch itself names another commit after the next change",
+    ),
     holds_for=OURS,
 )
 def hub_source_without_revision(context: RuleContext) -> Problem | None:
@@ -128,6 +133,10 @@ def revision_without_hub_source(context: RuleContext) -> Problem | None:
     "A model is not a data set",
     reads=("model.source",),
     sources=("Hugging Face Hub: models and data sets are repositories of different kinds",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_sources.py::test_a_data_set_is_no_model",
+        "ModelError: the repository 'holds no safetensors file', or access to a data set of that name is refused",
+    ),
     holds_for=OURS,
 )
 def model_source_is_dataset(context: RuleContext) -> Problem | None:
@@ -143,14 +152,18 @@ def model_source_is_dataset(context: RuleContext) -> Problem | None:
     "model-source-inside-repository",
     "A model is a whole repository",
     reads=("model.source",),
-    sources=("this product: what a model consists of is chosen from the top of its repository",),
+    sources=("peft: an adapter's base_model_name_or_path is a repository, and has no word for a directory of it",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_sources.py::test_the_adapter_would_name_another_base",
+        "no error: adapter and model card name the repository, whose top is another model",
+    ),
     holds_for=OURS,
 )
 def model_source_inside_repository(context: RuleContext) -> Problem | None:
     return _problem(
         context,
         [edit for edit in _model_edits(context) if _path_of(edit.named) != ""],
-        "it names a directory inside a repository, and models are read from the top of theirs",
+        "it names a directory inside a repository, and the adapter would name the repository as its base, whose top is another",
         "write hf://<organisation>/<model>; copy a model in a directory to a claim or a bucket",
     )
 
@@ -171,29 +184,34 @@ def _path_of(named: NamedSource) -> str:
 
 @rule(
     "data-source-is-model",
-    "Records do not come from a model's repository",
+    "A model's repository is no data set",
     reads=("data.source", _DATASETS, "data.validation.source"),
     sources=("Hugging Face Hub: models and data sets are repositories of different kinds",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_sources.py::test_a_data_set_is_not_found_among_models",
+        "DataError: access to a model of that name is refused; of a model that is there, config.json is read as records",
+    ),
     holds_for=OURS,
 )
 def data_source_is_model(context: RuleContext) -> Problem | None:
+    """Of whole repositories: a file or directory of a model's repository may well hold records."""
     edits = [
         _Edit(named, f"hf://{HUB_DATASETS}{named.source.removeprefix('hf://')}", named.revision)
         for named in named_sources(context.spec)
-        if not named.is_model and isinstance(place := parse_source(named.source), HubPath) and not place.is_dataset
+        if not named.is_model and isinstance(place := parse_source(named.source), HubPath) and not (place.is_dataset or place.path)
     ]
     return _problem(
         context,
         edits,
-        "hf:// without datasets/ names a model",
-        f"write {edits[0].source}" if edits else "",
+        f"hf:// without {HUB_DATASETS} names a model, whose files are no records",
+        f"write {edits[0].source}, or name the file or directory of the model's repository that holds records" if edits else "",
     )
 
 
 @rule(
     "source-not-allowed",
     "The profile lets only some sources through",
-    reads=_SOURCES,
+    reads=SOURCES,
     sources=("this product's FineTuneProfile",),
     holds_for=OURS,
 )
@@ -214,7 +232,7 @@ def source_not_allowed(context: RuleContext) -> Problem | None:
     "no-effect-hub-token",
     "A Hub token is for hf:// sources",
     severity="warning",
-    reads=("fetch.hubTokenSecretRef", *_SOURCES),
+    reads=("fetch.hubTokenSecretRef", *SOURCES),
     sources=("this product's API",),
     reproduction=Reproduction(
         "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
@@ -230,7 +248,7 @@ def no_effect_hub_token(context: RuleContext) -> Problem | None:
     "no-effect-s3-secret",
     "S3 keys are for s3:// sources",
     severity="warning",
-    reads=("fetch.s3SecretRef", *_SOURCES),
+    reads=("fetch.s3SecretRef", *SOURCES),
     sources=("this product's API",),
     reproduction=Reproduction(
         "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
@@ -261,7 +279,11 @@ def _unused(
     "remote-code-not-allowed",
     "The profile does not let a model's own code run",
     reads=(_ALLOW,),
-    sources=("this product's FineTuneProfile",),
+    sources=("this product's FineTuneProfile", "transformers AutoConfig.from_pretrained(trust_remote_code=True)"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_sources.py::test_a_models_own_code_runs",
+        "no error: the model's code runs as its configuration is read",
+    ),
     holds_for=OURS,
 )
 def remote_code_not_allowed(context: RuleContext) -> Problem | None:

@@ -9,8 +9,8 @@ from finetune_job.rules.define import Problem, rule
 from finetune_job.rules.effective import effective_plan, held_dtype
 from finetune_job.rules.rule import Reproduction
 
-_TOKENS = "method.lora.trainableTokenIndices"
-_TARGETS, _SAVED = "method.lora.targetModules", "method.lora.modulesToSave"
+TOKENS = "method.lora.trainableTokenIndices"
+_TARGETS, SAVED = "method.lora.targetModules", "method.lora.modulesToSave"
 _VERSION, _ORIG_PARAMS = "parallelism.fsdp.version", "parallelism.fsdp.useOrigParams"
 _AUTOCAST = "method.lora.autocastAdapterDtype"
 _TESTS = "tests/pitfalls/test_tokens.py"
@@ -21,7 +21,7 @@ EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "t
 @rule(
     "trainable-token-repeated",
     "A token has one row",
-    reads=(_TOKENS,),
+    reads=(TOKENS,),
     sources=(
         "peft: peft/tuners/trainable_tokens/layer.py, get_merged_weights (index_copy of the rows)",
         "torch: Tensor.index_copy_",
@@ -37,18 +37,18 @@ def trainable_token_repeated(context: RuleContext) -> Problem | None:
     if not repeated:
         return None
     return Problem(
-        field=_TOKENS,
+        field=TOKENS,
         value=tokens,
         message=f"token {repeated[0]} is given more than once: each time has a row, and which of them counts is undefined",
         fix="give each token once",
-        changes={_TOKENS: sorted(set(tokens))},
+        changes={TOKENS: sorted(set(tokens))},
     )
 
 
 @rule(
     "trainable-tokens-overlap",
     "The embedding is trained in one way",
-    reads=(_TOKENS, _TARGETS, _SAVED),
+    reads=(TOKENS, _TARGETS, SAVED),
     sources=("peft: peft/peft_model.py, set_additional_trainable_modules; peft/tuners/trainable_tokens/layer.py",),
     reproduction=Reproduction(
         f"{_TESTS}::test_the_embedding_is_trained_in_one_way",
@@ -61,15 +61,15 @@ def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
     lora = _lora(context)
     if lora.trainable_token_indices is None:
         return None
-    for field, names in ((_SAVED, lora.modules_to_save or []), (_TARGETS, lora.target_modules or [])):
+    for field, names in ((SAVED, lora.modules_to_save or []), (_TARGETS, lora.target_modules or [])):
         both = [name for name in names if name.rsplit(".", 1)[-1] in EMBEDDINGS]
         if both:
             return Problem(
                 field=field,
                 value=names,
                 message=f"{both[0]} is the embedding, of which trainableTokenIndices trains some rows; PEFT cannot do both",
-                fix=f"remove {_TOKENS}, or {both[0]} from {field}",
-                changes={_TOKENS: None},
+                fix=f"remove {TOKENS}, or {both[0]} from {field}",
+                changes={TOKENS: None},
             )
     return None
 
@@ -77,7 +77,7 @@ def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
 @rule(
     "fsdp1-trainable-tokens",
     "FSDP 1 holds the embedding and its trained rows in one unit",
-    reads=(_TOKENS, _VERSION, _ORIG_PARAMS, _AUTOCAST, "method.type", "model.dtype", "training.precision"),
+    reads=(TOKENS, _VERSION, _ORIG_PARAMS, _AUTOCAST, "method.type", "model.dtype", "training.precision"),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", "peft: peft/tuners/trainable_tokens/layer.py"),
     reproduction=Reproduction(
         f"{_TESTS}::test_trained_rows_under_fsdp_1",

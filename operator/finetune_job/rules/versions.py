@@ -71,13 +71,15 @@ def _no_effect(row: FsdpField) -> Rule:
         value = getattr(fsdp, row.attribute)
         if value is None or fsdp.version in row.used_by or value in row.quiet:
             return None
-        written = ", ".join(f"set {other} to {setting}" for other, setting in row.instead.items())
+        # What the user has asked for in the right place stays as it is.
+        instead = row.instead if context.spec.training.activation_checkpointing is None else {}
+        written = ", ".join(f"set {other} to {setting}" for other, setting in instead.items())
         return Problem(
             field=path,
             value=value,
             message=f"NoEffect: {row.why}",
             fix=f"remove {path}" + (f" and {written}" if written else ""),
-            changes={path: None, **row.instead},
+            changes={path: None, **instead},
         )
 
     return check

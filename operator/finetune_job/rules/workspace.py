@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from finetune_job.api.base import ClaimPath, parse_source
 from finetune_job.api.output import RetainPolicy
+from finetune_job.plan.sources import named_sources
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.rule import Reproduction
 
 _CLAIM = "workspace.claimName"
 _TEMPLATE = "workspace.volumeClaimTemplate"
 _RETAIN = "workspace.retain"
+
+
+def _made(context: RuleContext) -> dict[str, Any]:
+    """A template that would do; only the user can know the size."""
+    many = "ReadWriteMany" if context.spec.parallelism.nodes > 1 else "ReadWriteOnce"
+    return {"storage": "100Gi", "accessMode": many}
 
 
 @rule(
@@ -16,6 +27,10 @@ _RETAIN = "workspace.retain"
     "A workspace is named or made, not both",
     reads=(_CLAIM, _TEMPLATE),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_workspace.py",
+        "without either, pods wait for a claim that nobody makes; of both, the template is for nothing",
+    ),
     holds_for=OURS,
 )
 def workspace_claim_or_template(context: RuleContext) -> Problem | None:
@@ -23,13 +38,12 @@ def workspace_claim_or_template(context: RuleContext) -> Problem | None:
     if (workspace.claim_name is None) != (workspace.volume_claim_template is None):
         return None
     if workspace.claim_name is None:
-        many = "ReadWriteMany" if context.spec.parallelism.nodes > 1 else "ReadWriteOnce"
         return Problem(
             field=_CLAIM,
             value=None,
             message="neither claimName nor volumeClaimTemplate says where checkpoints and prepared data are kept",
             fix=f"set {_CLAIM} to an existing claim, or {_TEMPLATE}.storage to a size",
-            changes={_TEMPLATE: {"storage": "100Gi", "accessMode": many}},
+            changes={_TEMPLATE: _made(context)},
         )
     return Problem(
         field=_CLAIM,
@@ -46,6 +60,10 @@ def workspace_claim_or_template(context: RuleContext) -> Problem | None:
     severity="warning",
     reads=(_RETAIN, _CLAIM),
     sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_workspace.py::test_a_named_claim_is_nobodys_to_delete",
+        "no error: the operator makes no claim that it could delete",
+    ),
     holds_for=OURS,
 )
 def retain_with_named_claim(context: RuleContext) -> Problem | None:
@@ -61,4 +79,33 @@ def retain_with_named_claim(context: RuleContext) -> Problem | None:
     )
 
 
-RULES = (workspace_claim_or_template, retain_with_named_claim)
+@rule(
+    "workspace-inside-data",
+    "Records do not lie around the workspace",
+    reads=(_CLAIM, "data.source", "data.datasets", "data.validation.source"),
+    sources=("this product: records are all files below their directory, and a workspace is a directory of its claim",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_workspace.py::test_a_job_reads_its_own_files_as_records",
+        "no error at first: whatever runs next reads reports, history and prepared data of the job as records",
+    ),
+    holds_for=OURS,
+)
+def workspace_inside_data(context: RuleContext) -> Problem | None:
+    claim = context.spec.workspace.claim_name
+    if claim is None:
+        return None
+    for named in named_sources(context.spec):
+        if named.is_model or parse_source(named.source) != ClaimPath(claim=claim):
+            continue
+        return Problem(
+            field=_CLAIM,
+            value=claim,
+            message=f"{named.field} ({named.source}) is all of this claim, so that a run after the first, or preflight when it is "
+            "retried, would read what the job itself has written there",
+            fix=f"name a claim of its own, set {_TEMPLATE}.storage instead, or keep the records in a directory",
+            changes={_CLAIM: None, _TEMPLATE: _made(context)},
+        )
+    return None
+
+
+RULES = (workspace_claim_or_template, retain_with_named_claim, workspace_inside_data)

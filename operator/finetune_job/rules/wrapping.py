@@ -263,19 +263,26 @@ def fsdp1_dora_orig_params(context: RuleContext) -> Problem | None:
     )
 
 
+_LEAVES = (MethodType.LN_TUNING, MethodType.OFT, MethodType.PSOFT)
+"""What they train are leaf modules with a weight, which PEFT's wrap policy makes units of their own."""
+
+
 @rule(
     "fsdp1-adapter-unit",
     "FSDP 1 keeps these adapters in their layer's unit",
-    reads=(_TYPE, _VERSION, _PEFT_POLICY, _ORIG_PARAMS),
+    reads=(_TYPE, _VERSION, _PEFT_POLICY, _ORIG_PARAMS, _POLICY, _CLASSES),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", "peft: peft/utils/other.py, fsdp_auto_wrap_policy"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapter_units.py::test_parameters_that_are_no_modules_need_original_ones",
+        "ConfigError: useOrigParams: false cannot shard a layer, which has trained and frozen parameters",
+    ),
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_adapter_unit(context: RuleContext) -> Problem | None:
     kind, fsdp = context.spec.method.type, effective_plan(context).parallelism.fsdp
     if METHODS[kind].family is not Family.OTHER or fsdp.version != 1 or fsdp.use_orig_params:
         return None
-    if fsdp.peft_wrap_policy and kind in (MethodType.LN_TUNING, MethodType.OFT):
-        # What they train are leaf modules with a weight, which that policy makes units of their own.
+    if (fsdp.peft_wrap_policy and kind in _LEAVES) or may_part_adapters(fsdp):
         return None
     field = _PEFT_POLICY if fsdp.peft_wrap_policy else _ORIG_PARAMS
     return Problem(

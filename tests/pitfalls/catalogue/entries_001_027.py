@@ -76,7 +76,7 @@ ENTRIES = (
                 f"{_P}test_merging.py::test_fsdp_2_merges_in_place_on_cpu_ranks",
             )
         ),
-        Refused(rules=("merge-while-sharded", "merge-device-mismatch")),
+        Refused(rules=("merge-while-sharded",)),
         ("peft docs, fsdp.md", "peft issues 2129, 1674, 484, 1432"),
     ),
     Entry(
@@ -191,7 +191,7 @@ ENTRIES = (
                 f"{_P}test_loss_scaling.py::test_adams_epsilon_is_zero_in_float16",
             )
         ),
-        Refused(rules=("float16-adapter", "float16-without-loss-scaling")),
+        Refused(rules=("float16-adapter",)),
         ("peft docs, troubleshooting",),
     ),
     Entry(
@@ -308,7 +308,7 @@ ENTRIES = (
         "fsdp_config.activation_checkpointing together with the training argument",
         "ValueError: both can't be set to True",
         NotReproduced("Trainer checks it only where FSDP is on, which needs an accelerator"),
-        Refused(rules=("both-activation-checkpointings",)),
+        Refused(rules=("no-effect-activation-checkpointing",)),
         ("transformers trainer.py",),
     ),
     Entry(

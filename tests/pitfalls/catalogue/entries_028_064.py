@@ -312,8 +312,11 @@ ENTRIES = (
             (f"{_NAMES}::test_names_of_linear_layers_reach_fused_experts_only_where_they_are_the_architectures_own",),
         ),
         Refused(
-            preflight=("experts-without-adapter", "target-module-unknown"),
-            tests=(f"{_U}trainer_preflight/test_refused.py::test_one_wrong_target_among_right_ones_is_found_with_its_near_match",),
+            preflight=("experts-without-adapter", "target-module-unknown", "target-module-not-adapted"),
+            tests=(
+                f"{_U}trainer_preflight/test_refused.py::test_one_wrong_target_among_right_ones_is_found_with_its_near_match",
+                f"{_U}trainer_preflight/test_fused_experts.py::test_linear_layers_whose_names_are_taken_for_experts_are_named",
+            ),
         ),
         ("peft docs, lora.md",),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,29 @@ def test_each_mistake_is_judged_by_itself(
     tmp_path: Path, answer: Callable[[dict[str, str]], tuple[Observation, Verdict]], kind: str
 ) -> None:
     result = run_case(CASE, tmp_path, Pool(answer))
+    assert result.judgement.kind == kind, result.judgement.why
+
+
+(HIDDEN,) = products([{"architecture": ("mixtral",), "parameters": ("unknown",)}])
+NO_SUCH_NAME = "target-parameter-unknown"
+
+
+def names_nothing(values: dict[str, str], then: Observation) -> tuple[Observation, Verdict]:
+    """What cannot be merged is refused; a name that matches nothing hides what would come of it."""
+    if values["parameters"] == "unset":
+        return WORKS, Verdict()
+    is_unknown = values["parameters"] == "unknown"
+    verdict = Verdict(
+        preflight=("merge-impossible", *(NO_SUCH_NAME,) * is_unknown),
+        messages={"merge-impossible": MERGE.failures[0].text},
+        fields={**NO_MERGE.fields, NO_SUCH_NAME: ("method.lora.targetParameters",)},
+    )
+    return WORKS if is_unknown else then, verdict
+
+
+@pytest.mark.parametrize(("then", "kind"), [(MERGE, "refused"), (WORKS, "false refusal")])
+def test_a_refusal_that_another_mistake_hides_is_seen_without_it(tmp_path: Path, then: Observation, kind: str) -> None:
+    result = run_case(HIDDEN, tmp_path, Pool(partial(names_nothing, then=then)))
     assert result.judgement.kind == kind, result.judgement.why
 
 

@@ -9,14 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from finetune_trainer.data.batches import PreparedData
 from tests.sweep import oracle
 from tests.sweep.architectures import ARCHITECTURES, write_base
 from tests.sweep.case import Case
 from tests.sweep.covering import products
 from tests.sweep.gangs import GangPool
 from tests.sweep.judge import judged
-from tests.sweep.material import write_data
+from tests.sweep.material import plan_of, write_data
 from tests.sweep.observation import Failure, Observation, Verdict
+from tests.sweep.plain import Plain, plain_base
 from tests.sweep.rank import Request
 from tests.sweep.session import BODY, run_case
 
@@ -39,12 +41,27 @@ from tests.sweep.session import BODY, run_case
 )
 # torch's normalisation takes its weight and a trained bias in one type only, on one rank as on two.
 (BIASED,) = products([{"architecture": ("gpt2",), "stored": ("bfloat16",), "ranks": ("1",), "bias": ("all",)}])
+# The gradient of DeLoRA's scale of one layer nearly cancels here, and bfloat16 leaves nothing of it.
+(CANCELLED,) = products([{"method": ("DeLoRA",), "stored": ("bfloat16",)}])
+# Each weight is a unit of its own, so that a flat parameter decays as a whole rightly; tied ones lie in the root unit.
+(APART,) = products(
+    [
+        {
+            "method": ("Full",),
+            "architecture": ("llama_tied",),
+            "version": ("1",),
+            "use_orig": ("false",),
+            "peft_wrap": ("true",),
+            "weight_decay": ("0.1",),
+        }
+    ]
+)
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("material")
-    for case in (CASE, DROPPING, ROUTED, FLAT, INSIDE, BIASED):
+    for case in (CASE, DROPPING, ROUTED, FLAT, INSIDE, BIASED, CANCELLED, APART):
         write_base(root / "models" / case.base, case.of("architecture"), case.of("stored"))
     write_data(root)
     return root
@@ -57,7 +74,11 @@ def pool() -> Iterator[GangPool]:
     pool.close()
 
 
-@pytest.mark.parametrize("case", [CASE, INSIDE, BIASED], ids=["plain", "units inside recomputed layers", "biases"])
+@pytest.mark.parametrize(
+    "case",
+    [CASE, INSIDE, BIASED, CANCELLED, APART],
+    ids=["plain", "units inside recomputed layers", "biases", "scales", "weights apart"],
+)
 def test_a_run_that_is_right_works_and_is_accepted(material: Path, pool: GangPool, case: Case) -> None:
     result = run_case(case, material, pool)
     assert (result.observation.outcome, result.judgement.kind) == ("works", "accepted"), result.judgement.why
@@ -145,3 +166,28 @@ def test_a_gradient_within_the_plain_runs_own_rounding_is_right_and_one_beyond_i
     assert len(oracle.compare_gradients({"a": exact["a"]}, exact, [coarse], None)) == 1
     off = {**exact, "a": exact["a"] * 1.05}
     assert len(oracle.compare_gradients(off, exact, [coarse], None)) == 1
+
+
+def test_the_error_of_a_single_number_is_drawn_more_than_once() -> None:
+    """A sum that nearly cancels: one coarse run is right by luck, and another order of the same sum is off by as much as it."""
+    generator = torch.Generator().manual_seed(0)
+    exact = {"many": torch.randn(64, 64, generator=generator), "one": torch.tensor([1e-3])}
+    lucky, found, other = ({**exact, "one": exact["one"] + error} for error in (2e-5, 1e-3, -4e-4))
+    assert len(oracle.compare_gradients(found, exact, [lucky], None)) == 1
+    assert oracle.compare_gradients(found, exact, [lucky], None, [other]) == []
+    doubled = {**exact, "one": 2 * exact["one"]}
+    assert len(oracle.compare_gradients(doubled, exact, [lucky], None, [lucky])) == 1
+    # Of a tensor of many elements one draw says enough.
+    off = {**exact, "many": exact["many"] * 1.05}
+    assert len(oracle.compare_gradients(off, exact, [exact], None, [off])) == 1
+
+
+def test_a_factor_of_the_loss_rounds_its_gradients_otherwise_and_changes_nothing_else(tmp_path: Path) -> None:
+    write_base(tmp_path / "base", "llama", "bfloat16")
+    write_data(tmp_path)
+    split = PreparedData.open(tmp_path / "prepared" / "packed-alone").train
+    model = Plain(CANCELLED, plan_of(CANCELLED), plain_base(CANCELLED, tmp_path / "base", quantized=False))
+    for dtype, least, most in ((torch.float32, 0.0, 1e-5), (torch.bfloat16, 1e-4, 0.1)):
+        (_, one), (_, other) = (model.gradients(split, 0, dtype, factor=factor) for factor in (1.0, 1.3))
+        (name,) = [name for name in one if name.endswith("0.self_attn.v_proj.delora_B.default")]
+        assert least <= float((one[name] - other[name]).norm() / one[name].norm()) <= most

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from finetune_trainer.data.batches import PreparedSplit
 from finetune_trainer.data.shards import SplitArrays
@@ -58,6 +58,21 @@ def test_a_document_has_the_logits_that_it_has_alone(model):
 def test_the_training_loss_of_a_packed_row_is_the_sum_of_its_documents(model):
     def loss(*documents):
         return float(NextToken().weighted_loss(model, packed(*documents), 1.0, torch.device("cpu"), None).detach())
+
+    assert loss(FIRST, SECOND, OTHER) == pytest.approx(loss(FIRST) + loss(SECOND) + loss(OTHER), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "opt", "falcon", "mpt"])
+def test_models_that_hand_their_masks_no_positions_keep_documents_apart_in_training(kind):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"intermediate_size": 32, "num_local_experts": 4, "head_dim": 8} if kind == "gpt_oss" else {}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **experts, initializer_range=0.5)).eval()
+    objective = NextToken()
+    objective.install(model)
+
+    def loss(*documents):
+        return float(objective.weighted_loss(model, packed(*documents), 1.0, torch.device("cpu"), None).detach())
 
     assert loss(FIRST, SECOND, OTHER) == pytest.approx(loss(FIRST) + loss(SECOND) + loss(OTHER), rel=1e-5)
 

@@ -33,7 +33,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **method_settings.SETTINGS,
     "TrainableTokens": {"tokenIndices": [3, 300, 4]},
     "UniLoRA": method_settings.SETTINGS["UniLoRA"] | {"saveIndices": True},
-    "TinyLoRA": {"r": 2, "weightTying": "1.0"},
     "BEFT": {"targetModules": ["v_proj"]},
 }
 """What can be merged needs a little more than what can be trained."""

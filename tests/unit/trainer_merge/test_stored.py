@@ -68,8 +68,8 @@ def test_table_says_what_the_library_says(model_type: str) -> None:
     assert untied is not None
     assert (ours.rules, ours.prefix) == (silent.rules, silent.prefix)
     assert dict(ours.ties) == dict(tied.ties)
-    assert ours.is_tied({}) == bool(silent.ties)
-    assert ours.always_tied == bool(untied.ties)
+    assert ours.is_tied({}) == silent.is_tied({})
+    assert ours.always_tied == tied.always_tied == untied.always_tied
     assert ours.has_transposed_experts == silent.has_transposed_experts
     assert ours.peft_fuses_experts == silent.peft_fuses_experts
 
@@ -84,6 +84,28 @@ def test_library_is_asked_about_types_that_the_table_lacks() -> None:
     family = library_names.family_of({"model_type": "jamba", "num_hidden_layers": 2}, {})
     assert [type(rule) for rule in family.rules] == [ExpertStack, ExpertStack]
     assert not family.is_tied({})
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "is_tied", "is_always"),
+    [
+        ("granitemoe", {"tie_word_embeddings": True}, True, False),
+        ("granitemoe", {"tie_word_embeddings": False}, False, False),
+        ("gpt_neo", {"attention_types": [[["global"], 1]]}, True, False),
+        ("nemotron", {"num_key_value_heads": 2}, False, False),
+        ("t5", {"tie_word_embeddings": False}, True, True),
+        # Its layers share parameters, too, which nothing in config.json parts by themselves.
+        ("zamba2", {"num_hidden_layers": 4, "hybrid_layer_ids": [1, 3], "layers_block_type": ["mamba", "hybrid"] * 2}, True, True),
+    ],
+)
+def test_the_library_is_asked_whether_embeddings_are_tied_and_could_be_parted(
+    kind: str, says: dict[str, Any], is_tied: bool, is_always: bool
+) -> None:
+    family = library_names.library_family({"model_type": kind, **ONE_LAYER, **says})
+    assert family is not None
+    assert family.is_tied(says) == is_tied
+    assert family.always_tied == is_always
+    assert "lm_head.weight" in family.ties
 
 
 def test_operation_that_is_not_understood_is_refused_only_where_an_adapter_needs_it() -> None:

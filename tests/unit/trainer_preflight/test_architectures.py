@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from finetune_trainer.model.load import attention_of, load_config
 from finetune_trainer.preflight.model_process import check_model
+from finetune_trainer.preflight.observed_use import observe
 from finetune_trainer.preflight.small_model import check_small_model
 from tests.support.declared_model import declare_model
 from tests.support.tiny_model import plan_of, tiny_spec
@@ -48,6 +49,30 @@ def errors(plan: Any, directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
+    ("kind", "method", "fsdp", "decay", "named"),
+    [
+        ("llama", "Full", {}, "0.1", ("q_proj.weight", "0.input_layernorm.weight", "(model.layers.0)")),
+        ("llama", "Full", {}, "0", ()),
+        # Each weight is a unit of its own, so that only biases lie beside a weight that decays.
+        ("llama", "Full", {"peftWrapPolicy": True}, "0.1", ()),
+        ("qwen2", "Full", {"peftWrapPolicy": True}, "0.1", ("q_proj.weight", "q_proj.bias")),
+        ("qwen2", "Full", {"peftWrapPolicy": True, "useOrigParams": True}, "0.1", ()),
+        # Nothing of OLMo's normalisation is trained, and it has no biases.
+        ("olmo", "Full", {}, "0.1", ()),
+        ("llama", "LoRA", {}, "0.1", ()),
+    ],
+)
+def test_a_flat_parameter_holds_what_is_treated_alike(
+    tmp_path: Path, kind: str, method: str, fsdp: dict[str, Any], decay: str, named: tuple[str, ...]
+) -> None:
+    made = plan({"type": method}, {"version": 1, "useOrigParams": False} | fsdp, training={"weightDecay": decay})
+    _, findings = check_model(made, declared(tmp_path / "model", kind))
+    found = [finding for finding in findings if finding.severity == "error"]
+    assert [finding.rule for finding in found] == ["fsdp1-flat-parameter-mixed"] * bool(named)
+    assert all(name in finding.message for finding in found for name in named)
+
+
+@pytest.mark.parametrize(
     ("kind", "given", "used"),
     [("gpt_oss", None, "eager"), ("mamba", None, "eager"), ("llama", None, "sdpa"), ("llama", "eager", "eager")],
 )
@@ -65,13 +90,31 @@ def test_attention_that_the_architecture_lacks_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "leaks"), [("llama", False), ("mixtral", False), ("gemma2", False), ("gpt_oss", True), ("bloom", True), ("opt", True)]
+    ("kind", "leaks"),
+    [
+        *(("llama", False), ("mixtral", False), ("gemma2", False)),
+        # Their own code hands no positions to the function that makes their masks.
+        *(("gpt_oss", False), ("opt", False), ("falcon", False), ("mpt", False)),
+        # Its positions are numbers in the type of the computation, coarser the later a document begins.
+        ("bloom", True),
+    ],
 )
 def test_packing_is_refused_where_a_document_sees_the_one_before(tmp_path: Path, kind: str, leaks: bool) -> None:
     directory = declared(tmp_path / "model", kind)
-    found = check_small_model(plan({"type": "LoRA"}, data={"packing": True}), directory)
-    assert [finding.rule for finding in found] == ["packing-leaks"] * leaks
-    assert check_small_model(plan({"type": "LoRA"}, data={"packing": False}), directory) == []
+    packed, unpacked = (plan({"type": "LoRA"}, data={"packing": packing}) for packing in (True, False))
+    observed = observe(packed, directory)
+    assert observed is not None
+    assert [finding.rule for finding in check_small_model(packed, observed.model)] == ["packing-leaks"] * leaks
+    assert check_small_model(unpacked, observed.model) == []
+
+
+def test_activation_checkpointing_is_refused_where_the_architecture_has_none(tmp_path: Path) -> None:
+    directory = declared(tmp_path / "model", "gpt_neox_japanese")
+    targets = {"targetModules": ["query_key_value"]}
+    for kind in ("Full", "Selective"):
+        found = errors(plan({"type": "LoRA", "lora": targets}, training={"activationCheckpointing": kind}), directory)
+        assert found == {"activation-checkpointing-not-supported": "spec.training.activationCheckpointing"}
+    assert errors(plan({"type": "LoRA", "lora": targets}), directory) == {}
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
@@ -82,8 +125,47 @@ def test_experts_that_peft_takes_for_linear_layers_need_version_2(tmp_path: Path
     assert errors(plan({"type": "LoRA", "lora": Q}, first), directory) == {}
     assert errors(plan({"type": "LoRA"}, first, ranks=1), directory) == {}
     assert errors(plan({"type": "LoRA"}), directory) == {}
-    with_dropout = plan({"type": "LoRA", "lora": {"loraDropout": "0.1"}})
-    assert errors(with_dropout, directory) == {"model-settings-conflict": "spec.method.lora.targetModules"}
+    assert errors(plan({"type": "LoRA", "lora": {"loraDropout": "0.1"}}), directory) == {
+        "model-settings-conflict": "spec.method.lora.targetModules"
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ({"type": "LoRA", "lora": {"loraDropout": "0.05"}}, {"spec.method.lora.loraDropout": "0"}),
+        ({"type": "QLoRA", "lora": {"loraDropout": "0.05"}}, {"spec.method.lora.loraDropout": "0"}),
+        (
+            {"type": "DoRA", "lora": {"loraDropout": "0.05"}},
+            {"spec.method.type": "LoRA", "spec.method.lora.loraDropout": "0"},
+        ),
+    ],
+)
+def test_what_no_adapter_of_experts_can_is_mended_by_what_the_finding_says(
+    tmp_path: Path, method: dict[str, Any], changes: dict[str, str]
+) -> None:
+    directory = declared(tmp_path / "model", "mixtral")
+    _, findings = check_model(plan(method), directory)
+    (found,) = [finding for finding in findings if finding.severity == "error"]
+    assert {change.field: change.value for change in found.changes} == changes
+    assert all(f"{field}: {value}" in found.fix for field, value in changes.items())
+    mended = {"type": changes.get("spec.method.type", method["type"]), "lora": {"loraDropout": "0"}}
+    assert errors(plan(mended), directory) == {}
+
+
+def test_targets_that_peft_cannot_choose_are_asked_for(tmp_path: Path) -> None:
+    directory = declared(tmp_path / "model", "olmo2")
+    assert errors(plan({"type": "IA3"}), directory) == {"model-settings-conflict": "spec.method.settings.targetModules"}
+    named = {"targetModules": ["k_proj", "v_proj", "down_proj"], "feedforwardModules": ["down_proj"]}
+    assert errors(plan({"type": "IA3", "settings": named}), directory) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"), [("nemotron", {"trainableTokenIndices": [5]}), ("granitemoe", {"targetModules": ["lm_head"]})]
+)
+def test_embeddings_of_types_that_the_merge_has_no_table_for_are_merged(tmp_path: Path, kind: str, lora: dict[str, Any]) -> None:
+    directory = declared(tmp_path / "model", kind)
+    assert errors(plan({"type": "LoRA", "lora": lora}, merge={"enabled": True}), directory) == {}
 
 
 AS_BASE = Q | {"autocastAdapterDtype": False}

@@ -31,6 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1,
         "mamba_d_state": 8, "mamba_dt_rank": 4,
     },
+    "llama4_text": ATTENTION | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2},
     "bamba": ATTENTION | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]},
 }  # fmt: skip
 Spec = dict[str, Any]
@@ -122,6 +123,13 @@ def test_a_model_that_calls_its_packed_layers_is_accepted(checked: Any) -> None:
     assert (found.rule, found.value) == ("adapter-bypassed", "dt_proj")
 
 
+def test_an_adapter_on_a_layer_that_gives_several_tensors_is_refused(checked: Any) -> None:
+    """PEFT adds to what a layer gives; the router of Llama 4 is a linear layer that gives two tensors."""
+    (found,) = checked("llama4_text", lora())
+    assert (found.rule, found.value, found.field) == ("target-gives-no-tensor", "router", "spec.method.lora.targetModules")
+    assert checked("llama4_text", fixed(lora(), found)) == []
+
+
 def test_a_packed_module_cannot_be_saved_whole(checked: Any) -> None:
     (found,) = checked("llama", {"type": "QLoRA", "lora": {"targetModules": ["v_proj"], "modulesToSave": ["q_proj"]}})
     assert (found.rule, found.field) == ("saved-module-packed", "spec.method.lora.modulesToSave")
@@ -135,9 +143,21 @@ def test_rows_trained_beside_dora_on_the_head_that_is_tied_to_them_are_refused(c
     assert (found.rule, found.field) == ("trainable-tokens-overlap", "spec.method.lora.targetModules")
 
 
+def test_rows_that_a_module_does_not_have_are_refused(checked: Any) -> None:
+    method = {"type": "TrainableTokens", "settings": {"tokenIndices": [1, 64], "targetModules": ["k_proj"]}}
+    (found,) = checked("llama", method)
+    assert (found.rule, found.field, found.value) == ("token-index-unknown", "spec.method.settings.tokenIndices", "64")
+    assert "32 rows" in found.message
+    assert checked("llama", {"type": "TrainableTokens", "settings": {"tokenIndices": [1, 64]}}) == []
+
+
 def test_a_unit_that_is_never_called_is_refused(checked: Any) -> None:
     (found,) = checked("mamba", {"type": "Full"}, parallelism={"fsdp": {"transformerLayerClsToWrap": ["Conv1d"]}})
     assert (found.rule, found.field) == ("unit-bypassed", "spec.parallelism.fsdp.transformerLayerClsToWrap")
+    (found,) = checked("mamba", {"type": "Full"}, parallelism={"fsdp": {"version": 1, "peftWrapPolicy": True}})
+    (change,) = found.changes
+    assert (found.rule, found.field, change.value) == ("unit-bypassed", "spec.parallelism.fsdp.peftWrapPolicy", False)
+    assert checked("mamba", {"type": "Full"}, parallelism={"fsdp": {"version": 1, "peftWrapPolicy": False}}) == []
     assert checked("mamba", {"type": "Full"}) == []
 
 

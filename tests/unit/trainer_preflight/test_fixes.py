@@ -16,6 +16,7 @@ from tests.unit.trainer_preflight.test_architectures import declared
 FSDP = "parallelism.fsdp."
 LORA = "method.lora."
 FIRST = {FSDP + "version": 1}
+FLAT = FIRST | {FSDP + "useOrigParams": False, "training.weightDecay": "0.1"}
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("target-module-unknown", "llama", "bfloat16", {LORA + "targetModules": ["q_prj", "v_proj"]}),
     ("target-module-unknown", "llama", "bfloat16", {LORA + "excludeModules": ["zzz"]}),
@@ -41,6 +42,13 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         {"method.type": "QLoRA", LORA + "modulesToSave": ["norm"], "method.quantization.quantStorage": "float32"},
     ),
     ("stacked-experts-under-fsdp1", "mixtral", "bfloat16", FIRST | {LORA + "targetModules": ["all-linear"]}),
+    ("fsdp1-flat-parameter-mixed", "llama", "bfloat16", FLAT | {"method.type": "Full"}),
+    (
+        "fsdp1-flat-parameter-mixed",
+        "qwen2",
+        "bfloat16",
+        FLAT | {"training.precision": "fp32", LORA + "targetModules": ["v_proj"], LORA + "modulesToSave": ["q_proj"]},
+    ),
 ]
 
 

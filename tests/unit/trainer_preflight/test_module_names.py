@@ -8,6 +8,7 @@ from peft.utils.other import get_pattern_key
 from finetune_job.api.method import LoraBias, LoraInit
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_trainer.preflight.module_names import check_names
+from tests.support.tiny_model import plan_of, tiny_spec
 
 ADAPTABLE = ("embed_tokens", "model.layers.0.q_proj", "model.layers.0.mlp.up_proj", "model.layers.10.q_proj", "lm_head")
 MODULES = ("", "model", "model.layers", "model.layers.0", "model.layers.0.mlp", "norm", *ADAPTABLE)
@@ -67,3 +68,13 @@ def test_layers_and_exclusions_that_do_not_exist_are_found():
 def test_every_wrong_name_is_reported():
     wrong = lora(target_modules=("q_prj", "q_proj", "zzz"), modules_to_save=("norm", "nrm"), rank_pattern={"zzz": 1})
     assert [finding.value for finding in check_names(wrong, ADAPTABLE, MODULES)] == ["q_prj", "zzz", "nrm", "zzz"]
+
+
+def test_the_plan_has_patterns_in_the_order_of_the_written_adapter():
+    """Of two that match the first counts; another order than the file's would give whoever loads the adapter another scale."""
+    patterns = {"q_proj": 5, "layers.1.self_attn.q_proj": 90}
+    lora = plan_of({**tiny_spec(), "method": {"type": "LoRA", "lora": {"alphaPattern": patterns, "rankPattern": patterns}}})
+    loha = plan_of({**tiny_spec(), "method": {"type": "LoHa", "settings": {"rankPattern": patterns}}})
+    held = (lora.method.lora.alpha_pattern, lora.method.lora.rank_pattern, loha.method.adapter.settings["rankPattern"])
+    for each in held:
+        assert list(each) == sorted(patterns)

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from finetune_trainer.preflight.model_process import check_model
+from finetune_trainer.preflight.observed_use import observe
 from finetune_trainer.preflight.small_model import check_small_model
 from finetune_trainer.preflight.task import check_task
 from tests.support.declared_model import declare_model
@@ -84,7 +85,9 @@ def test_a_model_that_looks_ahead_is_refused_whatever_its_class_is_called(tmp_pa
 def test_decoders_do_not_look_ahead(tmp_path: Path, kind: str) -> None:
     config = AutoConfig.for_model(kind, **SIZES, **NO_TOKENS).to_dict()
     declare_model(tmp_path / "model", config | {"dtype": "bfloat16"})
-    assert check_small_model(PLAN, tmp_path / "model") == []
+    observed = observe(PLAN, tmp_path / "model")
+    assert observed is not None
+    assert check_small_model(PLAN, observed.model) == []
 
 
 def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:

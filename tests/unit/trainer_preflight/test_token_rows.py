@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from finetune_job.failures import Outcome
+from finetune_trainer.preflight.report import read_report
 from finetune_trainer.preflight.run import run
 from tests.support import quickstart
 from tests.unit.trainer_data.chat_templates import CHATML
@@ -72,6 +73,30 @@ def test_markers_that_the_base_never_learnt_are_named(context: Any, model: Path,
         rows = found(context(CHANGES | {"method.lora.trainableTokenIndices": ids}))
         # Rows of an untied head stay as they are where only those of the embedding are trained.
         assert "lm_head" in rows["chat-token-untrained"].message
+
+
+@pytest.mark.usefixtures("chats")
+@pytest.mark.parametrize("untrained", ["all", "embedding", "tied"])
+def test_the_changes_have_rows_trained_that_nobody_has(context: Any, model: Path, untrained: str) -> None:
+    loaded, ids = rewritten(model, MARKERS)
+    with torch.no_grad():
+        loaded.model.embed_tokens.weight[ids] = 0
+        if untrained == "all":
+            loaded.lm_head.weight[ids] = 0
+    if untrained == "tied":
+        loaded.config.tie_word_embeddings = True
+        loaded.tie_weights()
+    save(loaded, model)
+    job = context(CHANGES)
+    assert "chat-token-untrained" in found(job)
+    report = read_report(job.workspace.model_report)
+    assert report is not None
+    (change,) = next(finding.changes for finding in report.warnings if finding.rule == "chat-token-untrained")
+    if untrained == "all":
+        assert (change.field, change.value) == ("spec.method.lora.modulesToSave", ["embed_tokens", "lm_head"])
+    else:
+        assert (change.field, change.value) == ("spec.method.lora.trainableTokenIndices", ids)
+    assert "chat-token-untrained" not in found(context(CHANGES | {change.field.removeprefix("spec."): change.value}))
 
 
 @pytest.mark.usefixtures("chats")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family
@@ -37,6 +39,20 @@ def test_an_adapter_without_values_is_the_real_one(base, monkeypatch, kind, sett
     assert _shapes(fixed_tensors(found)) == _shapes(fixed_tensors(real))
     tensors = [*found.parameters(), *found.buffers(), *fixed_tensors(found).values()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_adapters_of_stacked_experts_have_the_element_types_of_real_ones(tmp_path, autocast):
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_local_experts=4, vocab_size=264
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    plan = plan_of(tiny_spec(method={"lora": {"r": 4, "autocastAdapterDtype": autocast}}))
+    found = valueless.attach_valueless(load_declared(plan, tmp_path)[0], plan, tmp_path)
+    assert _seen(found) == _seen(attach(build_unwritten(plan, tmp_path), plan))
+    experts = {each.dtype for name, each in found.named_parameters() if ".experts." in name and each.requires_grad}
+    assert experts == {torch.float32 if autocast else torch.bfloat16}
 
 
 def test_pefts_own_functions_are_there_again_afterwards(base):

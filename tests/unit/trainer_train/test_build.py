@@ -12,10 +12,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig
 
+from finetune_job.api.training import ActivationCheckpointing
 from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.gang import joined
 from finetune_trainer.model import sharded
+from finetune_trainer.model.activations import checkpoint_activations
+from finetune_trainer.model.kept_results import keeping_contexts
 from finetune_trainer.model.load_shards import base_name
 from tests.support.forked_ranks import run_processes
 from tests.support.method_settings import SETTINGS
@@ -35,6 +40,12 @@ BUILT: dict[str, tuple[dict[str, Any], dict[str, Any], int, torch.dtype, bool]] 
     "dora-fsdp1": (DORA, {"version": 1}, 3, torch.float32, False),
     "full-fsdp1": (FULL, {"version": 1}, 2, torch.bfloat16, False),
 }
+
+GEMMA_3N = Gemma3nTextConfig(
+    vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, vocab_size_per_layer_input=264, hidden_size_per_layer_input=8, laurel_rank=4, num_kv_shared_layers=0,
+    altup_num_inputs=2, layer_types=["full_attention"] * 2, activation_sparsity_pattern=[0.0, 0.0],
+)  # fmt: skip
 
 
 class Nothing:
@@ -192,6 +203,43 @@ def test_what_is_kept_does_not_hold_what_an_adapter_adds_in_place(tmp_path: Path
     assert any(bool(values.any()) for values in plain.values())
     for name, values in plain.items():
         assert torch.allclose(kept[name], values, rtol=1e-4, atol=1e-6), name
+
+
+def test_what_is_kept_does_not_hold_what_a_model_adds_in_place() -> None:
+    """Gemma 3n adds per-layer inputs to a product's result."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(GEMMA_3N)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    found = []
+    for kind in (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE):
+        checkpoint_activations(model.train(), kind)
+        model.zero_grad()
+        model(input_ids=TOKENS, use_cache=False).logits.square().mean().backward()
+        found.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    plain, kept = found
+    assert kept.keys() == plain.keys()
+    assert [name for name, values in plain.items() if not torch.allclose(kept[name], values, rtol=1e-4, atol=1e-6)] == []
+
+
+def test_attention_that_draws_random_numbers_is_not_kept() -> None:
+    """The second pass begins with the first one's generator; numbers that a kept result does not draw would shift the next."""
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    query = torch.empty(1, 2, 8, 16, device="meta")
+    for dropout, is_kept in ((0.0, True), (0.1, False)):
+        keep, _ = keeping_contexts()
+        with keep:
+            attention(query, query, query, None, True, dropout)
+        assert bool(keep.kept) == is_kept
+
+
+def test_what_is_kept_serves_one_backward_pass() -> None:
+    layer, inputs = nn.Linear(4, 4), torch.ones(2, 4)
+    loss = checkpoint(lambda given: layer(layer(given).relu()), inputs, use_reentrant=False, context_fn=keeping_contexts).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="serve one backward pass"):
+        loss.backward()
 
 
 def adapter_gradients(base: Path, method: str, kind: str) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from finetune_job.methods import METHODS, Family, supported
+from finetune_job.methods import Family, supported
 from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.gang import joined
 from finetune_trainer.model import sharded
@@ -31,7 +31,6 @@ from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny
 
 STEPS = 3
 ALL = [kind.value for kind in supported(Family.OTHER)]
-SHARDED = [kind.value for kind in supported(Family.OTHER) if not METHODS[kind].one_rank]
 
 
 class Nothing:
@@ -128,7 +127,7 @@ def alone(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pair(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("pair")
-    methods = [(method, version) for method in SHARDED for version in (1, 2)]
+    methods = [(method, version) for method in ALL for version in (1, 2)]
     assert run_processes([partial(_train_all, base, out, methods, rank, 2, f"file://{out}/store") for rank in range(2)]) == [0, 0]
     return out
 
@@ -162,7 +161,7 @@ def test_peft_loads_the_adapter_with_every_tensor_equal_and_the_same_logits(base
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("method", SHARDED)
+@pytest.mark.parametrize("method", ALL)
 def test_two_ranks_end_on_the_weights_of_one(alone: Path, pair: Path, method: str, version: int) -> None:
     expected, found = whole(alone, method, 2, 1), whole(pair, method, version, 2)
     assert set(found) == set(expected)

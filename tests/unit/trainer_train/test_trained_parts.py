@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.model.adapters import attach
-from finetune_trainer.model.invariants import check_magnitudes
+from finetune_trainer.model.invariants import check_magnitudes, has_learnt
 from finetune_trainer.model.wrap_plan import unit_names
 from tests.support.adapted_gang import (
     AdapterCase,
@@ -29,7 +29,7 @@ from tests.support.adapted_gang import (
 )
 from tests.support.forked_ranks import Fault, run_gang, trained_files
 from tests.support.recorded_steps import distance
-from tests.support.tiny_model import run_context, tiny_spec, write_tiny_llama, write_tokenizer
+from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama, write_tokenizer
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ORIGINAL = {"version": 1, "useOrigParams": True, "peftWrapPolicy": False}
@@ -129,6 +129,18 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path, method: dict[str
     assert trained_files(contexts[1]) == trained_files(contexts[0])
 
 
+@pytest.mark.parametrize("target", ["embed_tokens", "q_proj"])
+def test_an_adapter_that_learns_is_seen_wherever_its_zeros_stand(bases: dict[str, Path], target: str) -> None:
+    """Of a linear layer's adapter B starts at zero, of an embedding's A."""
+    method = {"type": "LoRA", "lora": {"r": 4, "targetModules": [target]}}
+    adapted = attach(load(bases["untied"]), plan_of({**tiny_spec(), "method": method}))
+    trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert not has_learnt(trained.items())
+    adapted(input_ids=torch.tensor([[3, 9, 44]]), labels=torch.tensor([[3, 9, 44]])).loss.backward()
+    torch.optim.SGD(trained.values(), lr=1.0).step()
+    assert has_learnt(trained.items())
+
+
 @pytest.mark.parametrize(
     ("base", "kind", "named", "reason"),
     [
@@ -143,6 +155,15 @@ def test_a_class_whose_modules_cannot_be_units_is_refused(
     model = attach(load(case.base), case.plan())
     with pytest.raises(ConfigError, match=reason):
         unit_names(model, case.plan().parallelism.fsdp)
+
+
+def test_pefts_policy_leaves_weights_that_are_tied_to_each_other_in_one_unit(bases: dict[str, Path]) -> None:
+    names = {}
+    for base in ("tied", "untied"):
+        case = AdapterCase(bases[base], {"type": "Full"}, {"version": 1, "peftWrapPolicy": True})
+        names[base] = set(unit_names(load(case.base), case.plan().parallelism.fsdp))
+    assert names["untied"] - names["tied"] == {"model.embed_tokens", "lm_head"}
+    assert "model.norm" in names["tied"]
 
 
 @pytest.mark.parametrize("init", ["ZeroB", "orthogonal"])

@@ -1,10 +1,12 @@
 import dataclasses
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from finetune_trainer.verify.gate import GATES, UNIT_ROUNDOFF, LogitFigures, failures, gate_for
+from finetune_trainer.verify.logits import chooses_experts
 
 GOOD = LogitFigures(
     num_prompts=4,
@@ -24,7 +26,7 @@ def test_figures_within_every_threshold_pass() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"max_abs_difference": 3.0}, "logits differ by up to 3,"),
+        ({"max_abs_difference": 3.0}, "logits differ by up to 3;"),
         ({"mean_kl": 0.02}, "mean KL divergence is 0.02"),
         ({"top1_agreement": 0.9}, "agrees at 90.00%"),
         ({"mean_kl": 0.004, "effect_mean_kl": 0.006}, "67% as far"),
@@ -34,6 +36,30 @@ def test_each_threshold_refuses_alone(change: dict[str, float], words: str) -> N
     found = failures(dataclasses.replace(GOOD, **change), GATES["bfloat16"])
     assert len(found) == 1
     assert words in found[0]
+
+
+def test_where_experts_are_chosen_the_median_position_is_judged() -> None:
+    """A token near a tie goes to another expert by rounding alone, and its logits change by much."""
+    gate = GATES["bfloat16"]
+    one_elsewhere = dataclasses.replace(GOOD, max_abs_difference=10.0, median_abs_difference=0.1)
+    assert failures(one_elsewhere, gate) == ()
+    assert failures(dataclasses.replace(one_elsewhere, median_abs_difference=None), gate)
+    (found,) = failures(dataclasses.replace(one_elsewhere, median_abs_difference=1.5), gate)
+    assert "the largest difference at the median position is 0.075 of the largest logit, and allowed is 0.062" in found
+    assert failures(dataclasses.replace(one_elsewhere, median_abs_difference=math.nan), gate)
+
+
+@pytest.mark.parametrize(
+    ("config", "chooses"),
+    [
+        ({"num_local_experts": 8}, True),
+        ({"text_config": {"n_routed_experts": 64}}, True),
+        ({"num_local_experts": 0, "hidden_size": 64}, False),
+        ({"hidden_size": 64}, False),
+    ],
+)
+def test_config_json_says_whether_experts_are_chosen(config: dict[str, Any], chooses: bool) -> None:
+    assert chooses_experts(config) == chooses
 
 
 @pytest.mark.parametrize("name", ["max_abs_difference", "mean_kl", "top1_agreement"])

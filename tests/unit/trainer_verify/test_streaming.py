@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     GemmaConfig,
     LlamaForCausalLM,
+    MambaConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
@@ -52,6 +53,11 @@ CASES: dict[str, tuple[PreTrainedConfig, list[dict[str, Any]], torch.dtype]] = {
     "qwen2 tied with biases": (tiny.qwen2(), [{"target_modules": ["q_proj", "embed_tokens"], "bias": "all"}], torch.bfloat16),
     "gemma tied": (GemmaConfig(**SIZES), [ALL], torch.float16),
     "gpt2": (tiny.gpt2(), [{"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}], torch.float16),
+    "mamba, whose logits are float32": (
+        MambaConfig(vocab_size=320, hidden_size=32, state_size=8, num_hidden_layers=2),
+        [{"target_modules": ["in_proj"]}],
+        torch.float16,
+    ),
     "t5": (T5, [{"target_modules": ["q", "wo"], "task_type": "SEQ_2_SEQ_LM"}], torch.float16),
     "mixtral": (
         MixtralConfig(**SIZES, num_local_experts=4),

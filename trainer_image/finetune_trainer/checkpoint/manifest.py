@@ -39,6 +39,13 @@ class FileEntry(Entry):
     pieces: list[PieceEntry]
 
 
+class LossScale(Entry):
+    """Factor of the loss, and the steps in a row in which no gradient overflowed with it."""
+
+    factor: float
+    steps: int = 0
+
+
 class RunState(Entry):
     """What a resumed run needs besides tensors."""
 
@@ -48,6 +55,8 @@ class RunState(Entry):
     """Lowest after the first step; None before the first evaluation of trained weights."""
     best_step: int | None = None
     evaluations_without_improvement: int = 0
+    loss_scale: LossScale | None = None
+    """None: no loss was scaled yet."""
 
 
 class Origin(Entry):

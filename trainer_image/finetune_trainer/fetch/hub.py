@@ -13,8 +13,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from finetune_job.api.base import HubPath
-from finetune_trainer.errors import TrainerError
+from finetune_job.api.base import HUB_DATASETS, HubPath
+from finetune_trainer.errors import DataError, TrainerError
 from finetune_trainer.fetch.errors import SourceUnavailableError
 from finetune_trainer.fetch.remote import Digest, DigestKind, RemoteFile
 from finetune_trainer.network.errors import TransientError
@@ -114,6 +114,11 @@ class HubRepository:
         return SourceUnavailableError(f"{self._shown}: HTTP status {status}", "try again later")
 
     def _access_hint(self) -> str:
+        if self._refusal is DataError and not self._place.is_dataset:
+            return f"write hf://{HUB_DATASETS}{self._place.repository} where it is a data set; otherwise {self._token_hint()}"
+        return self._token_hint()
+
+    def _token_hint(self) -> str:
         if self._token is None:
             return (
                 "name a Secret with an access token in spec.fetch.hubTokenSecretRef (on your own machine: set HF_TOKEN), "

@@ -31,6 +31,8 @@ class Family:
     """In the order in which they apply: every renaming, then at most one of the others."""
     has_transposed_experts: bool = False
     """Whether parameters of experts are (experts, in, out) rather than (experts, out, in)."""
+    part: frozenset[str] | None = None
+    """Parameters of the part that is trained, where files hold a model of more than text."""
     peft_fuses_experts: bool = False
     """Whether PEFT 0.21 turns adapters on single experts, as older versions saved them, into adapters on the fused parameters."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune_trainer.merge.families import FAMILIES, Family
 from finetune_trainer.merge.name_rules import ExpertStack, NameRule, Renaming, Unreadable
+from finetune_trainer.merge.ties import TIE_FIELD, tie_settings
 
 
 def family_of(config: Mapping[str, Any], stored: Mapping[str, Any]) -> Family:
@@ -25,9 +26,7 @@ def family_of(config: Mapping[str, Any], stored: Mapping[str, Any]) -> Family:
 
 def library_family(config: Mapping[str, Any]) -> Family | None:
     """What the library says; None where it does not have this model type, and the model brings its own code."""
-    import torch
-    import transformers
-    from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     model_type = str(config["model_type"])
@@ -35,25 +34,55 @@ def library_family(config: Mapping[str, Any]) -> Family | None:
         return None
     plain = _with_floats({name: value for name, value in config.items() if name != "quantization_config"})
     model_config = CONFIG_MAPPING[model_type].from_dict(plain)
-    architecture = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    with torch.device("meta"):
-        if architecture is not None:
-            model = architecture(model_config)
-        else:
-            kinds = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText, AutoModel)
-            kind = next(kind for kind in kinds if type(model_config) in kind._model_mapping)  # noqa: SLF001 - no public name
-            model = kind.from_config(model_config)
-    ties = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
+    # Of a model of more than text its text part is trained, which may be a class of its own, with names of its own.
+    is_part = model_config.get_text_config() is not model_config and type(model_config) in AutoModelForCausalLM._model_mapping  # noqa: SLF001
+    model = _structure(plain, is_part=is_part)
+    found = _ties(model)
+    # A configuration without ties parts all that the model shares: in Zamba 2 whole layers, which nobody asked to be written twice.
+    can_part = len(found) == 1 and not _ties(_structure(plain | tie_settings(plain, is_tied=False), is_part=is_part))
     inner = getattr(model, model.base_model_prefix, None)
     return Family(
         prefix=model.base_model_prefix if inner is not None and inner is not model else "",
-        ties=ties,
-        ties_by_default=bool(ties),
-        always_tied=bool(ties),
-        rules=tuple(_rule(transform) for transform in get_model_conversion_mapping(model, add_legacy=False)),
+        # Where nothing is tied, and a configuration could ask for it: which embeddings they would be.
+        ties=found or (_embeddings(model) if not config.get(TIE_FIELD) else {}),
+        ties_by_default=bool(found),
+        always_tied=bool(found) and (not can_part or config.get(TIE_FIELD) is False),
+        rules=(
+            *(_rule(transform) for transform in get_model_conversion_mapping(model, add_legacy=False)),
+            *([Renaming((rf"^{model.base_model_prefix}\.",), "")] if is_part and inner is None else []),
+        ),
+        part=frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)) if is_part else None,
         has_transposed_experts=any(getattr(module, "is_transposed", False) for module in model.modules()),
         peft_fuses_experts=_peft_fuses_experts(model_type),
     )
+
+
+def _structure(config: Mapping[str, Any], *, is_part: bool) -> Any:
+    """The model that transformers makes of config.json, without weights."""
+    import torch
+    import transformers
+    from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+
+    model_config = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    architecture = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    with torch.device("meta"):
+        if architecture is not None and not is_part:
+            return architecture(model_config)
+        kinds = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText, AutoModel)
+        kind = next(kind for kind in kinds if type(model_config) in kind._model_mapping)  # noqa: SLF001 - no public name
+        return kind.from_config(model_config)
+
+
+def _ties(model: Any) -> dict[str, str]:
+    """Parameter -> the one that it shares its memory with."""
+    return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
+
+
+def _embeddings(model: Any) -> dict[str, str]:
+    """The same of output and input embeddings that could be tied, as long as the model has both."""
+    names = {id(module): name for name, module in model.named_modules()}
+    parts = [names.get(id(module)) for module in (model.get_output_embeddings(), model.get_input_embeddings())]
+    return {f"{parts[0]}.weight": f"{parts[1]}.weight"} if None not in parts else {}
 
 
 def _with_floats(value: Any) -> Any:

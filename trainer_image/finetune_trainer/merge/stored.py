@@ -157,7 +157,9 @@ class StoredModel:
         return self._model_path(self._renamed(f"{path}.weight")).removesuffix(".weight")
 
     def is_extra(self, path: str) -> bool:
-        """Whether a parameter lies in a layer that files hold for multi-token prediction and the model does not load."""
+        """Whether the files hold a parameter that the trained model does not load: of images, or for multi-token prediction."""
+        if self.family.part is not None:
+            return path not in self.family.part
         number = _LAYER_NUMBER.search(path)
         return self._num_layers is not None and number is not None and int(number[1]) >= self._num_layers
 

@@ -61,15 +61,16 @@ def part_ties(edits: Mapping[str, Edit], model: StoredModel, config: Mapping[str
             if path not in tie.stored:
                 result.added[path] = model.parameters[tie.source].parts[0].header
                 result.sources[path] = tie.source
-        result.config_changes |= _untied(config)
+        result.config_changes |= tie_settings(config, is_tied=False)
     return result
 
 
-def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    changes: dict[str, Any] = {TIE_FIELD: False}
+def tie_settings(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, Any]:
+    """What says in config.json whether the embeddings are tied."""
+    changes: dict[str, Any] = {TIE_FIELD: is_tied}
     text = config.get("text_config")
     if isinstance(text, Mapping) and TIE_FIELD in text:
-        changes["text_config"] = {**text, TIE_FIELD: False}
+        changes["text_config"] = {**text, TIE_FIELD: is_tied}
     return changes
 
 
@@ -79,7 +80,7 @@ def _require_separable(tie: Tie, edits: Mapping[str, Edit], model: StoredModel, 
         return
     changed = sorted(path for path in tie.paths if path in edits)
     reason = (
-        "transformers ties them in this model type whatever config.json says, and scales the decoder's output by it"
+        "transformers ties parameters of this model type whatever config.json says"
         if model.family.always_tied
         else "config.json cannot say of these that they are separate"
     )

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from transformers import PreTrainedModel
 
-from finetune_job.api.method import ALL_LINEAR, LoraInit
+from finetune_job.api.method import ALL_LINEAR, LoraInit, MethodType
 from finetune_job.method_settings import peft_fields
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
@@ -65,6 +65,14 @@ def adapter_config(method: MethodPlan) -> PeftConfig:
         raise ConfigError(f"spec.{field}: PEFT refuses these settings: {error}", "change them as it says") from error
 
 
+def unfit_for_experts(method: MethodPlan) -> dict[str, str]:
+    """Fields that PEFT's adapters of stacked weights do not work with, and what they have to be."""
+    wanted = {"spec.method.type": MethodType.LORA.value} if method.type is MethodType.DORA else {}
+    if method.lora is not None and method.lora.lora_dropout:
+        wanted["spec.method.lora.loraDropout"] = "0"
+    return wanted
+
+
 def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
     """The model with fresh adapters, its base frozen. Call before sharding.
 
@@ -80,9 +88,16 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
     except Exception as error:  # a library meets a user's settings: it divides by them, compiles them and looks them up
         said = error if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {error}"
         if "ParamWrapper" in str(error):
+            unfit = " and ".join(f"{name}: {value}" for name, value in unfit_for_experts(plan.method).items())
             raise ConfigError(
                 f"spec.{field}.targetModules: here names stacked weights of experts, and PEFT refuses: {said}",
-                'use type: LoRA with loraDropout: "0", or name only modules outside the experts',
+                f"{f'set {unfit}, or ' if unfit else ''}name only modules outside the experts",
+            ) from error
+        if "Please specify `target_modules`" in str(error):
+            raise ConfigError(
+                f"spec.{field}.targetModules: PEFT has no choice of its own for this kind of model ({model.config.model_type})",
+                "name the modules to adapt, by the model's own names: for IA3 keys, values and the last layer of each MLP, "
+                "the latter in feedforwardModules, too",
             ) from error
         raise ConfigError(
             f"spec.{field}: PEFT refuses these settings for this model: {said}",

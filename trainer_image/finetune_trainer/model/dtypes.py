@@ -39,3 +39,10 @@ def resolve_dtypes(plan: RunPlan, stored: torch.dtype) -> ModelDtypes:
         reduce=getattr(torch, found.reduce) if found.reduce else None,
         save=getattr(torch, found.save),
     )
+
+
+def computes_in_float16(plan: RunPlan, dtypes: ModelDtypes) -> bool:
+    """Whether a gradient may pass through float16, where small ones vanish unless the loss is scaled."""
+    quantization = plan.method.quantization
+    packed = quantization.compute_dtype if quantization else None
+    return torch.float16 in (dtypes.load, dtypes.param, dtypes.reduce) or packed is Dtype.FLOAT16

@@ -18,6 +18,8 @@ from finetune_trainer.model.dtypes import resolve_dtypes
 
 MAGNITUDE = "lora_magnitude_vector"
 LORA_MARKS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", MAGNITUDE, "trainable_tokens_delta")
+_STARTS_AT_ZERO = frozenset({"lora_B", "lora_embedding_A"})
+"""One of an adapter's two matrices; of an embedding's it is the other one (peft.tuners.lora.layer.reset_lora_parameters)."""
 SAVED_WHOLE = "modules_to_save"
 
 
@@ -145,8 +147,8 @@ def check_flat_units(model: nn.Module, unit_names: Collection[str], use_orig_par
 
 
 def has_learnt(pieces: Iterable[tuple[str, torch.Tensor]]) -> bool:
-    """Whether some value of a `lora_B`, which starts at zero, is no longer zero among these local pieces."""
-    return any("lora_B" in name.split(".") and bool(values.ne(0).any()) for name, values in pieces)
+    """Whether some value of what starts at zero is no longer zero among these local pieces."""
+    return any(not _STARTS_AT_ZERO.isdisjoint(name.split(".")) and bool(values.ne(0).any()) for name, values in pieces)
 
 
 def check_saved(found: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:

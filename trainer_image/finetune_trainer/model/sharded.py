@@ -12,16 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from finetune_job.api.method import MethodType
-from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.state import Piece, check_complete, pieces
 from finetune_trainer.gang import Gang
 from finetune_trainer.model import fsdp1, fsdp2
-from finetune_trainer.model.activations import checkpoint_activations, hide_gathering
+from finetune_trainer.model.activations import checkpoint_activations
 from finetune_trainer.model.adapters import attach, fixed_tensors
 from finetune_trainer.model.compilation import compile_layers
 from finetune_trainer.model.delora import compute_in_float32
-from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.dtypes import computes_in_float16, resolve_dtypes
 from finetune_trainer.model.invariants import check_decomposed, check_magnitudes, check_trainable, trainable_shapes
 from finetune_trainer.model.load import load_base_model, stored_dtype
 from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes, read_token_rows
@@ -47,6 +46,8 @@ class TrainedModel:
     """Element type of the computation where no sharding casts the parameters."""
     keeps_gathered: bool
     """Whether FSDP 2 leaves parameters whole between forward and backward."""
+    scales_loss: bool
+    """Whether a gradient may pass through float16."""
 
 
 def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any, Any]) -> TrainedModel:
@@ -86,8 +87,6 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
         model = model.to(gang.device)
     elif fsdp.version == 2:
         model = fsdp2.shard(model, fsdp, dtypes, init_device_mesh(gang.device.type, (gang.world_size,)))
-        if plan.training.activation_checkpointing is ActivationCheckpointing.SELECTIVE:
-            hide_gathering(model)
     else:
         cast = replace(dtypes, param=None) if by_autocast else dtypes
         model = fsdp1.shard(model, fsdp, cast, gang.device)
@@ -107,4 +106,5 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
         fixed=fixed,
         autocast=None if casts else dtypes.param,
         keeps_gathered=gang.world_size > 1 and fsdp.reshard_after_forward is False,
+        scales_loss=computes_in_float16(plan, dtypes),
     )

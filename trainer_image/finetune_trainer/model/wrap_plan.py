@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.peanut.layer import PeanutLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
@@ -67,7 +68,9 @@ def unit_names(model: nn.Module, fsdp: FsdpPlan) -> list[str]:
             )
         chosen = [name for name in chosen if name not in bound]
     if fsdp.peft_wrap_policy:
-        chosen += [name for name, module in modules.items() if name and name not in chosen and _is_trainable_leaf(module)]
+        leaves = [name for name, module in modules.items() if name and _is_trainable_leaf(module)]
+        unfit_leaves = _uncalled_adapters(modules) | _sharing(model)
+        chosen += [name for name in leaves if name not in chosen and name not in unfit_leaves]
     return sorted(chosen, key=lambda name: (-name.count("."), name))
 
 
@@ -82,7 +85,18 @@ def bound_modules(model: nn.Module) -> dict[str, str]:
             bound |= dict.fromkeys(_below(f"{name}.base_layer", modules), f"{name} reads its weights without calling it")
         if isinstance(module, nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
             bound[name] = "it is never called"
-    return bound | _sharing(model)
+    return bound | _uncalled_adapters(modules) | _sharing(model)
+
+
+def _uncalled_adapters(modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Parts of adapters whose weights are read by the layer around them, and why they are bound to it."""
+    return {
+        below: f"{name} reads weights of its adapter without calling them"
+        for name, module in modules.items()
+        if isinstance(module, PeanutLayer)
+        for below in _below(name, modules)
+        if below != name
+    }
 
 
 def _below(name: str, modules: Iterable[str]) -> list[str]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from finetune_trainer.data.batches import IGNORED_LABEL, Batch, PreparedSplit
 from finetune_trainer.errors import InvariantError
+from finetune_trainer.model import document_masks
 from finetune_trainer.objective import head
 from finetune_trainer.objective.cross_entropy import Targets, cross_entropy_of
 from finetune_trainer.objective.interface import BatchSize
@@ -19,8 +20,9 @@ class NextToken:
     """Cross-entropy over the supervised tokens: an `Objective[PreparedSplit, Batch]`."""
 
     def install(self, model: nn.Module) -> None:
-        """Let the output layer compute the loss, so that whole logits never exist."""
+        """Let the output layer compute the loss, so that whole logits never exist, and masks keep documents apart."""
         head.install(model)
+        document_masks.install(model)
 
     def num_terms(self, data: PreparedSplit, sequences: Sequence[int]) -> int:
         """Supervised tokens."""
@@ -39,12 +41,9 @@ class NextToken:
         """
         targets = targets_of(batch.labels, weight, device)
         context: AbstractContextManager[object] = torch.autocast(device.type, dtype=autocast) if autocast else nullcontext()
-        with context, head.scored(targets) as scoring:
-            output = model(
-                input_ids=batch.input_ids.to(device, non_blocking=True),
-                position_ids=batch.position_ids.to(device, non_blocking=True),
-                use_cache=False,
-            ).logits
+        positions = batch.position_ids.to(device, non_blocking=True)
+        with context, document_masks.documents_apart(positions), head.scored(targets) as scoring:
+            output = model(input_ids=batch.input_ids.to(device, non_blocking=True), position_ids=positions, use_cache=False).logits
         loss = scoring.loss
         if loss is None:
             rows = output.flatten(0, -2).index_select(0, targets.rows)

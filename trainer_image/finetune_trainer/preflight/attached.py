@@ -28,6 +28,7 @@ def check_attached(model: nn.Module, method: MethodPlan) -> list[Finding]:
         *_rows_of_a_saved_module(model, field),
         *_saved_by_their_end(model, field),
         *_not_fed_forward(model, method, field),
+        *_rows_beyond(model, method, field),
     ]
 
 
@@ -113,3 +114,18 @@ def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterat
         yield _finding(
             "feedforward-module-not-adapted", f"{field}.feedforwardModules", wrong[0], (reason, "name adapted modules only")
         )
+
+
+def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
+    """TrainableTokens only, which takes rows of whatever it names; those of embeddings beside LoRA, module_names.py checks."""
+    if method.type is not MethodType.TRAINABLE_TOKENS:
+        return
+    for name, layer in model.named_modules():
+        if isinstance(layer, TrainableTokensLayer):
+            rows = layer.get_base_layer().weight.shape[0]
+            if beyond := sorted(index for index in layer.token_indices["default"] if index >= rows):
+                shown = name.removeprefix("base_model.model.")
+                reason = f"{shown} has {rows} rows, and there is no row {beyond[0]} among them ({len(beyond)} such ids)"
+                fix = f"write ids from 0 to {rows - 1}, or name embeddings alone in targetModules"
+                yield _finding("token-index-unknown", f"{field}.tokenIndices", str(beyond[0]), (reason, fix))
+                return

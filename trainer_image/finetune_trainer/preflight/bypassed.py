@@ -18,12 +18,13 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.method_settings import known_settings
-from finetune_job.plan.run_plan import FsdpPlan, MethodPlan
+from finetune_job.plan.run_plan import MethodPlan, RunPlan
 from finetune_job.rules.rule import FieldChange, Finding
 from finetune_trainer.preflight.attached import is_packed
 from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
 from finetune_trainer.preflight.module_use import ModuleUse, ModuleUses
 
+_PEFT_FIELD = "spec.parallelism.fsdp.peftWrapPolicy"
 _ADAPTED = "base_model.model."
 _PARTS_OF_PEFT = frozenset({"base_layer", "original_module", "modules_to_save", "token_adapter", "default"})
 _SHOWN, _LISTED = 4, 8
@@ -40,7 +41,10 @@ def check_used(model: nn.Module, method: MethodPlan, uses: ModuleUses) -> list[F
     adapted, saved, plain = _trained(model, uses)
     bypassed = [name for name, use in adapted.items() if use.is_bypassed]
     idle = [name for name, use in adapted.items() if not use.is_bypassed and _is_idle(use)]
-    fix = _fix(method, [*bypassed, *idle], adapted, _working(model, uses)) if bypassed or idle else _Fix("")
+    linear = _linear(model, uses)
+    several = [name for name, use in adapted.items() if name in linear and _adds_nowhere(use)]
+    wrong = [*bypassed, *idle, *several]
+    fix = _fix(method, wrong, adapted, _working(model, uses)) if wrong else _Fix("")
     found = []
     if bypassed:
         message = f"{_shown(bypassed)}: {_why_bypassed(adapted[bypassed[0]])}"
@@ -50,6 +54,10 @@ def check_used(model: nn.Module, method: MethodPlan, uses: ModuleUses) -> list[F
         message = f"{_shown(idle)}: {_why_idle(adapted[idle[0]])}, so adapters there would learn nothing"
         ends = endings(idle, adapted)
         found.append(_finding("trained-without-gradient", f"{_place(method)}.targetModules", ends, message, fix))
+    if several:
+        message = f"{_shown(several)}: what they give is no single tensor, to which PEFT could add an adapter's {_OBSERVED}"
+        ends = endings(several, adapted)
+        found.append(_finding("target-gives-no-tensor", f"{_place(method)}.targetModules", ends, message, fix))
     if still := [name for name, use in saved.items() if not use.is_bypassed and _is_idle(use)]:
         message = f"{_shown(still)}: {_why_idle(saved[still[0]])}, so the copy that is trained would never change"
         field, ends = f"{_place(method)}.modulesToSave", endings(still, saved)
@@ -60,21 +68,29 @@ def check_used(model: nn.Module, method: MethodPlan, uses: ModuleUses) -> list[F
     return found
 
 
-def check_units_used(unit_names: Sequence[str], uses: ModuleUses, fsdp: FsdpPlan) -> list[Finding]:
+def check_units_used(unit_names: Sequence[str], uses: ModuleUses, plan: RunPlan) -> list[Finding]:
     """FSDP gathers the weights of a unit while its module is called; who reads them at another time reads a shard."""
     wrong = {name: use for name in unit_names if (use := uses.of(base_name(name))) is not None and use.readers}
     if not wrong:
         return []
     first, use = next(iter(wrong.items()))
+    fsdp = plan.parallelism.fsdp
+    field = CLASSES_FIELD if fsdp.transformer_layer_cls_to_wrap else POLICY_FIELD
+    fix = f"leave {POLICY_FIELD} and {CLASSES_FIELD} out"
+    changes: tuple[FieldChange, ...] = ()
+    if fsdp.peft_wrap_policy and not plan.method.trains_adapter:
+        # Each weight of the base is a unit then, whatever the other policy says.
+        field, fix, changes = _PEFT_FIELD, f"set {_PEFT_FIELD}: false", (FieldChange(field=_PEFT_FIELD, value=False),)
     return [
         Finding(
             rule="unit-bypassed",
             severity="error",
-            field=CLASSES_FIELD if fsdp.transformer_layer_cls_to_wrap else POLICY_FIELD,
+            field=field,
             value=first,
             message=f"{len(wrong)} modules that would be FSDP units are not called, first {first}: {use.readers[0]} reads their "
             "weights itself, and would find shards there",
-            fix=f"leave {POLICY_FIELD} and {CLASSES_FIELD} out, so that whole layers are the units",
+            fix=f"{fix}, so that whole layers are the units",
+            changes=changes,
         )
     ]
 
@@ -82,7 +98,7 @@ def check_units_used(unit_names: Sequence[str], uses: ModuleUses, fsdp: FsdpPlan
 def bypassed_linear(model: nn.Module, uses: ModuleUses) -> list[str]:
     """Ends of names of the linear layers that no adapter works on."""
     linear = _linear(model, uses)
-    return endings([name for name, use in linear.items() if use.is_bypassed or _is_idle(use)], linear)
+    return endings([name for name, use in linear.items() if _is_unfit(use)], linear)
 
 
 def base_name(name: str) -> str:
@@ -148,7 +164,7 @@ def _working(model: nn.Module, uses: ModuleUses) -> list[str]:
         head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
         linear = {name: use for name, use in linear.items() if _is_accepted(tuner, model, name)}
     heads = {base_name(name) for name, module in model.named_modules() if module is head}
-    return endings([name for name, use in linear.items() if not (use.is_bypassed or _is_idle(use) or name in heads)], linear)
+    return endings([name for name, use in linear.items() if not (_is_unfit(use) or name in heads)], linear)
 
 
 def _is_accepted(tuner: BaseTuner, model: PeftModel, name: str) -> bool:
@@ -162,6 +178,14 @@ def _is_accepted(tuner: BaseTuner, model: PeftModel, name: str) -> bool:
 
 def _is_idle(use: ModuleUse) -> bool:
     return not (use.is_called and use.gets_gradient)
+
+
+def _adds_nowhere(use: ModuleUse) -> bool:
+    return not (use.is_bypassed or _is_idle(use) or use.gives_tensor)
+
+
+def _is_unfit(use: ModuleUse) -> bool:
+    return use.is_bypassed or _is_idle(use) or _adds_nowhere(use)
 
 
 def _why_bypassed(use: ModuleUse) -> str:

@@ -52,7 +52,8 @@ def _experts_left_out(model: nn.Module, lora: LoraPlan) -> Finding | None:
         value=ALL_LINEAR,
         message=f"the experts are {len(stacked)} stacked parameters and no linear layers, so all-linear gives them no adapter: "
         f"{100 * held / total:.0f} % of the model's weights, first {next(iter(stacked))}",
-        fix=f"to adapt them, too, set spec.method.lora.targetParameters: [{', '.join(names[:4])}]",
+        fix=f"to adapt them, too, set spec.method.lora.targetParameters: [{', '.join(names[:4])}] beside "
+        f"spec.method.lora.targetModules: [{ALL_LINEAR}]",
     )
 
 

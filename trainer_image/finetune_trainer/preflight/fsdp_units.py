@@ -11,16 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from finetune_job.plan.run_plan import FsdpPlan
+from finetune_job.api.method import MethodType
+from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_job.rules.rule import FieldChange, Finding, Severity
+from finetune_trainer.train.optimizers import treatment
 
 POLICY_FIELD = "spec.parallelism.fsdp.autoWrapPolicy"
 CLASSES_FIELD = "spec.parallelism.fsdp.transformerLayerClsToWrap"
+_VERSION_FIELD = "spec.parallelism.fsdp.version"
+_ORIGINAL_FIELD = "spec.parallelism.fsdp.useOrigParams"
 ROOT = "the root unit"
 
 
-def check_units(model: nn.Module, unit_names: Sequence[str], fsdp: FsdpPlan) -> list[Finding]:
+def check_units(model: nn.Module, unit_names: Sequence[str], plan: RunPlan) -> list[Finding]:
     """A finding per kind of mistake, with the first module or parameter of it."""
+    fsdp = plan.parallelism.fsdp
     modules = dict(model.named_modules())
     units = {name: modules[name] for name in unit_names}
     owned = _owned(model, unit_names)
@@ -31,12 +36,15 @@ def check_units(model: nn.Module, unit_names: Sequence[str], fsdp: FsdpPlan) -> 
     if fsdp.version == 2:
         found += _trained_in_two_types(owned)
     else:
-        found.append(_stacked_weights(model))
+        found.append(_treated_differently(model, set(unit_names), plan))
     return [finding for finding in found if finding is not None]
 
 
-def _stacked_weights(model: nn.Module) -> Finding | None:
-    """For some architectures PEFT itself takes all-linear, or names of experts, for the stacked weights of its experts."""
+def stacked_weights(model: nn.Module) -> Finding | None:
+    """What version 1 cannot do, whatever its units.
+
+    For some architectures PEFT itself takes all-linear, or names of experts, for the stacked weights of their experts.
+    """
     names = [name for name, module in model.named_modules() if isinstance(module, ParamWrapper)]
     if not names:
         return None
@@ -49,8 +57,42 @@ def _stacked_weights(model: nn.Module) -> Finding | None:
         "holds them as views of one tensor, which may not be changed",
         "set parallelism.fsdp.version: 2, or name only modules outside the experts, such as targetModules: [q_proj, k_proj, "
         "v_proj, o_proj]",
-        changes={"spec.parallelism.fsdp.version": None},
+        changes={_VERSION_FIELD: None},
     )
+
+
+def _treated_differently(model: nn.Module, units: set[str], plan: RunPlan) -> Finding | None:
+    """A flat parameter has one weight decay and one learning rate, which is right where all that lies in it is to have the same."""
+    if plan.parallelism.fsdp.use_orig_params:
+        return None
+    first: dict[str, tuple[str, tuple[float, float]]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        wanted = treatment(name, tuple(parameter.shape), plan)
+        other, treated = first.setdefault(unit := _unit_of(name, units), (name, wanted))
+        if treated == wanted:
+            continue
+        scales, decays = zip(treated, wanted, strict=True)
+        field, what = (
+            ("spec.training.weightDecay", f"weight decay, {decays[0]:g} and {decays[1]:g}")
+            if decays[0] != decays[1]
+            else ("spec.method.lora.loraPlusRatio", f"factors on the learning rate, {scales[0]:g} and {scales[1]:g}")
+        )
+        changes: dict[str, str | int | None] = {_ORIGINAL_FIELD: True}
+        if plan.method.type is not MethodType.FULL:
+            # Beside adapters, version 1 refuses original parameters in some cases.
+            changes = {_ORIGINAL_FIELD: None, _VERSION_FIELD: None}
+        return _finding(
+            "fsdp1-flat-parameter-mixed",
+            _ORIGINAL_FIELD,
+            "false",
+            f"version 1 lays {other} and {name} into one flat parameter ({unit or ROOT}), which is treated as a whole, but {field} "
+            f"gives them different {what}",
+            f"set {_ORIGINAL_FIELD}: true, or {_VERSION_FIELD}: 2, or leave {field} unset",
+            changes=changes,
+        )
+    return None
 
 
 def _owned(model: nn.Module, unit_names: Sequence[str]) -> dict[str, dict[str, nn.Parameter]]:

@@ -19,10 +19,11 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import ALL_LINEAR
 from finetune_job.api.parallelism import AutoWrapPolicy
+from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import FieldChange, Finding
 from finetune_trainer.errors import ConfigError, TrainerError
-from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, stored_names
+from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, stored_names, unfit_for_experts
 from finetune_trainer.model.compilation import missing_compiler
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import (
@@ -39,7 +40,14 @@ from finetune_trainer.preflight.bypassed import bypassed_linear, check_units_use
 from finetune_trainer.preflight.coverage import check_coverage
 from finetune_trainer.preflight.declared_weights import load_declared, pack
 from finetune_trainer.preflight.element_types import check_element_types
-from finetune_trainer.preflight.fsdp_units import check_units
+from finetune_trainer.preflight.fsdp_units import check_units, stacked_weights
+from finetune_trainer.preflight.fused_experts import (
+    check_excluded,
+    check_layers,
+    check_left_out,
+    check_ranks_in_file,
+    taken_for_experts,
+)
 from finetune_trainer.preflight.memory import shape_of
 from finetune_trainer.preflight.model_structure import ModelStructure
 from finetune_trainer.preflight.module_names import check_names, check_parameters, check_settings, check_tokens
@@ -72,6 +80,7 @@ def inspect_structure(
     wrap_classes, found = _wrap_classes(plan, base)
     findings += found
     findings += _compiler_is_missing(plan)
+    findings += _cannot_recompute(plan, base)
     # Said beside what else is wrong: the model can be looked at all the same.
     recurrent = [_recurrent(base)] if plan.data.packing and getattr(base, "_is_stateful", False) else []
     vocabulary_size = int(base.get_input_embeddings().weight.shape[0])
@@ -88,23 +97,32 @@ def inspect_structure(
         units = unit_names(model, plan.parallelism.fsdp)
         if plan.parallelism.fsdp.version == 1:
             check_adapter_bits(plan, stored_dtype(directory))
-            check_flat_units(model, units, use_orig_params=bool(plan.parallelism.fsdp.use_orig_params))
+            stacked = stacked_weights(model) if plan.parallelism.world_size > 1 else None
+            if stacked is None:
+                check_flat_units(model, units, use_orig_params=bool(plan.parallelism.fsdp.use_orig_params))
+            else:
+                findings.append(stacked)
     except TrainerError as error:
         field = _named_field(error) or "spec.method"
         conflict = _finding("model-settings-conflict", field, plan.method.type.value, error)
+        if "ParamWrapper" in conflict.message:
+            changes = tuple(FieldChange(field=name, value=value) for name, value in unfit_for_experts(plan.method).items())
+            conflict = conflict.model_copy(update={"changes": changes})
         return None, [*findings, *recurrent, conflict if uses is None else _with_bypassed(conflict, plan, base, uses)]
     findings += recurrent
     if plan.parallelism.world_size > 1:
-        findings += check_units(model, units, plan.parallelism.fsdp)
+        findings += check_units(model, units, plan)
     dtypes = resolve_dtypes(plan, stored_dtype(directory))
     findings += check_element_types(model, plan, dtypes, packed_dtype(plan, dtypes))
     findings += check_attached(model, plan.method)
     if uses is not None:
         findings += check_used(model, plan.method, uses)
         if plan.parallelism.world_size > 1:
-            findings += check_units_used(units, uses, plan.parallelism.fsdp)
+            findings += check_units_used(units, uses, plan)
     if plan.method.lora is not None:
         findings += check_coverage(model, plan.method.lora)
+        findings += check_left_out(model, plan.method.lora)
+        findings += check_ranks_in_file(model)
         findings += check_zero_rows(model, plan.method.lora, directory)
     if any(finding.severity == "error" for finding in findings):
         return None, findings
@@ -136,8 +154,11 @@ def _names(plan: RunPlan, base: PreTrainedModel, vocabulary_size: int) -> list[F
         return []
     adaptable = [name for name, module in base.named_modules() if isinstance(module, ADAPTABLE)]
     parameters = {name: parameter.ndim for name, parameter in base.named_parameters()}
+    taken = taken_for_experts(plan.method.lora, base)
     return [
-        *check_names(plan.method.lora, adaptable, modules),
+        *check_names(plan.method.lora, adaptable, modules, parameters, taken),
+        *check_layers(plan.method.lora, taken),
+        *check_excluded(plan.method.lora, base),
         *check_parameters(plan.method.lora, parameters),
         *check_tokens(plan.method.lora, vocabulary_size),
     ]
@@ -212,6 +233,25 @@ def _compiler_is_missing(plan: RunPlan) -> list[Finding]:
             message=f"torch.compile for {device_type} calls a compiler ({', '.join(missing)}), and the trainer image has none",
             fix="set spec.training.compile: false, or use a trainer image with a compiler",
             changes=(FieldChange(field="spec.training.compile", value=False),),
+        )
+    ]
+
+
+def _cannot_recompute(plan: RunPlan, base: PreTrainedModel) -> list[Finding]:
+    """Some architectures of transformers know no activation checkpointing."""
+    kind = plan.training.activation_checkpointing
+    if kind is ActivationCheckpointing.NONE or base.supports_gradient_checkpointing:
+        return []
+    field = "spec.training.activationCheckpointing"
+    return [
+        Finding(
+            rule="activation-checkpointing-not-supported",
+            severity="error",
+            field=field,
+            value=kind.value,
+            message=f"{type(base).__name__} of transformers cannot compute its layers again in backward",
+            fix=f"set {field}: None",
+            changes=(FieldChange(field=field, value=ActivationCheckpointing.NONE.value),),
         )
     ]
 

@@ -66,7 +66,8 @@ def inspect_model_files(directory: Path, address: str) -> ModelFiles:
             _finding(
                 "model-already-quantized",
                 address,
-                f"{CONFIG_FILE} has a quantization_config: adapters cannot be merged exactly into quantised weights",
+                f"{CONFIG_FILE} has a quantization_config: a base is read as float32, float16 or bfloat16 numbers, which quantised "
+                "weights are not, and nothing could be merged into them exactly",
                 "give the original 16-bit model, and method QLoRA if it is to be quantised while it trains",
             )
         )

@@ -52,11 +52,13 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
     misplaced = check_task(plan, directory)
     if any(finding.severity == "error" for finding in misplaced):
         return None, misplaced
-    structure, findings = inspect_structure(plan, directory, observe(plan, directory))
+    observed = observe(plan, directory)
+    structure, findings = inspect_structure(plan, directory, observed.uses if observed else None)
     findings = [*misplaced, *findings]
     if structure is None:
         return None, findings
-    findings += check_small_model(plan, directory)
+    if observed is not None:
+        findings += check_small_model(plan, observed.model)
     unmergeable = check_merge(plan, directory, structure)
     return structure, [*findings, unmergeable] if unmergeable else findings
 

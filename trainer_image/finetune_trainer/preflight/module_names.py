@@ -18,39 +18,52 @@ from finetune_job.rules.rule import FieldChange, Finding, Severity
 
 STACKED_DIMENSIONS, ADAPTABLE_DIMENSIONS = 3, (2, 3)
 """Of a parameter that holds one matrix per expert, and of those that LoRA adapts (peft.tuners.lora.layer.ParamWrapper)."""
-_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
+LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """How PEFT finds a module's layer number: the first part of its name that is one."""
 
 
-def check_names(lora: LoraPlan, adaptable: Collection[str], modules: Collection[str]) -> list[Finding]:
+def check_names(
+    lora: LoraPlan,
+    adaptable: Collection[str],
+    modules: Collection[str],
+    parameters: Collection[str] = (),
+    understood: Collection[str] = (),
+) -> list[Finding]:
     """A finding per name without a match.
 
-    `adaptable`: names of the modules that can hold an adapter (linear layers, embeddings); `modules`: names of all modules.
+    `adaptable`: names of the modules that can hold an adapter (linear layers, embeddings); `modules`: names of all modules;
+    `parameters`: of all parameters; `understood`: targets that PEFT takes for something else.
     """
     place = "spec.method.lora"
     reason = "names no linear layer or embedding of this model"
     nothing = f"{reason}, so it would exclude nothing"
     findings = [
         *_without_match(
-            "target-module-unknown", f"{place}.targetModules", lora.target_modules, adaptable, matches=_is_target, reason=reason
+            "target-module-unknown",
+            f"{place}.targetModules",
+            lora.target_modules,
+            adaptable,
+            matches=lambda name, modules: name in understood or _is_target(name, modules),
+            reason=reason,
         ),
         *_without_match(
             "target-module-unknown", f"{place}.excludeModules", lora.exclude_modules, adaptable, matches=_is_target, reason=nothing
         ),
         *_left_out(lora, adaptable),
     ]
-    numbers = {int(found.group(1)) for module in adaptable if (found := _LAYER.match(module))}
+    numbers = {int(found.group(1)) for module in adaptable if (found := LAYER.match(module))}
     findings += _no_such_layers(lora.layers_to_transform or (), numbers, place)
     reason = "names no module of this model"
     findings += _without_match(
         "saved-module-unknown", f"{place}.modulesToSave", lora.modules_to_save, modules, matches=_is_saved, reason=reason
     )
     reason = "matches no linear layer or embedding of this model, so it would change nothing"
+    held = [*adaptable, *(name for name in parameters if any(targets(each, name) for each in lora.target_parameters))]
     for field, patterns in (("rankPattern", lora.rank_pattern), ("alphaPattern", lora.alpha_pattern)):
         findings += _without_match(
-            "adapter-pattern-unmatched", f"{place}.{field}", patterns, adaptable, matches=_pattern_matches, reason=reason
+            "adapter-pattern-unmatched", f"{place}.{field}", patterns, held, matches=pattern_matches, reason=reason
         )
-        findings += _overlapping(f"{place}.{field}", patterns, adaptable)
+        findings += _overlapping(f"{place}.{field}", patterns, held)
     return findings
 
 
@@ -59,7 +72,7 @@ def check_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Find
     field = "spec.method.lora.targetParameters"
     findings = []
     for name in lora.target_parameters:
-        found = {parameter: dimensions for parameter, dimensions in parameters.items() if _targets(name, parameter)}
+        found = {parameter: dimensions for parameter, dimensions in parameters.items() if targets(name, parameter)}
         if not found:
             stacked = [parameter for parameter, dimensions in parameters.items() if dimensions == STACKED_DIMENSIONS]
             near = difflib.get_close_matches(name, _endings(stacked or parameters, 3), n=3, cutoff=0.4)
@@ -92,8 +105,8 @@ def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
     field = "spec.method.lora.targetModules"
     findings = []
     for name in lora.target_modules:
-        named = [module for module in adaptable if name != ALL_LINEAR and _targets(name, module)]
-        if named and all(any(_targets(each, module) for each in lora.exclude_modules) for module in named):
+        named = [module for module in adaptable if name != ALL_LINEAR and targets(name, module)]
+        if named and all(any(targets(each, module) for each in lora.exclude_modules) for module in named):
             reason = "is excluded by excludeModules everywhere, so it gets no adapter"
             fix = "remove it from targetModules or from excludeModules"
             findings.append(_finding("target-module-excluded", field, name, reason, fix, severity="warning"))
@@ -110,12 +123,12 @@ def _is_inside(saved: str, module: str) -> bool:
 
 
 def _overlapping(field: str, patterns: Mapping[str, int], adaptable: Collection[str]) -> list[Finding]:
-    """PEFT takes the first pattern that matches, in an order that adapter_config.json does not promise to keep."""
+    """PEFT takes the first pattern that matches, and adapter_config.json has them in alphabetical order, as the plan does."""
     for module in adaptable:
-        matching = [pattern for pattern in patterns if _pattern_matches(pattern, [module])]
+        matching = [pattern for pattern in patterns if pattern_matches(pattern, [module])]
         if len({patterns[pattern] for pattern in matching}) > 1:
             shown = " and ".join(f"{pattern}: {patterns[pattern]}" for pattern in matching)
-            message = f"{shown} all match {module}; PEFT takes the first of them"
+            message = f"{shown} all match {module}; PEFT takes the first of them in alphabetical order, which is {matching[0]}"
             return [
                 _finding(
                     "adapter-patterns-overlap", field, matching[1], message, "let one pattern match each module", severity="warning"
@@ -168,7 +181,7 @@ def check_settings(method: MethodType, adapter: AdapterPlan, modules: Collection
         findings += _without_match("target-module-unknown", f"{place}.{setting}", names, modules, matches=_is_target, reason=reason)
     names = _names(adapter, "modulesToSave")
     findings += _without_match("saved-module-unknown", f"{place}.modulesToSave", names, modules, matches=_is_saved, reason=reason)
-    numbers = {int(found.group(1)) for module in modules if (found := _LAYER.match(module))}
+    numbers = {int(found.group(1)) for module in modules if (found := LAYER.match(module))}
     layers = values.get("layers_to_transform") or []
     if not adapter.settings.get("layersPattern"):
         findings += _no_such_layers(layers if isinstance(layers, list) else [layers], numbers, place)
@@ -176,7 +189,7 @@ def check_settings(method: MethodType, adapter: AdapterPlan, modules: Collection
     for setting in _PATTERNS:
         patterns = adapter.settings.get(setting) or {}
         field = f"{place}.{setting}"
-        findings += _without_match("adapter-pattern-unmatched", field, patterns, modules, matches=_pattern_matches, reason=reason)
+        findings += _without_match("adapter-pattern-unmatched", field, patterns, modules, matches=pattern_matches, reason=reason)
         findings += _overlapping(f"{place}.{setting}", patterns, modules)
     return findings
 
@@ -203,11 +216,13 @@ def _finding(
     return Finding(rule=rule, severity=severity, field=field, value=value, message=f"{value!r} {message}", fix=fix, changes=changes)
 
 
-def _targets(name: str, module: str) -> bool:
+def targets(name: str, module: str) -> bool:
+    """Whether a name of a list means the module or parameter: the whole name or its last parts."""
     return module == name or module.endswith(f".{name}")
 
 
-def _pattern_matches(pattern: str, modules: Iterable[str]) -> bool:
+def pattern_matches(pattern: str, modules: Iterable[str]) -> bool:
+    """Whether a key of a pattern means one of these modules or parameters (peft.utils.other.get_pattern_key)."""
     try:
         compiled = re.compile(rf"(.*\.)?({pattern})$")
     except re.error:
@@ -219,7 +234,7 @@ Names = Collection[str] | Mapping[str, Any]
 
 
 def _is_target(name: str, modules: Iterable[str]) -> bool:
-    return name == ALL_LINEAR or any(_targets(name, module) for module in modules)
+    return name == ALL_LINEAR or any(targets(name, module) for module in modules)
 
 
 def _is_saved(name: str, modules: Iterable[str]) -> bool:

@@ -22,6 +22,8 @@ class ModuleUse:
     """Some parameter of its own; True, too, where it has none."""
     readers: tuple[str, ...] = ()
     """Classes of the modules whose code reads its weight past its forward pass."""
+    gives_tensor: bool = True
+    """One tensor, rather than several, each time it was called."""
     is_handed_to: tuple[str, ...] = ()
     """Fused kernels, as `package.function`, to which its weight is handed where the package is installed, as it is here."""
 
@@ -77,6 +79,7 @@ def _together(uses: list[ModuleUse]) -> ModuleUse:
     return ModuleUse(
         is_called=any(use.is_called for use in uses),
         gets_gradient=any(use.gets_gradient for use in uses),
+        gives_tensor=all(use.gives_tensor for use in uses),
         readers=tuple(sorted({reader for use in uses for reader in use.readers})),
         is_handed_to=tuple(sorted({kernel for use in uses for kernel in use.is_handed_to})),
     )

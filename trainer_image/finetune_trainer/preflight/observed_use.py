@@ -38,7 +38,16 @@ _UNTRACKED = "bias"
 """Adapters and packing leave biases as they are, so that it does not matter who reads one."""
 
 
-def observe(plan: RunPlan, directory: Path) -> ModuleUses | None:
+@dataclass(frozen=True)
+class Observed:
+    """A small model and what it does with its modules."""
+
+    model: PreTrainedModel
+    """With random weights in float32, and without dropout."""
+    uses: ModuleUses
+
+
+def observe(plan: RunPlan, directory: Path) -> Observed | None:
     """None where no small model can be built and computed; the rehearsal says why."""
     try:
         config = load_config(plan, directory)
@@ -47,10 +56,12 @@ def observe(plan: RunPlan, directory: Path) -> ModuleUses | None:
             handed.clear()
             if plan.method.quantization is not None:
                 _mark_as_quantized(model)
-            return ModuleUses(_observed(model, _tokens(shrunken), handed), shrunken.layers)
+            uses = ModuleUses(_observed(model, _tokens(shrunken), handed), shrunken.layers)
     except Exception as error:  # noqa: BLE001 - code of any model
-        log.warning("not observed which modules the model calls: %s: %s", type(error).__name__, error)
+        log.warning("what only running the model shows is not checked: %s: %s", type(error).__name__, error)
         return None
+    model.zero_grad()
+    return Observed(model, uses)
 
 
 def _tokens(shrunken: Shrunken) -> torch.Tensor:
@@ -81,6 +92,7 @@ def _observed(model: PreTrainedModel, tokens: torch.Tensor, handed: _Handed) -> 
             is_called=name in calls.called,
             gets_gradient=_gets_gradient(module),
             readers=tuple(sorted({type(modules[reader]).__name__ for reader in reads.past_forward[name]})),
+            gives_tensor=name not in calls.gave_several,
             is_handed_to=tuple(sorted(kernels[name])),
         )
         for name, module in modules.items()
@@ -98,6 +110,8 @@ class _Calls:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self.called: set[str] = set()
+        self.gave_several: set[str] = set()
+        """Names of those whose result was something else than a tensor."""
         self.inside: list[str] = []
         """Names of the modules whose forward pass has begun and not ended, the innermost last."""
 
@@ -116,9 +130,12 @@ class _Calls:
             self.called.add(name)
             self.inside.append(name)
             try:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
             finally:
                 self.inside.pop()
+            if not isinstance(result, torch.Tensor):
+                self.gave_several.add(name)
+            return result
 
         return noted
 

@@ -1,7 +1,7 @@
 """Does a document in a packed sequence see the one before it? Computed on a small model of the same architecture.
 
-Positions that start again keep documents apart where the model's code builds its mask from them; not all code does, and none of it
-says so. Called by small_model.py.
+Positions that start again keep documents apart where masks are made from them (model/document_masks.py); not all code makes its
+masks so, and none of it says what it does. Called by small_model.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from finetune_job.rules.rule import FieldChange, Finding
+from finetune_trainer.model import document_masks
 
 FIRST, SECOND = 9, 7
 """Tokens of the two documents."""
@@ -36,6 +37,7 @@ def check_packing(model: PreTrainedModel) -> Finding | None:
 
 def leak_of(model: PreTrainedModel) -> float:
     """Largest difference between the logits of a document alone and of the same one after another in one sequence."""
+    document_masks.install(model)
     model.eval()
     size = int(model.get_input_embeddings().weight.shape[0])
     first, second = torch.arange(FIRST) % size, (torch.arange(SECOND) * 3 + 1) % size
@@ -48,5 +50,6 @@ def leak_of(model: PreTrainedModel) -> float:
 def _logits(model: PreTrainedModel, *documents: torch.Tensor) -> torch.Tensor:
     """(tokens, vocabulary), as the trainer asks for them: no mask, positions that start again."""
     positions = torch.cat([torch.arange(len(each)) for each in documents])
-    logits: torch.Tensor = model(input_ids=torch.cat(documents)[None], position_ids=positions[None], use_cache=False).logits[0]
+    with document_masks.documents_apart(positions[None]):
+        logits: torch.Tensor = model(input_ids=torch.cat(documents)[None], position_ids=positions[None], use_cache=False).logits[0]
     return logits.float()

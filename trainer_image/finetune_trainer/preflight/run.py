@@ -74,7 +74,7 @@ def run(context: RunContext) -> TerminationReport:
             structure.max_positions if structure else None,
         )
         if structure is not None and tokenizer is not None:
-            findings += check_token_rows(plan.data, tokenizer, structure, context.base_model)
+            findings += check_token_rows(plan, tokenizer, structure, context.base_model)
         if structure is not None and storage_is_ready:
             findings += _room(context, structure, files)
         memory = memory_need(plan, structure, data.splits) if structure is not None else None

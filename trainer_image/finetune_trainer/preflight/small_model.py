@@ -1,4 +1,4 @@
-"""What only running the model's code shows, on a small model of the same architecture with random weights.
+"""What the logits show of a model's code, on a small model of the same architecture with random weights.
 
 Called by model_process.py for a model whose structure is sound.
 """
@@ -7,29 +7,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
-from finetune_trainer.model.load import load_config
 from finetune_trainer.preflight.packing import check_packing
 from finetune_trainer.preflight.task import check_causality
-from finetune_trainer.rehearsal.search import NoTwinError, search
 
 log = logging.getLogger(__name__)
 
 
-def check_small_model(plan: RunPlan, directory: Path) -> list[Finding]:
-    """What is found. Nothing where no small model can be built or its code fails; the rehearsal says why."""
-    config = load_config(plan, directory)
-    try:
-        _, model = search(plan, config, config.to_dict())
-    except NoTwinError as error:
-        log.warning("what only running the model shows is not checked: %s", error)
-        return []
+def check_small_model(plan: RunPlan, model: PreTrainedModel) -> list[Finding]:
+    """What is found; nothing where the code of the model fails, of which the rehearsal says why. Changes the model's weights."""
     _spread(model)
     checks: list[Callable[[PreTrainedModel], Finding | None]] = [check_causality]
     if plan.data.packing:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from finetune_job.api.data import DataFormat
-from finetune_job.plan.run_plan import DataPlan
-from finetune_job.rules.rule import Finding
+from finetune_job.plan.run_plan import LoraPlan, RunPlan
+from finetune_job.rules.rule import FieldChange, Finding
+from finetune_job.rules.tokens import EMBEDDINGS, SAVED, TOKENS
 from finetune_trainer.data.chat import PROBE, ChatError, Tokenizer, chat_template, template_source
 from finetune_trainer.files import open_regular
 from finetune_trainer.merge.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
@@ -23,41 +24,59 @@ from finetune_trainer.preflight.model_structure import ModelStructure
 log = logging.getLogger(__name__)
 
 
-def check_token_rows(data: DataPlan, tokenizer: Tokenizer, structure: ModelStructure, directory: Path) -> list[Finding]:
+def check_token_rows(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, directory: Path) -> list[Finding]:
     """At most one finding; none where the template does not end, which is said of the records."""
-    if data.format is not DataFormat.CHAT:
+    if plan.data.format is not DataFormat.CHAT:
         return []
     try:
-        return confined(lambda: _untrained(data, tokenizer, structure, directory))
+        return confined(lambda: _untrained(plan, tokenizer, structure, directory))
     except EndedError as error:
         log.warning("rows of the template's tokens are not looked at: %s", error)
         return []
 
 
-def _untrained(data: DataPlan, tokenizer: Tokenizer, structure: ModelStructure, directory: Path) -> list[Finding]:
+def _untrained(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, directory: Path) -> list[Finding]:
     try:
-        text = chat_template(tokenizer, template_source(tokenizer, data.chat_template)).render(PROBE)
+        text = chat_template(tokenizer, template_source(tokenizer, plan.data.chat_template)).render(PROBE)
     except ChatError:
         return []  # said already
     tokens = special_tokens(tokenizer, text)
+    found: dict[str, list[int]] = {}
     for header in _vocabularies(structure, directory):
         rows = _rows(header, [number for number in tokens if number < header.shape[0]])
         wrong = [number for number, row in rows.items() if not any(row) or list(rows.values()).count(row) > 1]
         if wrong:
-            names = ", ".join(repr(tokens[number]) for number in wrong[:4])
-            return [
-                Finding(
-                    rule="chat-token-untrained",
-                    severity="warning",
-                    field="spec.model.source",
-                    value=str(wrong[0]),
-                    message=f"the template writes {names}, whose rows of {header.name} hold zeros or equal each other: the base "
-                    "has never learnt them, and this job trains no row of it",
-                    fix=f"set spec.method.lora.trainableTokenIndices to {wrong}, name embeddings and lm_head in "
-                    "spec.method.lora.modulesToSave, or use a chatTemplate of tokens that the base knows",
-                )
-            ]
-    return []
+            found[header.name] = wrong
+    if not found:
+        return []
+    name, wrong = next(iter(found.items()))
+    return [
+        Finding(
+            rule="chat-token-untrained",
+            severity="warning",
+            field="spec.model.source",
+            value=str(wrong[0]),
+            message=f"the template writes {', '.join(repr(tokens[number]) for number in wrong[:4])}, whose rows of {name} hold "
+            "zeros or equal each other: the base has never learnt them, and this job trains no row of it",
+            fix=f"set spec.method.lora.trainableTokenIndices to {wrong}, name embeddings and lm_head in "
+            "spec.method.lora.modulesToSave, or use a chatTemplate of tokens that the base knows",
+            changes=_trained(plan.method.lora, found),
+        )
+    ]
+
+
+def _trained(lora: LoraPlan | None, untrained: Mapping[str, list[int]]) -> tuple[FieldChange, ...]:
+    """What has them trained: of an embedding alone these rows, of a head all of it, because PEFT trains rows of no head.
+
+    untrained: numbers of rows by the tensor's name.
+    """
+    if lora is None:
+        return ()
+    modules = {name.removesuffix(".weight").rpartition(".")[2]: rows for name, rows in untrained.items()}
+    if EMBEDDINGS.issuperset(modules):
+        rows = {*lora.trainable_token_indices, *(row for each in modules.values() for row in each)}
+        return (FieldChange(field=f"spec.{TOKENS}", value=sorted(rows)),)
+    return (FieldChange(field=f"spec.{SAVED}", value=[*lora.modules_to_save, *sorted(modules)]),)
 
 
 def special_tokens(tokenizer: Tokenizer, text: str) -> dict[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
@@ -38,7 +39,8 @@ def _hold_as_the_base(adapted: PeftModel) -> None:
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):
             base = layer.get_base_layer()
-            dtype = getattr(base, "compute_dtype", None) or getattr(getattr(base, "weight", None), "dtype", None)
+            weight = layer.get_param() if isinstance(layer, ParamWrapper) else getattr(base, "weight", None)
+            dtype = getattr(base, "compute_dtype", None) or getattr(weight, "dtype", None)
             if dtype is not None and dtype.is_floating_point:
                 for name in layer.adapter_layer_names:
                     getattr(layer, name).to(dtype)

@@ -136,9 +136,9 @@ def verification(facts: RunFacts) -> list[str]:
         return lines
     rows = [
         (
-            "largest difference of a logit, of the largest logit",
+            f"{logits.judged}, of the largest logit",
             f"{logits.relative_difference:.3g}",
-            f"at most {gate.max_relative_difference:.3g}",
+            f"at most {gate.allowed_difference(logits):.3g}",
         ),
         ("mean KL divergence from base and adapter, nats", f"{logits.mean_kl:.3g}", f"at most {gate.max_mean_kl:.3g}"),
         ("same most likely token", f"{logits.top1_agreement:.4%}", f"at least {gate.min_top1_agreement:.2%}"),

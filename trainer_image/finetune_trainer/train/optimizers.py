@@ -31,12 +31,11 @@ def build_optimizer(pieces: list[Piece], plan: RunPlan) -> torch.optim.Optimizer
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     treated: dict[int, tuple[float, float]] = {}
     for piece in pieces:
-        decay = training.weight_decay if decays(piece.name, piece.shape) else 0.0
-        treatment = (learning_rate_scale(piece.name, plan.method), decay)
+        wanted = treatment(piece.name, piece.shape, plan)
         if id(piece.holder) not in treated:
-            treated[id(piece.holder)] = treatment
-            groups.setdefault(treatment, []).append(piece.holder)
-        elif treated[id(piece.holder)] != treatment:
+            treated[id(piece.holder)] = wanted
+            groups.setdefault(wanted, []).append(piece.holder)
+        elif treated[id(piece.holder)] != wanted:
             raise ConfigError(
                 f"spec.training.weightDecay: {piece.name} shares one flat parameter with others that decay or learn differently",
                 "set parallelism.fsdp.useOrigParams: true, or version: 2, or leave weightDecay and loraPlusRatio unset",
@@ -46,6 +45,11 @@ def build_optimizer(pieces: list[Piece], plan: RunPlan) -> torch.optim.Optimizer
     )
     create_state(optimizer)
     return optimizer
+
+
+def treatment(name: str, shape: tuple[int, ...], plan: RunPlan) -> tuple[float, float]:
+    """PURE. (factor on the learning rate, weight decay) of the parameter called `name`."""
+    return learning_rate_scale(name, plan.method), plan.training.weight_decay if decays(name, shape) else 0.0
 
 
 def decays(name: str, shape: tuple[int, ...]) -> bool:

@@ -23,7 +23,7 @@ from finetune_trainer.objective.next_token import NextToken
 from finetune_trainer.observe.accounts import Stopwatch, process_age_seconds
 from finetune_trainer.observe.goodput import Activity
 from finetune_trainer.observe.observer import ObservedRun, Observer, StepDone, observing, peak_memory_bytes
-from finetune_trainer.train import evaluation_policy
+from finetune_trainer.train import evaluation_policy, loss_scale
 from finetune_trainer.train import step as one_step
 from finetune_trainer.train.evaluate import held_out_loss
 from finetune_trainer.train.export import export
@@ -80,6 +80,8 @@ class _Loop:
         manifest = self.checkpoints.resume()
         self.is_resumed = manifest is not None
         self.step, self.state = (manifest.step, manifest.state) if manifest is not None else (0, RunState())
+        if self.model.scales_loss and self.state.loss_scale is None:
+            self.state = self.state.model_copy(update={"loss_scale": loss_scale.FIRST})
         if self.is_resumed:
             log.info("resuming after step %d of %d", self.step, self.total)
 
@@ -98,6 +100,7 @@ class _Loop:
     def _step(self, observer: Observer) -> None:
         training, evaluation = self.plan.training, self.plan.evaluation
         rate = learning_rate(self.step, self.total, training)
+        scale = self.state.loss_scale if self.model.scales_loss else None
         started = time.monotonic()
         with observer.during(Activity.STEPS):
             result = one_step.optimizer_step(
@@ -112,7 +115,10 @@ class _Loop:
                 autocast=self.model.autocast,
                 stop_requested=self.stop.requested,
                 keeps_gathered=self.model.keeps_gathered,
+                loss_scale=scale.factor if scale else loss_scale.UNSCALED,
             )
+        if scale:
+            self.state = self.state.model_copy(update={"loss_scale": loss_scale.following(scale, result.loss_scale)})
         seconds = time.monotonic() - started
         self.step += 1
         self.heartbeat.beat(STEP, self.step)
@@ -176,7 +182,7 @@ class _Loop:
         if self.plan.method.lora is None or gradient_norm == 0:
             return
         if not any(self.gang.gather(has_learnt((piece.name, piece.parameter_values()) for piece in self.model.pieces))):
-            raise InvariantError("after the first step every lora_B is still zero, so no adapter is trained", step=1)
+            raise InvariantError("after the first step every adapter is still zero, so none is trained", step=1)
 
     def _peak_memory(self) -> int:
         peaks: list[int] = self.gang.gather(peak_memory_bytes(self.gang.device))

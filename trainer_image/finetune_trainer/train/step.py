@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from finetune_trainer.errors import NonFiniteError
 from finetune_trainer.gang import Gang
 from finetune_trainer.objective.interface import Objective, Split
 from finetune_trainer.train.batches import global_batch, micro_batch
+from finetune_trainer.train.loss_scale import UNSCALED, halved
 from finetune_trainer.train.optimizers import set_learning_rate
 from finetune_trainer.train.prefetch import Prefetch
 from finetune_trainer.train.randomness import seed_forward_pass
 from finetune_trainer.train.reduction import reduces_every_micro_step, reducing
+
+log = logging.getLogger(__name__)
 
 NON_FINITE_HINT = "lower learningRate, raise warmupRatio, or look at the records of this step; the last checkpoint is kept"
 
@@ -45,6 +49,8 @@ class StepResult:
     time without that for batches, which includes waiting for other ranks inside collectives."""
     stop: bool
     """Some rank has been asked to stop."""
+    loss_scale: float
+    """Factor of the loss with which the gradients were finite."""
 
 
 class StepBatches:
@@ -72,6 +78,16 @@ class StepBatches:
         )
 
 
+@dataclass
+class _Passes:
+    """What the forward and backward passes of one step did on this rank."""
+
+    loss: torch.Tensor
+    tokens: int = 0
+    squared_document_lengths: int = 0
+    data_seconds: float = 0.0
+
+
 def optimizer_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -85,45 +101,51 @@ def optimizer_step(
     autocast: torch.dtype | None,
     stop_requested: bool,
     keeps_gathered: bool = False,
+    loss_scale: float = UNSCALED,
 ) -> StepResult:
     """Do step `step` (counted from 0). Raises NonFiniteError on all ranks alike, before any weight is touched.
 
-    `keeps_gathered`: see `reducing`.
+    `keeps_gathered`: see `reducing`. `loss_scale`: where gradients overflow with it, they are computed again with half of it.
     """
     clock = _Clock(gang.device)
     terms = objective.num_terms(batches.data, batches.sequences(step))
-    # FSDP averages gradients over ranks; the global mean over terms needs their sum.
-    weight = gang.world_size / max(terms, 1)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=gang.device)
-    tokens = squared_lengths = 0
-    data_seconds = 0.0
-    reduces_each = reduces_every_micro_step(model)
-    for micro_step in range(training.gradient_accumulation_steps):
-        batch, waited = batches.take(step, micro_step)
-        data_seconds += waited
-        size = objective.size(batch)
-        tokens += size.tokens
-        squared_lengths += size.squared_document_lengths
-        seed_forward_pass(training.seed, step, micro_step, gang.rank)
-        is_last = micro_step == training.gradient_accumulation_steps - 1
-        with reducing(model, is_due=reduces_each or is_last, is_last=is_last, keeps_gathered=keeps_gathered):
-            loss = objective.weighted_loss(model, batch, weight, gang.device, autocast)
-            torch.autograd.backward(loss)
-        loss_sum += loss.detach()
-    gradients = local_gradients(model)
-    # The only place in a step where the host waits for the device.
-    local_loss, squares = torch.stack([loss_sum, squared_norm(gradients, gang.device).double()]).tolist()
-    by_rank = [0.0] * gang.world_size
-    by_rank[gang.rank] = clock.seconds(data_seconds)
-    total_loss, total_squares, total_tokens, total_squared_lengths, stop, *compute_seconds = gang.sum(
-        [local_loss, squares, float(tokens), float(squared_lengths), float(stop_requested), *by_rank]
-    )
-    mean_loss, norm = total_loss / gang.world_size, math.sqrt(total_squares) if total_squares >= 0 else math.nan
+    data_seconds, scale = 0.0, loss_scale
+    while True:
+        # FSDP averages gradients over ranks; the global mean over terms needs their sum.
+        done = _passes(
+            model,
+            objective,
+            batches,
+            training=training,
+            step=step,
+            weight=scale * gang.world_size / max(terms, 1),
+            gang=gang,
+            autocast=autocast,
+            keeps_gathered=keeps_gathered,
+        )
+        data_seconds += done.data_seconds
+        gradients = local_gradients(model)
+        # The only place in a step where the host waits for the device.
+        local_loss, squares = torch.stack([done.loss, squared_norm(gradients, gang.device).double()]).tolist()
+        by_rank = [0.0] * gang.world_size
+        by_rank[gang.rank] = clock.seconds(data_seconds)
+        total_loss, total_squares, total_tokens, total_squared_lengths, stop, *compute_seconds = gang.sum(
+            [local_loss, squares, float(done.tokens), float(done.squared_document_lengths), float(stop_requested), *by_rank]
+        )
+        mean_loss = total_loss / gang.world_size / scale
+        norm = math.sqrt(total_squares) / scale if total_squares >= 0 else math.nan
+        smaller = halved(scale)
+        if math.isfinite(norm) or not math.isfinite(mean_loss) or smaller is None:
+            break
+        optimizer.zero_grad(set_to_none=True)
+        log.info("step %d: gradients overflow where the loss is multiplied by %g; again with %g", step + 1, scale, smaller)
+        scale = smaller
     if not (math.isfinite(mean_loss) and math.isfinite(norm)):
         raise NonFiniteError(f"step {step + 1}: loss is {mean_loss}, gradient norm is {norm}", NON_FINITE_HINT, step=step + 1)
+    factor = (training.max_grad_norm / norm if 0 < training.max_grad_norm < norm else 1.0) / scale
     # A rank may hold no element of what is trained.
-    if gradients and 0 < training.max_grad_norm < norm:
-        torch._foreach_mul_(gradients, training.max_grad_norm / norm)
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
     set_learning_rate(optimizer, learning_rate)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -136,7 +158,38 @@ def optimizer_step(
         data_seconds=data_seconds,
         compute_seconds=tuple(compute_seconds),
         stop=stop > 0,
+        loss_scale=scale,
     )
+
+
+def _passes(
+    model: nn.Module,
+    objective: Objective[Any, Any],
+    batches: StepBatches,
+    *,
+    training: TrainingPlan,
+    step: int,
+    weight: float,
+    gang: Gang,
+    autocast: torch.dtype | None,
+    keeps_gathered: bool,
+) -> _Passes:
+    """Forward and backward for each micro-step; `weight`: of each term."""
+    done = _Passes(torch.zeros((), dtype=torch.float64, device=gang.device))
+    reduces_each = reduces_every_micro_step(model)
+    for micro_step in range(training.gradient_accumulation_steps):
+        batch, waited = batches.take(step, micro_step)
+        done.data_seconds += waited
+        size = objective.size(batch)
+        done.tokens += size.tokens
+        done.squared_document_lengths += size.squared_document_lengths
+        seed_forward_pass(training.seed, step, micro_step, gang.rank)
+        is_last = micro_step == training.gradient_accumulation_steps - 1
+        with reducing(model, is_due=reduces_each or is_last, is_last=is_last, keeps_gathered=keeps_gathered):
+            loss = objective.weighted_loss(model, batch, weight, gang.device, autocast)
+            torch.autograd.backward(loss)
+        done.loss += loss.detach()
+    return done
 
 
 def local_gradients(model: nn.Module) -> list[torch.Tensor]:

@@ -23,12 +23,23 @@ positions, two seeds each), as a range over the models of that depth:
 So a right merge uses at most a third of the first threshold and a fiftieth of the second, which leaves room for models of more
 layers and for the larger extremes of more positions and tokens. Eight-bit quantisation, which users see as lossless, has a mean
 divergence around 1e-3.
+
+Where layers choose experts for each token, rounding sends one that is near a tie elsewhere, and its logits change by as much as
+those experts differ. So the median position is judged there instead of the largest difference, by half the threshold. Measured in
+the same way (Mixtral with 8 experts, 2 of them chosen; GPT-OSS with 16 and 4; random routers, which have far more ties than trained
+ones; 384 positions; bfloat16), right merges, and merges of half the adapter, as a range over 2 and 16 layers:
+
+                               right            half the adapter
+    largest difference         0.06 to 0.72     0.21 to 0.68    of the largest logit
+    at the median position     0.005 to 0.043   0.05 to 0.23    (0.081 with 16 layers of weights three times as large, which fail)
 """
 
 from dataclasses import dataclass
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of rounding to nearest, by dtype."""
+MEDIAN_SHARE = 0.5
+"""Of max_relative_difference that the median position may have where it is judged."""
 TIE_UNITS = 4
 """Tokens whose logits are this many unit roundoffs of the position's largest logit apart count as tied."""
 
@@ -39,7 +50,8 @@ class LogitFigures:
 
     mean_kl: KL(base + adapter || merged), nats per position. effect_mean_kl: KL(base + adapter || base), what the adapter
     does at all. top1_agreement: share of positions whose most likely token under the merged model is the most likely one
-    under base + adapter, or tied with it (TIE_UNITS).
+    under base + adapter, or tied with it (TIE_UNITS). median_abs_difference: of the largest difference at each position; None where
+    no layer chooses experts.
     """
 
     num_prompts: int
@@ -49,22 +61,33 @@ class LogitFigures:
     mean_kl: float
     effect_mean_kl: float
     top1_agreement: float
+    median_abs_difference: float | None = None
 
     @property
     def relative_difference(self) -> float:
-        """max_abs_difference over max_abs_logit."""
-        return self.max_abs_difference / self.max_abs_logit if self.max_abs_logit else self.max_abs_difference
+        """Over max_abs_logit, the difference that is judged: of the median position where there is one, else the largest."""
+        judged = self.max_abs_difference if self.median_abs_difference is None else self.median_abs_difference
+        return judged / self.max_abs_logit if self.max_abs_logit else judged
+
+    @property
+    def judged(self) -> str:
+        """What relative_difference is."""
+        return "largest difference" if self.median_abs_difference is None else "largest difference at the median position"
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A merged model passes when all of it holds. Relative difference: max_abs_difference over max_abs_logit."""
+    """A merged model passes when all of it holds. Relative difference: that of LogitFigures, or MEDIAN_SHARE of it."""
 
     max_relative_difference: float
     max_mean_kl: float
     min_top1_agreement: float
     max_kl_share_of_effect: float = 0.1
     """mean_kl over effect_mean_kl, where the effect exceeds max_mean_kl: a copy of the base would have 1."""
+
+    def allowed_difference(self, figures: LogitFigures) -> float:
+        """Of the relative difference."""
+        return self.max_relative_difference * (1.0 if figures.median_abs_difference is None else MEDIAN_SHARE)
 
 
 GATES = {
@@ -89,11 +112,11 @@ def gate_for(base_dtype: str, merged_dtype: str) -> Gate:
 def failures(figures: LogitFigures, gate: Gate) -> tuple[str, ...]:
     """One sentence per threshold that is exceeded; NaN exceeds every threshold."""
     found = []
-    relative = figures.relative_difference
-    if not relative <= gate.max_relative_difference:
+    relative, allowed = figures.relative_difference, gate.allowed_difference(figures)
+    if not relative <= allowed:
         found.append(
-            f"logits differ by up to {figures.max_abs_difference:.4g}, {relative:.2g} of the largest logit; allowed is "
-            f"{gate.max_relative_difference:.2g}"
+            f"logits differ by up to {figures.max_abs_difference:.4g}; the {figures.judged} is {relative:.2g} of the largest "
+            f"logit, and allowed is {allowed:.2g}"
         )
     if not figures.mean_kl <= gate.max_mean_kl:
         found.append(f"mean KL divergence is {figures.mean_kl:.3g}; allowed is {gate.max_mean_kl:.3g}")

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.headers import CONFIG_FILE, read_json
 from finetune_trainer.verify.allocator import return_large_blocks
 from finetune_trainer.verify.chain import MergedWeights, Weights
 from finetune_trainer.verify.errors import UnverifiableModelError
@@ -71,9 +72,9 @@ def compare_logits(
     if not prompts or not all(prompts):
         raise ValueError(f"prompts: {len(prompts)} given, each must hold at least one token id, or nothing is compared.")
     return_large_blocks()
-    start = _decoder_start(merged)
+    start, chooses = _decoder_start(merged), chooses_experts(read_json(merged / CONFIG_FILE))
     chosen = [_prompt(prompt[:MAX_PROMPT_POSITIONS], start) for prompt in prompts]
-    sums = [_Sums() for _ in references]
+    sums = [_Sums(chooses) for _ in references]
     with tempfile.TemporaryDirectory(prefix="verify-", dir=scratch) as name:
         directory = Path(name)
         models = [_models(reference, (BASE, ADAPTED), directory) for reference in references]
@@ -117,8 +118,17 @@ class _Logits:
         return torch.from_numpy(raw).view(self.dtype).view(last - first, -1).float()
 
 
+def chooses_experts(config: Mapping[str, Any]) -> bool:
+    """PURE. Whether a config.json, or a part of it, counts experts."""
+    counts = [value for name, value in config.items() if "expert" in name and type(value) is int]
+    return any(count > 1 for count in counts) or any(chooses_experts(part) for part in config.values() if isinstance(part, dict))
+
+
 class _Sums:
-    def __init__(self) -> None:
+    def __init__(self, chooses_experts: bool) -> None:
+        self._chooses_experts = chooses_experts
+        self._differences: list[torch.Tensor] = []
+        """The largest at each position."""
         self._num_positions = self._num_agreeing = 0
         self._kl = self._effect_kl = 0.0
         self._max_abs_difference = self._max_abs_logit = torch.tensor(0.0)
@@ -129,6 +139,7 @@ class _Sums:
         self._num_positions += reference.num_positions
         if reference.vocabulary != merged.vocabulary:
             self._max_abs_difference = torch.tensor(torch.nan)
+            self._differences.append(self._max_abs_difference[None])
             self._kl = torch.nan
             return
         step = max(1, VALUES_AT_ONCE // reference.vocabulary)
@@ -136,7 +147,8 @@ class _Sums:
             last = min(first + step, reference.num_positions)
             expected, found = reference.positions(first, last), merged.positions(first, last)
             # torch's maximum keeps a NaN that comes second, Python's drops it.
-            self._max_abs_difference = torch.maximum(self._max_abs_difference, (expected - found).abs().max())
+            self._differences.append((expected - found).abs().max(dim=1).values)
+            self._max_abs_difference = torch.maximum(self._max_abs_difference, self._differences[-1].max())
             self._max_abs_logit = torch.maximum(self._max_abs_logit, expected.abs().max())
             self._kl += float(_kl(expected, found))
             self._effect_kl += float(_kl(expected, base.positions(first, last)))
@@ -153,6 +165,7 @@ class _Sums:
             mean_kl=self._kl / self._num_positions,
             effect_mean_kl=self._effect_kl / self._num_positions,
             top1_agreement=self._num_agreeing / self._num_positions,
+            median_abs_difference=float(torch.cat(self._differences).median()) if self._chooses_experts else None,
         )
 
 
@@ -247,7 +260,7 @@ class _WholeModels:
             model.eval()
             files[label] = [directory / f"{label}-{number}" for number in range(len(prompts))]
             for prompt, path in zip(prompts, files[label], strict=True):
-                write_logits(logits_of(model, prompt), path)
+                write_logits(logits_of(model, prompt, self.dtype), path)
         return files
 
 

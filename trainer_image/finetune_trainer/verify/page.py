@@ -62,9 +62,9 @@ def _gate_rows(logits: LogitFigures, gate: Gate) -> list[Sequence[str]]:
     share = f"{logits.mean_kl / logits.effect_mean_kl:.2%}" if logits.effect_mean_kl else "no effect"
     return [
         (
-            "largest difference, of the largest logit",
+            f"{logits.judged}, of the largest logit",
             f"{logits.relative_difference:.3g}",
-            f"at most {gate.max_relative_difference:.3g}",
+            f"at most {gate.allowed_difference(logits):.3g}",
         ),
         ("largest difference", f"{logits.max_abs_difference:.4g}", f"largest logit {logits.max_abs_logit:.4g}"),
         ("mean KL divergence, nats", f"{logits.mean_kl:.3g}", f"at most {gate.max_mean_kl:.3g}"),
@@ -89,7 +89,7 @@ def _other(report: VerificationReport) -> Iterator[str]:
     )
     yield ""
     rows = [
-        ("largest difference, of the largest logit", f"{other.relative_difference:.3g}"),
+        (f"{other.judged}, of the largest logit", f"{other.relative_difference:.3g}"),
         ("mean KL divergence, nats", f"{other.mean_kl:.3g}"),
         ("same most likely token", f"{other.top1_agreement:.3%}"),
         ("KL divergence of the base, nats (the adapter's effect)", f"{other.effect_mean_kl:.3g}"),

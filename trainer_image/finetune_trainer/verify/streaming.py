@@ -75,8 +75,10 @@ class StreamedModels:
         files = {label: [directory / f"{label}-{number}" for number in range(len(prompts))] for label in self._models}
         self._lanes.run(
             [
-                lambda model=model.model, prompt=prompt, path=path: write_logits(_complete(logits_of(model, prompt)), path)  # type: ignore[misc]
-                for label, model in self._models.items()
+                lambda hollow=hollow, prompt=prompt, path=path: write_logits(  # type: ignore[misc]
+                    _complete(logits_of(hollow.model, prompt, hollow.dtype)), path
+                )
+                for label, hollow in self._models.items()
                 for prompt, path in zip(prompts, files[label], strict=True)
             ]
         )
@@ -175,13 +177,13 @@ def write_logits(logits: torch.Tensor, path: Path) -> None:
     path.write_bytes(_bytes(logits))
 
 
-def logits_of(model: nn.Module, prompt: Prompt) -> torch.Tensor:
-    """(positions, vocabulary), in the model's dtype."""
+def logits_of(model: nn.Module, prompt: Prompt, dtype: torch.dtype) -> torch.Tensor:
+    """(positions, vocabulary). dtype: the model's, in which they were computed; some models return them as float32."""
     given = {"input_ids": torch.tensor([list(prompt.ids)])}
     if prompt.decoder_ids is not None:
         given["decoder_input_ids"] = torch.tensor([list(prompt.decoder_ids)])
     with torch.inference_mode():
-        logits: torch.Tensor = model(**given, use_cache=False).logits[0]
+        logits: torch.Tensor = model(**given, use_cache=False).logits[0].to(dtype)
     return logits
 
 

@@ -9,6 +9,9 @@ _DATA = ("data.datasets[]", "data.validation")
 """Where records are named beside `data` itself, whose source counts only without datasets."""
 _ONLY_SOURCE = "has(self.datasets) || !has(self.source) || "
 
+_WHOLE_MODEL = "^hf://[^/]+/[^/]+/*$"
+"""Of a source whose pattern has been checked; a data set of one word is no source."""
+
 
 def _revision(at: str, guard: str) -> tuple[Condition, Condition]:
     return (
@@ -31,7 +34,7 @@ def _data_is_no_model(at: str, guard: str) -> Condition:
     return Condition(
         "data-source-is-model",
         at,
-        f"{guard}!self.source.startsWith('hf://') || self.source.startsWith('hf://{HUB_DATASETS}')",
+        f"{guard}!self.source.matches('{_WHOLE_MODEL}') || self.source.startsWith('hf://{HUB_DATASETS}')",
         f"hf:// without {HUB_DATASETS} names a model; write hf://{HUB_DATASETS}<organisation>/<name>",
     )
 
@@ -86,7 +89,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "model-source-inside-repository",
         "model",
         f"!self.source.startsWith('hf://') || self.source.startsWith('hf://{HUB_DATASETS}') "
-        "|| self.source.matches('^hf://[^/]+/[^/]+/*$')",
+        f"|| self.source.matches('{_WHOLE_MODEL}')",
         "a model is a whole repository; write hf://<organisation>/<model>",
         "source",
     ),

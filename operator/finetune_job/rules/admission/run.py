@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from finetune_job.methods import METHODS, Family
+from finetune_job.methods import Family
 from finetune_job.rules.admission.condition import Condition, at_most_one, below_one, kinds, words
 from finetune_job.rules.effective import LEAF_CLASSES
 
 _FSDP = "parallelism.fsdp"
-_ONE_RANK = words([str(kind) for kind, method in METHODS.items() if method.one_rank and not method.refused])
 _RANKS = "self.parallelism.nodes * self.parallelism.processesPerNode"
 
 
@@ -84,14 +83,6 @@ CONDITIONS: tuple[Condition, ...] = (
         "parallelism.fsdp.peftWrapPolicy",
     ),
     Condition(
-        "both-activation-checkpointings",
-        "",
-        "!has(self.parallelism.fsdp.activationCheckpointing) || !self.parallelism.fsdp.activationCheckpointing "
-        "|| !has(self.training.activationCheckpointing) || self.training.activationCheckpointing != 'Full'",
-        "activations cannot be recomputed twice; remove parallelism.fsdp.activationCheckpointing",
-        "parallelism.fsdp.activationCheckpointing",
-    ),
-    Condition(
         "global-batch-not-divisible",
         "",
         f"self.training.globalBatchSize % ({_RANKS} * (has(self.training.microBatchSize) ? self.training.microBatchSize : 1)) == 0",
@@ -113,12 +104,5 @@ CONDITIONS: tuple[Condition, ...] = (
         f"|| (self.method.quantization.bits == 8 && {_RANKS} == 1)",
         "only a 4-bit base can be sharded; set bits to 4",
         "method.quantization.bits",
-    ),
-    Condition(
-        "method-on-one-rank-only",
-        "",
-        f"!(self.method.type in {_ONE_RANK}) || {_RANKS} == 1",
-        "this method trains on one rank only; set nodes and processesPerNode to 1",
-        "method.type",
     ),
 )

@@ -31,7 +31,10 @@ REFUSED_INITS = {
     "Dropout must leave something over",
     reads=(_DROPOUT,),
     sources=("torch: nn.Dropout; a probability of 1 zeroes the adapter's input",),
-    reproduction=Reproduction("tests/pitfalls/test_adapters.py", "ValueError: dropout probability has to be between 0 and 1"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapters.py::test_dropout_of_1_blocks_and_above_1_is_refused",
+        "ValueError: dropout probability has to be between 0 and 1; at 1 no error: no adapter gets a gradient",
+    ),
     holds_for="every version",
 )
 def lora_dropout_range(context: RuleContext) -> Problem | None:

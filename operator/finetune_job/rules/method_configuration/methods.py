@@ -6,6 +6,7 @@ from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family, supported
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.effective import effective_plan
 from finetune_job.rules.rule import Reproduction
 
 _TYPE = "method.type"
@@ -23,7 +24,7 @@ _PEFT = "peft 0.21"
     reproduction=Reproduction(
         "tests/pitfalls/test_refused_methods.py",
         "of each method its own: logits of prompts are longer or the second packed document has others, task_ids "
-        "are wanted, scikit-learn is, or two ranks end on other weights than one",
+        "are wanted, scikit-learn or a trained adapter is, the adapter has no merge, or two ranks end on other weights than one",
     ),
     holds_for=_PEFT,
 )
@@ -42,23 +43,28 @@ def method_not_supported(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "method-on-one-rank-only",
-    "Some methods cannot be sharded",
+    "method-in-one-unit",
+    "With some methods every rank gathers the whole model",
+    severity="warning",
     reads=(_TYPE, "parallelism.nodes", "parallelism.processesPerNode"),
-    sources=(_MEASURED,),
+    sources=(_MEASURED, "torch: torch/distributed/fsdp (a parameter belongs to one unit)"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapter_units.py::test_layers_that_share_a_parameter_are_no_units",
+        "no error: no layer is a unit, and the model is one; torch alone fails on two units that share a parameter",
+    ),
     holds_for=_PEFT,
 )
-def method_on_one_rank_only(context: RuleContext) -> Problem | None:
+def method_in_one_unit(context: RuleContext) -> Problem | None:
     kind = context.spec.method.type
-    parallelism = context.spec.parallelism
-    if not METHODS[kind].one_rank or parallelism.nodes * parallelism.processes_per_node == 1:
+    if not METHODS[kind].one_unit or effective_plan(context).parallelism.world_size == 1:
         return None
     return Problem(
         field=_TYPE,
         value=kind,
-        message=f"{kind} trains on one rank only: {METHODS[kind].one_rank}",
-        fix="set parallelism.nodes and parallelism.processesPerNode to 1, or choose another method",
-        changes={"parallelism.nodes": 1, "parallelism.processesPerNode": 1},
+        message=f"{METHODS[kind].one_unit}: the model is one unit, each rank holds all of it during every step, and sharding saves "
+        "no peak memory",
+        fix=f"nothing, where the model fits on one rank; otherwise set {_TYPE} to LoRA and remove {_SETTINGS}",
+        changes={_TYPE: MethodType.LORA, _SETTINGS: None},
     )
 
 
@@ -118,7 +124,7 @@ def method_settings_misplaced(context: RuleContext) -> Problem | None:
 
 RULES = (
     method_not_supported,
-    method_on_one_rank_only,
+    method_in_one_unit,
     lora_settings_misplaced,
     method_settings_misplaced,
 )

@@ -157,6 +157,14 @@ LIMITS: tuple[Limit, ...] = (
         (None,),
     ),
     Limit(
+        ("initWeights",),
+        lambda value: value is True or value == "uniform",
+        "true or uniform",
+        "no error: PEFT leaves the adapter's memory as it finds it, which may hold anything, NaN included",
+        (_M.TINYLORA,),
+        (False,),
+    ),
+    Limit(
         ("saveOnlyTopkWeights",),
         lambda value: not value,
         "false",

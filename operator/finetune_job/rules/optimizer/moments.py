@@ -1,23 +1,18 @@
-"""Settings of the optimizer: moments, epsilon, weight decay."""
+"""Settings of the optimizer: moments and epsilon."""
 
 from __future__ import annotations
 
 from decimal import Decimal
 
-from finetune_job.api.method import MethodType
 from finetune_job.api.training import OptimizerName
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.effective import effective_plan
 from finetune_job.rules.rule import Reproduction
 
 _OPTIMIZER = "training.optimizer"
 _BETAS = ("training.adamBeta1", "training.adamBeta2")
 _EPSILON = "training.adamEpsilon"
 _MOMENTUM = "training.momentum"
-_DECAY = "training.weightDecay"
-_ORIGINAL = "parallelism.fsdp.useOrigParams"
-_VERSION = "parallelism.fsdp.version"
 _SMALLEST = Decimal("1.2e-38")
 """Below float32's smallest normal number a device may take a number for zero."""
 
@@ -149,38 +144,10 @@ def no_effect_adam_settings(context: RuleContext) -> Problem | None:
     )
 
 
-@rule(
-    "fsdp1-flat-weight-decay",
-    "A flat parameter decays as a whole",
-    reads=(_DECAY, _VERSION, _ORIGINAL, "method.type"),
-    sources=("torch: torch/distributed/fsdp/fully_sharded_data_parallel.py, use_orig_params",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_optimizer_settings.py::test_a_flat_parameter_decays_as_a_whole",
-        "shares one flat parameter with others that decay or learn differently; in a plain script no error: "
-        "normalisation weights decay, too",
-    ),
-    holds_for="torch >= 2.0, FSDP 1 only",
-)
-def fsdp1_flat_weight_decay(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
-    fsdp = plan.parallelism.fsdp
-    is_flat = fsdp.version == 1 and not fsdp.use_orig_params
-    if plan.method.type is not MethodType.FULL or not is_flat or plan.training.weight_decay == 0:
-        return None
-    return Problem(
-        field=_ORIGINAL,
-        value=context.spec.parallelism.fsdp.use_orig_params,
-        message="the matrices of a layer decay but its biases and normalisation weights do not, and one flat parameter holds both",
-        fix=f"set {_ORIGINAL} to true, or {_VERSION} to 2",
-        changes={_ORIGINAL: True},
-    )
-
-
 RULES = (
     adam_beta_range,
     adam_epsilon_zero,
     momentum_range,
     no_effect_momentum,
     no_effect_adam_settings,
-    fsdp1_flat_weight_decay,
 )

@@ -7,19 +7,22 @@ from finetune_job.plan.sources import named_sources
 from finetune_job.rules.allowed import is_allowed
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.outputs.places import free_directory, free_prefix, is_within, overlap, place_of, same_service
+from finetune_job.rules.outputs.places import free_directory, free_prefix, lies_below, place_of, same_service, writes_into
+from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.sources import SOURCES
 
 _DESTINATION = "output.destination"
-_INPUTS = ("model.source", "data.source", "data.datasets", "data.validation.source")
-_NAME = "finetune-output"
-"""Of a directory or repository that stands in a fix where only the user can know the name."""
 
 
 @rule(
     "output-inside-input",
     "Results must not be written over what they are made from",
-    reads=(_DESTINATION, *_INPUTS),
-    sources=("this product: results are moved into place as whole directories",),
+    reads=(_DESTINATION, *SOURCES),
+    sources=("this product: a model is what lies at the top of its directory, records are all files below theirs",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_destinations.py",
+        "no error: the model's own card and checksums are replaced, and the next run reads the results' files as records",
+    ),
     holds_for=OURS,
 )
 def output_inside_input(context: RuleContext) -> Problem | None:
@@ -27,23 +30,30 @@ def output_inside_input(context: RuleContext) -> Problem | None:
     if not isinstance(target, ClaimPath):
         return None
     for named in named_sources(context.spec):
-        place = parse_source(named.source)
-        if isinstance(place, ClaimPath) and is_within(target, place):
-            return Problem(
-                field=_DESTINATION,
-                value=context.spec.output.destination,
-                message=f"it lies in {named.field} ({named.source}): the results would change the input that they are made from",
-                fix=f"write to a directory beside the input, such as pvc://{target.claim}/{_NAME}",
-                changes={_DESTINATION: free_directory(context, target.claim)},
-            )
+        if not writes_into(target, named):
+            continue
+        done = "replace files of that model" if named.is_model else "be read as records by the next run"
+        written = free_directory(context, target.claim)
+        return Problem(
+            field=_DESTINATION,
+            value=context.spec.output.destination,
+            message=f"it {'is' if named.is_model else 'lies in'} {named.field} ({named.source}): the results would {done}",
+            fix=f"write to a directory of its own, such as {written}",
+            changes={_DESTINATION: written},
+        )
     return None
 
 
 @rule(
     "output-overlaps-bucket-input",
     "A prefix holds inputs or results, not both",
-    reads=(_DESTINATION, *_INPUTS),
-    sources=("this product: a source in a bucket is every object below its prefix",),
+    reads=(_DESTINATION, *SOURCES),
+    sources=("this product: records in a bucket are all objects below their prefix, and results are added to no others",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_destinations.py",
+        "DestinationRefusedError after the training: the prefix 'holds what does not belong to this release'; below a prefix of "
+        "records no error: the next run fetches the results' files as records",
+    ),
     holds_for=OURS,
 )
 def output_overlaps_bucket_input(context: RuleContext) -> Problem | None:
@@ -53,13 +63,19 @@ def output_overlaps_bucket_input(context: RuleContext) -> Problem | None:
     places = [(named, parse_source(named.source)) for named in named_sources(context.spec)]
     inputs = [place for _, place in places if isinstance(place, BucketPath)]
     for named, place in places:
-        if not isinstance(place, BucketPath) or place.bucket != target.bucket or not overlap(target.prefix, place.prefix):
+        if not isinstance(place, BucketPath) or place.bucket != target.bucket:
+            continue
+        if lies_below(place.prefix, target.prefix):
+            why = "publishing would refuse to add to it, and this would show only after the training"
+        elif lies_below(target.prefix, place.prefix) and not named.is_model:
+            why = "the next run would read the results as records"
+        else:
             continue
         written = free_prefix(target.bucket, inputs)
         return Problem(
             field=_DESTINATION,
             value=context.spec.output.destination,
-            message=f"it and {named.field} ({named.source}) lie one in the other: the next run would read the results as its input",
+            message=f"it and {named.field} ({named.source}) lie one in the other: {why}",
             fix=f"write to a prefix that no input has, such as {written}",
             changes={_DESTINATION: written},
         )
@@ -70,7 +86,11 @@ def output_overlaps_bucket_input(context: RuleContext) -> Problem | None:
     "output-replaces-model",
     "Results do not replace the model that they are made from",
     reads=(_DESTINATION, "model.source"),
-    sources=("this product: publishing commits the merged model to the top of the repository",),
+    sources=("this product: publishing commits the result to the top of the repository, and replaces results of its own alone",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_destinations.py::test_a_model_is_not_replaced_by_what_is_made_from_it",
+        "DestinationRefusedError after the training: 'no run of this operator put there'; a result of this operator is replaced",
+    ),
     holds_for=OURS,
 )
 def output_replaces_model(context: RuleContext) -> Problem | None:
@@ -84,7 +104,8 @@ def output_replaces_model(context: RuleContext) -> Problem | None:
     return Problem(
         field=_DESTINATION,
         value=context.spec.output.destination,
-        message=f"it is the repository of model.source ({context.spec.model.source}), whose files the results would replace",
+        message=f"it is the repository of model.source ({context.spec.model.source}): publishing would refuse to replace it, after "
+        "the training, or replace it where it is a result of this operator itself",
         fix=f"name a repository of its own, such as {written}",
         changes={_DESTINATION: written},
     )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from finetune_job.api.base import ClaimPath, HubPath, RegistryPath
+from typing import Any
+
+from finetune_job.api.base import ClaimPath, HubPath, RegistryPath, parse_source
 from finetune_job.api.method import MethodType
+from finetune_job.plan.sources import named_sources
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
 from finetune_job.rules.outputs.places import free_directory, place_of
 from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.sources import SOURCES
 
 _DESTINATION = "output.destination"
 _ADAPTER = "output.adapter"
 _SECRET = "output.secretRef"  # noqa: S105 - a field that names a Secret
 _PRIVATE = "output.private"
+_TOKEN = "fetch.hubTokenSecretRef"  # noqa: S105 - a field that names a Secret
 
 
 @rule(
@@ -20,6 +25,10 @@ _PRIVATE = "output.private"
     "Nobody writes to the Hub without a token",
     reads=(_DESTINATION, _SECRET),
     sources=("Hugging Face Hub: commits need a token with the right to write",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_destinations.py::test_the_hub_takes_nothing_without_a_token",
+        "DestinationRefusedError after the training (HTTP status 401)",
+    ),
     holds_for=OURS,
 )
 def hub_destination_without_token(context: RuleContext) -> Problem | None:
@@ -141,31 +150,45 @@ def no_effect_output_private(context: RuleContext) -> Problem | None:
     "credentials-without-tls",
     "Credentials travel in clear without TLS",
     severity="warning",
-    reads=(_SECRET, _DESTINATION),
+    reads=(_SECRET, _DESTINATION, _TOKEN, *SOURCES),
     sources=("RFC 7617: basic authentication is as secret as the connection it is sent over",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_destinations.py",
+        "no error: the token, or user name and password, stand in the request as it was sent",
+    ),
     holds_for=OURS,
 )
 def credentials_without_tls(context: RuleContext) -> Problem | None:
-    secret, profile = context.spec.output.secret_ref, context.profile
-    if secret is None or profile is None:
+    """Of the Hub and of registries: a request to a bucket is signed, and its secret key stays here."""
+    spec, profile = context.spec, context.profile
+    if profile is None:
         return None
-    match place := place_of(context):
-        case HubPath():
-            in_clear = (profile.publish.hub_endpoint or "").startswith("http://")
-        case RegistryPath():
-            in_clear = place.registry in profile.publish.plain_http_registries
-        case _:
-            # A request to a bucket is signed, and its secret key stays here.
-            in_clear = False
-    if not in_clear:
-        return None
-    return Problem(
-        field=_SECRET,
-        value=secret.name,
-        message="the profile has this destination spoken to over plain HTTP, where everybody on the way can read the credentials",
-        fix="write to a claim, or ask for a profile with an address that speaks TLS",
-        changes={_DESTINATION: free_directory(context, "results"), _SECRET: None},
+    place, secret, token = place_of(context), spec.output.secret_ref, spec.fetch.hub_token_secret_ref
+    writes_in_clear = (isinstance(place, HubPath) and _is_in_clear(profile.publish.hub_endpoint)) or (
+        isinstance(place, RegistryPath) and place.registry in profile.publish.plain_http_registries
     )
+    reads_in_clear = _is_in_clear(profile.fetch.hub_endpoint) and any(
+        isinstance(parse_source(named.source), HubPath) for named in named_sources(spec)
+    )
+    changes: dict[str, Any] = {}
+    if writes_in_clear and secret is not None:
+        changes |= {_SECRET: None, _DESTINATION: free_directory(context, "results")}
+    if reads_in_clear and token is not None:
+        changes |= {_TOKEN: None}
+    if not changes:
+        return None
+    field, named = (_SECRET, secret) if _SECRET in changes else (_TOKEN, token)
+    return Problem(
+        field=field,
+        value=named.name if named is not None else None,
+        message="the profile has this service spoken to over plain HTTP, where everybody on the way can read the credentials",
+        fix="ask for a profile with an address that speaks TLS, or read from and write to claims",
+        changes=changes,
+    )
+
+
+def _is_in_clear(endpoint: str | None) -> bool:
+    return (endpoint or "").startswith("http://")
 
 
 RULES = (

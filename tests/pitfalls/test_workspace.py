@@ -1,0 +1,85 @@
+"""The claim that a job works on: what the operator makes of it, and what lies on it, where nothing refuses the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.plan.resolve import resolve
+from finetune_operator.children.claims import claims_named_by, workspace_claim
+from finetune_operator.children.ownership import Owner
+from finetune_trainer.data.read import record_files
+from tests.pitfalls.manifests import JOB, plans, settled, specs
+from tests.unit.rules.manifests import manifest
+from tests.unit.trainer_release.example import example
+
+OWNER = Owner(JOB.namespace, JOB.name, JOB.uid)
+CLAIM, TEMPLATE = "workspace.claimName", "workspace.volumeClaimTemplate"
+NAMED, MADE = "workspace", "tiny-workspace"
+
+
+def made(spec: FineTuneJobSpec) -> list[dict[str, Any]]:
+    """The claims that the operator makes for a job."""
+    template, retain = spec.workspace.volume_claim_template, spec.workspace.retain
+    return [] if template is None else [workspace_claim(OWNER, template, retain, None)]
+
+
+def names(claims: list[dict[str, Any]]) -> list[str]:
+    return [claim["metadata"]["name"] for claim in claims]
+
+
+def test_a_workspace_that_nobody_makes():
+    """Pods would mount a claim that neither the user nor the operator makes."""
+    found = specs("workspace-claim-or-template", {CLAIM: None})
+    for spec, claims in zip(found, ([], [MADE]), strict=True):
+        assert MADE in claims_named_by(spec, JOB.name)
+        assert resolve(JOB, spec, None).workspace.claim == MADE
+        assert names(made(spec)) == claims
+
+
+def test_a_template_beside_a_claim_is_for_nothing():
+    """No pod mounts what would be made of it."""
+    changes = {f"{TEMPLATE}.storage": "10Gi"}
+    wrong, right = specs("workspace-claim-or-template", changes)
+    assert names(made(wrong)) == [MADE]
+    assert MADE not in claims_named_by(wrong, JOB.name)
+    assert names(made(right)) == []
+    plan, mended = plans("workspace-claim-or-template", changes)
+    assert settled(plan) == settled(mended)
+    assert plan.workspace.claim == NAMED
+
+
+def test_a_named_claim_is_nobodys_to_delete():
+    changes = {"workspace.retain": "Delete"}
+    wrong, right = specs("retain-with-named-claim", changes)
+    assert made(wrong) == made(right) == []
+    plan, mended = plans("retain-with-named-claim", changes)
+    assert settled(plan) == settled(mended)
+    template = {CLAIM: None, f"{TEMPLATE}.storage": "10Gi"}
+    listening, without = (FineTuneJobSpec.model_validate(manifest({**template, **more})) for more in (changes, {}))
+    assert [["ownerReferences" in claim["metadata"] for claim in made(spec)] for spec in (listening, without)] == [[True], [False]]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {"data.source": "pvc://data"},
+        {"data.source": None, "data.datasets": [{"source": "pvc://other/a.jsonl"}, {"source": "pvc://data/"}]},
+        {"data.validation.source": "pvc://data"},
+    ],
+)
+def test_a_job_reads_its_own_files_as_records(tmp_path: Path, records: dict[str, Any]):
+    changes = {**records, CLAIM: "data"}
+    read = []
+    for name, spec in zip(("wrong", "right"), specs("workspace-inside-data", changes), strict=True):
+        workspace = {CLAIM: spec.workspace.claim_name}
+        if spec.workspace.volume_claim_template is not None:
+            workspace[f"{TEMPLATE}.storage"] = spec.workspace.volume_claim_template.storage
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "data/a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+        made = example(tmp_path / name, {**records, **workspace}).context
+        read.append({path.name for path in record_files(made.claims_root / "data")})
+    assert read == [{"a.jsonl", "history.jsonl", "preflight.json", "manifest.json"}, {"a.jsonl"}]

@@ -1,0 +1,192 @@
+"""Names of linear layers that PEFT takes for a model's stacked experts, and what it leaves out for it. LoRA alone.
+
+Of architectures whose experts were linear layers once, PEFT turns the old names of these, and all-linear, into names of stacked
+parameters (peft.utils.transformers_weight_conversion). Linear layers that have such a name still, those of dense layers and of
+shared experts, then get no adapter. Called by meta_model.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from peft import PeftModel
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from finetune_job.api.method import ALL_LINEAR
+from finetune_job.plan.run_plan import LoraPlan
+from finetune_job.rules.rule import FieldChange, Finding
+from finetune_trainer.model.adapters import lora_config
+from finetune_trainer.preflight.module_names import LAYER, pattern_matches, targets
+
+_INSIDE_PEFT = "base_model.model."
+_FIELD = "spec.method.lora"
+_LINEAR = (nn.Linear, Conv1D)
+
+
+def taken_for_experts(lora: LoraPlan, base: PreTrainedModel) -> frozenset[str]:
+    """Of targetModules, the names that PEFT takes for stacked parameters.
+
+    All of them where it refuses one: it says so itself where it attaches the adapters.
+    """
+    written = frozenset(lora.target_modules)
+    try:
+        config = lora_config(lora)
+        convert_peft_config_for_transformers(config, model=base, conversions=None)
+    except (TypeError, ValueError):
+        return written
+    added = set(config.target_parameters or ()) - set(lora.target_parameters)
+    parameters = [name for name, _ in base.named_parameters()]
+    if not all(any(targets(name, parameter) for parameter in parameters) for name in added):
+        return frozenset()
+    return written - set(config.target_modules or ()) - {ALL_LINEAR}
+
+
+def check_layers(lora: LoraPlan, taken: Collection[str]) -> list[Finding]:
+    """Layers cannot be chosen where PEFT makes parameters of modules. `taken`: of `taken_for_experts`."""
+    if lora.layers_to_transform is None or not taken:
+        return []
+    field = f"{_FIELD}.layersToTransform"
+    first = min(taken)
+    return [
+        Finding(
+            rule="target-parameters-all-layers",
+            severity="error",
+            field=field,
+            value=str(list(lora.layers_to_transform)),
+            message=f"PEFT takes {first} of targetModules for the stacked experts of this architecture, and adapts those of all "
+            "layers, whatever layers are chosen",
+            fix=f"remove {field}, or {', '.join(sorted(taken))} from targetModules",
+            changes=(FieldChange(field=field, value=None),),
+        )
+    ]
+
+
+def check_excluded(lora: LoraPlan, base: PreTrainedModel) -> list[Finding]:
+    """Names that exclude linear layers alone, although all-linear adapts the experts that had them."""
+    named = tuple(name for name in lora.exclude_modules if "." not in name)
+    if lora.target_modules != (ALL_LINEAR,) or not named:
+        return []
+    taken = sorted(taken_for_experts(lora.model_copy(update={"target_modules": named}), base))
+    if not taken:
+        return []
+    head = base.get_output_embeddings()
+    linear = {name.rpartition(".")[2] for name, layer in base.named_modules() if isinstance(layer, _LINEAR) and layer is not head}
+    wanted = sorted(linear - set(lora.exclude_modules))
+    field = f"{_FIELD}.targetModules"
+    return [
+        Finding(
+            rule="experts-not-excluded",
+            severity="error",
+            field=f"{_FIELD}.excludeModules",
+            value=taken[0],
+            message=f"{', '.join(taken)}: all-linear adapts the stacked experts of this architecture, which had such names, and "
+            "PEFT excludes none of them; only linear layers of these names get no adapter",
+            fix=f"instead of {ALL_LINEAR} set {field}: [{', '.join(wanted)}]",
+            changes=(FieldChange(field=field, value=wanted),),
+        )
+    ]
+
+
+def check_left_out(model: nn.Module, lora: LoraPlan) -> list[Finding]:
+    """Linear layers that the targets name and that have no adapter. `model`: with its adapters."""
+    if not isinstance(model, PeftModel):
+        return []
+    found = _left_out(model, lora)
+    if not found:
+        return []
+    endings = sorted({name.rpartition(".")[2] for name in found})
+    weights = [f"{ending}.weight" for ending in endings]
+    taken = (
+        f"{', '.join(endings)}: PEFT takes these names for the stacked experts of this architecture, and gives {len(found)} linear "
+        f"layers that have them, too, no adapter, first {found[0]}"
+    )
+    field = f"{_FIELD}.targetParameters"
+    wanted = list(dict.fromkeys([*lora.target_parameters, *weights]))
+    if lora.target_modules == (ALL_LINEAR,):
+        return [
+            Finding(
+                rule="linear-layers-without-adapter",
+                severity="warning",
+                field=f"{_FIELD}.targetModules",
+                value=ALL_LINEAR,
+                message=taken,
+                fix=f"to adapt them, too, set {field}: [{', '.join(wanted)}] beside {_FIELD}.targetModules: [{ALL_LINEAR}]",
+            )
+        ]
+    return [
+        Finding(
+            rule="target-module-not-adapted",
+            severity="error",
+            field=f"{_FIELD}.targetModules",
+            value=endings[0],
+            message=taken,
+            fix=f"name their weights: set {field}: [{', '.join(wanted)}]",
+            changes=(FieldChange(field=field, value=wanted),),
+        )
+    ]
+
+
+def _left_out(model: PeftModel, lora: LoraPlan) -> list[str]:
+    wrapped = [name for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    inside = tuple(f"{name}." for name in wrapped)
+    head = model.get_output_embeddings()
+    plain = [
+        name.removeprefix(_INSIDE_PEFT)
+        for name, layer in model.named_modules()
+        if isinstance(layer, _LINEAR) and layer is not head and not name.startswith(inside)
+    ]
+    return [name for name in plain if _is_meant(name, lora)]
+
+
+def _is_meant(module: str, lora: LoraPlan) -> bool:
+    if any(targets(name, module) for name in lora.exclude_modules):
+        return False
+    if lora.layers_to_transform is not None:
+        number = LAYER.match(module)
+        if number is None or int(number.group(1)) not in lora.layers_to_transform:
+            return False
+    return any(name == ALL_LINEAR or targets(name, module) for name in lora.target_modules)
+
+
+def check_ranks_in_file(model: nn.Module) -> list[Finding]:
+    """An adapter of another rank or scale than who loads it takes from adapter_config.json, whose patterns are in the alphabet's
+    order.
+    """
+    if not isinstance(model, PeftModel):
+        return []
+    config = model.peft_config["default"]
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or "default" not in layer.r:
+            continue
+        key = name.removeprefix(_INSIDE_PEFT).replace(".base_layer", "")
+        if isinstance(layer, ParamWrapper):
+            key = f"{key}.{layer.parameter_name}"
+        for field, patterns, held in (
+            ("rankPattern", config.rank_pattern, layer.r["default"]),
+            ("alphaPattern", config.alpha_pattern, layer.lora_alpha["default"]),
+        ):
+            first = next((pattern for pattern in sorted(patterns) if pattern_matches(pattern, [key])), None)
+            if first is None or patterns[first] == held:
+                continue
+            return [_other_in_file(f"{_FIELD}.{field}", key, held, first, patterns)]
+    return []
+
+
+def _other_in_file(field: str, key: str, held: int, pattern: str, patterns: Mapping[str, int]) -> Finding:
+    left = {name: value for name, value in patterns.items() if not pattern_matches(name, [key])}
+    return Finding(
+        rule="adapter-pattern-on-experts",
+        severity="error",
+        field=field,
+        value=str(held),
+        message=f"it gives {key} {held}, but PEFT adds the pattern {pattern}: {patterns[pattern]} for what it fuses, which stands "
+        "before it in adapter_config.json: whoever loads the adapter would take that",
+        fix=f"let no key of {field} match {key}",
+        changes=(FieldChange(field=field, value=left or None),),
+    )
