@@ -189,7 +189,7 @@ def merged(case: Case, plan: RunPlan, context: RunContext) -> list[str]:
     if plan.merge.base is MergeBase.DEQUANTIZED:
         # bitsandbytes' layers unpack straight into the type that they compute in.
         compute = DTYPES[plain.held_dtype(case) if case.of("compute") == UNSET else case.of("compute")]
-        base = plain.plain_base(case, context.base_model, quantized=True, unpacked=compute)
+        base = plain.unpacked_base(case, context.base_model, compute)
     else:
         base = plain.stored_base(context.base_model)
     before = plain.logits(base)

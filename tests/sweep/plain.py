@@ -80,12 +80,27 @@ def peft_config(case: Case) -> PeftConfig:
     return LoraConfig(task_type="CAUSAL_LM", use_dora=kind is MethodType.DORA, **lora)
 
 
-def plain_base(case: Case, directory: Path, *, quantized: bool, unpacked: torch.dtype | None = None) -> Any:
-    """The base in float32, with the values that it has in the element type in which a run holds it.
-
-    unpacked: type in which packed weights are unpacked; None: the one in which the base is held.
-    """
+def plain_base(case: Case, directory: Path, *, quantized: bool) -> Any:
+    """The base in float32, with the values that it has in the element type in which a run holds it."""
     held = DTYPES[case.values["stored"] if case.of("method") == "Full" else held_dtype(case)]
+    model = _loaded(case, directory, held, quantized=quantized)
+    if quantized:
+        _unpack(model, held)
+    return model.float()
+
+
+def unpacked_base(case: Case, directory: Path, dtype: torch.dtype) -> Any:
+    """The base as its files have it, in float32, but for what a run packs: that is unpacked, straight into `dtype`."""
+    packed = _loaded(case, directory, DTYPES[held_dtype(case)], quantized=True)
+    model = stored_base(directory)
+    for name, layer in _unpack(packed, dtype).items():
+        if layer.bias is not None:
+            layer.bias = model.get_submodule(name).bias
+        _replace(model, name, layer)
+    return model
+
+
+def _loaded(case: Case, directory: Path, held: torch.dtype, *, quantized: bool) -> Any:
     options: dict[str, Any] = {}
     settings = case.spec()["method"].get("quantization", {})
     if quantized and settings.get("bits", 4) == 8:
@@ -102,10 +117,7 @@ def plain_base(case: Case, directory: Path, *, quantized: bool, unpacked: torch.
         }
     if quantized:
         options["device_map"] = {"": "cpu"}
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=held, attn_implementation="eager", **options)
-    if quantized:
-        _unpack(model, unpacked or held)
-    return model.float()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=held, attn_implementation="eager", **options)
 
 
 def stored_base(directory: Path) -> Any:
@@ -207,7 +219,9 @@ def loaded_adapter(base: nn.Module, directory: Path) -> PeftModel:
     return found
 
 
-def _unpack(model: nn.Module, dtype: torch.dtype) -> None:
+def _unpack(model: nn.Module, dtype: torch.dtype) -> dict[str, nn.Linear]:
+    """The layers in place of the packed ones, by name."""
+    found = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             module.weight.quant_state.dtype = dtype
@@ -221,13 +235,19 @@ def _unpack(model: nn.Module, dtype: torch.dtype) -> None:
         plain.weight = nn.Parameter(weight.float(), requires_grad=False)
         if module.bias is not None:
             plain.bias = nn.Parameter(module.bias.detach().float(), requires_grad=False)
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, plain)
+        _replace(model, name, plain)
+        found[name] = plain
     for mark in ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized", "quantization_method", "hf_quantizer"):
         if hasattr(model, mark):
             delattr(model, mark)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    return found
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
 
 
 def _snake(name: str) -> str:

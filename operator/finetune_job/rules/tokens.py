@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune_job.api.base import Dtype
-from finetune_job.api.method import LoraSpec, MethodType
+from finetune_job.api.method import LoraSpec
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
 from finetune_job.rules.effective import effective_plan, held_dtype
@@ -77,7 +77,7 @@ def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
 @rule(
     "fsdp1-trainable-tokens",
     "FSDP 1 holds the embedding and its trained rows in one unit",
-    reads=(TOKENS, _VERSION, _ORIG_PARAMS, _AUTOCAST, "method.type", "model.dtype", "training.precision"),
+    reads=(TOKENS, _VERSION, _ORIG_PARAMS, _AUTOCAST, "model.dtype", "training.precision"),
     sources=("torch: torch/distributed/fsdp/_flat_param.py, _init_metadata", "peft: peft/tuners/trainable_tokens/layer.py"),
     reproduction=Reproduction(
         f"{_TESTS}::test_trained_rows_under_fsdp_1",
@@ -91,11 +91,9 @@ def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
     if lora.trainable_token_indices is None or plan.method.lora is None or plan.parallelism.fsdp.version != 1:
         return None
     wide = plan.method.lora.autocast_adapter_dtype and held_dtype(plan) not in (None, Dtype.FLOAT32)
-    if plan.parallelism.fsdp.use_orig_params and not wide and plan.method.type is not MethodType.DORA:
+    if plan.parallelism.fsdp.use_orig_params and not wide:
         return None
-    if plan.method.type is MethodType.DORA:
-        reason = "and DoRA needs useOrigParams false, which the rows beside their frozen embedding cannot have"
-    elif wide:
+    if wide:
         reason = f"which cannot hold rows in float32 beside an embedding in {held_dtype(plan)}"
     else:
         reason = "which with useOrigParams false is trained or frozen as a whole"

@@ -673,7 +673,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         None,
     ),
     ("fsdp1-trainable-tokens", V1 | TOKENS | {F + "useOrigParams": False}, V1 | TOKENS | {"model.dtype": "float32"}, None),
-    ("fsdp1-trainable-tokens", V1 | TOKENS | DORA, V2 | TOKENS | DORA, None),
+    ("fsdp1-trainable-tokens", V1 | TOKENS | DORA | BF16, V1 | TOKENS | DORA | {"model.dtype": "float32"}, None),
     ("fsdp1-trainable-tokens", V1 | TOKENS | BF16, V2 | TOKENS | BF16, None),
     ("target-parameters-conflict", EXPERTS | DORA, EXPERTS, None),
     ("target-parameters-conflict", EXPERTS | {"method.lora.loraDropout": "0.1"}, EXPERTS | {"method.lora.loraDropout": "0"}, None),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,25 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_exports_its_fixed_tensors(tm
     assert trained_files(contexts[1]) == trained_files(contexts[0])
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(contexts[0].base_model), contexts[0].workspace.adapter)
     assert [name for name, values in fixed_tensors(loaded).items() if not bool(values.ne(0).any())] == []
+
+
+def _step_in_bfloat16(base: Path, rank: int, store: str) -> None:
+    """One pass of every method where FSDP 2 computes in another type than the base is held in."""
+    failed = {}
+    with joined(rank, 2, rank, store) as gang:
+        for method in ALL:
+            wanted = spec(method, 2)
+            wanted["parallelism"]["fsdp"]["mixedPrecision"] = {"paramDtype": "bfloat16"}
+            trained = sharded.build(plan_of(wanted), base, gang, Nothing())
+            # Checked together at the end: a rank that fails alone leaves the other one waiting.
+            try:
+                with torch.autocast("cpu", dtype=trained.autocast) if trained.autocast else nullcontext():
+                    logits = trained.module(input_ids=documents()[rank], use_cache=False).logits
+                torch.autograd.backward(logits.float().square().mean())
+            except RuntimeError as error:
+                failed[method] = str(error)
+    assert failed == {}
+
+
+def test_every_method_computes_in_another_type_than_the_base_is_held_in(base: Path, tmp_path: Path) -> None:
+    assert run_processes([partial(_step_in_bfloat16, base, rank, f"file://{tmp_path}/store") for rank in range(2)]) == [0, 0]

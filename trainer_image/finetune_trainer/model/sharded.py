@@ -27,7 +27,7 @@ from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_
 from finetune_trainer.model.saved_embeddings import hand_on
 from finetune_trainer.objective.interface import Objective
 
-HOLD_BUFFERS = (MethodType.VERA, MethodType.PVERA, MethodType.DELORA)
+HOLD_BUFFERS = (MethodType.VERA, MethodType.PVERA, MethodType.DELORA, MethodType.TINYLORA, MethodType.UNILORA)
 """Methods that multiply by buffers: random projections, norms of the base's weights."""
 
 
