@@ -46,12 +46,14 @@ def test_large_activations_are_infinite_in_float16():
     wrong, right = plans(RULE, {"model.dtype": "float16"})
     for plan, overflows in ((wrong, True), (right, False)):
         assert plan.model.dtype is not None
-        layer = LlamaMLP(LlamaConfig(hidden_size=4, intermediate_size=4)).to(getattr(torch, plan.model.dtype))
+        layer = LlamaMLP(LlamaConfig(hidden_size=4, intermediate_size=4, num_attention_heads=1)).to(
+            getattr(torch, plan.model.dtype)
+        )
         with torch.no_grad():
             for weight in layer.parameters():
                 weight.copy_(torch.eye(4))
         output = layer(torch.full((1, 4), 300.0, dtype=getattr(torch, plan.model.dtype)))
-        assert bool(output.isinf().all()) is overflows
+        assert bool(output.isfinite().any()) is not overflows
 
 
 def test_small_gradients_are_zero_in_float16_unless_the_loss_is_scaled():
