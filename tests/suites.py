@@ -37,10 +37,10 @@ SUITES = (
         ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
     ),
     Suite("types", 1.0, ((str(BIN / "mypy"),),)),
-    Suite("unit", 8.0, ((*ON_BOTH_CORES, "tests/unit"),)),
+    Suite("unit", 9.0, ((*ON_BOTH_CORES, "tests/unit"),)),
     Suite("merge-matrix", 1.5, ((*ON_BOTH_CORES, "tests/merge_matrix"),)),
     Suite("pitfalls", 1.0, ((*ON_BOTH_CORES, "tests/pitfalls"),)),
-    Suite("sweep", 5.0, ((sys.executable, "-m", "tests.sweep", "--count", "300"),)),
+    Suite("sweep", 4.0, ((sys.executable, "-m", "tests.sweep", "--count", "300"),)),
     Suite("hostile", 1.0, ((*ON_BOTH_CORES, "tests/hostile"),)),
     Suite("cluster-binaries", 6.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
     Suite(
