@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from finetune_job.api.job import FineTuneJobSpec
@@ -17,6 +16,7 @@ from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import RunPlan
 from tests.pitfalls.lab.ranks import run_ranks
 from tests.pitfalls.manifests import JOB
+from tests.support.small_gang import Unchanged, documents, whole
 from tests.unit.rules.manifests import manifest
 
 STEPS = 3
@@ -57,10 +57,9 @@ def train(plans: Mapping[str, RunPlan], base: Path, world_size: int = 2, rate: f
 def _joined(ranks: list[Any]) -> Trained:
     if ranks[0]["error"]:
         return Trained(error=ranks[0]["error"])
-    values: dict[str, torch.Tensor] = {}
-    for name, size, start, part in (piece for rank in ranks for piece in rank["pieces"]):
-        values.setdefault(name, torch.full((size,), torch.nan))[start : start + len(part)] = torch.tensor(part)
-    return Trained(values=values, has_moved=any(rank["has_moved"] for rank in ranks), units=ranks[0]["units"])
+    return Trained(
+        values=whole(rank["pieces"] for rank in ranks), has_moved=any(rank["has_moved"] for rank in ranks), units=ranks[0]["units"]
+    )
 
 
 def _train_all(rank: int, plans: dict[str, RunPlan], base: Path, rate: float, world_size: int) -> dict[str, dict[str, Any]]:
@@ -96,22 +95,7 @@ def _train(rank: int, plan: RunPlan, base: Path, rate: float, world_size: int) -
     return {
         "error": "",
         # As lists: tensors would be handed over in memory that goes with this process.
-        "pieces": [
-            (name, torch.Size(each.shape).numel(), each.start, each.parameter_values().tolist()) for name, each in last.items()
-        ],
+        "pieces": {name: (each.shape, each.start, each.parameter_values().tolist()) for name, each in last.items()},
         "has_moved": any(not torch.equal(last[name].parameter_values(), values) for name, values in first.items()),
         "units": sum(isinstance(each, FSDPModule | FullyShardedDataParallel) for each in model.modules()) - 1,
     }
-
-
-def documents() -> list[torch.Tensor]:
-    """Tokens of four documents, (1, length) each."""
-    generator = torch.Generator().manual_seed(11)
-    return [torch.randint(0, 256, (1, 20 + number), generator=generator) for number in range(4)]
-
-
-class Unchanged:
-    """An objective that changes nothing."""
-
-    def install(self, model: nn.Module) -> None:
-        pass

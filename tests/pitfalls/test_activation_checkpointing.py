@@ -15,7 +15,7 @@ from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.expect import trains
 from tests.pitfalls.lab.ranks import run_ranks
 from tests.pitfalls.manifests import plans
-from tests.pitfalls.our_ranks import Unchanged
+from tests.support.small_gang import Unchanged
 from tests.support.tiny_model import write_tiny_llama
 
 

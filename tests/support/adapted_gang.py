@@ -25,18 +25,13 @@ from finetune_trainer.gang import joined
 from finetune_trainer.model import sharded
 from finetune_trainer.model.adapters import adapter_settings, attach, second_names, stored_names
 from finetune_trainer.model.load import build_unwritten
+from tests.support import small_gang
 from tests.support.forked_ranks import run_processes
 from tests.support.recorded_steps import RecordingDescent
+from tests.support.small_gang import Unchanged, whole
 from tests.support.tiny_model import plan_of, tiny_spec
 
 STEPS, RATE, SEED = 3, 0.5, 3
-
-
-class _Nothing:
-    """An objective that changes nothing."""
-
-    def install(self, model: nn.Module) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -65,8 +60,7 @@ class Trained:
 
 def documents() -> list[torch.Tensor]:
     """Tokens of four documents, (1, length) each, among them tokens 3, 9 and 44."""
-    generator = torch.Generator().manual_seed(11)
-    return [torch.randint(0, 64, (1, 30 + number), generator=generator) for number in range(4)]
+    return small_gang.documents(64, 30)
 
 
 def train_in_gang(cases: dict[str, AdapterCase], directory: Path) -> dict[str, Trained]:
@@ -79,7 +73,7 @@ def train_in_gang(cases: dict[str, AdapterCase], directory: Path) -> dict[str, T
 def _train_cases(cases: dict[str, AdapterCase], directory: Path, rank: int, store: str) -> None:
     with joined(rank, 2, rank, store) as gang:
         for name, case in cases.items():
-            trained = sharded.build(case.plan(), case.base, gang, _Nothing())
+            trained = sharded.build(case.plan(), case.base, gang, Unchanged())
             optimizer = RecordingDescent(trained.pieces, RATE)
             if case.evaluates_first:
                 trained.module.eval()
@@ -103,18 +97,9 @@ def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(ranks: Sequence[Any]) -> Trained:
-    gradients = [_whole([recorded[step] for recorded, _ in ranks]) for step in range(STEPS)]
+    gradients = [whole([recorded[step] for recorded, _ in ranks]) for step in range(STEPS)]
     shapes = {name: shape for _, final in ranks for name, (shape, _, _) in final.items()}
-    return Trained(gradients, _whole([final for _, final in ranks]), shapes)
-
-
-def _whole(parts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    values: dict[str, torch.Tensor] = {}
-    for part in parts:
-        for name, (shape, start, found) in part.items():
-            flat = values.setdefault(name, torch.full((torch.Size(shape).numel(),), torch.nan))
-            flat[start : start + len(found)] = found
-    return values
+    return Trained(gradients, whole([final for _, final in ranks]), shapes)
 
 
 def train_plainly(base: nn.Module, config: LoraConfig) -> tuple[PeftModel, Trained]:

@@ -19,6 +19,7 @@ from finetune_trainer.objective.interface import Objective, Split
 from finetune_trainer.objective.next_token import NextToken
 from finetune_trainer.train.step import StepBatches, optimizer_step
 from tests.support.forked_ranks import run_processes
+from tests.support.small_gang import whole
 
 Recorded = list[tuple[float, dict[str, torch.Tensor]]]
 """Loss and flat float32 gradients of each step, by the names of the model before it was sharded."""
@@ -64,16 +65,11 @@ def recorded_steps(
     codes = run_processes([partial(body, rank, world_size) for rank in range(world_size)])
     assert codes == [0] * world_size
     found = [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(world_size)]
-    whole: Recorded = []
+    done: Recorded = []
     for step in range(steps):
-        gradients: dict[str, torch.Tensor] = {}
-        for _, recorded in found:
-            for name, (shape, start, values) in recorded[step].items():
-                flat = gradients.setdefault(name, torch.full((torch.Size(shape).numel(),), float("nan")))
-                flat[start : start + len(values)] = values
         assert len({losses[step] for losses, _ in found}) == 1, "every rank knows the same loss"
-        whole.append((found[0][0][step], gradients))
-    return whole
+        done.append((found[0][0][step], whole(recorded[step] for _, recorded in found)))
+    return done
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:

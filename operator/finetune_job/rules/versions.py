@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.parallelism import StateDictType
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
@@ -72,7 +73,7 @@ def _no_effect(row: FsdpField) -> Rule:
         if value is None or fsdp.version in row.used_by or value in row.quiet:
             return None
         # What the user has asked for in the right place stays as it is.
-        instead = row.instead if context.spec.training.activation_checkpointing is None else {}
+        instead = {other: setting for other, setting in row.instead.items() if not _is_set(context.spec, other)}
         written = ", ".join(f"set {other} to {setting}" for other, setting in instead.items())
         return Problem(
             field=path,
@@ -83,6 +84,11 @@ def _no_effect(row: FsdpField) -> Rule:
         )
 
     return check
+
+
+def _is_set(spec: FineTuneJobSpec, path: str) -> bool:
+    section, _, name = path.partition(".")
+    return name in spec.model_dump(include={section}, by_alias=True, exclude_none=True)[section]
 
 
 RULES = tuple(_no_effect(row) for row in FSDP_FIELDS)

@@ -24,6 +24,7 @@ from finetune_trainer.model.kept_results import keeping_contexts
 from finetune_trainer.model.load_shards import base_name
 from tests.support.forked_ranks import run_processes
 from tests.support.method_settings import SETTINGS
+from tests.support.small_gang import Unchanged
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
 TOKENS = torch.arange(60).view(2, 30) * 7 % 256
@@ -46,13 +47,6 @@ GEMMA_3N = Gemma3nTextConfig(
     head_dim=8, vocab_size_per_layer_input=264, hidden_size_per_layer_input=8, laurel_rank=4, num_kv_shared_layers=0,
     altup_num_inputs=2, layer_types=["full_attention"] * 2, activation_sparsity_pattern=[0.0, 0.0],
 )  # fmt: skip
-
-
-class Nothing:
-    """An objective that changes nothing."""
-
-    def install(self, model: nn.Module) -> None:
-        pass
 
 
 def spec_of(method: dict[str, Any], fsdp: dict[str, Any], ranks: int, **training: Any) -> dict[str, Any]:
@@ -79,7 +73,7 @@ def _build_twice(rank: int, ranks: int, store: str, _: Path, spec: dict[str, Any
         by_shard = sharded.hollow_base_model
         for load in (by_shard, lambda *_: None):
             sharded.hollow_base_model = load  # type: ignore[assignment]
-            module = sharded.build(plan_of(spec), base, joint, Nothing()).module
+            module = sharded.build(plan_of(spec), base, joint, Unchanged()).module
             found.append(
                 {
                     piece.name: (piece.start, piece.holder.requires_grad, piece.parameter_values())
@@ -108,9 +102,9 @@ def test_a_rank_needs_memory_for_its_shard_and_not_for_the_model(tmp_path: Path)
 def _measure(rank: int, ranks: int, store: str, out: Path, spec: dict[str, Any], tiny: Path, base: Path) -> None:
     with joined(rank, ranks, rank, store) as joint:
         # What libraries allocate once is there before it is measured.
-        sharded.build(plan_of(spec), tiny, joint, Nothing())
+        sharded.build(plan_of(spec), tiny, joint, Unchanged())
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        trained = sharded.build(plan_of(spec), base, joint, Nothing())
+        trained = sharded.build(plan_of(spec), base, joint, Unchanged())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert trained.pieces
     (out / f"peak-{rank}").write_text(str(peak * 1024))
@@ -126,7 +120,7 @@ def test_the_base_models_name_of_a_parameter_inside_peft() -> None:
 
 def losses_and_gradients(rank: int, ranks: int, store: str, out: Path, spec: dict[str, Any], base: Path) -> None:
     with joined(rank, ranks, rank, store) as joint:
-        trained = sharded.build(plan_of(spec), base, joint, Nothing())
+        trained = sharded.build(plan_of(spec), base, joint, Unchanged())
         logits = trained.module(input_ids=TOKENS, use_cache=False).logits
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
         loss.backward()
@@ -179,7 +173,7 @@ def test_one_rank_holds_a_frozen_base_in_the_16_bit_type_of_the_computation(
 
     base = write_tiny_llama(tmp_path / "base", torch.float16)
     plan = plan_of(spec_of(method, {}, 1, precision="bf16"))
-    trained = sharded.build(plan, base, Gang(0, 1, 0, torch.device("cpu"), None), Nothing())
+    trained = sharded.build(plan, base, Gang(0, 1, 0, torch.device("cpu"), None), Unchanged())
     assert trained.autocast is torch.bfloat16
     assert {parameter.dtype for name, parameter in trained.module.named_parameters() if "norm" in name} == {held}
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -246,7 +240,7 @@ def adapter_gradients(base: Path, method: str, kind: str) -> dict[str, torch.Ten
     from finetune_trainer.gang import Gang
 
     spec = spec_of({"type": method, "settings": SETTINGS[method]}, {}, 1, activationCheckpointing=kind)
-    module = sharded.build(plan_of(spec), base, Gang(0, 1, 0, torch.device("cpu"), None), Nothing()).module
+    module = sharded.build(plan_of(spec), base, Gang(0, 1, 0, torch.device("cpu"), None), Unchanged()).module
     generator = torch.Generator().manual_seed(1)
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     with torch.no_grad():
@@ -262,7 +256,7 @@ def products(base: Path, kind: str) -> int:
     from finetune_trainer.gang import Gang
 
     spec = spec_of({"type": "LoRA", "lora": {"r": 4}}, {}, 1, activationCheckpointing=kind)
-    trained = sharded.build(plan_of(spec), base, Gang(0, 1, 0, torch.device("cpu"), None), Nothing())
+    trained = sharded.build(plan_of(spec), base, Gang(0, 1, 0, torch.device("cpu"), None), Unchanged())
     with FlopCounterMode(display=False) as counter:
         trained.module(input_ids=TOKENS, use_cache=False).logits.sum().backward()
     return int(counter.get_total_flops())

@@ -28,17 +28,11 @@ from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, sto
 from finetune_trainer.model.sharded import TrainedModel
 from tests.support.forked_ranks import Fault, run_gang, run_processes, trained_files
 from tests.support.method_settings import SETTINGS
+from tests.support.small_gang import Unchanged, documents, whole
 from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama
 
 STEPS = 3
 ALL = [kind.value for kind in supported(Family.OTHER)]
-
-
-class Nothing:
-    """An objective that changes nothing."""
-
-    def install(self, model: nn.Module) -> None:
-        pass
 
 
 def spec(method: str, ranks: int, version: int = 2) -> dict[str, Any]:
@@ -47,11 +41,6 @@ def spec(method: str, ranks: int, version: int = 2) -> dict[str, Any]:
         parallelism={"processesPerNode": ranks, "fsdp": {"version": version}},
         merge={"enabled": False},
     )
-
-
-def documents() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(11)
-    return [torch.randint(0, 256, (1, 20 + number), generator=generator) for number in range(4)]
 
 
 def train(trained: TrainedModel, rank: int, ranks: int) -> set[str]:
@@ -87,11 +76,11 @@ def loss_of(model: nn.Module) -> float:
 def _train_all(base: Path, out: Path, methods: list[tuple[str, int]], rank: int, ranks: int, store: str) -> None:
     with joined(rank, ranks, rank, store) as gang:
         for method, version in methods:
-            trained = sharded.build(plan_of(spec(method, ranks, version)), base, gang, Nothing())
+            trained = sharded.build(plan_of(spec(method, ranks, version)), base, gang, Unchanged())
             losses = [loss_of(trained.module)] if ranks == 1 else []
             without = train(trained, rank, ranks)
             losses += [loss_of(trained.module)] if ranks == 1 else []
-            found = {p.name: (p.shape, p.start, p.stop, p.parameter_values().clone()) for p in pieces(trained.module)}
+            found = {p.name: (p.shape, p.start, p.parameter_values().clone()) for p in pieces(trained.module)}
             torch.save((losses, without, found), out / f"{method}-{version}-{rank}")
             if ranks == 1:
                 _write_adapter(trained, out / "adapters" / method)
@@ -133,12 +122,8 @@ def pair(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def whole(out: Path, method: str, version: int, ranks: int) -> dict[str, torch.Tensor]:
-    values: dict[str, torch.Tensor] = {}
-    for rank in range(ranks):
-        for name, (shape, start, stop, part) in torch.load(out / f"{method}-{version}-{rank}")[2].items():
-            values.setdefault(name, torch.full((torch.Size(shape).numel(),), torch.nan))[start:stop] = part
-    return values
+def ended_on(out: Path, method: str, version: int, ranks: int) -> dict[str, torch.Tensor]:
+    return whole(torch.load(out / f"{method}-{version}-{rank}")[2] for rank in range(ranks))
 
 
 @pytest.mark.parametrize("method", ALL)
@@ -164,7 +149,7 @@ def test_peft_loads_the_adapter_with_every_tensor_equal_and_the_same_logits(base
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("method", ALL)
 def test_two_ranks_end_on_the_weights_of_one(alone: Path, pair: Path, method: str, version: int) -> None:
-    expected, found = whole(alone, method, 2, 1), whole(pair, method, version, 2)
+    expected, found = ended_on(alone, method, 2, 1), ended_on(pair, method, version, 2)
     assert set(found) == set(expected)
     for name, values in expected.items():
         assert (found[name] - values).abs().max() <= 1e-5, name
@@ -188,7 +173,7 @@ def _step_in_bfloat16(base: Path, rank: int, store: str) -> None:
         for method in ALL:
             wanted = spec(method, 2)
             wanted["parallelism"]["fsdp"]["mixedPrecision"] = {"paramDtype": "bfloat16"}
-            trained = sharded.build(plan_of(wanted), base, gang, Nothing())
+            trained = sharded.build(plan_of(wanted), base, gang, Unchanged())
             # Checked together at the end: a rank that fails alone leaves the other one waiting.
             try:
                 with torch.autocast("cpu", dtype=trained.autocast) if trained.autocast else nullcontext():

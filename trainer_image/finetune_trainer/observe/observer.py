@@ -34,7 +34,6 @@ from finetune_trainer.observe.history import History
 from finetune_trainer.observe.server import serving
 from finetune_trainer.observe.throughput import StepTiming, Window, straggler_ratio
 from finetune_trainer.observe.trackers import Trackers
-from finetune_trainer.train.loss_scale import UNSCALED
 from finetune_trainer.train.step import StepResult
 
 OBSERVE_FILE = "observe.json"
@@ -185,7 +184,7 @@ class Reporter(Observer):
             **said,
             "attempt": run.context.attempt,
             "gradient_norm": result.gradient_norm,
-            "loss_scale": result.loss_scale if result.loss_scale != UNSCALED else None,
+            "loss_scale": result.loss_scale if done.state.loss_scale else None,
             "tokens": result.tokens,
             "supervised_tokens": result.supervised_tokens,
             "seconds": done.seconds,

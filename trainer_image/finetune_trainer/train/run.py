@@ -80,8 +80,6 @@ class _Loop:
         manifest = self.checkpoints.resume()
         self.is_resumed = manifest is not None
         self.step, self.state = (manifest.step, manifest.state) if manifest is not None else (0, RunState())
-        if self.model.scales_loss and self.state.loss_scale is None:
-            self.state = self.state.model_copy(update={"loss_scale": loss_scale.FIRST})
         if self.is_resumed:
             log.info("resuming after step %d of %d", self.step, self.total)
 
@@ -100,7 +98,7 @@ class _Loop:
     def _step(self, observer: Observer) -> None:
         training, evaluation = self.plan.training, self.plan.evaluation
         rate = learning_rate(self.step, self.total, training)
-        scale = self.state.loss_scale if self.model.scales_loss else None
+        scale = (self.state.loss_scale or loss_scale.FIRST) if self.model.scales_loss else None
         started = time.monotonic()
         with observer.during(Activity.STEPS):
             result = one_step.optimizer_step(

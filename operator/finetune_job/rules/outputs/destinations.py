@@ -129,7 +129,7 @@ def destination_not_allowed(context: RuleContext) -> Problem | None:
         value=destination,
         message=f"the profile allows {listed}",
         fix="write to a claim, or ask for a profile that allows it",
-        changes={_DESTINATION: free_directory(context, "results")},
+        changes={_DESTINATION: free_directory(context)},
     )
 
 

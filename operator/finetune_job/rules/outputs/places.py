@@ -47,7 +47,7 @@ def writes_into(target: ClaimPath, named: NamedSource) -> bool:
     return target == place if named.is_model else is_within(target, place)
 
 
-def free_directory(context: RuleContext, claim: str) -> str:
+def free_directory(context: RuleContext, claim: str = _CLAIM) -> str:
     """A directory that is no part of an input, on this claim, or on another where all of this one is records."""
     inputs = named_sources(context.spec)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from finetune_job.api.base import ClaimPath, HubPath, RegistryPath, parse_source
 from finetune_job.api.method import MethodType
 from finetune_job.plan.sources import named_sources
@@ -170,20 +168,20 @@ def credentials_without_tls(context: RuleContext) -> Problem | None:
     reads_in_clear = _is_in_clear(profile.fetch.hub_endpoint) and any(
         isinstance(parse_source(named.source), HubPath) for named in named_sources(spec)
     )
-    changes: dict[str, Any] = {}
+    in_clear: dict[str, str] = {}
     if writes_in_clear and secret is not None:
-        changes |= {_SECRET: None, _DESTINATION: free_directory(context, "results")}
+        in_clear[_SECRET] = secret.name
     if reads_in_clear and token is not None:
-        changes |= {_TOKEN: None}
-    if not changes:
+        in_clear[_TOKEN] = token.name
+    if not in_clear:
         return None
-    field, named = (_SECRET, secret) if _SECRET in changes else (_TOKEN, token)
+    field, name = next(iter(in_clear.items()))
     return Problem(
         field=field,
-        value=named.name if named is not None else None,
+        value=name,
         message="the profile has this service spoken to over plain HTTP, where everybody on the way can read the credentials",
         fix="ask for a profile with an address that speaks TLS, or read from and write to claims",
-        changes=changes,
+        changes=dict.fromkeys(in_clear) | ({_DESTINATION: free_directory(context)} if _SECRET in in_clear else {}),
     )
 
 
