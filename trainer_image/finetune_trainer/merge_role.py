@@ -170,7 +170,8 @@ def _gate(context: RunContext) -> Gate:
     if merge.max_kl_divergence is not None:
         gate = dataclasses.replace(gate, max_mean_kl=merge.max_kl_divergence)
     if merge.min_top1_agreement is not None:
-        gate = dataclasses.replace(gate, min_top1_agreement=merge.min_top1_agreement)
+        # A share that someone asked for is meant to the position.
+        gate = dataclasses.replace(gate, min_top1_agreement=merge.min_top1_agreement, max_excused=0)
     return gate
 
 

@@ -51,6 +51,7 @@ VERIFIED: Any = SimpleNamespace(
         num_prompts=4,
         num_positions=80,
         max_abs_difference=0.01,
+        usual_abs_difference=0.01,
         max_abs_logit=10.0,
         mean_kl=1e-4,
         effect_mean_kl=0.5,

@@ -15,6 +15,7 @@ FIGURES = LogitFigures(
     num_prompts=4,
     num_positions=1000,
     max_abs_difference=0.1,
+    usual_abs_difference=0.1,
     max_abs_logit=20.0,
     mean_kl=1e-4,
     effect_mean_kl=0.5,
@@ -49,7 +50,7 @@ def test_the_verdict_comes_first_and_every_figure_has_its_threshold() -> None:
     assert "61 s" in page
     assert "3.0 GiB" in page
     for row in (
-        "| largest difference, of the largest logit | 0.005 | at most 0.125 |",
+        "| largest difference of 90% of positions, of the largest logit | 0.005 | at most 0.0938 |",
         "| mean KL divergence, nats | 0.0001 | at most 0.005 |",
         "| same most likely token | 99.000% | at least 97.00% |",
         "| mean KL divergence, of the adapter's effect | 0.02% | at most 10% where the effect exceeds 0.005 |",

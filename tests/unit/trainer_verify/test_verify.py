@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
-from finetune_trainer.verify.gate import GATES, gate_for
+from finetune_trainer.verify.gate import GATES, LogitFigures, failures, gate_for
+from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.run import quarantine, verify_merge
 from finetune_trainer.verify.tensors import check_tensors
 from tests.unit.trainer_merge import tiny
@@ -186,6 +187,31 @@ def test_a_scaling_that_is_wrong_is_found_by_logits_alone(
     assert not report.passed
     assert any("as far from base + adapter as the base" in fault for fault in report.faults)
     assert "FAILED" in report.text()
+
+
+def test_one_position_out_of_line_is_measured_and_not_judged_and_three_are_judged(
+    triple: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    base, adapter, merged = triple
+    prompts = [[token] for token in range(10, 30)]
+
+    def figures(*tokens: int) -> LogitFigures:
+        def negate(tensor: torch.Tensor) -> torch.Tensor:
+            tensor[list(tokens)] *= -1
+            return tensor
+
+        other = tmp_path / f"other-{len(tokens)}"
+        shutil.copytree(merged, other)
+        change_tensor(other, "model.embed_tokens.weight", negate)
+        (found,) = compare_logits([Reference(base, [adapter])], other, prompts, tmp_path)
+        return found
+
+    gate = GATES["bfloat16"]
+    one, three = figures(12), figures(12, 14, 16)
+    assert one.max_abs_difference > 10 * one.usual_abs_difference
+    assert one.relative_difference <= gate.allowed_difference(one)
+    assert three.usual_abs_difference > 10 * one.usual_abs_difference
+    assert any("of 90% of positions" in fault for fault in failures(three, gate))
 
 
 def test_verification_without_prompts_is_an_error(triple: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -5,29 +5,41 @@ In: figures and a Gate. Out: the reasons why it fails, empty when it passes. Cal
 Where the thresholds come from. Base + adapter keeps B@A apart in fp32; the merged weight is rounded once to its dtype,
 a relative error of at most u per weight (bfloat16 2**-8, float16 2**-11, float32 2**-24), and both models round their
 activations to the same u. Logits are sums over thousands of such terms, so their errors are of the order of u times the
-largest logit, times a factor for depth: 32 u for bfloat16 and float16. The Kullback-Leibler divergence grows with the square
+largest logit, times a factor for depth: 24 u for bfloat16 and float16. The Kullback-Leibler divergence grows with the square
 of the error, hence by 64 between bfloat16 and float16.
 
-Measured with correct merges into random models (Llama, Qwen2, GPT-2; LoRA and DoRA on all linear layers; 2,000 tokens, 384
-positions, two seeds each), as a range over the models of that depth:
+Single positions can be far worse conditioned than that: where what a layer adds nearly cancels what it is added to, or what a norm
+then divides by is small, rounding alone changes the logits by much. So nine of ten positions are judged, not all: a merge that is
+wrong is wrong nearly everywhere. And one position with another most likely token is excused, which may be more than 1% of them.
 
-    layers                     2             16 to 32      32, weights three times as large
-    bfloat16, float16: largest difference, in u of the largest logit
-                               2.1 to 2.7    1.9 to 6.7    7.8 to 10.7
-    float32                    9 to 13       8 to 20       26 to 45
-    mean divergence, bfloat16  0.9e-6..1e-6  0.5e-6..2e-5  9e-5..1e-4
-                     float16   1e-8..2e-8    8e-9..2e-7    1e-6..2e-6
-                     float32   5e-15         1e-15..3e-14  2e-13..3e-13
-    divergence over that of the base: at most 1.6e-3 in bfloat16, 2.5e-5 in float16; same most likely token: at least 99.7%
+Measured with merges into random models (Llama, Qwen2, GPT-2, 256 wide; LoRA and DoRA on all linear layers; 2,000 tokens, 384
+positions, two seeds of LoRA), as a range over the models of that depth:
 
-So a right merge uses at most a third of the first threshold and a fiftieth of the second, which leaves room for models of more
-layers and for the larger extremes of more positions and tokens. Eight-bit quantisation, which users see as lossless, has a mean
-divergence around 1e-3.
+    layers                     2              16 to 32       32, weights three times as large
+    right merges: largest difference, of the largest logit
+    bfloat16, float16, in u    1.7 to 2.7     2.9 to 7.0     5.0 to 12.8
+      nine positions of ten    1.3 to 2.0     2.5 to 4.3     4.0 to 9.2
+    float32                    8 to 12        11 to 21       16 to 65
+      nine positions of ten    6 to 9         8 to 14        13 to 39
+    mean divergence, bfloat16  4e-6           8e-6..2e-5     1.4e-4..7e-4
+                     float16   6e-8           1.3e-7..3e-7   2e-6..1.1e-5
+                     float32   2e-14          2e-14..3e-14   3e-13..3e-12
+    half the adapter, or none of it in the first layer
+    bfloat16, in u, nine positions of ten
+                               30 to 84       64 to 178      147 to 214
+
+and with an ill-conditioned one (Qwen3 of 2 layers, after 3 steps of LoRA+ in float16; 204 positions): base + adapter in float16 and
+the same in float32 are up to 0.08 of the largest logit apart, 0.0006 (1.2 u) at nine positions of ten; its right merge into
+bfloat16 0.5, and 0.005 (1.4 u).
+
+So a right merge uses at most two fifths of the first threshold and a seventh of the second, which leaves room for models of more
+layers and for the larger extremes of more tokens. Eight-bit quantisation, which users see as lossless, has a mean divergence around
+1e-3.
 
 Where layers choose experts for each token, rounding sends one that is near a tie elsewhere, and its logits change by as much as
-those experts differ. So the median position is judged there instead of the largest difference, by half the threshold. Measured in
-the same way (Mixtral with 8 experts, 2 of them chosen; GPT-OSS with 16 and 4; random routers, which have far more ties than trained
-ones; 384 positions; bfloat16), right merges, and merges of half the adapter, as a range over 2 and 16 layers:
+those experts differ. So the median position is judged there, by two thirds of the threshold. Measured in the same way (Mixtral with
+8 experts, 2 of them chosen; GPT-OSS with 16 and 4; random routers, which have far more ties than trained ones; 384 positions;
+bfloat16), right merges, and merges of half the adapter, as a range over 2 and 16 layers:
 
                                right            half the adapter
     largest difference         0.06 to 0.72     0.21 to 0.68    of the largest logit
@@ -38,8 +50,10 @@ from dataclasses import dataclass
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of rounding to nearest, by dtype."""
-MEDIAN_SHARE = 0.5
-"""Of max_relative_difference that the median position may have where it is judged."""
+JUDGED_SHARE, JUDGED_SHARE_OF_EXPERTS = 0.9, 0.5
+"""Share of positions within the difference that is judged; the other where layers choose experts."""
+EXPERTS_ALLOWANCE = 2 / 3
+"""Of max_relative_difference that is allowed where layers choose experts."""
 TIE_UNITS = 4
 """Tokens whose logits are this many unit roundoffs of the position's largest logit apart count as tied."""
 
@@ -50,50 +64,62 @@ class LogitFigures:
 
     mean_kl: KL(base + adapter || merged), nats per position. effect_mean_kl: KL(base + adapter || base), what the adapter
     does at all. top1_agreement: share of positions whose most likely token under the merged model is the most likely one
-    under base + adapter, or tied with it (TIE_UNITS). median_abs_difference: of the largest difference at each position; None where
-    no layer chooses experts.
+    under base + adapter, or tied with it (TIE_UNITS). usual_abs_difference: what the largest difference of a position is at most,
+    for the share of positions that is judged.
     """
 
     num_prompts: int
     num_positions: int
     max_abs_difference: float
+    usual_abs_difference: float
     max_abs_logit: float
     mean_kl: float
     effect_mean_kl: float
     top1_agreement: float
-    median_abs_difference: float | None = None
+    chooses_experts: bool = False
 
     @property
     def relative_difference(self) -> float:
-        """Over max_abs_logit, the difference that is judged: of the median position where there is one, else the largest."""
-        judged = self.max_abs_difference if self.median_abs_difference is None else self.median_abs_difference
-        return judged / self.max_abs_logit if self.max_abs_logit else judged
+        """The difference that is judged, over max_abs_logit."""
+        return self.usual_abs_difference / self.max_abs_logit if self.max_abs_logit else self.usual_abs_difference
 
     @property
     def judged(self) -> str:
         """What relative_difference is."""
-        return "largest difference" if self.median_abs_difference is None else "largest difference at the median position"
+        return f"largest difference of {judged_share(chooses_experts=self.chooses_experts):.0%} of positions"
+
+    @property
+    def num_disagreeing(self) -> float:
+        """Positions with another most likely token; NaN where that is not known."""
+        return (1 - self.top1_agreement) * self.num_positions
+
+
+def judged_share(*, chooses_experts: bool) -> float:
+    """Share of positions whose differences are judged."""
+    return JUDGED_SHARE_OF_EXPERTS if chooses_experts else JUDGED_SHARE
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A merged model passes when all of it holds. Relative difference: that of LogitFigures, or MEDIAN_SHARE of it."""
+    """A merged model passes when all of it holds. Relative difference: that of LogitFigures."""
 
     max_relative_difference: float
     max_mean_kl: float
     min_top1_agreement: float
     max_kl_share_of_effect: float = 0.1
     """mean_kl over effect_mean_kl, where the effect exceeds max_mean_kl: a copy of the base would have 1."""
+    max_excused: int = 1
+    """Positions that may have another most likely token, however few positions there are."""
 
     def allowed_difference(self, figures: LogitFigures) -> float:
         """Of the relative difference."""
-        return self.max_relative_difference * (1.0 if figures.median_abs_difference is None else MEDIAN_SHARE)
+        return self.max_relative_difference * (EXPERTS_ALLOWANCE if figures.chooses_experts else 1.0)
 
 
 GATES = {
-    "bfloat16": Gate(max_relative_difference=32 * UNIT_ROUNDOFF["bfloat16"], max_mean_kl=5e-3, min_top1_agreement=0.97),
-    "float16": Gate(max_relative_difference=32 * UNIT_ROUNDOFF["float16"], max_mean_kl=1e-4, min_top1_agreement=0.99),
-    # Not 32 u: with so little rounding the order of summation, which kernels choose, is what remains.
+    "bfloat16": Gate(max_relative_difference=24 * UNIT_ROUNDOFF["bfloat16"], max_mean_kl=5e-3, min_top1_agreement=0.97),
+    "float16": Gate(max_relative_difference=24 * UNIT_ROUNDOFF["float16"], max_mean_kl=1e-4, min_top1_agreement=0.99),
+    # Not 24 u: with so little rounding the order of summation, which kernels choose, is what remains.
     "float32": Gate(max_relative_difference=1e-4, max_mean_kl=1e-7, min_top1_agreement=0.999),
 }
 
@@ -120,7 +146,9 @@ def failures(figures: LogitFigures, gate: Gate) -> tuple[str, ...]:
         )
     if not figures.mean_kl <= gate.max_mean_kl:
         found.append(f"mean KL divergence is {figures.mean_kl:.3g}; allowed is {gate.max_mean_kl:.3g}")
-    if not figures.top1_agreement >= gate.min_top1_agreement:
+    # The number comes from a share: half a position of room.
+    is_excused = gate.max_excused > 0 and figures.num_disagreeing < gate.max_excused + 0.5
+    if not figures.top1_agreement >= gate.min_top1_agreement and not is_excused:
         found.append(f"the most likely token agrees at {figures.top1_agreement:.2%}; required is {gate.min_top1_agreement:.2%}")
     has_effect = figures.effect_mean_kl > gate.max_mean_kl
     if has_effect and not figures.mean_kl <= gate.max_kl_share_of_effect * figures.effect_mean_kl:

@@ -25,7 +25,7 @@ from finetune_trainer.merge.headers import CONFIG_FILE, read_json
 from finetune_trainer.verify.allocator import return_large_blocks
 from finetune_trainer.verify.chain import MergedWeights, Weights
 from finetune_trainer.verify.errors import UnverifiableModelError
-from finetune_trainer.verify.gate import TIE_UNITS, UNIT_ROUNDOFF, LogitFigures
+from finetune_trainer.verify.gate import TIE_UNITS, UNIT_ROUNDOFF, LogitFigures, judged_share
 from finetune_trainer.verify.hollow import hollow_model, model_class, needs_base_weights
 from finetune_trainer.verify.streaming import NotStreamableError, Prompt, StreamedModels, logits_of, write_logits
 from finetune_trainer.verify.weights import StoredWeights
@@ -157,15 +157,18 @@ class _Sums:
             self._num_agreeing += int((best - chosen <= tolerance * largest).sum())
 
     def figures(self, num_prompts: int) -> LogitFigures:
+        # NaN where one of them is.
+        usual = torch.cat(self._differences).quantile(judged_share(chooses_experts=self._chooses_experts), interpolation="higher")
         return LogitFigures(
             num_prompts=num_prompts,
             num_positions=self._num_positions,
             max_abs_difference=float(self._max_abs_difference),
+            usual_abs_difference=float(usual),
             max_abs_logit=float(self._max_abs_logit),
             mean_kl=self._kl / self._num_positions,
             effect_mean_kl=self._effect_kl / self._num_positions,
             top1_agreement=self._num_agreeing / self._num_positions,
-            median_abs_difference=float(torch.cat(self._differences).median()) if self._chooses_experts else None,
+            chooses_experts=self._chooses_experts,
         )
 
 
