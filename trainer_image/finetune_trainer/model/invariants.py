@@ -28,12 +28,12 @@ def trainable_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def check_trainable(model: nn.Module, plan: RunPlan) -> None:
-    """Exactly what the method names is trained. Raises InvariantError."""
+def check_trainable(model: nn.Module, plan: RunPlan, frozen: Collection[str] = ()) -> None:
+    """Exactly what the method names is trained; of a whole model all but what is `frozen` in its code. Raises InvariantError."""
     wrong = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad is not _is_to_be_trained(name, parameter, plan.method)
+        if parameter.requires_grad is not (name not in frozen and _is_to_be_trained(name, parameter, plan.method))
     ]
     if wrong:
         raise InvariantError(f"method {plan.method.type.value}: wrong parameters are trained or frozen, first: {wrong[:5]}")

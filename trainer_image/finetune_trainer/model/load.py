@@ -154,9 +154,27 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
         keep_biases(model)
         if device.type == "cpu":
             make_fit_for_training(model)
+    if not plan.method.trains_adapter:
+        freeze_as_built(model, build_on_meta(plan, directory))
     model.config.use_cache = False
     model.train()
     return model
+
+
+def freeze_as_built(model: nn.Module, built: nn.Module) -> None:
+    """Freeze what the architecture's own code freezes, such as a router's correction bias, which transformers loads as trained.
+
+    `built`: another one of the same architecture, as its class made it.
+    """
+    frozen = frozen_names(built)
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that are not trained."""
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def packed_dtype(plan: RunPlan, dtypes: ModelDtypes) -> torch.dtype:

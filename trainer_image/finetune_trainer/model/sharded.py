@@ -15,6 +15,7 @@ from finetune_job.api.method import MethodType
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.state import Piece, check_complete, pieces
 from finetune_trainer.gang import Gang
+from finetune_trainer.merge.headers import TensorHeader
 from finetune_trainer.model import fsdp1, fsdp2
 from finetune_trainer.model.activations import checkpoint_activations
 from finetune_trainer.model.adapters import attach, fixed_tensors
@@ -22,8 +23,8 @@ from finetune_trainer.model.compilation import compile_layers
 from finetune_trainer.model.delora import compute_in_float32
 from finetune_trainer.model.dtypes import computes_in_float16, resolve_dtypes
 from finetune_trainer.model.invariants import check_decomposed, check_magnitudes, check_trainable, trainable_shapes
-from finetune_trainer.model.load import load_base_model, stored_dtype
-from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes, read_token_rows
+from finetune_trainer.model.load import frozen_names, load_base_model, stored_dtype
+from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes, read_into, read_token_rows
 from finetune_trainer.model.saved_embeddings import hand_on
 from finetune_trainer.objective.interface import Objective
 
@@ -41,7 +42,7 @@ class TrainedModel:
     shapes: dict[str, tuple[int, ...]]
     """Global shape of each trainable parameter."""
     fixed: dict[str, torch.Tensor]
-    """By stored name, what an adapter holds beside its trained parameters. Empty on all ranks but the first."""
+    """By stored name, what an adapter or a model holds beside its trained parameters. Empty on all ranks but the first."""
     autocast: torch.dtype | None
     """Element type of the computation where no sharding casts the parameters."""
     keeps_gathered: bool
@@ -58,6 +59,8 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
     # A single rank holds all of it anyway.
     hollow = hollow_base_model(plan, base_model) if gang.world_size > 1 else None
     base = hollow.module if hollow else load_base_model(plan, base_model, gang.device)
+    # Adapters freeze all of the base.
+    frozen = frozenset() if plan.method.trains_adapter else frozen_names(base)
     model: nn.Module = attach(base, plan) if plan.method.trains_adapter else base
     if plan.method.type is MethodType.DELORA and torch.float16 in (dtypes.load, dtypes.param):
         compute_in_float32(model)
@@ -69,12 +72,14 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
         read_token_rows(model, hollow.headers)
     check_magnitudes(model)
     objective.install(model)
-    check_trainable(model, plan)
+    check_trainable(model, plan, frozen)
     shapes = trainable_shapes(model)
     fixed: dict[str, torch.Tensor] = {}
     if isinstance(model, PeftModel) and gang.is_first:
         # Copies: sharding frees or cuts the originals.
         fixed = {name: tensor.cpu().clone() for name, tensor in fixed_tensors(model).items()}
+    elif gang.is_first:
+        fixed = {name: _whole(model.get_parameter(name), hollow.headers[name] if hollow else None) for name in sorted(frozen)}
     fsdp = plan.parallelism.fsdp
     # DoRA multiplies weights of two units, which FSDP 1 would cast at different times; autocast casts both alike. Packed weights
     # are flattened with what is held beside them and are no numbers; autocast leaves them as they are.
@@ -108,3 +113,11 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
         keeps_gathered=gang.world_size > 1 and fsdp.reshard_after_forward is False,
         scales_loss=computes_in_float16(plan, dtypes),
     )
+
+
+def _whole(parameter: nn.Parameter, header: TensorHeader | None) -> torch.Tensor:
+    """A copy of the values, from the file where the parameter does not have them yet."""
+    values = parameter.detach().cpu().clone()
+    if header is not None:
+        read_into(header, 0, values.view(-1), values.dtype)
+    return values

@@ -20,7 +20,14 @@ from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.merge.headers import read_checkpoint
 from finetune_trainer.model.dtypes import resolve_dtypes
-from finetune_trainer.model.load import SAFETENSORS_DTYPES, attention_of, build_on_meta, quantization_config, stored_dtype
+from finetune_trainer.model.load import (
+    SAFETENSORS_DTYPES,
+    attention_of,
+    build_on_meta,
+    freeze_as_built,
+    quantization_config,
+    stored_dtype,
+)
 
 META = torch.device("meta")
 DTYPES = SAFETENSORS_DTYPES | {
@@ -47,6 +54,7 @@ def load_declared(plan: RunPlan, directory: Path) -> tuple[PreTrainedModel, list
         output_loading_info=True,
     )
     model: PreTrainedModel = loaded
+    freeze_as_built(model, built)
     model.train()
     return model, [*_incomplete(info), *_unconverted(info)]
 

@@ -33,7 +33,7 @@ from finetune_trainer.model.invariants import (
     check_trainable,
     trainable_shapes,
 )
-from finetune_trainer.model.load import packed_dtype, stored_dtype
+from finetune_trainer.model.load import frozen_names, packed_dtype, stored_dtype
 from finetune_trainer.model.wrap_plan import layer_classes, unit_names
 from finetune_trainer.preflight.attached import check_attached
 from finetune_trainer.preflight.bypassed import bypassed_linear, check_units_used, check_used
@@ -92,7 +92,7 @@ def inspect_structure(
         if plan.method.quantization is not None:
             pack(base, plan.method.quantization, packed_dtype(plan, resolve_dtypes(plan, stored_dtype(directory))))
         model, saved_names = _trained(plan, base, directory)
-        check_trainable(model, plan)
+        check_trainable(model, plan, () if plan.method.trains_adapter else frozen_names(model))
         check_decomposed(plan, stored_dtype(directory))
         units = unit_names(model, plan.parallelism.fsdp)
         if plan.parallelism.fsdp.version == 1:

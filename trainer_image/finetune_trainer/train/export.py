@@ -45,7 +45,7 @@ NOT_COPIED = (
 def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]) -> str:
     """Write the trained result to the workspace; the SHA-256 of its manifest. A result that stands there already is replaced.
 
-    `fixed`: by stored name, what the adapter holds beside its trained parameters.
+    `fixed`: by stored name, what the adapter or the model holds beside its trained parameters.
     """
     final = context.workspace.adapter
     for leftover in final.parent.glob(f"{final.name}.tmp-*"):
@@ -55,7 +55,7 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Map
     try:
         facts: dict[str, Any] = {"plan_sha256": context.plan_sha256, "step": manifest.step}
         if context.plan.method.type is MethodType.FULL:
-            _write_model(context, temporary, checkpoint, manifest)
+            _write_model(context, temporary, checkpoint, manifest, fixed)
         else:
             # As they lie in memory, so that the file is compared with what was trained and not with itself.
             facts[TENSORS_KEY] = described(_write_adapter(context, temporary, checkpoint, manifest, fixed))
@@ -94,7 +94,9 @@ def _write_adapter(
     return tensors
 
 
-def _write_model(context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest) -> None:
+def _write_model(
+    context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]
+) -> None:
     dtype = resolve_dtypes(context.plan, stored_dtype(context.base_model)).save
     model = build_on_meta(context.plan, context.base_model)
     model.config.dtype = dtype
@@ -103,9 +105,9 @@ def _write_model(context: RunContext, directory: Path, checkpoint: Path, manifes
     headers = None if context.plan.model.allow_remote_code else stored_by_name(model, context.base_model)
     reader, max_shard_bytes = PieceReader(checkpoint, manifest), context.plan.merge.max_shard_bytes
     if headers is None:
-        _write_converted(model, reader, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        _write_converted(model, reader, fixed, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
     else:
-        write_model(model, reader, headers, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        write_model(model, reader, fixed, headers, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
     ignored = shutil.ignore_patterns(*NOT_COPIED)(str(context.base_model), [path.name for path in context.base_model.iterdir()])
     for path in context.base_model.iterdir():
         if path.is_file() and path.name not in ignored:
@@ -113,11 +115,18 @@ def _write_model(context: RunContext, directory: Path, checkpoint: Path, manifes
 
 
 def _write_converted(
-    model: PreTrainedModel, reader: PieceReader, directory: Path, *, dtype: torch.dtype, max_shard_bytes: int
+    model: PreTrainedModel,
+    reader: PieceReader,
+    fixed: Mapping[str, torch.Tensor],
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
 ) -> None:
     """A model whose files hold other tensors than its parameters: transformers converts all of them at once, in memory."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tensors = {name: reader.whole(name).to(dtype) for name in reader.names}
+    tensors |= fixed
     check_saved(tensors, shapes)
     tensors |= _tied(model, tensors)
     model.save_pretrained(directory, state_dict=tensors, max_shard_size=max_shard_bytes)

@@ -25,21 +25,23 @@ _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 def write_model(
     model: PreTrainedModel,
     trained: PieceReader,
+    fixed: Mapping[str, torch.Tensor],
     base: Mapping[str, TensorHeader],
     directory: Path,
     *,
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    """Configuration and weights of `model`, which lies on the meta device; parameters from `trained`, stored buffers from `base`.
+    """Configuration and weights of `model`, which lies on the meta device; stored buffers from `base`.
 
-    `dtype`: element type of the parameters in the files. Raises InvariantError where a tensor is missing, has another shape or is
-    not finite, CheckpointError, and OSError as the file system does.
+    `trained`, `fixed`: the parameters. `dtype`: element type of the trained ones in the files; the others keep theirs in `base`.
+    Raises InvariantError where a tensor is missing, has another shape or is not finite, CheckpointError, and OSError as the file
+    system does.
     """
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in base}
-    check_names(trained.names, parameters)
-    outputs = [_output(name, shape, _NAMES[dtype]) for name, shape in parameters.items()]
+    check_names([*trained.names, *fixed], parameters)
+    outputs = [_output(name, shape, base[name].dtype if name in fixed else _NAMES[dtype]) for name, shape in parameters.items()]
     outputs += [_output(name, shape, base[name].dtype) for name, shape in buffers.items()]
     plan = MergePlan(shards=shard_layout(outputs, max_shard_bytes))
     for shard in plan.shards:
@@ -47,7 +49,8 @@ def write_model(
             file.write(shard.header)
             for output in shard.tensors:
                 if output.name in parameters:
-                    tensor = trained.whole(output.name).to(dtype)
+                    values = fixed[output.name] if output.name in fixed else trained.whole(output.name)
+                    tensor = values.to(SAFETENSORS_DTYPES[output.dtype])
                     check_saved({output.name: tensor}, {output.name: parameters[output.name]})
                 else:
                     kept = SAFETENSORS_DTYPES[output.dtype]

@@ -16,10 +16,11 @@ def reduces_every_micro_step(model: nn.Module) -> bool:
     """
     if isinstance(model, FullyShardedDataParallel) and model.cpu_offload.offload_params:
         return False
-    trains_all = all(parameter.requires_grad for parameter in model.parameters())
+    # Architectures freeze some parameter of their own also where the whole model is trained.
+    trains_most = sum(parameter.numel() * (1 if parameter.requires_grad else -1) for parameter in model.parameters()) > 0
     if isinstance(model, FullyShardedDataParallel):
-        return trains_all or any(unit._use_orig_params for unit in FullyShardedDataParallel.fsdp_modules(model))  # noqa: SLF001
-    return trains_all
+        return trains_most or any(unit._use_orig_params for unit in FullyShardedDataParallel.fsdp_modules(model))  # noqa: SLF001
+    return trains_most
 
 
 def reducing(model: nn.Module, is_due: bool, *, is_last: bool, keeps_gathered: bool) -> AbstractContextManager[None]:
