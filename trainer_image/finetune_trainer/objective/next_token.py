@@ -10,7 +10,7 @@ from torch import nn
 
 from finetune_trainer.data.batches import IGNORED_LABEL, Batch, PreparedSplit
 from finetune_trainer.errors import InvariantError
-from finetune_trainer.model import document_masks
+from finetune_trainer.model import document_masks, long_positions
 from finetune_trainer.objective import head
 from finetune_trainer.objective.cross_entropy import Targets, cross_entropy_of
 from finetune_trainer.objective.interface import BatchSize
@@ -20,9 +20,10 @@ class NextToken:
     """Cross-entropy over the supervised tokens: an `Objective[PreparedSplit, Batch]`."""
 
     def install(self, model: nn.Module) -> None:
-        """Let the output layer compute the loss, so that whole logits never exist, and masks keep documents apart."""
+        """Let the output layer compute the loss, so that whole logits never exist, and keep documents apart."""
         head.install(model)
         document_masks.install(model)
+        long_positions.install(model)
 
     def num_terms(self, data: PreparedSplit, sequences: Sequence[int]) -> int:
         """Supervised tokens."""
