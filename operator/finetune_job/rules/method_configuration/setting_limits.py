@@ -149,6 +149,14 @@ LIMITS: tuple[Limit, ...] = (
         (None,),
     ),
     Limit(
+        ("generatorSeed",),
+        lambda value: value is None,
+        "nothing: training.seed seeds the noise, too",
+        "no error: each layer draws from a generator of its own, which no checkpoint holds and no recomputation sets back, so a "
+        "resumed run ends on other weights, and recomputed activations have other noise than those that gave the loss",
+        examples=(3,),
+    ),
+    Limit(
         ("initWeights",),
         lambda value: value is not None,
         "true, false, gaussian, kaiming_uniform or xavier_uniform",
