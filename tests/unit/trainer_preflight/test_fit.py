@@ -23,9 +23,9 @@ def facts(num_sequences=100, largest_token_id=9, longest_document=10):
 def findings(context):
     """`findings(facts, ...)`: by rule, for a plan of 8 sequences per step and 2 ranks."""
 
-    def found(changes=None, vocabulary_size=10, tokenizer_size=10, max_positions=None, **counts):
+    def found(changes=None, vocabulary_size=10, tokenizer_size=10, max_positions=None, max_row=None, **counts):
         splits = {"train": facts(**counts), "validation": facts()}
-        listed = check_fit(context(changes).plan, splits, vocabulary_size, tokenizer_size, max_positions)
+        listed = check_fit(context(changes).plan, splits, vocabulary_size, tokenizer_size, max_positions, max_row=max_row)
         return {finding.rule: finding for finding in listed}
 
     return found
@@ -48,6 +48,14 @@ def test_tokens_beyond_the_embedding_that_no_record_uses_are_a_warning(findings)
 
 def test_a_record_beyond_the_models_positions_is_an_error(findings):
     assert findings(max_positions=9)["document-beyond-positions"].value == "10"
+
+
+def test_rows_that_packing_fills_beyond_what_the_code_computes_are_an_error(findings):
+    longer = {"data.maxSequenceLength": 32}
+    assert findings(longer, max_row=16)["sequence-beyond-positions"].value == "32"
+    assert findings(longer, max_row=32) == {}
+    assert findings({**longer, "data.packing": False}, max_row=16) == {}
+    assert findings({**longer, "data.packing": False}, max_row=16, longest_document=17)["sequence-beyond-positions"].value == "17"
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,21 @@ from finetune_trainer.data.shards import TRAIN
 
 
 def check_fit(
-    plan: RunPlan, splits: Mapping[str, SplitFacts], vocabulary_size: int | None, tokenizer_size: int, max_positions: int | None
+    plan: RunPlan,
+    splits: Mapping[str, SplitFacts],
+    vocabulary_size: int | None,
+    tokenizer_size: int,
+    max_positions: int | None,
+    *,
+    max_row: int | None = None,
 ) -> list[Finding]:
     """Findings about the prepared splits. None where the model does not say."""
-    findings = [_vocabulary(splits, vocabulary_size, tokenizer_size), _positions(splits, max_positions), _batches(plan, splits)]
+    findings = [
+        _vocabulary(splits, vocabulary_size, tokenizer_size),
+        _positions(splits, max_positions),
+        _rows(plan, splits, max_row),
+        _batches(plan, splits),
+    ]
     return [finding for finding in findings if finding is not None]
 
 
@@ -45,6 +56,23 @@ def _positions(splits: Mapping[str, SplitFacts], max_positions: int | None) -> F
         value=str(longest),
         message=f"the longest record has {longest} tokens, the model was made for {max_positions} (max_position_embeddings)",
         fix=f"set spec.data.maxSequenceLength to {max_positions} or less; longer records are then dropped and counted",
+    )
+
+
+def _rows(plan: RunPlan, splits: Mapping[str, SplitFacts], max_row: int | None) -> Finding | None:
+    """Packing fills rows up to maxSequenceLength, where there are tokens for it."""
+    packed = plan.data.max_sequence_length if plan.data.packing else 0
+    longest = max((max(min(packed, facts.num_tokens), facts.longest_document) for facts in splits.values()), default=0)
+    if max_row is None or longest <= max_row:
+        return None
+    return Finding(
+        rule="sequence-beyond-positions",
+        severity="error",
+        field="spec.data.maxSequenceLength",
+        value=str(longest),
+        message=f"the model's code makes attention biases for {max_row} tokens (max_seq_len) and fails with longer sequences, "
+        "packed or not",
+        fix=f"set spec.data.maxSequenceLength to {max_row} or less; longer records are then dropped and counted",
     )
 
 

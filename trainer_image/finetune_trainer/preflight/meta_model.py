@@ -52,6 +52,7 @@ from finetune_trainer.preflight.memory import shape_of
 from finetune_trainer.preflight.model_structure import ModelStructure
 from finetune_trainer.preflight.module_names import check_names, check_parameters, check_settings, check_tokens
 from finetune_trainer.preflight.module_use import ModuleUses
+from finetune_trainer.preflight.positions import max_positions, max_row
 from finetune_trainer.preflight.valueless import attach_valueless
 from finetune_trainer.preflight.zero_rows import check_zero_rows
 
@@ -85,7 +86,7 @@ def inspect_structure(
     recurrent = [_recurrent(base)] if plan.data.packing and getattr(base, "_is_stateful", False) else []
     vocabulary_size = int(base.get_input_embeddings().weight.shape[0])
     findings += _names(plan, base, vocabulary_size)
-    max_positions = getattr(base.config, "max_position_embeddings", None)
+    limits = max_positions(base.config), max_row(base.config)
     if any(finding.severity == "error" and finding.rule not in _PEFT_DOES_NOT_MIND for finding in findings):
         return None, [*findings, *recurrent]
     try:
@@ -138,7 +139,8 @@ def inspect_structure(
         else {},
         adapter_settings=adapter_settings(model, directory.name) if isinstance(model, PeftModel) else None,
         vocabulary_size=vocabulary_size,
-        max_positions=max_positions if isinstance(max_positions, int) else None,
+        max_positions=limits[0],
+        max_row=limits[1],
         stored_dtype=_name(stored_dtype(directory)),
         shape=shape_of(model, base, units, directory, _name(dtypes.load)),
     )

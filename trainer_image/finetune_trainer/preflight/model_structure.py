@@ -25,6 +25,8 @@ class ModelStructure:
     """Rows of the input embedding."""
     max_positions: int | None
     """Longest document that the model was made for, where its configuration says."""
+    max_row: int | None
+    """Longest row of a batch, all documents packed into it together, that the model's code computes; None: any."""
     stored_dtype: str
     """Element type of most of the base model's weights."""
     shape: ModelShape | None

@@ -72,6 +72,7 @@ def run(context: RunContext) -> TerminationReport:
             structure.vocabulary_size if structure else None,
             len(tokenizer) if tokenizer is not None else 0,
             structure.max_positions if structure else None,
+            max_row=structure.max_row if structure else None,
         )
         if structure is not None and tokenizer is not None:
             findings += check_token_rows(plan, tokenizer, structure, context.base_model)
