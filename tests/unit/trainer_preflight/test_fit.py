@@ -73,3 +73,26 @@ def test_rows_that_packing_fills_beyond_what_the_code_computes_are_an_error(find
 def test_fewer_sequences_than_a_step_name_every_way_out(findings, num_sequences, packing, ways):
     finding = findings({"data.packing": packing}, num_sequences=num_sequences)["fewer-sequences-than-batch"]
     assert finding.fix.startswith(ways)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "field", "soon"),
+    [
+        # 2 epochs of 100 sequences, 8 to a step: 25 steps.
+        ({"everySteps": 24, "loadBestModelAtEnd": True}, None, None),
+        ({"everySteps": 25, "loadBestModelAtEnd": True}, "spec.evaluation.loadBestModelAtEnd", 24),
+        ({"everySteps": 8, "earlyStopping": {"patience": 2}}, None, None),
+        ({"everySteps": 9, "earlyStopping": {"patience": 2}}, "spec.evaluation.earlyStopping", 8),
+        ({"everySteps": 100}, None, None),
+    ],
+)
+def test_evaluations_that_come_too_late_for_a_run_of_epochs(findings, evaluation, field, soon):
+    changes = {"training.epochs": 2, "training.maxSteps": None, "evaluation": evaluation}
+    found = findings(changes)
+    if field is None:
+        assert found == {}
+        return
+    finding = found["evaluations-beyond-the-end"]
+    assert (finding.severity, finding.field) == ("warning", field)
+    assert f"everySteps to {soon} or less" in finding.fix
+    assert findings({**changes, "evaluation": {**evaluation, "everySteps": soon}}) == {}

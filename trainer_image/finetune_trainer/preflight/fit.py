@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.data.prepare import SplitFacts
-from finetune_trainer.data.shards import TRAIN
+from finetune_trainer.data.shards import TRAIN, VALIDATION
+from finetune_trainer.train.schedule import total_steps
 
 
 def check_fit(
@@ -25,6 +26,7 @@ def check_fit(
         _positions(splits, max_positions),
         _rows(plan, splits, max_row),
         _batches(plan, splits),
+        _evaluations(plan, splits),
     ]
     return [finding for finding in findings if finding is not None]
 
@@ -93,4 +95,33 @@ def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
         value=str(batch),
         message=f"{packed}, fewer than one step takes: a step would count some of them twice",
         fix=", or ".join(ways),
+    )
+
+
+def _evaluations(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
+    """Where epochs say how long a run is, only the data tell its steps; with maxSteps the rule book says the same beforehand."""
+    facts, evaluation, training = splits.get(TRAIN), plan.evaluation, plan.training
+    every, stopping = evaluation.every_steps, evaluation.early_stopping
+    if facts is None or every is None or training.max_steps is not None or VALIDATION not in splits:
+        return None
+    total = total_steps(training.epochs, None, facts.num_sequences, training.global_batch_size)
+    if stopping is not None:
+        field, value, needed = "spec.evaluation.earlyStopping", f"patience {stopping.patience}", stopping.patience + 1
+        why = f"it could end the run after step {needed * every} at the earliest"
+    elif evaluation.load_best_model_at_end:
+        field, value, needed = "spec.evaluation.loadBestModelAtEnd", "true", 1
+        why = "only the last checkpoint is evaluated, and the best is the last"
+    else:
+        return None
+    if needed * every < total:
+        return None
+    soon = (total - 1) // needed
+    return Finding(
+        rule="evaluations-beyond-the-end",
+        severity="warning",
+        field=field,
+        value=value,
+        message=f"NoEffect: {training.epochs} epochs of {facts.num_sequences} sequences are {total} steps; with an evaluation "
+        f"every {every} steps {why}",
+        fix=f"set spec.evaluation.everySteps to {soon} or less" if soon else f"remove {field}",
     )
