@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -108,6 +108,24 @@ def test_trained_tokens_of_tied_embeddings_have_pefts_bits(bases: Callable[[str,
     adapter = save_adapter(tmp_path / "adapter", base, MethodType.TRAINABLE_TOKENS)
     assert len(load_file(adapter / "adapter_model.safetensors")) == 2
     assert_pefts_bits(tmp_path, base, adapter)
+
+
+def test_trained_tokens_of_a_tied_head_alone_leave_the_embeddings_as_they_are(
+    bases: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """PEFT's own merge would change both, and so what the model reads."""
+    base = bases("gpt2", "float32")
+    settings = {"tokenIndices": [3, 300, 4], "targetModules": ["lm_head"]}
+    adapter = save_adapter(tmp_path / "adapter", base, MethodType.TRAINABLE_TOKENS, settings)
+    _, merged = merge(base, adapter, tmp_path / "merged")
+    stored = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    assert [name for name in stored if not torch.equal(merged[name], stored[name])] == ["lm_head.weight"]
+    tokens = torch.tensor([[3, 5, 300, 7, 4, 3]])
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
+        wanted = adapted(input_ids=tokens).logits
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(input_ids=tokens).logits
+    assert torch.allclose(found, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(

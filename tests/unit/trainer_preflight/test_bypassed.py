@@ -151,6 +151,16 @@ def test_rows_that_a_module_does_not_have_are_refused(checked: Any) -> None:
     assert checked("llama", {"type": "TrainableTokens", "settings": {"tokenIndices": [1, 64]}}) == []
 
 
+def test_rows_of_a_tied_head_that_is_named_beside_its_embedding_are_refused(checked: Any) -> None:
+    """PEFT wraps the head twice, and its forward pass knows no layer in a layer."""
+    settings = {"tokenIndices": [1, 5], "targetModules": ["embeddings", "lm_head"]}
+    (found,) = checked("mamba", {"type": "TrainableTokens", "settings": settings})
+    assert (found.rule, found.field) == ("trainable-tokens-overlap", "spec.method.settings.targetModules")
+    assert checked("mamba", {"type": "TrainableTokens", "settings": settings | {"targetModules": ["embeddings"]}}) == []
+    settings["targetModules"] = ["embed_tokens", "lm_head"]
+    assert checked("llama", {"type": "TrainableTokens", "settings": settings}) == []
+
+
 def test_a_unit_that_is_never_called_is_refused(checked: Any) -> None:
     (found,) = checked("mamba", {"type": "Full"}, parallelism={"fsdp": {"transformerLayerClsToWrap": ["Conv1d"]}})
     assert (found.rule, found.field) == ("unit-bypassed", "spec.parallelism.fsdp.transformerLayerClsToWrap")

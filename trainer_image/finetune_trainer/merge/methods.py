@@ -166,7 +166,10 @@ def _replace(replacements: dict[str, TensorHeader], path: str, tensor: TensorHea
 
 
 def _add_tokens(tokens: Mapping[str, TensorHeader], model: StoredModel, config: Mapping[str, Any], result: AdapterChanges) -> None:
-    """Trained rows. What is tied to an embedding follows it: PEFT trains the same rows there, and writes them once more."""
+    """Trained rows. What is tied to an embedding follows it: PEFT trains the same rows there, and writes them once more.
+
+    Rows of a tied head alone are the head's: the embedding stays as it is, and the merged model's are two.
+    """
     indices = tuple(config.get("token_indices") or ())
     for module, tensor in tokens.items():
         base = _header(model, f"{module}.weight")
@@ -184,7 +187,7 @@ def _add_tokens(tokens: Mapping[str, TensorHeader], model: StoredModel, config: 
         tie = model.tie(path)
         if tie is not None and path != tie.paths[0] and tie.paths[0] in {model.path(f"{other}.weight") for other in tokens}:
             continue
-        for owner in (path,) if tie is None else tie.paths:
+        for owner in (path,) if tie is None or path != tie.paths[0] else tie.paths:
             result.add(owner, TokenRows(indices, tensor))
 
 

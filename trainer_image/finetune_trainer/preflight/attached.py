@@ -29,6 +29,7 @@ def check_attached(model: nn.Module, method: MethodPlan) -> list[Finding]:
         *_saved_by_their_end(model, field),
         *_not_fed_forward(model, method, field),
         *_rows_beyond(model, method, field),
+        *_rows_twice(model, field),
     ]
 
 
@@ -129,3 +130,16 @@ def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[F
                 fix = f"write ids from 0 to {rows - 1}, or name embeddings alone in targetModules"
                 yield _finding("token-index-unknown", f"{field}.tokenIndices", str(beyond[0]), (reason, fix))
                 return
+
+
+def _rows_twice(model: PeftModel, field: str) -> Iterator[Finding]:
+    """PEFT gives a tied head the rows of its embedding, and wraps them once more where the head is named, too."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, TrainableTokensLayer) and isinstance(layer.base_layer, TrainableTokensLayer):
+            shown = name.removeprefix("base_model.model.")
+            reason = (
+                f"{shown} shares its weight with the embedding, and PEFT would train its rows twice, which fails in the first pass"
+            )
+            fix = f"remove {shown.rpartition('.')[2]} from targetModules: where the head shares the embedding's weight, its rows follow"
+            yield _finding("trainable-tokens-overlap", f"{field}.targetModules", shown, (reason, fix))
+            return
