@@ -137,9 +137,7 @@ def _rows_twice(model: PeftModel, field: str) -> Iterator[Finding]:
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.base_layer, TrainableTokensLayer):
             shown = name.removeprefix("base_model.model.")
-            reason = (
-                f"{shown} shares its weight with the embedding, and PEFT would train its rows twice, which fails in the first pass"
-            )
-            fix = f"remove {shown.rpartition('.')[2]} from targetModules: where the head shares the embedding's weight, its rows follow"
+            reason = f"{shown} shares the embedding's weight; named beside it, it is wrapped twice, and its first pass fails"
+            fix = f"remove {shown.rpartition('.')[2]} from targetModules: its rows follow those of the embedding"
             yield _finding("trainable-tokens-overlap", f"{field}.targetModules", shown, (reason, fix))
             return
