@@ -31,14 +31,14 @@ from finetune_trainer.files import (
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.quantized_base import packed_in_training
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
-from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.preflight.report import ModelReport, read_report
 from finetune_trainer.release.adapter_check import check_adapter
 from finetune_trainer.release.build import unseal
 from finetune_trainer.release.facts import run_facts
 from finetune_trainer.release.places import places_of
 from finetune_trainer.release.write import is_complete, release_digests, write_release_files
-from finetune_trainer.verify.gate import Gate, gate_for
+from finetune_trainer.verify.element_types import gate_of
+from finetune_trainer.verify.gate import Gate
 from finetune_trainer.verify.report import VerificationReport
 from finetune_trainer.verify.run import quarantine, verify_merge
 
@@ -125,6 +125,7 @@ def _merge_and_verify(context: RunContext, preflight: ModelReport | None, *, was
         quantization=packed,
         merged_onto=plan.merge.base,
         base_sha256=None if preflight is None else preflight.model_files,
+        allow_remote_code=plan.model.allow_remote_code,
     )
     log.info("%s", report.text())
     if not report.passed:
@@ -165,8 +166,7 @@ def _figures(report: VerificationReport) -> dict[str, str]:
 def _gate(context: RunContext) -> Gate:
     """The thresholds of the element types, with the plan's own in their place."""
     merge = context.plan.merge
-    base = str(stored_dtype(context.base_model)).removeprefix("torch.")
-    gate = gate_for(base, merge.dtype.value if merge.dtype else base)
+    gate = gate_of(context.base_model, merge.dtype.value if merge.dtype else None)
     if merge.max_kl_divergence is not None:
         gate = dataclasses.replace(gate, max_mean_kl=merge.max_kl_divergence)
     if merge.min_top1_agreement is not None:

@@ -86,14 +86,14 @@ def test_an_effect_too_small_to_measure_asks_for_no_share_of_it() -> None:
     assert failures(figures, GATES["bfloat16"]) == ()
 
 
-def test_finer_dtypes_have_stricter_gates_and_the_coarser_of_two_decides() -> None:
+def test_finer_dtypes_have_stricter_gates_and_the_coarsest_decides() -> None:
     ordered = sorted(GATES, key=UNIT_ROUNDOFF.__getitem__)
     assert ordered == ["float32", "float16", "bfloat16"]
     for finer, coarser in pairwise(ordered):
         assert GATES[finer].max_mean_kl < GATES[coarser].max_mean_kl
         assert GATES[finer].max_relative_difference < GATES[coarser].max_relative_difference
         assert GATES[finer].min_top1_agreement > GATES[coarser].min_top1_agreement
-        assert gate_for(finer, coarser) is gate_for(coarser, finer) is GATES[coarser]
+        assert gate_for(finer, coarser) is gate_for(coarser, finer) is gate_for(finer, coarser, finer) is GATES[coarser]
 
 
 def test_an_unknown_dtype_is_named() -> None:

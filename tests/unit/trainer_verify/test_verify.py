@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
+from finetune_trainer.verify.element_types import gate_of
 from finetune_trainer.verify.gate import GATES, LogitFigures, failures, gate_for
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.run import quarantine, verify_merge
@@ -212,6 +213,31 @@ def test_one_position_out_of_line_is_measured_and_not_judged_and_three_are_judge
     assert one.relative_difference <= gate.allowed_difference(one)
     assert three.usual_abs_difference > 10 * one.usual_abs_difference
     assert any("of 90% of positions" in fault for fault in failures(three, gate))
+
+
+@pytest.mark.parametrize(("named", "stored", "merged"), [
+    ("float16", torch.float32, None),
+    ("bfloat16", torch.float32, None),
+    ("bfloat16", torch.float32, "float32"),
+    ("bfloat16", torch.float16, None),
+    (None, torch.float32, None),
+])  # fmt: skip
+def test_a_base_that_runs_in_another_type_than_its_files_hold_is_judged_by_the_coarser(
+    named: str | None, stored: torch.dtype, merged: str | None, tmp_path: Path
+) -> None:
+    """transformers loads a model in the type that config.json names, as many on the Hub do that were stored in another one."""
+    base = tiny.save_base(tmp_path / "base", tiny.llama(), stored)
+    config = json.loads((base / "config.json").read_text())
+    del config["dtype"]
+    (base / "config.json").write_text(json.dumps(config | ({"torch_dtype": named} if named else {})))
+    adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(r=8, target_modules="all-linear"))
+    merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", merged, 1 << 30))
+    gate = gate_of(base, merged)
+    report = verify_merge(
+        base=base, adapters=[adapter], merged=tmp_path / "merged", prompts=PROMPTS, gate=gate, report_path=tmp_path / "r.json"
+    )
+    assert report.faults == ()
+    assert gate is GATES[named or "float32"]
 
 
 def test_verification_without_prompts_is_an_error(triple: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -82,9 +82,9 @@ def quantized_parameters(model: PreTrainedModel) -> dict[str, bool]:
 
 def _structure(base: Path) -> PreTrainedModel:
     try:
-        config = AutoConfig.from_pretrained(base, local_files_only=True)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False, local_files_only=True)
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise UnsupportedBaseError(
             f"{base}: transformers cannot build the model, so that what was packed in training is not known: {error}. Set "

@@ -11,8 +11,7 @@ from finetune_trainer.errors import ConfigError, VerificationError
 from finetune_trainer.files import publish_directory
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.run import MergeOptions
-from finetune_trainer.model.load import stored_dtype
-from finetune_trainer.verify.gate import gate_for
+from finetune_trainer.verify.element_types import gate_of
 from finetune_trainer.verify.prompts import default_prompts
 from finetune_trainer.verify.run import quarantine, verify_merge
 
@@ -24,7 +23,6 @@ def verify_and_name(options: MergeOptions, output: Path, prompts: Path | None, q
     quantization: how the training packed the base, if it did. Raises VerificationError, and the model is then kept under another
     name.
     """
-    base_dtype = str(stored_dtype(options.base)).removeprefix("torch.")
     report_path = output.with_name(f"{output.name}.verification.json")
     page_path = report_path.with_suffix(".md")
     report = verify_merge(
@@ -32,7 +30,7 @@ def verify_and_name(options: MergeOptions, output: Path, prompts: Path | None, q
         adapters=options.adapters,
         merged=options.output,
         prompts=default_prompts(options.base) if prompts is None else read_prompts(prompts, options.output),
-        gate=gate_for(base_dtype, options.dtype or base_dtype),
+        gate=gate_of(options.base, options.dtype),
         report_path=report_path,
         page_path=page_path,
         quantization=quantization,

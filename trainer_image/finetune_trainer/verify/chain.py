@@ -30,9 +30,9 @@ class Weights(Protocol):
 class MergedWeights:
     """`weights` with `adapter` merged into them. Raises what the libraries raise."""
 
-    def __init__(self, stored: StoredWeights, weights: Weights, adapter: Path) -> None:
+    def __init__(self, stored: StoredWeights, weights: Weights, adapter: Path, *, allow_remote_code: bool = False) -> None:
         self._weights = weights
-        self._hollow = hollow_model(stored, adapter)
+        self._hollow = hollow_model(stored, adapter, allow_remote_code=allow_remote_code)
         self._empty: dict[str, list[Place]] = {}
         for place in self._hollow.places:
             self._empty.setdefault(place.path, []).append(place)

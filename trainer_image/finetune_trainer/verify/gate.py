@@ -124,15 +124,15 @@ GATES = {
 }
 
 
-def gate_for(base_dtype: str, merged_dtype: str) -> Gate:
-    """The gate of the coarser of the two dtypes: base + adapter runs in one, the merged model in the other.
+def gate_for(*dtypes: str) -> Gate:
+    """The gate of the coarsest of all element types that either model is stored in or runs in.
 
     Raises ValueError for another dtype than bfloat16, float16 or float32.
     """
-    for dtype in (base_dtype, merged_dtype):
+    for dtype in dtypes:
         if dtype not in GATES:
             raise ValueError(f"dtype {dtype!r}: gates are known for {sorted(GATES)}; pass a Gate of your own.")
-    return GATES[max(base_dtype, merged_dtype, key=UNIT_ROUNDOFF.__getitem__)]
+    return GATES[max(dtypes, key=UNIT_ROUNDOFF.__getitem__)]
 
 
 def failures(figures: LogitFigures, gate: Gate) -> tuple[str, ...]:

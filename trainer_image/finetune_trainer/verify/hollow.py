@@ -52,22 +52,29 @@ class HollowModel:
         return dtype
 
 
-def model_class(directory: Path) -> Any:
+def model_class(directory: Path, *, allow_remote_code: bool = False) -> Any:
     """The class that PEFT and users load this model with."""
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
-def hollow_model(weights: StoredWeights, adapter: Path | None) -> HollowModel:
+def hollow_model(weights: StoredWeights, adapter: Path | None, *, allow_remote_code: bool = False) -> HollowModel:
     """The model of `weights.directory`, with `adapter` attached. Raises what the libraries raise."""
     directory = weights.directory
-    loader = model_class(directory)
+    loader = model_class(directory, allow_remote_code=allow_remote_code)
     # The library's own decisions about element types, some of which it takes parameter by parameter.
-    example = loader.from_pretrained(directory, dtype="auto", device_map={"": "meta"}, local_files_only=True, use_safetensors=True)
+    example = loader.from_pretrained(
+        directory,
+        dtype="auto",
+        device_map={"": "meta"},
+        trust_remote_code=allow_remote_code,
+        local_files_only=True,
+        use_safetensors=True,
+    )
     dtypes = {name: parameter.dtype for name, parameter in example.named_parameters(remove_duplicate=False)}
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
     with init_empty_weights(include_buffers=False):
-        base: PreTrainedModel = loader.from_config(config, dtype=example.dtype)
+        base: PreTrainedModel = loader.from_config(config, dtype=example.dtype, trust_remote_code=allow_remote_code)
     del example
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if parameter.dtype is not dtypes[name]:

@@ -45,11 +45,12 @@ ADAPTED, BASE, MERGED = "adapted", "base", "merged"
 
 @dataclass(frozen=True)
 class Reference:
-    """Base + adapters, the base as stored or as a quantised training saw it."""
+    """Base + adapters, the base as stored or as a quantised training saw it. allow_remote_code: whether its own code may run."""
 
     base: Path
     adapters: Sequence[Path]
     quantized: Mapping[str, Quantization] | None = None
+    allow_remote_code: bool = False
 
 
 class Models(Protocol):
@@ -72,13 +73,14 @@ def compare_logits(
     if not prompts or not all(prompts):
         raise ValueError(f"prompts: {len(prompts)} given, each must hold at least one token id, or nothing is compared.")
     return_large_blocks()
-    start, chooses = _decoder_start(merged), chooses_experts(read_json(merged / CONFIG_FILE))
+    allow_remote_code = any(reference.allow_remote_code for reference in references)
+    start, chooses = _decoder_start(merged, allow_remote_code=allow_remote_code), chooses_experts(read_json(merged / CONFIG_FILE))
     chosen = [_prompt(prompt[:MAX_PROMPT_POSITIONS], start) for prompt in prompts]
     sums = [_Sums(chooses) for _ in references]
     with tempfile.TemporaryDirectory(prefix="verify-", dir=scratch) as name:
         directory = Path(name)
         models = [_models(reference, (BASE, ADAPTED), directory) for reference in references]
-        result = _models(Reference(merged, ()), (MERGED,), directory)
+        result = _models(Reference(merged, (), allow_remote_code=allow_remote_code), (MERGED,), directory)
         for wave in _waves(chosen):
             expected = []
             for number, model in enumerate(models):
@@ -197,10 +199,10 @@ def _prompt(ids: Sequence[int], start: int | None) -> Prompt:
     return Prompt(tuple(ids), None if start is None else (start, *ids[:-1]))
 
 
-def _decoder_start(directory: Path) -> int | None:
+def _decoder_start(directory: Path, *, allow_remote_code: bool) -> int | None:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
     if not config.is_encoder_decoder:
         return None
     start = getattr(config, "decoder_start_token_id", None)
@@ -214,9 +216,11 @@ class _StreamedModels:
         self._reference, self._labels = reference, labels
         stored = StoredWeights(reference.base, reference.quantized)
         weights: Weights = stored
+        allow = reference.allow_remote_code
         for adapter in reference.adapters[:-1]:
-            weights = MergedWeights(stored, weights, adapter)
-        hollow = {label: hollow_model(stored, reference.adapters[-1] if label == ADAPTED else None) for label in labels}
+            weights = MergedWeights(stored, weights, adapter, allow_remote_code=allow)
+        last = {label: reference.adapters[-1] if label == ADAPTED else None for label in labels}
+        hollow = {label: hollow_model(stored, adapter, allow_remote_code=allow) for label, adapter in last.items()}
         self.dtype = hollow[labels[0]].dtype
         # The base alone is read together with base + adapter, except where other adapters come between the two.
         groups = [hollow] if weights is stored else [{label: model} for label, model in hollow.items()]
@@ -247,8 +251,9 @@ class _WholeModels:
         self.dtype = torch.get_default_dtype()
 
     def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
-        loaded: PreTrainedModel = model_class(self._reference.base).from_pretrained(
-            self._reference.base, dtype="auto", local_files_only=True, use_safetensors=True
+        base, allow = self._reference.base, self._reference.allow_remote_code
+        loaded: PreTrainedModel = model_class(base, allow_remote_code=allow).from_pretrained(
+            base, dtype="auto", trust_remote_code=allow, local_files_only=True, use_safetensors=True
         )
         self.dtype = loaded.dtype
         model: nn.Module = loaded

@@ -5,11 +5,13 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from finetune_job.api.output import MergeBase
 from finetune_trainer.files import MANIFEST_FILE, file_sha256, write_durably
 from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.errors import UnsupportedBaseError
 from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
 from finetune_trainer.merge.read_model import read_stored_model
 from finetune_trainer.verify.gate import Gate, LogitFigures, failures
@@ -31,13 +33,15 @@ def verify_merge(
     quantization: Quantization | None = None,
     merged_onto: MergeBase = MergeBase.ORIGINAL,
     base_sha256: Mapping[str, str] | None = None,
+    allow_remote_code: bool = False,
 ) -> VerificationReport:
     """Checks tensors, then logits if the tensors are right, and writes the report, and a page for people where `page_path` says.
 
     adapters: in the order in which they were merged. prompts: held-out token ids, or prompts.default_prompts. gate: see
-    gate.gate_for. quantization: how the training that made the adapters packed the base, if it did; then the logits are compared
-    with both bases, and the gate is about `merged_onto`. base_sha256: of files of the base, by name, when the training began; None:
-    not known. The caller quarantines `merged` when `passed` is False.
+    element_types.gate_of. quantization: how the training that made the adapters packed the base, if it did; then the logits are
+    compared with both bases, and the gate is about `merged_onto`. base_sha256: of files of the base, by name, when the training
+    began; None: not known. allow_remote_code: whether the base's own code may run. The caller quarantines `merged` when `passed` is
+    False.
     Raises MergeError when a directory cannot be read or the model cannot be verified, ValueError for empty prompts or Dequantized
     without `quantization`.
     """
@@ -51,7 +55,10 @@ def verify_merge(
     logits: LogitFigures | None = None
     other: LogitFigures | None = None
     if not faults:
-        references = _references(base, adapters, quantization, onto_dequantized=onto_dequantized)
+        references = [
+            replace(reference, allow_remote_code=allow_remote_code)
+            for reference in _references(base, adapters, quantization, onto_dequantized=onto_dequantized)
+        ]
         logits, *others = compare_logits(references, merged, prompts, scratch=report_path.parent)
         other = others[0] if others else None
         faults = failures(logits, gate)
@@ -84,7 +91,13 @@ def _references(
     from finetune_trainer.merge.quantized_base import quantized_tensors
 
     stored = read_stored_model(read_checkpoint(base), read_json(base / CONFIG_FILE))
-    packed = Reference(base, adapters, quantized_tensors(base, stored, quantization))
+    try:
+        packed = Reference(base, adapters, quantized_tensors(base, stored, quantization))
+    except UnsupportedBaseError:
+        if onto_dequantized:
+            raise
+        # The base that was packed is compared besides: where that is not known, the gate decides without it.
+        return [original]
     return [packed, original] if onto_dequantized else [original, packed]
 
 
