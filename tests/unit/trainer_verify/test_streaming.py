@@ -12,8 +12,11 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import (
+    ApertusConfig,
     AutoModelForSeq2SeqLM,
     GemmaConfig,
+    JetMoeConfig,
+    Lfm2MoeConfig,
     LlamaForCausalLM,
     MambaConfig,
     MixtralConfig,
@@ -67,6 +70,24 @@ CASES: dict[str, tuple[PreTrainedConfig, list[dict[str, Any]], torch.dtype]] = {
     "qwen3 moe": (
         Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=100),
         [{"target_parameters": ["experts.down_proj"], "target_modules": []}],
+        torch.float32,
+    ),
+    "apertus, which has buffers of one value": (ApertusConfig(**SIZES), [ALL], torch.bfloat16),
+    "lfm2 moe, whose convolutions are used outside of their modules": (
+        Lfm2MoeConfig(
+            **{name: size for name, size in SIZES.items() if name != "head_dim"},
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=104,
+            layer_types=["conv", "full_attention"],
+            num_dense_layers=1,
+        ),
+        [{"target_modules": ["q_proj", "in_proj", "w1"]}],
+        torch.bfloat16,
+    ),
+    "jetmoe, whose experts are used outside of their modules": (
+        JetMoeConfig(**{name: size for name, size in SIZES.items() if name != "head_dim"}, kv_channels=24),
+        [{"target_modules": ["kv_proj"]}],
         torch.float32,
     ),
 }

@@ -41,7 +41,7 @@ class StoredPart:
     def place(self) -> tuple[int | slice, ...]:
         """Index into the parameter's tensor: `tensor[part.place] = stored`."""
         if self.expert is None:
-            return (slice(None),)
+            return ()  # of a scalar, too
         return (self.expert, slice(self.first_row, self.first_row + self.header.shape[0]))
 
 

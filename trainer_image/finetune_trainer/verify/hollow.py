@@ -130,4 +130,9 @@ def _given_by(adapter: Path, model: nn.Module) -> frozenset[int]:
 
 def needs_base_weights(adapter: Path) -> bool:
     """Whether the adapter cannot be attached to a model without weights."""
-    return str(read_json(adapter / ADAPTER_CONFIG_FILE).get("peft_type")) in ADAPTER_FROM_BASE_WEIGHTS
+    return is_made_from_base_weights(read_json(adapter / ADAPTER_CONFIG_FILE))
+
+
+def is_made_from_base_weights(settings: Mapping[str, Any]) -> bool:
+    """PURE. The same of adapter_config.json."""
+    return str(settings.get("peft_type")) in ADAPTER_FROM_BASE_WEIGHTS

@@ -39,6 +39,7 @@ MAX_WAVE_PROMPTS = 16
 """Of one pass over the weights; each prompt has two threads, one for the base and one for base + adapters."""
 MAX_WHOLE_BYTES = 4 << 30
 """Of a model that cannot be streamed and is loaded whole instead."""
+FROM_BASE_WEIGHTS = "its adapter is made from the base's weights"
 
 ADAPTED, BASE, MERGED = "adapted", "base", "merged"
 
@@ -199,7 +200,7 @@ def _prompt(ids: Sequence[int], start: int | None) -> Prompt:
     return Prompt(tuple(ids), None if start is None else (start, *ids[:-1]))
 
 
-def _decoder_start(directory: Path, *, allow_remote_code: bool) -> int | None:
+def _decoder_start(directory: Path, *, allow_remote_code: bool = False) -> int | None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
@@ -210,10 +211,16 @@ def _decoder_start(directory: Path, *, allow_remote_code: bool) -> int | None:
 
 
 class _StreamedModels:
-    """Layer by layer; from the first time on that this turns out to be impossible, whole."""
+    """Module by module; from the first time on that this turns out to be impossible, layer by layer, and then whole."""
 
     def __init__(self, reference: Reference, labels: Sequence[str], scratch: Path) -> None:
-        self._reference, self._labels = reference, labels
+        self._reference, self._labels, self._scratch = reference, labels, scratch
+        self._by_layer = False
+        self._streamed = self._made()
+        self._whole: _WholeModels | None = None
+
+    def _made(self) -> list[StreamedModels]:
+        reference, labels = self._reference, self._labels
         stored = StoredWeights(reference.base, reference.quantized)
         weights: Weights = stored
         allow = reference.allow_remote_code
@@ -224,17 +231,33 @@ class _StreamedModels:
         self.dtype = hollow[labels[0]].dtype
         # The base alone is read together with base + adapter, except where other adapters come between the two.
         groups = [hollow] if weights is stored else [{label: model} for label, model in hollow.items()]
-        self._streamed = [StreamedModels(weights if ADAPTED in group else stored, group, scratch) for group in groups]
-        self._whole: _WholeModels | None = None
+        return [
+            StreamedModels(weights if ADAPTED in group else stored, group, self._scratch, by_layer=self._by_layer)
+            for group in groups
+        ]
 
     def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
-        if self._whole is None:
+        while self._whole is None:
             try:
                 return {label: files for each in self._streamed for label, files in each.logits(prompts, directory).items()}
-            except NotStreamableError as error:
-                self._whole = _WholeModels(self._reference, self._labels, str(error))
+            # torch refuses some of what is done to a weight that is not there.
+            except (NotStreamableError, RuntimeError) as error:
                 self._streamed = []
+                if self._by_layer:
+                    self._whole = _WholeModels(self._reference, self._labels, str(error))
+                else:
+                    self._by_layer = True
+                    self._streamed = self._made()
         return self._whole.logits(prompts, directory)
+
+
+def require_whole(base: Path, num_bytes: int, reason: str) -> None:
+    """A base that cannot be streamed can be loaded whole. Raises UnverifiableModelError; preflight asks, too."""
+    if num_bytes > MAX_WHOLE_BYTES:
+        raise UnverifiableModelError(
+            f"{base}: cannot be verified layer by layer ({reason}), and {num_bytes} bytes are more than the {MAX_WHOLE_BYTES} that "
+            "are loaded whole. Publish the adapter alone (merge.enabled: false)."
+        )
 
 
 class _WholeModels:
@@ -243,11 +266,7 @@ class _WholeModels:
     def __init__(self, reference: Reference, labels: Sequence[str], reason: str) -> None:
         self._reference, self._labels = reference, labels
         self._stored = StoredWeights(reference.base, reference.quantized)
-        if self._stored.num_bytes > MAX_WHOLE_BYTES:
-            raise UnverifiableModelError(
-                f"{reference.base}: cannot be verified layer by layer ({reason}), and {self._stored.num_bytes} bytes are more than "
-                f"the {MAX_WHOLE_BYTES} that are loaded whole. Publish the adapter alone (merge.enabled: false)."
-            )
+        require_whole(reference.base, self._stored.num_bytes, reason)
         self.dtype = torch.get_default_dtype()
 
     def logits(self, prompts: Sequence[Prompt], directory: Path) -> dict[str, list[Path]]:
@@ -281,5 +300,5 @@ def _with_adapters(model: nn.Module, adapters: Sequence[Path]) -> nn.Module:
 
 def _models(reference: Reference, labels: Sequence[str], scratch: Path) -> Models:
     if any(needs_base_weights(adapter) for adapter in reference.adapters):
-        return _WholeModels(reference, labels, "its adapter is made from the base's weights")
+        return _WholeModels(reference, labels, FROM_BASE_WEIGHTS)
     return _StreamedModels(reference, labels, scratch)

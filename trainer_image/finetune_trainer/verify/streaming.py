@@ -1,9 +1,11 @@
 """Forward passes of a model whose weights are in memory one module at a time, each read once for all prompts.
 
 A unit is an outermost module that owns weights itself, or a whole layer of PEFT's, since some of those look at their base layer's
-weight outside of its forward. Prompts run as lanes (lanes.py) that meet at every unit. So each prompt is computed alone, with the
-bits of the whole model, and memory is the largest unit, the adapter, and the lanes' activations between two units. Two matrices are
-in memory only in part: of the input embeddings the rows that the prompts need, of an output head blocks of its rows.
+weight outside of its forward. Where a model's own code does that (short convolutions of LFM 2, experts of JetMoE), each member of
+its lists of modules is a unit: a decoder layer. Prompts run as lanes (lanes.py) that meet at every unit. So each prompt is computed
+alone, with the bits of the whole model, and memory is the largest unit, the adapter, and the lanes' activations between two units.
+Two matrices are in memory only in part: of the input embeddings the rows that the prompts need, of an output head blocks of its
+rows.
 """
 
 from __future__ import annotations
@@ -57,9 +59,9 @@ class Prompt:
 class StreamedModels:
     """Models over the same weights, for instance with an adapter and without."""
 
-    def __init__(self, weights: Weights, models: Mapping[str, HollowModel], scratch: Path) -> None:
-        """scratch: a directory, where a large head's blocks of logits wait."""
-        self._weights, self._models, self._scratch = weights, models, scratch
+    def __init__(self, weights: Weights, models: Mapping[str, HollowModel], scratch: Path, *, by_layer: bool = False) -> None:
+        """scratch: a directory, where a large head's blocks of logits wait. by_layer: the larger units."""
+        self._weights, self._models, self._scratch, self._by_layer = weights, models, scratch, by_layer
         self._places: dict[Part, list[Place]] = {}
         self._ids: frozenset[int] = frozenset()
         self._block: torch.Tensor | None = None
@@ -93,7 +95,7 @@ class StreamedModels:
             of_head = {place.name: place for place in by_module.pop(id(head))}
             bias = self._weights.whole(of_head["bias"].path, of_head["bias"].dtype) if "bias" in of_head else head.bias
             head.forward = _HeadInBlocks(self, head, of_head["weight"], bias).forward  # type: ignore[method-assign, assignment]
-        for unit, places in _units(hollow.model, by_module):
+        for unit, places in _units(hollow.model, by_module, _layers(hollow.model) if self._by_layer else frozenset()):
             part = Part(tuple(place.path for place in places))
             if hollow.looked_up.issuperset(part.paths) and _looks_rows_up(unit) and self._weights.is_one_tensor(part.paths[0]):
                 part = Part(part.paths, needs_rows=True)
@@ -191,15 +193,22 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _units(module: nn.Module, by_module: Mapping[int, list[Place]]) -> Iterator[tuple[nn.Module, list[Place]]]:
-    if id(module) in by_module or isinstance(module, BaseTunerLayer | TrainableTokensWrapper):
+def _layers(model: nn.Module) -> frozenset[int]:
+    """Members of lists of modules."""
+    return frozenset(id(layer) for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module)
+
+
+def _units(
+    module: nn.Module, by_module: Mapping[int, list[Place]], layers: frozenset[int]
+) -> Iterator[tuple[nn.Module, list[Place]]]:
+    if id(module) in by_module or id(module) in layers or isinstance(module, BaseTunerLayer | TrainableTokensWrapper):
         within = {id(part): part for part in module.modules()}
         places = [place for key in within for place in by_module.get(key, ())]
         if places:
             yield module, places
         return
     for child in {id(child): child for child in module.children()}.values():
-        yield from _units(child, by_module)
+        yield from _units(child, by_module, layers)
 
 
 def _inner(module: nn.Module) -> nn.Module:
