@@ -320,6 +320,33 @@ def test_a_job_that_has_trained_may_be_checked_again_beside_its_own_results(cont
     assert run(job).outcome is Outcome.SUCCEEDED
 
 
+def test_a_merge_that_could_not_be_verified_is_refused_before_the_training(context, monkeypatch):
+    """PSOFT's layers are made from the base's weights, so that the base cannot be read layer by layer."""
+    job = context({"method": {"type": "PSOFT", "settings": {"r": 4}}})
+    assert run(job).outcome is Outcome.SUCCEEDED
+    monkeypatch.setattr("finetune_trainer.verify.logits.MAX_WHOLE_BYTES", 1000)
+    finding = only(context({"method": {"type": "PSOFT", "settings": {"r": 8}}}), "merge-impossible")
+    assert finding.field == "spec.merge.enabled"
+    assert "cannot be verified" in finding.message
+    assert run(context({"method": {"type": "PSOFT", "settings": {"r": 8}}, "merge.enabled": False})).outcome is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_room_is_for_the_merged_models_own_type(context, model, monkeypatch, dtype):
+    asked = {}
+
+    def room(field, location, root, needed, what):
+        asked[what] = needed
+
+    monkeypatch.setattr("finetune_trainer.preflight.run.check_room", room)
+    run(context({"merge.dtype": dtype}))
+    whole = asked["the results"]
+    run(context({"merge.enabled": False}))
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    stored = {"float32": 4, "bfloat16": 2}[json.loads((model / "config.json").read_text())["dtype"]]
+    assert whole - asked["the results"] == pytest.approx(weights * {"float32": 4, "bfloat16": 2}[dtype] / stored, rel=0.05)
+
+
 def test_a_full_claim_is_refused_before_the_run(context, monkeypatch):
     real = os.statvfs
 

@@ -1,4 +1,5 @@
-"""Can what this run will train be merged into this base? Asked of the merge's own planner, with the tensors that will be saved.
+"""Can what this run will train be merged into this base, and the merge be verified? Asked of the merge's own planner, with the
+tensors that will be saved.
 
 Without it, an adapter that cannot be merged exactly (on tied embeddings, say) would be found out after the GPUs were paid for.
 """
@@ -18,6 +19,8 @@ from finetune_trainer.merge.plan import merge_plan
 from finetune_trainer.merge.quantized_base import packed_in_training, quantized_tensors
 from finetune_trainer.merge.read_model import read_stored_model
 from finetune_trainer.preflight.model_structure import ModelStructure
+from finetune_trainer.verify.hollow import is_made_from_base_weights
+from finetune_trainer.verify.logits import FROM_BASE_WEIGHTS, require_whole
 
 
 def check_merge(plan: RunPlan, directory: Path, structure: ModelStructure) -> Finding | None:
@@ -27,6 +30,7 @@ def check_merge(plan: RunPlan, directory: Path, structure: ModelStructure) -> Fi
     # The planner looks at names and shapes; the adapter's element type does not decide whether it can be merged.
     shapes = structure.saved_tensors | structure.fixed_tensors
     adapter = {name: TensorHeader(name, "F32", shape, Path(ADAPTER_FILE), 0) for name, shape in shapes.items()}
+    settings = json.loads(json.dumps(structure.adapter_settings))
     try:
         base, config = read_checkpoint(directory), read_json(directory / CONFIG_FILE)
         model = read_stored_model(base, config)
@@ -35,11 +39,13 @@ def check_merge(plan: RunPlan, directory: Path, structure: ModelStructure) -> Fi
             base=base.tensors,
             base_config=config,
             model=model,
-            adapters=[AdapterHeaders(adapter, json.loads(json.dumps(structure.adapter_settings)))],
+            adapters=[AdapterHeaders(adapter, settings)],
             dtype=plan.merge.dtype.value if plan.merge.dtype else None,
             max_shard_bytes=plan.merge.max_shard_bytes,
             quantized=quantized_tensors(directory, model, packed) if packed else {},
         )
+        if is_made_from_base_weights(settings):
+            require_whole(directory, sum(base.file_bytes.values()), FROM_BASE_WEIGHTS)
     except MergeError as error:
         return Finding(
             rule="merge-impossible",

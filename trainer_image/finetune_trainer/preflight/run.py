@@ -11,8 +11,10 @@ import math
 import time
 
 from finetune_job.failures import FailureClass, Outcome, ReportedFinding, TerminationReport
+from finetune_job.memory.model_shape import DTYPE_BYTES
 from finetune_job.memory.optimizers import FORMS
 from finetune_job.names import Role
+from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.changes import changes_text
 from finetune_job.rules.rule import Finding
 from finetune_trainer.context import RunContext
@@ -129,9 +131,17 @@ def _room(context: RunContext, structure: ModelStructure, files: ModelFiles) -> 
         needed = values * trained * BYTES_PER_VALUE
         found.append(check_room("spec.workspace", plan.workspace, context.claims_root, needed, "checkpoints and trained weights"))
     if not context.workspace.adapter.exists():
-        needed = (files.weight_bytes if plan.merge.enabled else 0) + trained * BYTES_PER_VALUE
+        needed = _merged_bytes(plan, structure, files) + trained * BYTES_PER_VALUE
         found.append(check_room("spec.output.destination", plan.output, context.claims_root, needed, "the results"))
     return [finding for finding in found if finding is not None]
+
+
+def _merged_bytes(plan: RunPlan, structure: ModelStructure, files: ModelFiles) -> int:
+    """Of the merged model's weights, in the element type that it is to have."""
+    if not plan.merge.enabled:
+        return 0
+    merged = plan.merge.dtype.value if plan.merge.dtype else structure.stored_dtype
+    return files.weight_bytes * DTYPE_BYTES[merged] // DTYPE_BYTES[structure.stored_dtype]
 
 
 def _record_lengths(data: Preparation) -> dict[int, int]:
