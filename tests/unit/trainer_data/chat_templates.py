@@ -212,6 +212,24 @@ TWO_STOPS = Family(
     says=lambda content: "<|message|>" + content,
 )
 
+# Thoughts and answer of one turn are messages of their own, a call ends with a token of its own, and only the last turn thinks.
+HARMONY = Family(
+    "{% set called = namespace(name='') %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{{ '<|start|>functions.' + called.name + ' to=assistant<|message|>' + (m.content | tojson) + '<|end|>' }}"
+    "{% elif m.role != 'assistant' %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}"
+    "{% else %}{% if m.thinking and (m.tool_calls or loop.last) %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
+    "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}{% set called.name = call.name %}"
+    "{{ '<|start|>assistant to=functions.' + call.name + '<|message|>' + (call.arguments | tojson) + '<|call|>' }}"
+    "{% else %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}"
+    "{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
+    ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    stop="<|end|>",
+    eos="<|return|>",
+    says=lambda content: "<|channel|>final<|message|>" + content,
+)
+
 FAMILIES = {
     "ChatML": CHATML,
     "ChatML with generation blocks": CHATML_GENERATION,

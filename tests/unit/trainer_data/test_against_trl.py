@@ -63,7 +63,7 @@ CHATS = [
 ]
 CHATS += [[{"role": "system", "content": "be kind"}, *chat] for chat in CHATS[:4]]
 CHATS += [[*chat, {"role": "user", "content": "and?"}] for chat in CHATS[:4]]
-CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 TOOL_CHATS = [
     [
         {"role": "user", "content": "1 + 1?"},

@@ -9,7 +9,18 @@ from finetune_job.api.data import LossOn
 from finetune_trainer.data.chat import chat_template
 from finetune_trainer.data.records import Record, RecordProblem
 from finetune_trainer.data.tokenize import tokenize
-from tests.unit.trainer_data.chat_templates import CHATML, CHATML_GENERATION, FAMILIES, LLAMA3, PHI3, QWEN3, QWEN25, TWO_STOPS
+from tests.unit.trainer_data.chat_templates import (
+    CHATML,
+    CHATML_GENERATION,
+    FAMILIES,
+    HARMONY,
+    LLAMA3,
+    PHI3,
+    QWEN3,
+    QWEN25,
+    THINKING,
+    TWO_STOPS,
+)
 from tests.unit.trainer_data.tokenizers_by_hand import byte_tokenizer
 
 MERGES = [("Ċ", "Ċ"), ("Ġ", "a"), ("a", "b")]
@@ -121,6 +132,132 @@ def test_tools_and_their_calls_are_shown_and_calls_are_supervised_as_words_are()
         "2<|im_end|>",
     ]
     assert '# Tools\n{"type": "function"' in tokenizer.decode(document.input_ids)
+
+
+def called(name="add", arguments=None):
+    return {"type": "function", "function": {"name": name, "arguments": {"a": 1} if arguments is None else arguments}}
+
+
+def asked(*turns, tools=()):
+    """The turns behind a question."""
+    return Record(1, "", "", ({"role": "user", "content": "1 + 1?"}, *turns), tools)
+
+
+def says(content=None, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+GENERATING_HARMONY = HARMONY.template.replace("{% else %}{% if m.thinking", "{% else %}{% generation %}{% if m.thinking").replace(
+    "{% endif %}{% endif %}{% endfor %}", "{% endif %}{% endgeneration %}{% endif %}{% endfor %}"
+)
+TOLD = {"role": "tool", "content": "2"}
+
+
+@pytest.mark.parametrize("marks_what_it_generates", [False, True])
+def test_a_call_ends_with_a_token_of_its_own_and_thoughts_belong_to_their_turn(marks_what_it_generates):
+    template = GENERATING_HARMONY if marks_what_it_generates else HARMONY.template
+    tokenizer = HARMONY.tokenizer()
+    record = asked(
+        says("", thinking="I should add", tool_calls=[called()]),
+        TOLD,
+        says("", tool_calls=[called()]),
+        {**TOLD, "content": ""},
+        says("2", thinking="so it is"),
+    )
+    call = " to=functions.add<|message|>" + '{"a": 1}<|call|>'
+    wanted = [
+        "<|channel|>analysis<|message|>I should add<|end|><|start|>assistant" + call,
+        call,
+        "<|channel|>analysis<|message|>so it is<|end|><|start|>assistant<|channel|>final<|message|>2<|return|>",
+    ]
+    stop_ids = tuple(tokenizer.convert_tokens_to_ids(token) for token in ("<|return|>", "<|call|>"))
+    (document,) = tokenize(tokenizer, [record], LossOn.ASSISTANT, template, stop_ids=stop_ids)
+    assert [text.removeprefix("<|start|>assistant") for text in supervised(tokenizer, document)] == wanted
+    # Without the model's word for it nothing says that the turn ends there.
+    (problem,) = tokenize(tokenizer, [record], LossOn.ASSISTANT, template)
+    assert "learn to stop" in problem.reason
+
+
+@pytest.mark.parametrize("loss_on", list(LossOn))
+@pytest.mark.parametrize("name", ["Llama 3", "Phi 3", "ChatML", "ChatML with generation blocks"])
+def test_a_template_that_leaves_out_a_call_is_a_problem_of_the_record(name, loss_on):
+    turns = (says("let me see", tool_calls=[called()]), TOLD, says("2"))
+    problem = one(TOKENIZERS["bytes"][name], asked(*turns), loss_on)
+    assert (problem.key, problem.line) == ("messages[1].tool_calls", 1)
+    assert "leaves out the call of 'add'" in problem.reason
+
+
+def test_of_two_calls_the_second_is_not_left_out_either():
+    record = asked(says("", tool_calls=[called(), called()]), TOLD, says("2"))
+    tokenizer = HARMONY.tokenizer()
+    stop_ids = (tokenizer.convert_tokens_to_ids("<|call|>"),)
+    (problem,) = tokenize(tokenizer, [record], LossOn.ASSISTANT, GENERATING_HARMONY, stop_ids=stop_ids)
+    assert "leaves out the call of 'add'" in problem.reason
+
+
+def test_arguments_that_would_be_written_in_quotes_are_a_problem():
+    turns = (says("", tool_calls=[called(arguments='{"a": "ü"}')]), TOLD, says("2"))
+    problem = one(TOKENIZERS["bytes"]["Qwen 2.5"], asked(*turns))
+    assert "are a text, which the template writes in quotes" in problem.reason
+    as_it_is = QWEN25.template.replace("(call.function | tojson)", "call.function.name + ' ' + call.function.arguments")
+    document = one(TOKENIZERS["bytes"]["Qwen 2.5"], asked(*turns), template=as_it_is)
+    assert supervised(TOKENIZERS["bytes"]["Qwen 2.5"], document)[0].startswith('<tool_call>\nadd {"a": "ü"}\n')
+
+
+def test_a_content_of_null_is_not_learnt_as_a_word():
+    template = QWEN25.template.replace(
+        "{%- if message.content %}{{- '\n' + message.content }}{%- endif %}", "{{- '\n' ~ message.content }}"
+    )
+    assert template != QWEN25.template
+    problem = one(TOKENIZERS["bytes"]["Qwen 2.5"], asked(says(None, tool_calls=[called()]), TOLD, says("2")), template=template)
+    assert (problem.key, "writes 'None' for it" in problem.reason) == ("messages[1].content", True)
+
+
+@pytest.mark.parametrize("name", ["Llama 3", "Qwen 2.5", "ChatML with generation blocks"])
+def test_a_turn_of_which_nothing_is_written_is_a_problem(name):
+    problem = one(TOKENIZERS["bytes"][name], asked(says("", reasoning_content="because")))
+    assert "learn to say nothing" in problem.reason
+
+
+def test_two_turns_in_a_row_that_a_template_marks_without_a_gap_are_two():
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ '<|im_start|>' + m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = TOKENIZERS["bytes"]["ChatML"]
+    record = asked(says("a"), says("b"))
+    assert supervised(tokenizer, one(tokenizer, record, template=template)) == ["a<|im_end|>b<|im_end|>"]
+    assert supervised(tokenizer, one(tokenizer, record, LossOn.COMPLETION, template)) == ["b<|im_end|>"]
+
+
+def left_out(tokenizer, record, loss_on=LossOn.ASSISTANT):
+    return [(each.key, each.value) for each in one(tokenizer, record, loss_on).left_out]
+
+
+@pytest.mark.parametrize("loss_on", list(LossOn))
+def test_what_a_template_leaves_out_is_told(loss_on):
+    thought = "<think>\nfirst because\n</think>\n\n2"
+    more = ({"role": "user", "content": "and then?"}, says("<think>\nthen because\n</think>\n\n3"))
+    chat = asked(says(thought), *more)
+    assert left_out(QWEN3.tokenizer(), chat, loss_on) == [("messages[1].content", "first because")]
+    both = [("messages[1].content", "first because"), ("messages[3].content", "then because")]
+    assert left_out(THINKING.tokenizer(), chat, loss_on) == both
+    keyed = asked(says("2", reasoning_content="because", thinking="because"))
+    assert left_out(QWEN3.tokenizer(), keyed, loss_on) == []
+    assert left_out(LLAMA3.tokenizer(), keyed, loss_on) == [("messages[1].reasoning_content", "because")]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert left_out(LLAMA3.tokenizer(), asked(says("2"), tools=(tool,)), loss_on) == [("tools", "add")]
+    assert left_out(QWEN25.tokenizer(), asked(says("2"), tools=(tool,)), loss_on) == []
+
+
+def test_a_turn_of_another_role_that_a_template_leaves_out_is_told():
+    template = CHATML.template.replace("{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}")
+    record = asked(says("let me see"), {**TOLD, "content": 'it is "two"'}, says("2"))
+    assert [each.key for each in one(CHATML.tokenizer(), record, template=template).left_out] == ["messages[2].content"]
+    assert (
+        one(CHATML.tokenizer(), record, template=CHATML.template.replace("message['content']", "message['content']|trim")).left_out
+        == ()
+    )
 
 
 def test_thoughts_in_a_key_of_their_own_are_supervised_with_the_answer():

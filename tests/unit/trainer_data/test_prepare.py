@@ -16,6 +16,7 @@ from finetune_trainer.data.batches import IGNORED_LABEL, PreparedData
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.progress import PreparingProgress
 from finetune_trainer.errors import DataError
+from tests.unit.trainer_data.chat_templates import HARMONY, QWEN3
 from tests.unit.trainer_data.tokenizers_by_hand import word_tokenizer
 
 RECORDS = [{"prompt": "a b ", "completion": " ".join("c" * count)} for count in (1, 5, 2, 2, 3, 1)]
@@ -280,6 +281,42 @@ def many(claims, count=300):
     write_records(claims, [{"prompt": "a " * (n % 5), "completion": "b c " * (n % 7 + 1)} for n in range(count)])
     write_records(claims, [{"prompt": "", "completion": "d " * (n % 4 + 1)} for n in range(40)], "held")
     return plan(max_sequence_length=24, validation=held_out("pvc://data/held.jsonl"))
+
+
+def chats(claims, family, *answers, **changes):
+    """Preparation of a chat for each of the answers, which are turns or texts."""
+    turns = [{"role": "assistant", "content": answer} if isinstance(answer, str) else answer for answer in answers]
+    write_records(claims, [{"messages": [{"role": "user", "content": "q"}, turn]} for turn in turns])
+    settings = {"format": DataFormat.CHAT, "loss_on": LossOn.ASSISTANT, "max_sequence_length": 100} | changes
+    return prepare(plan(**settings), claims, claims / "models", family.tokenizer(), claims / "prepared")
+
+
+def test_what_the_template_leaves_out_is_a_warning_of_the_records_that_are_kept(claims):
+    template = QWEN3.template.replace("loop.last", "false")
+    thoughtful = [f"<think>\n{'b' * length}\n</think>\n\n{'a' * length}" for length in (1, 2)]
+    with chats(claims, QWEN3, "plain", *thoughtful, f"{thoughtful[0]}{'c' * 100}", chat_template=template) as preparation:
+        dropped, told = preparation.findings
+    assert (dropped.rule, told.rule, told.severity) == ("data-records-dropped", "chat-words-left-out", "warning")
+    assert told.message.startswith("pvc://data/train.jsonl line 2: key 'messages[1].content' holds thoughts that the chat template")
+    assert told.message.endswith("so they are not learnt (and the same on 1 more lines)")
+    assert (told.field, told.value) == ("spec.data.source", "b")
+    assert preparation.splits["train"].num_records == 4
+
+
+def test_the_models_own_stop_tokens_decide_where_a_turn_that_calls_a_tool_ends(claims):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    with chats(claims, HARMONY, call) as refused:
+        assert "learn to stop" in refused.findings[0].message
+    stop = HARMONY.tokenizer().convert_tokens_to_ids("<|call|>")
+    (claims / "models" / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+    with chats(claims, HARMONY, call) as preparation:
+        assert preparation.findings == ()
+        preparation.publish()
+    assert PreparedData.open(claims / "prepared").train.document(0)[-1] == stop
+    # What decided the data is among its inputs.
+    (claims / "models" / "generation_config.json").unlink()
+    with chats(claims, HARMONY, call) as refused:
+        assert refused.findings != ()
 
 
 def test_the_data_hash_depends_neither_on_processes_nor_on_parts_of_them(claims, monkeypatch):

@@ -9,6 +9,7 @@ Called by tokenize.py for records and by preflight/tokenizer.py for the template
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from itertools import takewhile
 from typing import Any
 
 from finetune_trainer.data.marks import MarkError, Marks, marked, read_marks
-from finetune_trainer.data.records import ASSISTANT, MAX_RECORD_BYTES, Message
+from finetune_trainer.data.records import ASSISTANT, MAX_RECORD_BYTES, Message, called_name
 
 Tokenizer = Any
 """transformers.PreTrainedTokenizerBase, not imported here because it takes seconds to load."""
@@ -79,40 +80,83 @@ class ChatTemplate:
     """What opens a turn of the assistant, the form that asks for an answer first; none where the question's end alone does."""
     stops: Mapping[str, int]
     """Tokens that end a turn of the assistant, and their ids: one, or another one after the last turn."""
+    call_stops: Mapping[str, int]
+    """Other tokens at which generation stops, with which a turn that calls tools may end."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text of a chat. Raises ChatError where the template does."""
         return _rendered(self.source, self.variables, messages, tools)[0]
 
+    def render_whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
+        """The text alone, with every call of a tool in it. Raises ChatError."""
+        text = self.render(messages, tools)
+        calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
+        if calling:
+            # A name alone may stand in the text for another reason, such as the tool's description.
+            with_marks, first = marked(messages, text, frozenset(), calls=True)
+            marks = read_marks(self.render(with_marks, tools), first, len(messages))
+            for number in calling:
+                refuse_calls(number, messages[number], text if marks.called[number] else "")
+        return RenderedChat(text, ())
+
     def render_turns(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
         """The text and every turn of the assistant in it. Raises ChatError."""
         numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        turns: tuple[Turn, ...]
         if self.tracks_generation:
             text, pieces = _rendered(self.source, self.variables, messages, tools, track=True)
-            return RenderedChat(text, self._tracked(pieces, text, len(numbers)))
-        text = self.render(messages, tools)
-        marks = self._marks(messages, tools, text)
-        spans: list[Span] = []
-        for number in numbers:
-            spans.append(self._turn(text, marks, messages, number, spans[-1][1] if spans else 0))
-        return RenderedChat(text, tuple((span,) for span in spans))
+            turns = self._tracked(pieces, text, len(numbers), self._stops_of(*(messages[number] for number in numbers)))
+        else:
+            text = self.render(messages, tools)
+            marks = self._marks(messages, tools, text)
+            spans: list[Span] = []
+            for number in numbers:
+                spans.append(self._turn(text, marks, messages, number, spans[-1][1] if spans else 0))
+            turns = tuple((span,) for span in spans)
+        for number, turn in zip(numbers, turns, strict=True):
+            said = "".join(text[start:stop] for start, stop in turn)
+            refuse_calls(number, messages[number], said)
+            self._refuse_silence(number, messages[number], said, text)
+        return RenderedChat(text, turns)
 
-    def _tracked(self, spans: Sequence[Span], text: str, num_turns: int) -> tuple[Turn, ...]:
+    def _refuse_silence(self, number: int, message: Message, said: str, text: str) -> None:
+        """`said`: all that is supervised of the turn."""
+        key, words = f"messages[{number}]", (message["content"] or "").strip()
+        for token in (*self.stops, *self.call_stops):
+            said = said.replace(token, "")
+        if message["content"] is None and said.lstrip().startswith(("None", "null")):
+            reason = f"is null, and the template writes {said.strip()[:4]!r} for it"
+            raise ChatError(
+                f"{key}.content", reason, 'write "" as the content, or set a spec.data.chatTemplate that asks for content'
+            )
+        # Words that stand elsewhere are left out by misplaced generation blocks, which is said of the template.
+        if not said.strip() and not (words and words in text):
+            reason = "the template writes nothing of what this turn of the assistant says, so the model would learn to say nothing"
+            raise ChatError(key, reason, "remove the record, or set a spec.data.chatTemplate that writes it")
+
+    def _stops_of(self, *messages: Message) -> Mapping[str, int]:
+        """Tokens with which turns of these messages may end."""
+        return {**self.stops, **self.call_stops} if any(message.get("tool_calls") for message in messages) else self.stops
+
+    def _tracked(self, spans: Sequence[Span], text: str, num_turns: int, stops: Mapping[str, int]) -> tuple[Turn, ...]:
         """The spans that the template marked, by turn: a turn ends with the stop token, and what is marked directly behind it
-        (an end-of-text token after the last turn) belongs to it.
+        without another one (an end-of-text token after the last turn) belongs to it.
         """
+
+        def has_stop(spans: Sequence[Span]) -> bool:
+            return any(token in text[start:stop] for start, stop in spans for token in stops)
+
         turns: list[list[Span]] = []
         for span in spans:
-            is_open = bool(turns) and not any(token in text[start:stop] for start, stop in turns[-1] for token in self.stops)
-            if turns and (is_open or turns[-1][-1][1] == span[0]):
+            if turns and (not has_stop(turns[-1]) or (turns[-1][-1][1] == span[0] and not has_stop([span]))):
                 turns[-1].append(span)
             else:
                 turns.append([span])
-        num_ended = sum(any(token in text[start:stop] for start, stop in turn for token in self.stops) for turn in turns)
-        if num_ended != num_turns:
+        num_ended = sum(map(has_stop, turns))
+        if num_ended != num_turns or num_ended != len(turns):
             raise ChatError(
                 "messages",
-                f"the template's generation blocks hold the token that ends a turn ({' or '.join(map(repr, self.stops))}) in "
+                f"the template's generation blocks hold the token that ends a turn ({' or '.join(map(repr, stops))}) in "
                 f"{num_ended} of {num_turns} turns of the assistant, so the model would not learn to stop",
                 "put {% generation %} directly behind the header of the assistant's turn and {% endgeneration %} behind the token "
                 "that ends it",
@@ -122,9 +166,12 @@ class ChatTemplate:
     def _marks(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], text: str) -> Marks:
         # A template may look at how a question begins or ends, so that a mark there changes what it writes; marks around the
         # answers alone are the next best.
-        for roles in (None, frozenset({ASSISTANT})):
+        # The same of the names of tools that are called.
+        calls = any(message.get("tool_calls") for message in messages)
+        ways = [(None, True)] if calls else []
+        for roles, with_calls in [*ways, (None, False), (frozenset({ASSISTANT}), False)]:
             try:
-                with_marks, first = marked(messages, text, roles)
+                with_marks, first = marked(messages, text, roles, calls=with_calls)
             except MarkError as error:
                 raise ChatError("messages", str(error), "remove the private use characters from the record") from error
             marks = read_marks(self.render(with_marks, tools), first, len(messages))
@@ -137,8 +184,9 @@ class ChatTemplate:
     def _turn(self, text: str, marks: Marks, messages: Sequence[Message], number: int, earliest: int) -> Span:
         opened, closed = marks.opened[number], marks.closed[number]
         key = f"messages[{number}]"
-        has_words = bool((messages[number]["content"] or "").strip())
-        if len(closed) > 1 or (has_words and not closed and not messages[number].get("tool_calls")):
+        message = messages[number]
+        has_words, calls = bool((message["content"] or "").strip()), message.get("tool_calls") or ()
+        if len(closed) > 1 or (has_words and not closed and not calls):
             shown = f"{len(closed)} times" if closed else "nowhere"
             raise ChatError(key, f"the template writes what the assistant says {shown}, not once", OWN_TEMPLATE)
         if closed:
@@ -148,19 +196,22 @@ class ChatTemplate:
         else:  # calls of tools without words
             content_end = -1
             before, asker = (max(marks.closed[number - 1], default=0), number - 1) if number else (0, -1)
-            after = min(marks.opened[number + 1], default=len(text)) if number + 1 < len(messages) else len(text)
+            after = min((at for places in marks.opened[number + 1 :] for at in places), default=len(text))
         content_start = opened[0] if len(opened) == 1 else -1
         limit = content_start if content_start >= 0 else content_end if content_end >= 0 else after
         start = -1
         if asker >= 0 and before >= earliest:
             start = self._after_question(text, before, messages[asker]["content"] or "", limit)
         if start < 0:
-            start = self._after_header(text, max(before, earliest), limit)
+            start = self._after_header(text, max(before, earliest), limit, _is_clear(messages, marks, number, before))
         if start < 0:
             start = content_start
         if start < 0:
             raise ChatError(key, "it is not certain where in the rendered text this turn of the assistant begins", OWN_TEMPLATE)
-        return start, self._end(text, max(start, content_end), after, key)
+        # A template may write the names again behind the turn, with what the tools give back.
+        called = marks.called[number][len(calls) - 1] if 0 < len(calls) <= len(marks.called[number]) else -1
+        last = max(content_end, called)
+        return start, self._end(text, max(start, last), after, key, message, is_behind_words=last >= 0)
 
     def _after_question(self, text: str, end: int, question: str, limit: int) -> int:
         """Behind what asks for an answer after the question whose words end at `end`, or -1: exactly what a caller will send."""
@@ -172,32 +223,46 @@ class ChatTemplate:
                 return start
         return -1
 
-    def _after_header(self, text: str, earliest: int, limit: int) -> int:
-        """Behind the one header between `earliest` and `limit`, or -1."""
-        for header in self.headers:
-            if text.count(header, earliest, limit) == 1:
-                return text.index(header, earliest, limit) + len(header)
-        return -1
-
-    def _end(self, text: str, start: int, after: int, key: str) -> int:
-        """Behind the stop token that follows what was said up to `start` and precedes what is said from `after` on."""
-        found = [(at, token) for token in self.stops for at in [text.find(token, start, after)] if at >= 0]
+    def _after_header(self, text: str, earliest: int, limit: int, is_clear: bool) -> int:
+        """Behind the one header between `earliest` and `limit`, or -1. `is_clear`: all that stands there belongs to this turn, so
+        that the first header opens it, and others are of its parts.
+        """
+        found = [(at, order) for order, each in enumerate(self.headers) if (at := text.find(each, earliest, limit)) >= 0]
+        if not is_clear:
+            once = [order for _, order in found if text.count(self.headers[order], earliest, limit) == 1]
+            found = [(at, order) for at, order in found if order in once[:1]]
         if not found:
-            stops = " or ".join(map(repr, self.stops))
+            return -1
+        at, order = min(found)
+        return at + len(self.headers[order])
+
+    def _end(self, text: str, start: int, after: int, key: str, message: Message, *, is_behind_words: bool) -> int:
+        """Behind the stop token that follows what was said up to `start` and precedes what is said from `after` on.
+
+        is_behind_words: words or a call of this turn end at `start`, so that the next stop token is its own, unless it is quoted.
+        """
+        stops = self._stops_of(message)
+        found = [(at, token) for token in stops for at in [text.find(token, start, after)] if at >= 0]
+        if not found:
+            shown = " or ".join(map(repr, stops))
             raise ChatError(
                 key,
-                f"the template does not end this turn of the assistant with {stops}, so the model would not learn to stop",
+                f"the template does not end this turn of the assistant with {shown}, so the model would not learn to stop",
                 "write a spec.data.chatTemplate that ends every turn of the assistant with the same special token",
             )
         at, token = min(found)
-        if text[start:at].strip() and text.count(token, start, after) > 1:
+        may_be_quoted = not is_behind_words or token in str({**message, "content": None})
+        if may_be_quoted and text[start:at].strip() and text.count(token, start, after) > 1:
             raise ChatError(key, "it is not certain where in the rendered text this turn of the assistant ends", OWN_TEMPLATE)
         return at + len(token)
 
 
 @lru_cache(maxsize=4)
-def chat_template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
-    """What `source` was seen to write for a plain chat. Raises ChatError, with an empty key, where it cannot be trained on."""
+def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] = ()) -> ChatTemplate:
+    """What `source` was seen to write for a plain chat. Raises ChatError, with an empty key, where it cannot be trained on.
+
+    stop_ids: tokens at which generation with the model stops.
+    """
     if not tokenizer.is_fast:
         fix = "put the tokenizer.json of the model beside its config.json"
         raise ChatError("", "the tokenizer is a slow one, which does not tell which characters a token stands for", fix)
@@ -224,6 +289,10 @@ def chat_template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
             "tokenizer, so the model could not learn to stop",
             f"write a spec.data.chatTemplate that ends each turn of the assistant with {tokenizer.eos_token!r}",
         )
+    stops = {token: tokenizer.convert_tokens_to_ids(token) for token in (first_stop, last_stop)}
+    added = {
+        number: tokenizer.added_tokens_decoder[number].content for number in stop_ids if number in tokenizer.added_tokens_decoder
+    }
     asked_text, prompted_text = asked.text[asked.closed[0][0] :], prompted.text[prompted.closed[0][0] :]
     gaps = [whole.text[whole.closed[number][0] : whole.opened[number + 1][0]] for number in (2, 0)]
     return ChatTemplate(
@@ -233,8 +302,48 @@ def chat_template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
         asking=prompted_text,
         asks=prompted_text != asked_text,
         headers=_headers(tokenizer, asked_text, prompted_text, gaps),
-        stops={token: tokenizer.convert_tokens_to_ids(token) for token in (first_stop, last_stop)},
+        stops=stops,
+        call_stops={token: number for number, token in added.items() if token.strip() and token not in stops},
     )
+
+
+def refuse_calls(number: int, message: Message, said: str) -> None:
+    """Raises ChatError where `said` lacks a call of the message, which is part of what is to be learnt, or holds it as no server
+    reads it. number: of the message.
+    """
+    key = f"messages[{number}].tool_calls"
+    calls = message.get("tool_calls") or ()
+    names = [called_name(call) for call in calls]
+    for name, call in zip(names, calls, strict=True):
+        if name and said.count(name) < names.count(name):
+            reason = f"the template leaves out the call of {name!r}, so it would not be learnt"
+            fix = (
+                "write the call into the content as the model is to say it, or set a spec.data.chatTemplate that writes tool_calls"
+            )
+            raise ChatError(key, reason, fix)
+        function = call.get("function")
+        arguments = (function if isinstance(function, Mapping) else call).get("arguments")
+        if isinstance(arguments, str) and _is_object(arguments) and any(twice in said for twice in _as_texts(arguments)):
+            reason = f"the arguments of {name!r} are a text, which the template writes in quotes and not as an object"
+            raise ChatError(key, reason, 'write the arguments as an object ({"name": "value"}) and not as a text')
+
+
+def _is_clear(messages: Sequence[Message], marks: Marks, number: int, before: int) -> bool:
+    """Whether behind `before`, or the turn of the assistant before this one, nothing stands that anybody said but this turn."""
+    said = [number for number, each in enumerate(messages[:number]) if each["role"] == ASSISTANT or (each["content"] or "").strip()]
+    return bool(said) and (messages[said[-1]]["role"] == ASSISTANT or before in marks.closed[said[-1]])
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _as_texts(text: str) -> tuple[str, str]:
+    """A text as a template writes it as JSON: transformers' own filter keeps what is not ASCII, Jinja's does not."""
+    return json.dumps(text, ensure_ascii=False), json.dumps(text)
 
 
 def template_source(tokenizer: Tokenizer, written: str | None, *, has_tools: bool = False) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_job.api.base import ClaimPath
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import Finding, Severity
 from finetune_trainer.data.read import NoRecordFilesError, RecordProblem
 from finetune_trainer.files import SpecialFileError
 
@@ -67,22 +67,26 @@ def empty(source: SplitSource) -> Finding:
 
 def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
     """A finding per kind of mistake: its first place, and in how many records it was found."""
-    findings = []
-    for problem, count in problems:
-        key = f" key {problem.key!r}" if problem.key else ""
-        more = f" (and the same on {count - 1} more {problem.unit}s)" if count > 1 else ""
-        file = source.address if problem.file is None else source.name(problem.file)
-        findings.append(
-            Finding(
-                rule="data-record-invalid",
-                severity="error",
-                field=source.field,
-                value=problem.value,
-                message=f"{file} {problem.unit} {problem.line}:{key} {problem.reason}{more}",
-                fix=problem.fix,
-            )
-        )
-    return findings
+    return [_of_records(source, "data-record-invalid", "error", *found) for found in problems]
+
+
+def words_left_out(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
+    """The same of what a chat template does not write."""
+    return [_of_records(source, "chat-words-left-out", "warning", *found) for found in problems]
+
+
+def _of_records(source: SplitSource, rule: str, severity: Severity, problem: RecordProblem, count: int) -> Finding:
+    key = f" key {problem.key!r}" if problem.key else ""
+    more = f" (and the same on {count - 1} more {problem.unit}s)" if count > 1 else ""
+    file = source.address if problem.file is None else source.name(problem.file)
+    return Finding(
+        rule=rule,
+        severity=severity,
+        field=source.field,
+        value=problem.value,
+        message=f"{file} {problem.unit} {problem.line}:{key} {problem.reason}{more}",
+        fix=problem.fix,
+    )
 
 
 def too_long(source: SplitSource, num_records: int, num_dropped: int, shortest: int, limit: int) -> Finding:

@@ -42,6 +42,8 @@ class PartSettings:
     loss_on: LossOn
     max_sequence_length: int
     chat_template: str | None
+    stop_ids: tuple[int, ...] = ()
+    """Tokens at which generation with the model stops; a turn that calls a tool may end with another one than words."""
 
     @property
     def problems_need_tokens(self) -> bool:
@@ -88,6 +90,8 @@ class PartResult:
     """Records by tokens: the smallest power of two that holds them -> how many; longer ones than maxSequenceLength, too."""
     problems: dict[ProblemKind, tuple[RecordProblem, int]] = field(default_factory=dict)
     """The first of each kind, and how many there are."""
+    left_out: dict[ProblemKind, tuple[RecordProblem, int]] = field(default_factory=dict)
+    """The same of what a chat template leaves out of records that are kept."""
     unreadable: OSError | None = None
     template_is_endless: bool = False
     """The chat template came to no end for one of the records; those behind it were not given to it."""
@@ -101,6 +105,12 @@ class PartResult:
         """Count it."""
         first, count = self.problems.get(problem.kind, (problem, 0))
         self.problems[problem.kind] = (first, count + 1)
+
+    def found_left_out(self, problems: tuple[RecordProblem, ...]) -> None:
+        """Count a record in which these are left out, once for each kind."""
+        for kind, problem in {problem.kind: problem for problem in reversed(problems)}.items():
+            first, count = self.left_out.get(kind, (problem, 0))
+            self.left_out[kind] = (first, count + 1)
 
     def found_endless(self, problem: RecordProblem) -> None:
         """The record for which the template came to no end."""
@@ -146,7 +156,8 @@ def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None
             if result.template_is_endless or (result.problems and not task.settings.problems_need_tokens):
                 continue
             try:
-                made = tokenize(tokenizer, records, task.settings.loss_on, task.settings.chat_template, note)
+                settings = task.settings
+                made = tokenize(tokenizer, records, settings.loss_on, settings.chat_template, note, stop_ids=settings.stop_ids)
             except EndlessTemplateError as error:
                 result.found_endless(error.problem)
                 continue
@@ -196,6 +207,7 @@ def _kept(
         result.found_length(length)
         if length <= max_sequence_length:
             kept.append(document)
+            result.found_left_out(document.left_out)
             continue
         result.num_dropped += 1
         result.shortest_dropped = min(result.shortest_dropped or length, length)

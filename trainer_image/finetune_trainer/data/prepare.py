@@ -21,9 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from finetune_job.api.data import DataFormat
 from finetune_job.plan.run_plan import DataPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.data.cpus import available_cpus
+from finetune_trainer.data.generation_stops import generation_stops
 from finetune_trainer.data.overlap import HeldOut
 from finetune_trainer.data.pack_plan import plan_windows
 from finetune_trainer.data.parts import (
@@ -139,7 +141,9 @@ def prepare(
     Raises OSError where the workspace fails, WorkerError where a process died, DataError where a file changed meanwhile.
     """
     sources = list_sources(plan, claims_root)
-    inputs = _inputs(plan, sources, model_directory)
+    chats = tokenizer is not None and plan.format is DataFormat.CHAT
+    stop_ids = tuple(sorted(generation_stops(tokenizer, model_directory))) if chats else ()
+    inputs = _inputs(plan, sources, model_directory, stop_ids)
     pad_token_id = -1 if tokenizer is None else int(tokenizer.eos_token_id)
     if tokenizer is not None and all(source.error is None for source in sources):
         reusable = _reusable(directory, inputs, pad_token_id)
@@ -147,7 +151,7 @@ def prepare(
             return reusable
     with ExitStack() as stack:
         staging = stack.enter_context(Staging(directory)) if tokenizer is not None else None
-        settings = PartSettings(plan.format, plan.loss_on, plan.max_sequence_length, plan.chat_template)
+        settings = PartSettings(plan.format, plan.loss_on, plan.max_sequence_length, plan.chat_template, stop_ids)
         tasks = _tasks(sources, settings, staging)
         total = sum(path.stat().st_size for source in sources for path in source.files)
         if num_workers is None:
@@ -177,7 +181,7 @@ def prepare(
     return Preparation(tuple(findings), splits, datasets, inputs, pad_token_id, staging)
 
 
-def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path) -> dict[str, Any]:
+def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path, stop_ids: tuple[int, ...]) -> dict[str, Any]:
     """Everything that decides the prepared bytes: equal inputs, equal data."""
     files = sorted({path for pattern in TOKENIZER_FILES for path in model_directory.glob(pattern) if path.is_file()})
     tokenizer_digest = hashlib.sha256(
@@ -197,6 +201,7 @@ def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path) -> dic
             for source in sources
         ],
         "tokenizer": tokenizer_digest,
+        "stop_ids": list(stop_ids),
         "libraries": {name: version(name) for name in ("transformers", "tokenizers")},
         "settings": plan.model_dump(mode="json", exclude={"train", "validation"}),
     }

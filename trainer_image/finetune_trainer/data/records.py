@@ -102,6 +102,13 @@ def record_of(place: Place, value: Any, data_format: DataFormat) -> Record | Rec
     return Record(place.line, "" if len(texts) == 1 else texts[0], texts[-1], unit=place.unit, file=place.file)
 
 
+def called_name(call: Mapping[str, Any]) -> str:
+    """Name of the tool in an element of `tool_calls` or of `tools`; empty where it names none in a way that templates know."""
+    function = call.get("function")
+    name = (function if isinstance(function, Mapping) else call).get("name")
+    return name.strip() if isinstance(name, str) else ""
+
+
 def missing_key(place: Place, key: str, names: Mapping[str, Any], data_format: DataFormat) -> RecordProblem:
     """A record, or a file with columns `names`, that lacks `key`."""
     return place.problem(key, f"keys {sorted(names)}", "is missing", _missing_key_fix(key, names, data_format))

@@ -21,6 +21,7 @@ from finetune_trainer.data.findings import (
     repeated,
     too_long,
     unreadable,
+    words_left_out,
     wrong_records,
 )
 from finetune_trainer.data.overlap import Repeated
@@ -75,6 +76,8 @@ class Source:
     """Sums over its parts."""
     problems: dict[ProblemKind, tuple[Part, RecordProblem, int]] = field(default_factory=dict)
     """The first of each kind with its part, and how many there are."""
+    left_out: dict[ProblemKind, tuple[Part, RecordProblem, int]] = field(default_factory=dict)
+    """The same of what the chat template leaves out."""
     repeated: Repeated = field(default_factory=Repeated)
     num_held_out: int = 0
     """Training documents that are held out too."""
@@ -88,9 +91,10 @@ class Source:
     def add(self, part: Part, result: PartResult) -> None:
         """What was found in one of its parts, in order."""
         found = self.found
-        for kind, (problem, count) in result.problems.items():
-            first_part, first, counted = self.problems.get(kind, (part, problem, 0))
-            self.problems[kind] = (first_part, first, counted + count)
+        for all_found, found_here in ((self.problems, result.problems), (self.left_out, result.left_out)):
+            for kind, (problem, count) in found_here.items():
+                first_part, first, counted = all_found.get(kind, (part, problem, 0))
+                all_found[kind] = (first_part, first, counted + count)
         self.error = self.error or result.unreadable
         self.template_is_endless = self.template_is_endless or result.template_is_endless
         found.num_records += result.num_records
@@ -111,8 +115,7 @@ class Source:
         if self.error is not None:
             return [unreadable(named, self.error)]
         if self.problems:
-            shown = [(_in_file(part, problem), count) for part, problem, count in list(self.problems.values())[:MAX_KINDS]]
-            return wrong_records(named, shown)
+            return wrong_records(named, _first_kinds(self.problems))
         if found.num_records == 0:
             return [empty(named)]
         findings = []
@@ -120,6 +123,7 @@ class Source:
             findings.append(too_long(named, found.num_records, found.num_dropped, found.shortest_dropped, max_sequence_length))
         if was_tokenised and found.num_documents and not self.weighted.occurrences:
             findings.append(never_used(named, self.weight, found.num_documents))
+        findings += words_left_out(named, _first_kinds(self.left_out))
         num_repeated = self.repeated.count()
         if num_repeated >= max(REPEATED_SHARE * found.num_documents, 1):
             findings.append(repeated(named, num_repeated, found.num_documents))
@@ -172,6 +176,10 @@ def refuse_changed(sources: list[Source]) -> None:
         for path, stamp in source.stamps.items():
             if source.error is None and _stamp(path) != stamp:
                 raise DataError(f"{source.named.address}: {path.name} was changed while it was read", "run preflight again")
+
+
+def _first_kinds(problems: dict[ProblemKind, tuple[Part, RecordProblem, int]]) -> list[tuple[RecordProblem, int]]:
+    return [(_in_file(part, problem), count) for part, problem, count in list(problems.values())[:MAX_KINDS]]
 
 
 def _in_file(part: Part, problem: RecordProblem) -> RecordProblem:

@@ -8,11 +8,20 @@ writes and nothing more: the template decides about begin and end tokens, so tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune_job.api.data import LossOn
-from finetune_trainer.data.chat import ChatError, ChatTemplate, RenderedChat, Tokenizer, chat_template, endless, template_source
+from finetune_trainer.data.chat import (
+    ChatError,
+    ChatTemplate,
+    RenderedChat,
+    Tokenizer,
+    chat_template,
+    endless,
+    template_source,
+)
+from finetune_trainer.data.left_out import left_out
 from finetune_trainer.data.records import ASSISTANT, Record, RecordProblem, shown
 from finetune_trainer.data.render_limit import RecordNote, RenderTimeoutError, render_limit
 
@@ -28,6 +37,8 @@ class Document:
 
     input_ids: list[int]
     supervised: list[bool]
+    left_out: tuple[RecordProblem, ...] = ()
+    """What the record holds and the chat template does not write; no reason to refuse it."""
 
 
 class EndlessTemplateError(Exception):
@@ -44,15 +55,18 @@ def tokenize(
     loss_on: LossOn,
     written_template: str | None = None,
     note: RecordNote | None = None,
+    *,
+    stop_ids: tuple[int, ...] = (),
 ) -> list[Document | RecordProblem]:
     """One document per record, in order, of any length, or why a chat cannot become one; never a problem for other formats.
 
     The tokenizer must have an end-of-sequence token, and for chats be a fast one. written_template: spec.data.chatTemplate; None is
     the tokenizer's own. All records are of one format. note: for a process that may be ended by its template (render_limit.py).
+    stop_ids: tokens at which generation with the model stops.
     Raises EndlessTemplateError.
     """
     if records and records[0].messages:
-        return _chats(tokenizer, records, loss_on, written_template, note)
+        return _chats(tokenizer, records, loss_on, written_template, note, stop_ids=stop_ids)
     return list(_texts(tokenizer, records, loss_on))
 
 
@@ -80,35 +94,43 @@ def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> 
 
 
 def _chats(
-    tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn, written_template: str | None, note: RecordNote | None
+    tokenizer: Tokenizer,
+    records: Sequence[Record],
+    loss_on: LossOn,
+    written_template: str | None,
+    note: RecordNote | None,
+    *,
+    stop_ids: tuple[int, ...],
 ) -> list[Document | RecordProblem]:
     made: list[Document | RecordProblem] = []
-    rendered: list[tuple[int, RenderedChat, ChatTemplate]] = []
+    rendered: list[tuple[int, RenderedChat, ChatTemplate, tuple[RecordProblem, ...]]] = []
     for number, record in enumerate(records):
         try:
             with render_limit(record.line, note):
-                template = chat_template(tokenizer, template_source(tokenizer, written_template, has_tools=bool(record.tools)))
-                chat = _rendered(template, record, loss_on)
+                source = template_source(tokenizer, written_template, has_tools=bool(record.tools))
+                template = chat_template(tokenizer, source, stop_ids)
+                whole = _rendered(template, record, loss_on)
         except ChatError as error:
             made.append(_problem(record, error))
         except RenderTimeoutError as error:
             raise EndlessTemplateError(_problem(record, endless(str(error)))) from error
         else:
-            rendered.append((number, chat, template))
+            chat = RenderedChat(whole.text, whole.turns[-1:]) if loss_on is LossOn.COMPLETION else whole
+            rendered.append((number, chat, template, _left_out(record, whole)))
             made.append(Document([], []))
-    encodings = _encodings(tokenizer, [chat.text for _, chat, _ in rendered]) if rendered else []
-    for (number, chat, template), encoding in zip(rendered, encodings, strict=True):
+    encodings = _encodings(tokenizer, [chat.text for _, chat, _, _ in rendered]) if rendered else []
+    for (number, chat, template, unwritten), encoding in zip(rendered, encodings, strict=True):
         try:
-            made[number] = _document(encoding, chat, template, loss_on)
+            made[number] = replace(_document(encoding, chat, template, loss_on), left_out=unwritten)
         except ChatError as error:
             made[number] = _problem(records[number], error)
     return made
 
 
 def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> RenderedChat:
-    """The chat with the turns that are supervised."""
+    """The chat with all turns of the assistant; without them where every token is supervised."""
     if loss_on is LossOn.ALL:
-        return RenderedChat(template.render(record.messages, record.tools), ())
+        return template.render_whole(record.messages, record.tools)
     if all(message["role"] != ASSISTANT for message in record.messages):
         fix = f"add the answer as a turn of the role {ASSISTANT!r}, or remove the record"
         raise ChatError("messages", "holds no turn of the assistant, so there is nothing to learn", fix)
@@ -116,8 +138,14 @@ def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> Render
     if loss_on is LossOn.COMPLETION and last_role != ASSISTANT:
         fix = "end each chat with the assistant's answer, or set spec.data.lossOn: Assistant"
         raise ChatError("messages", f"ends with a turn of the role {last_role!r}, so there is no completion", fix)
-    chat = template.render_turns(record.messages, record.tools)
-    return RenderedChat(chat.text, chat.turns[-1:]) if loss_on is LossOn.COMPLETION else chat
+    return template.render_turns(record.messages, record.tools)
+
+
+def _left_out(record: Record, chat: RenderedChat) -> tuple[RecordProblem, ...]:
+    return tuple(
+        RecordProblem(record.line, each.key, shown(each.text), each.reason, each.fix, record.unit, record.file)
+        for each in left_out(record, chat)
+    )
 
 
 def _document(encoding: Encoding, chat: RenderedChat, template: ChatTemplate, loss_on: LossOn) -> Document:
@@ -131,7 +159,7 @@ def _document(encoding: Encoding, chat: RenderedChat, template: ChatTemplate, lo
             tokens = _tokens(encoding, chat.text, start, stop)
             supervised[tokens.start : tokens.stop] = [True] * len(tokens)
             stops.update(ids[tokens.start : tokens.stop])
-        if stops.isdisjoint(template.stops.values()):
+        if stops.isdisjoint({*template.stops.values(), *template.call_stops.values()}):
             _, end = turn[-1]
             raise ChatError(
                 "messages",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from finetune_job.api.data import DataFormat, LossOn
 from finetune_job.plan.run_plan import DataPlan, RunPlan
 from finetune_job.rules.rule import Finding, Severity
 from finetune_trainer.data.chat import PROBE, chat_template, template_source
+from finetune_trainer.data.generation_stops import generation_stops
 from finetune_trainer.data.records import Record, RecordProblem
 from finetune_trainer.data.tokenize import EndlessTemplateError, Tokenizer, tokenize
 from finetune_trainer.preflight.chat_markers import check_markers
@@ -107,7 +107,7 @@ def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -
     found = []
     template = chat_template(tokenizer, template_source(tokenizer, data.chat_template))
     stop, number = list(template.stops.items())[-1]
-    known = _stops(tokenizer, directory)
+    known = generation_stops(tokenizer, directory)
     if number not in known:
         endless = f"turns end with {stop!r} ({number}), but generation stops at {sorted(known)}, so a server would not stop there"
         fix = f"add {number} to eos_token_id in generation_config.json of the model"
@@ -124,7 +124,7 @@ def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -
 
 def _unknown_end(tokenizer: Tokenizer, directory: Path) -> list[Finding]:
     """Every text is made to end with the tokenizer's end token; a server has to stop there."""
-    number, known = int(tokenizer.eos_token_id), _stops(tokenizer, directory)
+    number, known = int(tokenizer.eos_token_id), generation_stops(tokenizer, directory)
     if number in known:
         return []
     return [
@@ -138,18 +138,3 @@ def _unknown_end(tokenizer: Tokenizer, directory: Path) -> list[Finding]:
             fix=f"add {number} to eos_token_id in generation_config.json of the model, or set eos_token in tokenizer_config.json",
         )
     ]
-
-
-def _stops(tokenizer: Tokenizer, directory: Path) -> set[int]:
-    """Tokens at which generation with this model stops: what its files say, and where they do not, the tokenizer's end token."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            written = json.loads((directory / name).read_text())
-        except (OSError, ValueError, RecursionError):  # no such file, or one of which others say that it is wrong
-            continue
-        for part in (written, written.get("text_config")) if isinstance(written, dict) else ():
-            value = part.get("eos_token_id") if isinstance(part, dict) else None
-            declared = {number for number in (value if isinstance(value, list) else [value]) if type(number) is int}
-            if declared:
-                return declared
-    return {int(tokenizer.eos_token_id)}
