@@ -260,6 +260,16 @@ def test_a_turn_of_another_role_that_a_template_leaves_out_is_told():
     )
 
 
+@pytest.mark.parametrize("loss_on", list(LossOn))
+def test_a_turn_that_is_not_to_be_learnt_is_a_problem_where_it_would_be(loss_on):
+    record = asked(says("3", weight=0), {"role": "user", "content": "really?"}, says("2", weight=1))
+    made = one(TOKENIZERS["bytes"]["ChatML"], record, loss_on)
+    if loss_on is LossOn.ASSISTANT:
+        assert (made.key, made.reason) == ("messages[1].weight", "is 0, and every turn of the assistant is learnt")
+    else:
+        assert not isinstance(made, RecordProblem)
+
+
 def test_thoughts_in_a_key_of_their_own_are_supervised_with_the_answer():
     tokenizer = TOKENIZERS["bytes"]["Qwen 3"]
     messages = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "because"})

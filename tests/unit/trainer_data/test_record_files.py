@@ -224,6 +224,14 @@ def test_a_damaged_table_gives_what_is_whole_and_says_which_line_is_wrong(tmp_pa
     assert [said(item) for item in read_file(path, PAIR)] == [StartsWith(text) for text in found]
 
 
+def test_prompts_that_are_turns_of_a_chat_name_the_format_that_holds_them(tmp_path):
+    turns = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
+    (problem,) = read_file(write(tmp_path / "data.jsonl", [turns]), PAIR)
+    assert (problem.key, problem.reason) == ("prompt", "is a list, not a text")
+    fix = "join prompt and completion into one list, 'messages', and set spec.data.format: Chat and spec.data.lossOn: Completion"
+    assert problem.fix == fix
+
+
 def test_a_table_holds_no_chats(tmp_path):
     (problem,) = read_file(write(tmp_path / "data.csv", PAIRS), CHAT)
     assert "cannot hold chats" in problem.reason

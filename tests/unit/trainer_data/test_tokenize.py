@@ -5,7 +5,7 @@ import pytest
 from finetune_job.api.data import LossOn
 from finetune_trainer.data.read import Record
 from finetune_trainer.data.tokenize import Document, tokenize
-from tests.unit.trainer_data.tokenizers_by_hand import merging_tokenizer, word_tokenizer
+from tests.unit.trainer_data.tokenizers_by_hand import merging_tokenizer, spacing_tokenizer, word_tokenizer
 
 N, Y = False, True
 
@@ -61,3 +61,24 @@ def test_a_token_within_the_completion_is_kept_whole():
 def test_documents_come_in_the_order_of_the_records():
     records = [Record(line, "a ", word) for line, word in enumerate("bcde", start=1)]
     assert [document.input_ids[1] for document in tokenize(word_tokenizer(), records, LossOn.ALL)] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("prepend_scheme", [None, "always", "first"])
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("q: ", "yes"), ("q: ", " yes"), ("q:", " yes"), ("q:", "yes"), ("q:\n", "yes")]
+)
+def test_a_tokenizer_that_puts_a_space_before_texts_puts_none_into_the_seam(prepend_scheme, prompt, completion):
+    tokenizer = spacing_tokenizer(prepend_scheme)
+    document = one(tokenizer, prompt, completion, LossOn.COMPLETION)
+    assert tokenizer.decode(document.input_ids, skip_special_tokens=True) == prompt + completion
+    asked = tokenizer(prompt)["input_ids"]
+    assert (document.input_ids[: len(asked)], document.supervised.index(Y)) == (asked, len(asked))
+
+
+@pytest.mark.parametrize("prompt", ["", "<s>q:"])
+def test_a_begin_token_in_the_record_itself_is_not_doubled(prompt):
+    tokenizer = spacing_tokenizer("first")
+    document = one(tokenizer, prompt, "yes" if prompt else "<s>yes", LossOn.COMPLETION)
+    assert document.input_ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(document.input_ids) == (prompt or "<s>") + "yes</s>"
+    assert document.supervised == [N] * (3 if prompt else 1) + [Y, Y]

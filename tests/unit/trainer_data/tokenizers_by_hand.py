@@ -1,6 +1,6 @@
 """Tokenizers small enough to write the expected ids by hand."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 WORDS = {"</s>": 0, "<s>": 1, "a": 2, "b": 3, "c": 4, "d": 5, "e": 6}
@@ -35,3 +35,23 @@ def byte_tokenizer(special_tokens=(), merges=(), chat_template=None, **roles):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special_tokens))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **roles)
+
+
+def spacing_tokenizer(prepend_scheme=None):
+    """In the manner of SentencePiece: a space is put before each text.
+
+    prepend_scheme: of the pre-tokenizer that does it, None where the normalizer does.
+    """
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"q:yes", "▁y", "ye", "yes", "▁yes"]
+    merges = [("▁", "y"), ("y", "e"), ("ye", "s"), ("▁", "yes")]
+    numbers = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(numbers, merges, unk_token="<unk>", byte_fallback=True))
+    if prepend_scheme is None:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=prepend_scheme, split=False)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>")

@@ -138,8 +138,12 @@ def shown(text: str | bytes) -> str:
 
 def _text_problem(place: Place, key: str, value: Any, data_format: DataFormat) -> RecordProblem | None:
     if not isinstance(value, str):
-        reason = f"is a {kind(value)}, not a text"
-        return place.problem(key, _as_json(value), reason, f"write {example(data_format)}")
+        fix = f"write {example(data_format)}"
+        if isinstance(value, list) and value and all(isinstance(turn, dict) and "role" in turn for turn in value):
+            fix = f"join {' and '.join(KEYS[data_format])} into one list, 'messages', and set spec.data.format: Chat"
+            if data_format is DataFormat.PROMPT_COMPLETION:
+                fix += " and spec.data.lossOn: Completion"
+        return place.problem(key, _as_json(value), f"is a {kind(value)}, not a text", fix)
     if not value.strip() and key not in MAY_BE_EMPTY:
         return place.problem(key, repr(value), "is empty, so there is nothing to learn", "remove the record or fill it in")
     return _unicode_problem(place, key, value)

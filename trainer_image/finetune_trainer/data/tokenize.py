@@ -1,6 +1,7 @@
 """Records -> documents: token ids and which of them are supervised.
 
-A prompt is tokenised exactly as a caller will send it later, begin-of-sequence token included where the tokenizer adds one; the
+A prompt is tokenised exactly as a caller will send it later, begin-of-sequence token included where the tokenizer adds one (and
+once where the record writes it, too); the
 end-of-sequence token is appended and supervised, else the model would never learn to stop. A chat is the text that its template
 writes and nothing more: the template decides about begin and end tokens, so that none is doubled. Called by prepare.py.
 """
@@ -27,6 +28,8 @@ from finetune_trainer.data.render_limit import RecordNote, RenderTimeoutError, r
 
 __all__ = ["Document", "EndlessTemplateError", "Tokenizer", "tokenize"]
 
+WEIGHT = "weight"
+"""Key of a turn that some programs read: 0 for one that is not to be learnt."""
 Encoding = Any
 """tokenizers.Encoding."""
 
@@ -80,17 +83,32 @@ def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> 
     wholes = _ids(tokenizer, [record.prompt + record.completion for record in records], special=True)
     for record, whole in zip(records, wholes, strict=True):
         prompt = next(asked) if record.prompt else no_prompt
+        prompt, whole = _begun_once(tokenizer, prompt), _begun_once(tokenizer, whole)
         if adds_end and record.prompt and prompt[-1] == end:
             prompt = prompt[:-1]
         if adds_end and whole[-1] == end:
             whole = whole[:-1]
         # Where prompt and completion would share a token, the joint ids do not begin with the ids that the model sees when it is
         # asked; then both are tokenised apart. Elsewhere the joint form is the natural one (no space is added at the seam).
-        ids = whole if whole[: len(prompt)] == prompt else prompt + _ids(tokenizer, [record.completion], special=False)[0]
+        ids = whole if whole[: len(prompt)] == prompt else prompt + _continued(tokenizer, record.completion)
         if not ids or ids[-1] != end:
             ids.append(end)
         first_supervised = max(len(prompt) if loss_on is LossOn.COMPLETION and record.prompt else 0, 1)
         yield Document(ids, [False] * first_supervised + [True] * (len(ids) - first_supervised))
+
+
+def _begun_once(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Without the begin token that the tokenizer put before the one that the record writes."""
+    begin = tokenizer.bos_token_id
+    return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
+
+
+def _continued(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of a text that goes on behind another one: some tokenizers put a space before each text, which it does not hold."""
+    before, both = _ids(tokenizer, ["\n", f"\n{text}"], special=False)
+    if both[: len(before)] == before:
+        return both[len(before) :]
+    return _ids(tokenizer, [text], special=False)[0]
 
 
 def _chats(
@@ -138,6 +156,12 @@ def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> Render
     if loss_on is LossOn.COMPLETION and last_role != ASSISTANT:
         fix = "end each chat with the assistant's answer, or set spec.data.lossOn: Assistant"
         raise ChatError("messages", f"ends with a turn of the role {last_role!r}, so there is no completion", fix)
+    if loss_on is LossOn.ASSISTANT:
+        for number, message in enumerate(record.messages):
+            if message["role"] == ASSISTANT and message.get(WEIGHT) == 0:
+                reason = "is 0, and every turn of the assistant is learnt"
+                fix = "end the chat before this turn, or set spec.data.lossOn: Completion, which learns the last turn alone"
+                raise ChatError(f"messages[{number}].{WEIGHT}", reason, fix)
     return template.render_turns(record.messages, record.tools)
 
 
