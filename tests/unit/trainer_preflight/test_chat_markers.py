@@ -10,7 +10,7 @@ import pytest
 
 from finetune_job.api.data import DataFormat, LossOn
 from finetune_trainer.preflight.tokenizer import check_chat_template
-from tests.unit.trainer_data.chat_templates import CHATML, MISTRAL
+from tests.unit.trainer_data.chat_templates import CHATML, MISTRAL, THINKING
 from tests.unit.trainer_data.tokenizers_by_hand import byte_tokenizer, word_tokenizer
 from tests.unit.trainer_preflight.test_chat_template import plan
 
@@ -58,6 +58,13 @@ def test_a_template_that_never_asks_for_an_answer_is_a_warning_where_that_matter
     assert found(turns(WORDS + STOP)) == [("chat-answer-not-asked-for", "warning")]
     # The end of the question asks.
     assert found(MISTRAL.template, tokenizer=MISTRAL.tokenizer()) == []
+
+
+def test_an_answer_that_never_begins_as_it_is_asked_for_is_a_warning() -> None:
+    tokenizer, dropped = THINKING.tokenizer(), "message.content.split('</think>')[-1]"
+    assert found(THINKING.template, tokenizer=tokenizer) == [("chat-asks-otherwise", "warning")]
+    for kept in ("message.content", f"'<think>\n' + (message.reasoning_content or '') + '</think>' + {dropped}"):
+        assert found(THINKING.template.replace(dropped, kept), tokenizer=tokenizer) == []
 
 
 def test_turns_without_roles_are_a_warning() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from finetune_job.rules.rule import Severity
 from finetune_trainer.data.chat import PROBE, ChatError, ChatTemplate, Tokenizer
+from finetune_trainer.data.left_out import THOUGHTS
 
 MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>")
 """What is written like a special token."""
@@ -51,6 +52,7 @@ def check_markers(template: ChatTemplate, tokenizer: Tokenizer, *, learns_turns:
             "before each answer",
             f"write {{% if add_generation_prompt %}}{template.headers[0]}{{% endif %}} at the end of the template",
         )
+    yield from _asked_otherwise(template)
     gaps = [
         text.partition(first)[2].partition(second)[0] for first, second in ((QUESTIONS[0], ANSWERS[0]), (ANSWERS[0], QUESTIONS[1]))
     ]
@@ -61,6 +63,29 @@ def check_markers(template: ChatTemplate, tokenizer: Tokenizer, *, learns_turns:
             f"the template writes {gaps[0]!r} both before answers and before questions, so a model cannot tell who speaks",
             "write the role of each turn in the template",
         )
+
+
+def _asked_otherwise(template: ChatTemplate) -> Iterator[MarkerProblem]:
+    """A template may begin a thought where it asks for an answer, and drop the thoughts of every answer that it is given."""
+    if not template.asks or not template.headers or any(template.headers[0] in text for text in _answered(template)):
+        return
+    yield MarkerProblem(
+        "chat-asks-otherwise",
+        "warning",
+        f"the template asks for an answer with {template.headers[0]!r} and never writes that before an answer that it is given, "
+        "so what is learnt is not what a server asks for, and thoughts are dropped",
+        "set a spec.data.chatTemplate that writes before each answer what it asks for one with, and keeps the thoughts",
+    )
+
+
+def _answered(template: ChatTemplate) -> Iterator[str]:
+    """A question and its answer: without thoughts, and with thoughts in each of the places where templates look for them."""
+    question, answer = PROBE[:2]
+    for changes in ({}, {"content": f"<think>\nthought\n</think>\n\n{answer['content']}"}, dict.fromkeys(THOUGHTS, "thought")):
+        try:
+            yield template.render([question, {**answer, **changes}])
+        except ChatError:
+            continue
 
 
 def _wrong_spans(template: ChatTemplate) -> Iterator[MarkerProblem]:
