@@ -15,6 +15,7 @@ from tests.unit.trainer_data.chat_templates import (
     FAMILIES,
     HARMONY,
     LLAMA3,
+    MISTRAL,
     PHI3,
     QWEN3,
     QWEN25,
@@ -202,6 +203,18 @@ def test_arguments_that_would_be_written_in_quotes_are_a_problem():
     as_it_is = QWEN25.template.replace("(call.function | tojson)", "call.function.name + ' ' + call.function.arguments")
     document = one(TOKENIZERS["bytes"]["Qwen 2.5"], asked(*turns), template=as_it_is)
     assert supervised(TOKENIZERS["bytes"]["Qwen 2.5"], document)[0].startswith('<tool_call>\nadd {"a": "ü"}\n')
+
+
+def test_turns_behind_what_a_tool_gives_back_begin_there_where_nothing_is_written_between():
+    template = MISTRAL.template.replace(
+        "{%- if message['role'] == 'user' %}{{- '[INST] ' }}",
+        "{%- if message.role == 'tool' %}{{- '[TOOL]' + message.content + '[/TOOL]' }}"
+        "{%- elif message.tool_calls %}{{- '[CALL]' + message.tool_calls[0].function.name + eos_token }}"
+        "{%- elif message['role'] == 'user' %}{{- '[INST] ' }}",
+    ).replace("raise_exception('roles must alternate')", "''")
+    tokenizer = MISTRAL.tokenizer()
+    record = asked(says(None, tool_calls=[called()]), TOLD, says(None, tool_calls=[called()]), TOLD, says("2"))
+    assert supervised(tokenizer, one(tokenizer, record, template=template)) == ["[CALL]add</s>", "[CALL]add</s>", " 2</s>"]
 
 
 def test_a_content_of_null_is_not_learnt_as_a_word():

@@ -111,7 +111,7 @@ class ChatTemplate:
             marks = self._marks(messages, tools, text)
             spans: list[Span] = []
             for number in numbers:
-                spans.append(self._turn(text, marks, messages, number, spans[-1][1] if spans else 0))
+                spans.append(self._turn(text, marks, messages, tools, number=number, earliest=spans[-1][1] if spans else 0))
             turns = tuple((span,) for span in spans)
         for number, turn in zip(numbers, turns, strict=True):
             said = "".join(text[start:stop] for start, stop in turn)
@@ -181,7 +181,16 @@ class ChatTemplate:
             "messages", "the template rewrites what the assistant says, so it cannot be found in the text", OWN_TEMPLATE
         )
 
-    def _turn(self, text: str, marks: Marks, messages: Sequence[Message], number: int, earliest: int) -> Span:
+    def _turn(
+        self,
+        text: str,
+        marks: Marks,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        number: int,
+        earliest: int,
+    ) -> Span:
         opened, closed = marks.opened[number], marks.closed[number]
         key = f"messages[{number}]"
         message = messages[number]
@@ -204,6 +213,8 @@ class ChatTemplate:
             start = self._after_question(text, before, messages[asker]["content"] or "", limit)
         if start < 0:
             start = self._after_header(text, max(before, earliest), limit, _is_clear(messages, marks, number, before))
+        if start < 0:
+            start = self._after_prompt(text, messages[:number], tools, max(before, earliest), limit)
         if start < 0:
             start = content_start
         if start < 0:
@@ -235,6 +246,20 @@ class ChatTemplate:
             return -1
         at, order = min(found)
         return at + len(self.headers[order])
+
+    def _after_prompt(
+        self, text: str, asked: Sequence[Message], tools: Sequence[Mapping[str, Any]], earliest: int, limit: int
+    ) -> int:
+        """Behind the text with which the messages before this turn ask for it, or -1 where the whole chat does not begin so: some
+        templates write nothing between what a tool gives back and what the assistant says to it.
+        """
+        if not asked:
+            return -1
+        try:
+            prompt = _rendered(self.source, self.variables, asked, tools, prompt=True)[0]
+        except ChatError:
+            return -1
+        return len(prompt) if text.startswith(prompt) and earliest <= len(prompt) <= limit else -1
 
     def _end(self, text: str, start: int, after: int, key: str, message: Message, *, is_behind_words: bool) -> int:
         """Behind the stop token that follows what was said up to `start` and precedes what is said from `after` on.
