@@ -224,6 +224,24 @@ def test_a_damaged_table_gives_what_is_whole_and_says_which_line_is_wrong(tmp_pa
     assert [said(item) for item in read_file(path, PAIR)] == [StartsWith(text) for text in found]
 
 
+@pytest.mark.parametrize("extension", ["jsonl", "json", "parquet"])
+def test_keys_that_are_null_and_calls_that_are_none_are_absent(tmp_path, extension):
+    call = {"function": {"name": "add", "arguments": {"a": None}}}
+    turns = [
+        {"role": "user", "content": "q", "tool_calls": None, "thinking": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "thinking": None},
+        {"role": "assistant", "content": "a", "tool_calls": [], "thinking": "t"},
+    ]
+    (record,) = read_file(write(tmp_path / f"data.{extension}", [{"messages": turns}]), CHAT)
+    if extension == "parquet":  # which cannot tell a null from an absent key
+        call["function"]["arguments"] = {}
+    assert record.messages == (
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "a", "thinking": "t"},
+    )
+
+
 def test_prompts_that_are_turns_of_a_chat_name_the_format_that_holds_them(tmp_path):
     turns = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
     (problem,) = read_file(write(tmp_path / "data.jsonl", [turns]), PAIR)

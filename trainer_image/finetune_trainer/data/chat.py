@@ -342,10 +342,11 @@ def refuse_calls(number: int, message: Message, said: str) -> None:
     for name, call in zip(names, calls, strict=True):
         if name and said.count(name) < names.count(name):
             reason = f"the template leaves out the call of {name!r}, so it would not be learnt"
+            null = "set the content to null, beside which some templates write calls, or " if message["content"] == "" else ""
             fix = (
                 "write the call into the content as the model is to say it, or set a spec.data.chatTemplate that writes tool_calls"
             )
-            raise ChatError(key, reason, fix)
+            raise ChatError(key, reason, null + fix)
         function = call.get("function")
         arguments = (function if isinstance(function, Mapping) else call).get("arguments")
         if isinstance(arguments, str) and _is_object(arguments) and any(twice in said for twice in _as_texts(arguments)):
@@ -423,12 +424,13 @@ def _rendered(
             **variables,
         )
     except Exception as error:
+        null = 'write "" for a content that is null, or ' if any(message["content"] is None for message in messages) else ""
         roles = ", ".join(str(message["role"]) for message in messages[:8])
         raise ChatError(
             "messages",
             f"the chat template refuses a chat of the roles {roles}{' ...' if len(messages) > 8 else ''} "
             f"({type(error).__name__}: {str(error)[:200]})",
-            "change the record to what the template accepts, or set spec.data.chatTemplate",
+            null + "change the record to what the template accepts, or set spec.data.chatTemplate",
         ) from error
     if len(texts[0]) > MAX_RECORD_BYTES:
         raise endless(f"writes {len(texts[0])} characters, more than {MAX_RECORD_BYTES},")

@@ -201,9 +201,11 @@ def _turn(place: Place, key: str, message: Any, write: str) -> Message | RecordP
         return place.problem(
             f"{key}.tool_calls", _as_json(calls), "is not a list of objects", "write a list of calls, or remove it"
         )
+    # Programs write null, or an empty list of calls, where a turn has none, and templates ask only whether there is a key.
+    written = {name: value for name, value in message.items() if value is not None and (calls or name != "tool_calls")}
     if content is None:
         if calls:
-            return {**message, "content": None}
+            return {**written, "content": None}
         reason = "is null, which only a turn with tool_calls may be" if "content" in message else "is missing"
         return place.problem(f"{key}.content", f"keys {sorted(message)}", reason, write)
     if not isinstance(content, str):
@@ -213,7 +215,7 @@ def _turn(place: Place, key: str, message: Any, write: str) -> Message | RecordP
         return place.problem(
             f"{key}.content", repr(content), "is empty, so there is nothing to learn", "remove the turn or fill it in"
         )
-    return message
+    return written
 
 
 def _texts(value: Any) -> Iterator[str]:
