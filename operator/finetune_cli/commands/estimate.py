@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune_cli.commands.validate import Outcome, Verdict, validate
 from finetune_cli.exit_codes import ExitCode
 from finetune_job.api.base import ClaimPath, parse_source
+from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.memory.describe import model_shape, read_model
 from finetune_job.memory.limits import Limit, limit_of, quantity_bytes
 from finetune_job.memory.model_shape import UnknownModelError
 from finetune_job.memory.verdict import MemoryVerdict, judge_memory
 from finetune_job.plan.run_plan import RunPlan
+from finetune_job.rules.book import evaluate
+from finetune_job.rules.changes import with_changes
+from finetune_job.rules.context import RuleContext
 
 GPU_MEMORY_OPTION = "--gpu-memory"
 
@@ -64,9 +68,20 @@ def _estimated(verdict: Verdict, model: Path | None, gpu_memory: str | None, cla
         limit = limit_of(plan)
         if gpu_memory is not None:
             limit = Limit(quantity_bytes(gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
-        return Estimated(verdict.name, plan, judge_memory(plan, model_shape(plan, files), files.stored, limit))
+        found = judge_memory(plan, model_shape(plan, files), files.stored, limit)
+        return Estimated(verdict.name, plan, _completed(found, job.spec))
     except (UnknownModelError, ValueError) as error:
         raise EstimateError(f"{verdict.name}: {error}") from error
+
+
+def _completed(verdict: MemoryVerdict, spec: FineTuneJobSpec) -> MemoryVerdict:
+    """With what the rules ask for beside the change, which the plan does not know: several nodes share a workspace."""
+    if verdict.alternative is None:
+        return verdict
+    written = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    changed = FineTuneJobSpec.model_validate(with_changes({"spec": written}, verdict.alternative.changes)["spec"])
+    more = [change for finding in evaluate(RuleContext(changed)) if finding.severity == "error" for change in finding.changes]
+    return replace(verdict, alternative=replace(verdict.alternative, changes=(*verdict.alternative.changes, *more)))
 
 
 def _on_claim(source: str, claims: Path) -> Path:

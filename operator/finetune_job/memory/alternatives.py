@@ -14,10 +14,14 @@ from finetune_job.api.base import Dtype
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import ActivationCheckpointing, Precision
 from finetune_job.memory.estimate import Estimate
+from finetune_job.method_settings import effective_settings
 from finetune_job.plan.resolve_method import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_job.rules.method_configuration.setting_conflicts import SHARDED
 from finetune_job.rules.rule import FieldChange
 
+SHARDED_BITS = 4
+"""Of a packed base, the only ones that several ranks can share."""
 SHORTEST_SEQUENCE = 256
 """Tokens; shorter ones would drop most of the records of most data sets."""
 MOST_TIMES_RANKS = 16
@@ -120,6 +124,9 @@ def _micro(plan: RunPlan) -> list[_Step]:
 def _recomputed(plan: RunPlan) -> list[_Step]:
     order = [ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL]
     more = order[order.index(plan.training.activation_checkpointing) + 1 :]
+    if plan.training.compile:
+        # The rules refuse it: a compiled layer hides its matrix products.
+        more = [kind for kind in more if kind is not ActivationCheckpointing.SELECTIVE]
     return [
         _AS_IT_IS,
         *(
@@ -164,6 +171,8 @@ def _precise(plan: RunPlan) -> list[_Step]:
 
 def _ranks(plan: RunPlan) -> list[_Step]:
     steps, nodes = [_AS_IT_IS], plan.parallelism.nodes
+    if _is_for_one_rank(plan):
+        return steps
     times = 2
     while times <= MOST_TIMES_RANKS and plan.training.global_batch_size % (plan.parallelism.world_size * times) == 0:
         # Whole nodes: how many devices one has nobody has said.
@@ -174,12 +183,23 @@ def _ranks(plan: RunPlan) -> list[_Step]:
     return steps
 
 
+def _is_for_one_rank(plan: RunPlan) -> bool:
+    """Whether the rules refuse the job's settings on several ranks."""
+    method = plan.method
+    if method.quantization is not None and method.quantization.bits != SHARDED_BITS:
+        return True
+    if method.adapter is None:
+        return False
+    settings = effective_settings(method.type, method.adapter.settings)
+    return any(method.type in each.methods and each.exists(settings) for each in SHARDED)
+
+
 def _quantised(plan: RunPlan) -> list[_Step]:
     placement = plan.placement
     if plan.method.type is not MethodType.LORA or placement is None or placement.gpu_resource_name is None:
         return [_AS_IT_IS]
     packed = QuantizationPlan(
-        bits=4, quant_type=DEFAULT_QUANT_TYPE, double_quant=DEFAULT_DOUBLE_QUANT, compute_dtype=None, quant_storage=None
+        bits=SHARDED_BITS, quant_type=DEFAULT_QUANT_TYPE, double_quant=DEFAULT_DOUBLE_QUANT, compute_dtype=None, quant_storage=None
     )
     change = _updated("method", type=MethodType.QLORA, quantization=packed)
     return [_AS_IT_IS, _Step(_QUANTISE_COST, (("method.type", MethodType.QLORA.value),), change)]

@@ -7,12 +7,15 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
+from finetune_job.rules.changes import with_changes
+from finetune_job.rules.rule import FieldChange
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.memory.configs import CONFIGS
 
@@ -56,6 +59,38 @@ def test_json_adds_up(tmp_path: Path, config: Path) -> None:
     assert job["fits"] is True
     assert job["alternative"] is None
     assert sum(term["bytes"] for term in job["terms"]) == job["total"] < job["limit"] == 800 * 2**30
+
+
+FULL = "training.activationCheckpointing"
+TEMPLATE = {"volumeClaimTemplate": {"storage": "10Gi"}}
+EIGHT_BITS = {"method.type": "QLoRA", "method.quantization.bits": 8}
+
+
+@pytest.mark.parametrize(
+    ("written", "gib", "changed"),
+    [
+        # Without the rules it would be Selective, eight nodes alone, and four.
+        ({"training.compile": True, "training.microBatchSize": 1, "training.precision": "bf16"}, 32, FULL),
+        ({"workspace": TEMPLATE}, 14, "workspace.volumeClaimTemplate.accessMode"),
+        (EIGHT_BITS | {"training.microBatchSize": 1, "data.maxSequenceLength": 2048}, 12, "data.maxSequenceLength"),
+    ],
+)
+def test_the_change_that_fits_is_one_that_the_rules_accept(
+    tmp_path: Path, config: Path, written: dict[str, Any], gib: int, changed: str
+) -> None:
+    job = a_job()
+    for field, value in written.items():
+        job = job.spec(field, value)
+    file = manifest(tmp_path, job)
+    options = ["--model", str(config), "--gpu-memory", f"{gib}Gi", "-o", "json"]
+    first = RUNNER.invoke(app, ["estimate", "-f", file, *options])
+    assert first.exit_code == 1, first.output
+    (found,) = json.loads(first.output)["jobs"]
+    changes = [FieldChange.model_validate(change) for change in found["alternative"]["changes"]]
+    assert f"spec.{changed}" in {change.field for change in changes}
+    Path(file).write_text(yaml.safe_dump(with_changes(yaml.safe_load(Path(file).read_text()), changes)))
+    second = RUNNER.invoke(app, ["estimate", "-f", file, *options])
+    assert second.exit_code == 0, second.output
 
 
 def test_a_model_on_a_claim_is_found(tmp_path: Path, config: Path) -> None:
