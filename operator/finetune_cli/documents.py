@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -43,6 +43,18 @@ class Document:
     """From 1."""
     content: Any
     file: str = ""
+
+
+def is_list(content: Any) -> bool:
+    """Whether an object is a list of objects, as `kubectl get --output yaml` writes several; an empty one has nothing to judge."""
+    if not isinstance(content, dict) or not str(content.get("kind")).endswith("List"):
+        return False
+    return isinstance(content.get("items"), list) and content["items"] != []
+
+
+def objects_of(document: Document) -> list[Document]:
+    """The objects of a list, each with the number of its document; of any other document itself."""
+    return [replace(document, content=item) for item in document.content["items"]] if is_list(document.content) else [document]
 
 
 def problem(field: str, value: object, message: str, fix: str) -> Finding:
@@ -204,7 +216,9 @@ def _fault(value: Any) -> tuple[str, str, str] | None:
         case int():
             if abs(value) <= LARGEST_INTEGER:
                 return None
-            return f"{value:#x}"[:60], "is larger than any number of Kubernetes", "write a smaller number"
+            # Python writes no more than 4300 digits.
+            written = str(value) if value.bit_length() < 2_000 else f"{value:#x}"
+            return written[:60], "is larger than any number of Kubernetes", "write a smaller number"
         case _:
             kind = type(value).__name__
             return kind, f"is a {kind}, which JSON does not have", "write text, a number, true, false, a list or a mapping"

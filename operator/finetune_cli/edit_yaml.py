@@ -49,10 +49,10 @@ def edited(text: str, number: int, wanted: dict[str, Any]) -> str:
         try:
             candidate = _with_edit(text, number, edit)
         except (_UnknownLayoutError, yaml.YAMLError):
-            return _written_anew(text, number, wanted)
+            return written_anew(text, number, wanted)
         current = _after(current, edit)
         if not _reads_as(candidate, text, number, current):
-            return _written_anew(text, number, wanted)
+            return written_anew(text, number, wanted)
         text = candidate
     return text
 
@@ -210,7 +210,7 @@ def _is_read_as_text(value: str) -> bool:
     return isinstance(yaml.load(value, Loader=Loader), str)  # noqa: S506 - a subclass of the safe loader
 
 
-def _written_anew(text: str, number: int, wanted: dict[str, Any]) -> str:
+def written_anew(text: str, number: int, wanted: dict[str, Any]) -> str:
     """The document alone written anew in the place of the old one; all of them where Python's parser does not read the text."""
     try:
         root = _root(text, number)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -30,7 +31,18 @@ _METADATA = (
 
 def parse_job(content: Any) -> FineTuneJob | list[Finding]:
     """The job, or every way in which the document is none."""
-    return _unknown_metadata(content) or _parse(FineTuneJob, content)
+    return _unknown_metadata(content) or _parse(FineTuneJob, _named(content))
+
+
+def _named(content: Any) -> Any:
+    """With a name like the one that Kubernetes makes of metadata.generateName: five characters more than 58 of it at most."""
+    metadata = content.get("metadata") if isinstance(content, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("name") is not None:
+        return content
+    beginning = metadata.get("generateName")
+    if not isinstance(beginning, str) or not beginning:
+        return content
+    return content | {"metadata": metadata | {"name": f"{beginning[:58]}xxxxx"}}
 
 
 def _unknown_metadata(content: Any) -> list[Finding]:
@@ -89,7 +101,12 @@ def _finding(model: type[BaseModel], field: str, location: Sequence[int | str], 
         case "missing":
             return _made(field, "unset", "is required", _meaning(model, location))
         case "enum" | "literal_error":
-            return _made(field, value, f"is not one of {context.get('expected')}", f"write {context.get('expected')}")
+            expected = str(context.get("expected"))
+            near = _nearest(details.get("input"), re.findall(r"'([^']*)'", expected))
+            return _made(field, value, f"is not one of {expected}", f"write {near or expected}")
+        case "list_type" if isinstance(details.get("input"), str):
+            items = [item for item in re.split(r"[\s,]+", details["input"]) if item] or ["a", "b"]
+            return _made(field, value, "is a text and no list", _shortened(f"write [{', '.join(items)}]"))
         case "value_error":
             reason, _, fix = str(context.get("error")).partition("; ")
             return _made(field, value, reason, fix or _meaning(model, location))
@@ -116,12 +133,22 @@ def _made(field: str, value: str, message: str, fix: str) -> Finding:
 
 
 def _value(written: Any) -> str:
-    if isinstance(written, str):
-        return json.dumps(written)
     if isinstance(written, dict):
         return "a mapping"
-    text = shown(written)
+    return _shortened(json.dumps(written) if isinstance(written, str) else shown(written))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _nearest(written: Any, words: Sequence[str]) -> str | None:
+    """The word that was most likely meant, whatever its capitals."""
+    if not isinstance(written, str):
+        return None
+    by_lower = {word.lower(): word for word in words}
+    near = difflib.get_close_matches(written.strip().lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[near[0]] if near else None
 
 
 def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune_cli.commands.validate import Profiles, judge, known_profiles
-from finetune_cli.documents import Document, DocumentError, read_documents
-from finetune_cli.edit_yaml import edited
+from finetune_cli.documents import Document, DocumentError, is_list, read_documents
+from finetune_cli.edit_yaml import edited, written_anew
 from finetune_cli.manifest import parse_job
 from finetune_job.names import JOB_KIND
 from finetune_job.rules.changes import with_changes
@@ -40,7 +40,9 @@ def fix(files: Sequence[tuple[str, str]], profile: str | None = None) -> list[Fi
         for document in group:
             content = _fixed(document.content, profiles, file.made)
             if content != document.content:
-                file.text = edited(file.text, document.number, content)
+                # Edits replace lists whole, which would put all objects of a list on one line.
+                edit = written_anew if is_list(content) else edited
+                file.text = edit(file.text, document.number, content)
     return fixed
 
 
@@ -52,6 +54,8 @@ def _documents(file: FixedFile) -> list[Document]:
 
 
 def _fixed(content: Any, profiles: Profiles, made: list[tuple[str, Finding]]) -> Any:
+    if is_list(content):
+        return content | {"items": [_fixed(item, profiles, made) for item in content["items"]]}
     if not isinstance(content, dict) or content.get("kind") != JOB_KIND:
         return content
     for _ in range(MOST_FIXES):

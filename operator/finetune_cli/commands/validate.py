@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from finetune_cli.documents import Document, DocumentError, problem, read_documents
+from finetune_cli.documents import Document, DocumentError, objects_of, problem, read_documents
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.manifest import parse_job, parse_profile
 from finetune_job.api.job import FineTuneJob
@@ -17,6 +17,7 @@ from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import Choice, JobIdentity, RunPlan
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.context import RuleContext
+from finetune_job.rules.define import shown
 from finetune_job.rules.rule import Finding
 
 
@@ -80,7 +81,7 @@ def validate_files(files: Sequence[tuple[str, str]], profile: str | None = None)
     verdicts: list[Verdict] = []
     for name, text in files:
         try:
-            documents += read_documents(text, name)
+            documents += [each for document in read_documents(text, name) for each in objects_of(document)]
         except DocumentError as error:
             verdicts.append(_unusable(Document(0, None, name), (error.finding,)))
     profiles = Profiles()
@@ -109,7 +110,8 @@ def known_profiles(documents: Sequence[Document], profile: str | None) -> Profil
     """The profiles of a file, or the one given; those that do not parse are left out."""
     profiles = Profiles()
     for document in documents:
-        profiles.add(document)
+        for each in objects_of(document):
+            profiles.add(each)
     if profile is not None:
         profiles.take_only(profile)
     return profiles
@@ -135,12 +137,18 @@ class Profiles:
     def take_only(self, text: str) -> list[Verdict]:
         """Judge every job with the profile in `text`; what is wrong with it."""
         try:
-            documents = read_documents(text)
+            documents = [each for document in read_documents(text) for each in objects_of(document)]
         except DocumentError as error:
             return [_unusable(Document(0, {"kind": PROFILE_KIND}), (error.finding,))]
-        parsed = parse_profile(documents[0].content)
+        # Other objects may stand beside it, as in what a chart renders.
+        named = [document for document in documents if _kind(document.content) == PROFILE_KIND] or documents
+        if len(named) > 1:
+            names = ", ".join(_name(document.content) or "unnamed" for document in named)
+            finding = problem("file", names, f"holds {len(named)} objects that could be the {PROFILE_KIND}", "give a file with one")
+            return [_unusable(Document(0, {"kind": PROFILE_KIND}), (finding,))]
+        parsed = parse_profile(named[0].content)
         if isinstance(parsed, list):
-            return [Verdict(0, PROFILE_KIND, _name(documents[0].content), Outcome.UNUSABLE, tuple(parsed))]
+            return [Verdict(0, PROFILE_KIND, _name(named[0].content), Outcome.UNUSABLE, tuple(parsed))]
         self._only = parsed.spec
         return []
 
@@ -172,10 +180,10 @@ def _other(document: Document, beside_a_job: bool) -> Verdict:
         finding = problem(
             "document", str(content)[:60], "is not an object", f"start with apiVersion: {API_VERSION} and kind: {JOB_KIND}"
         )
-    elif "kind" not in content:
+    elif content.get("kind") is None:
         finding = problem("kind", "unset", "is required", f"write kind: {JOB_KIND}")
     else:
-        finding = problem("kind", content["kind"], f"is not {JOB_KIND}", f"give a manifest of kind {JOB_KIND}")
+        finding = problem("kind", shown(content["kind"]), f"is not {JOB_KIND}", f"give a manifest of kind {JOB_KIND}")
     return _unusable(document, (finding,))
 
 
@@ -185,7 +193,8 @@ def _unusable(document: Document, findings: tuple[Finding, ...]) -> Verdict:
 
 
 def _kind(content: Any) -> str:
-    return str(content.get("kind", "")) if isinstance(content, dict) else ""
+    kind = content.get("kind") if isinstance(content, dict) else None
+    return "" if kind is None else shown(kind)
 
 
 def _name(content: Any) -> str:

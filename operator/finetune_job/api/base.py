@@ -48,8 +48,10 @@ DECIMAL_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?$"
 def _decimal(text: Any) -> Any:
     """Says what is wrong in better words than a pattern can."""
     if isinstance(text, bool):
-        raise ValueError('must be a number written as a string, such as "2e-4"; got a boolean')
+        raise ValueError('is a boolean; write a number as a string, such as "2e-4"')
     if isinstance(text, int | float):
+        if text < 0:
+            raise ValueError(f'{text} is below 0; write a number such as "0.05" or "2e-4"')
         raise ValueError(f'must be a string, because floats do not survive every JSON round trip; write "{text}" in quotes')
     if not isinstance(text, str):
         return text
@@ -59,6 +61,13 @@ def _decimal(text: Any) -> Any:
         raise ValueError(f'{text!r} is not a number; write it as in "0.05" or "2e-4"') from error
     if not value.is_finite():
         raise ValueError(f'{text!r} is not finite; write a finite number such as "2e-4"')
+    if value < 0:
+        raise ValueError(f'{text!r} is below 0; write a number such as "0.05" or "2e-4"')
+    if re.fullmatch(DECIMAL_PATTERN.strip("^$"), text) is None:
+        raise ValueError(
+            f"{text!r} is not written as numbers are here, with digits around a point, an exponent of at most two digits, "
+            'no sign and no blanks; write it as in "0.05" or "2e-4"'
+        )
     return text
 
 

@@ -41,9 +41,18 @@ def shown(value: Any) -> str:
         case bool():
             return str(value).lower()
         case list() | tuple():
-            return "[" + ", ".join(f'"{item}"' for item in value) + "]"
+            return "[" + ", ".join(map(_inside, value)) + "]"
+        case dict():
+            return "{" + ", ".join(f"{key}: {_inside(item)}" for key, item in value.items()) + "}"
         case _:
             return str(value)
+
+
+def _inside(value: Any) -> str:
+    """The same of what stands in a list or a mapping, where a text is told from a number by its quotes."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "null" if value is None else shown(value)
 
 
 def _plain(value: Any) -> Any:

@@ -123,6 +123,17 @@ def test_other_documents_of_the_file_stay() -> None:
     assert all(not verdict.findings for verdict in report.verdicts)
 
 
+def test_jobs_in_a_list_are_fixed() -> None:
+    objects = [yaml.safe_load(text) for text in (CLAIM, REFUSED, WARNED)]
+    text = f"# head\n{CLAIM}---\n{yaml.safe_dump({'apiVersion': 'v1', 'kind': 'List', 'items': objects})}"
+    result = run("--fix", stdin=text)
+    assert result.stdout.startswith(f"# head\n{CLAIM}---\n")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (0, 2)
+    report = validate(result.stdout)
+    assert [verdict.outcome for verdict in report.verdicts] == [*[Outcome.SKIPPED] * 2, *[Outcome.ACCEPTED] * 2]
+    assert all(not verdict.findings for verdict in report.verdicts)
+
+
 def test_several_files_become_one_of_several_documents(tmp_path) -> None:
     for name, text in (("a.yaml", REFUSED), ("b.yml", WARNED), ("notes.txt", "none"), ("c.json", job_text(manifest({}), None))):
         (tmp_path / name).write_text(text)

@@ -153,11 +153,22 @@ def test_numbers_are_read_as_kubernetes_reads_them():
         ("spec.training.learningRate", "Infinity", "spec.training.learningRate", "is not finite", "write a finite number"),
         ("spec.training.learningRate", 0.001, "spec.training.learningRate", "must be a string", 'write "0.001" in quotes'),
         ("spec.training.learningRate", "fast", "spec.training.learningRate", "is not a number", "write it as in"),
-        ("spec.training.learningRate", "-1", "spec.training.learningRate", "does not match", "Peak learning rate"),
-        ("spec.method.type", "lora", "spec.method.type", "is not one of", "'LoRA'"),
+        ("spec.training.learningRate", "-1", "spec.training.learningRate", "is below 0", 'such as "0.05"'),
+        ("spec.training.learningRate", -0.5, "spec.training.learningRate", "-0.5 is below 0", 'such as "0.05"'),
+        ("spec.training.learningRate", True, "spec.training.learningRate", "is a boolean", "write a number as a string"),
+        *(
+            ("spec.training.learningRate", text, "spec.training.learningRate", "is not written as numbers are here", "as in")
+            for text in ("+1", ".1", "1.", " 1e-4", "1.0e-100", "1_0", "1e-4\n", "\u0661")
+        ),
+        ("spec.training.maxSteps", 10**20, "spec.training.maxSteps", "is larger than any number", "write a smaller number"),
+        ("spec.method.type", "lora", "spec.method.type", "is not one of 'LoRA'", "write LoRA"),
+        ("spec.model.dtype", "bf16", "spec.model.dtype", "is not one of 'bfloat16'", "write bfloat16"),
+        ("spec.training.precision", "tf32", "spec.training.precision", "is not one of 'bf16'", "write"),
         ("spec.merge.base", "Packed", "spec.merge.base", "is not one of 'Original'", "'Original'"),
         ("spec.data.packing", "yes", "spec.data.packing", "should be a valid boolean", "write true or false"),
-        ("spec.method.lora.targetModules", "q_proj", "spec.method.lora.targetModules", "should be a valid array", "write a list"),
+        ("spec.method.lora.targetModules", "q_proj", "spec.method.lora.targetModules", "is a text and no list", "write [q_proj]"),
+        ("spec.method.lora.targetModules", "q, v", "spec.method.lora.targetModules", "is a text and no list", "write [q, v]"),
+        ("spec.method.lora.targetModules", {"q": 1}, "spec.method.lora.targetModules", "should be a valid array", "write a list"),
         ("spec.method.lora.targetModules", ["q", 3], "spec.method.lora.targetModules[1]", "should be a valid string", "quotes"),
         ("spec.model", "pvc://models/base", "spec.model", "should be an object", "write a mapping"),
         ("spec.model.source", "file:///srv/model", "spec.model.source", "does not match", "pvc://<claim>/<path>"),
@@ -194,6 +205,8 @@ def test_a_missing_field_is_named_with_its_meaning():
         ("just text", "document", "is not an object"),
         ("[1, 2]", "document", "is not an object"),
         ("a: 1\n", "kind", "is required"),
+        ("kind:\n", "kind", "is required"),
+        ("kind: List\nitems: []\n", "kind", "is not FineTuneJob"),
         (CLAIM, "kind", "is not FineTuneJob"),
         (ACCEPTED.replace("kind: FineTuneJob", "kind: PyTorchJob"), "kind", "is not FineTuneJob"),
         ("kind: FineTuneJob\nkind: FineTuneJob\n", "kind", "the key stands twice"),
@@ -214,6 +227,50 @@ def test_unusable_input_is_told_in_one_finding(text, field, reason):
     assert finding.field.startswith(field)
     assert reason in finding.message
     assert finding.fix
+
+
+def listed(*texts: str, kind: str = "List") -> str:
+    """As `kubectl get --output yaml` writes several objects."""
+    return yaml.safe_dump({"apiVersion": "v1", "kind": kind, "items": [yaml.safe_load(text) for text in texts]})
+
+
+@pytest.mark.parametrize(
+    "text", [listed(ACCEPTED, CLAIM, REFUSED), f"{ACCEPTED}---\n{listed(CLAIM, REFUSED, kind='FineTuneJobList')}"]
+)
+def test_the_objects_of_a_list_are_judged_like_documents(text):
+    report = validate(text)
+    assert [verdict.outcome for verdict in report.verdicts] == [Outcome.ACCEPTED, Outcome.SKIPPED, Outcome.REFUSED]
+    assert report.exit_code is ExitCode.REFUSED
+    remote = edited("spec.model.allowRemoteCode", True)
+    assert validate(listed(PROFILE, remote)).exit_code is ExitCode.REFUSED
+
+
+def test_the_profile_is_found_beside_other_objects_and_is_one():
+    remote = edited("spec.model.allowRemoteCode", True)
+    for profile in (f"{CLAIM}---\n{PROFILE}", listed(PROFILE), PROFILE):
+        assert validate(remote, profile).exit_code is ExitCode.REFUSED
+    report = validate(remote, f"{PROFILE}---\n{PROFILE.replace('default', 'other')}")
+    assert report.exit_code is ExitCode.UNUSABLE
+    assert report.verdicts[0].findings[0].message == "holds 2 objects that could be the FineTuneProfile"
+
+
+def test_a_generated_name_is_a_name():
+    """`kubectl create` takes such manifests, and the API server makes the name before it judges."""
+    report = validate(ACCEPTED.replace("name: tuned", "generateName: tune-"))
+    assert [(verdict.outcome, verdict.name) for verdict in report.verdicts] == [(Outcome.ACCEPTED, "tune-xxxxx")]
+    long = validate(ACCEPTED.replace("name: tuned", f"generateName: {'a' * 100}-"))
+    assert [len(verdict.name) for verdict in long.verdicts] == [63]
+    assert "metadata.name" in findings(ACCEPTED.replace("name: tuned", "generateName: Tune-"))
+
+
+def test_values_are_shown_as_a_manifest_writes_them():
+    written = {"trainableTokenIndices": [7, 7], "rankPattern": {"(q": 4}}
+    found = findings(edited("spec.method.lora", written))
+    assert found["spec.method.lora.trainableTokenIndices"][0] == "[7, 7]"
+    tokens = edited("spec.method", {"type": "LoHa", "settings": {"rankPattern": {"q": "4"}}})
+    assert findings(tokens)["spec.method.settings"][0] == 'rankPattern: {q: "4"}'
+    (finding,) = validate(edited("spec.model.source", "x" * 70_000)).verdicts[0].findings
+    assert len(finding.value) == 100
 
 
 def test_aliases_cannot_blow_up():
