@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tokenizers import processors
 
 from finetune_job.api.data import DataFormat, LossOn
 from finetune_job.failures import FailureClass, Outcome
@@ -68,6 +69,18 @@ def test_a_begin_token_that_the_template_writes_twice_is_an_error(tmp_path):
     assert rules(check_chat_template(plan(template), LLAMA3.tokenizer(), tmp_path)) == [
         ("chat-template-doubles-begin", "error", "spec.data.chatTemplate")
     ]
+
+
+def test_a_begin_token_that_the_tokenizer_writes_and_the_template_does_not_is_a_warning(tmp_path):
+    tokenizer = LLAMA3.tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", tokenizer.bos_token_id)]
+    )
+    assert check_chat_template(plan(), tokenizer, tmp_path) == []
+    without = LLAMA3.template.replace("bos_token + ", "")
+    (finding,) = check_chat_template(plan(without), tokenizer, tmp_path)
+    assert rules([finding]) == [("chat-template-without-begin", "warning", "spec.data.chatTemplate")]
+    assert check_chat_template(plan(without), LLAMA3.tokenizer(), tmp_path) == []
 
 
 def test_a_stop_token_at_which_no_server_stops_is_a_warning_until_the_model_names_it(tmp_path):

@@ -105,6 +105,10 @@ def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -
         doubled = f"every chat begins with {tokenizer.bos_token!r} twice, which the model has never seen"
         return [finding("chat-template-doubles-begin", "error", doubled, "write the begin token once in the template")]
     found = []
+    if begin is not None and made.input_ids[0] != begin and tokenizer("")["input_ids"][:1] == [begin]:
+        unbegun = f"the tokenizer puts {tokenizer.bos_token!r} before each text and the template writes none, so no chat begins as "
+        unbegun += "all that the model has learnt from"
+        found.append(finding("chat-template-without-begin", "warning", unbegun, "begin the template with {{ bos_token }}"))
     template = chat_template(tokenizer, template_source(tokenizer, data.chat_template))
     stop, number = list(template.stops.items())[-1]
     known = generation_stops(tokenizer, directory)
