@@ -199,7 +199,9 @@ def test_of_two_calls_the_second_is_not_left_out_either():
 def test_arguments_that_would_be_written_in_quotes_are_a_problem():
     turns = (says("", tool_calls=[called(arguments='{"a": "ü"}')]), TOLD, says("2"))
     problem = one(TOKENIZERS["bytes"]["Qwen 2.5"], asked(*turns))
-    assert "are a text, which the template writes in quotes" in problem.reason
+    assert "are a text, which the template puts in quotes" in problem.reason
+    in_braces = QWEN25.template.replace("(call.function | tojson)", "call.function.name + '{' + call.function.arguments + '}'")
+    assert "braces of its own" in one(TOKENIZERS["bytes"]["Qwen 2.5"], asked(*turns), template=in_braces).reason
     as_it_is = QWEN25.template.replace("(call.function | tojson)", "call.function.name + ' ' + call.function.arguments")
     document = one(TOKENIZERS["bytes"]["Qwen 2.5"], asked(*turns), template=as_it_is)
     assert supervised(TOKENIZERS["bytes"]["Qwen 2.5"], document)[0].startswith('<tool_call>\nadd {"a": "ü"}\n')

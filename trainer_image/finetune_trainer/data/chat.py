@@ -350,7 +350,7 @@ def refuse_calls(number: int, message: Message, said: str) -> None:
         function = call.get("function")
         arguments = (function if isinstance(function, Mapping) else call).get("arguments")
         if isinstance(arguments, str) and _is_object(arguments) and any(twice in said for twice in _as_texts(arguments)):
-            reason = f"the arguments of {name!r} are a text, which the template writes in quotes and not as an object"
+            reason = f"the arguments of {name!r} are a text, which the template puts in quotes or braces of its own"
             raise ChatError(key, reason, 'write the arguments as an object ({"name": "value"}) and not as a text')
 
 
@@ -367,9 +367,11 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _as_texts(text: str) -> tuple[str, str]:
-    """A text as a template writes it as JSON: transformers' own filter keeps what is not ASCII, Jinja's does not."""
-    return json.dumps(text, ensure_ascii=False), json.dumps(text)
+def _as_texts(text: str) -> tuple[str, ...]:
+    """An object's text as a template may write a text: as JSON (transformers' filter keeps what is not ASCII, Jinja's does not), or
+    as the inside of an object.
+    """
+    return json.dumps(text, ensure_ascii=False), json.dumps(text), f"{{{text}}}"
 
 
 def template_source(tokenizer: Tokenizer, written: str | None, *, has_tools: bool = False) -> str:
