@@ -119,6 +119,35 @@ def test_operation_that_is_not_understood_is_refused_only_where_an_adapter_needs
     with pytest.raises(errors.UnsupportedBaseError, match=r"self_attn.k_proj.weight: transformers makes it .* by Chunk"):
         stored.parameter("model.layers.0.self_attn.k_proj.weight")
     assert stored.owner("model.layers.0.attn.gqkv_proj.weight") is None
+    with pytest.raises(errors.UnsupportedBaseError, match="by Chunk"):
+        stored.require_readable()
+
+
+def test_what_is_joined_from_several_tensors_can_be_read_and_not_be_merged_into() -> None:
+    family = library_names.library_family({"model_type": "olmo_hybrid", "num_hidden_layers": 1})
+    assert family is not None
+    module = "model.layers.0.linear_attn"
+    # Not in the order of the rows.
+    shapes = {
+        f"{module}.v_conv1d.weight": (8, 1, 4),
+        f"{module}.q_conv1d.weight": (4, 1, 4),
+        f"{module}.k_conv1d.weight": (6, 1, 4),
+    }
+    stored = StoredModel(headers(shapes), {}, family)
+    with pytest.raises(errors.UnsupportedBaseError, match="by Concatenate"):
+        stored.parameter(f"{module}.conv1d.weight")
+    stored.require_readable()
+    joined = stored.readable(f"{module}.conv1d.weight")
+    assert joined is not None
+    assert joined.shape == (18, 1, 4)
+    assert [(part.header.name[-15], part.place) for part in joined.parts] == [
+        ("q", (slice(0, 4),)),
+        ("k", (slice(4, 10),)),
+        ("v", (slice(10, 18),)),
+    ]
+    incomplete = StoredModel(headers(dict(list(shapes.items())[:2])), {}, family)
+    with pytest.raises(errors.UnsupportedBaseError, match="by Concatenate"):
+        incomplete.readable(f"{module}.conv1d.weight")
 
 
 def test_unknown_model_type_is_read_as_it_stands() -> None:

@@ -7,6 +7,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from finetune_job.failures import FailureClass, Outcome
+from finetune_trainer.merge.errors import UnsupportedBaseError
 from finetune_trainer.preflight.run import run
 
 INDEX = "model.safetensors.index.json"
@@ -329,6 +330,14 @@ def test_a_merge_that_could_not_be_verified_is_refused_before_the_training(conte
     assert finding.field == "spec.merge.enabled"
     assert "cannot be verified" in finding.message
     assert run(context({"method": {"type": "PSOFT", "settings": {"r": 8}}, "merge.enabled": False})).outcome is Outcome.SUCCEEDED
+
+
+def test_a_base_that_the_verification_cannot_read_is_refused_before_the_training(context, monkeypatch):
+    def unreadable(_stored):
+        raise UnsupportedBaseError("base parameter gate_proj: transformers makes it from stored tensors by Chunk.")
+
+    monkeypatch.setattr("finetune_trainer.merge.stored.StoredModel.require_readable", unreadable)
+    assert "by Chunk" in only(context(), "merge-impossible").message
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

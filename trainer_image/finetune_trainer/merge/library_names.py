@@ -111,7 +111,9 @@ def _rule(transform: Any) -> NameRule:
         if steps == [(MergeModulelist, 0), (Concatenate, 1)] or (steps == [(MergeModulelist, 0)] and len(sources) == 1):
             return ExpertStack(sources, targets[0], scopes)
     steps_text = ", ".join(type(step).__name__ for step in getattr(transform, "operations", ())) or type(transform).__name__
-    return Unreadable(sources, targets, steps_text, scopes)
+    operations = [(type(step), getattr(step, "dim", None)) for step in getattr(transform, "operations", ())]
+    joins_rows = operations == [(Concatenate, 0)] and len(targets) == 1 and not any("*" in source for source in sources)
+    return Unreadable(sources, targets, steps_text, scopes, joins_rows)
 
 
 def _peft_fuses_experts(model_type: str) -> bool:

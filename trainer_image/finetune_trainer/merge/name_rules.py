@@ -40,6 +40,8 @@ class Unreadable:
     targets: tuple[str, ...]
     operation: str
     scopes: tuple[str, ...] = ()
+    joins_rows: bool = False
+    """Whether the one target is the sources below each other, in their order: it can be read, and not be merged into."""
 
 
 NameRule = Renaming | ExpertStack | Unreadable

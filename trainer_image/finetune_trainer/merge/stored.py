@@ -35,14 +35,17 @@ class StoredPart:
     expert: int | None = None
     """The expert whose rows it holds. None: it holds the whole parameter."""
     first_row: int = 0
-    """Row of that expert's matrix at which it begins."""
+    """Row of that expert's matrix, or of the parameter, at which it begins."""
+    is_whole: bool = True
+    """Whether it holds all rows of the parameter, where no expert is named."""
 
     @property
     def place(self) -> tuple[int | slice, ...]:
         """Index into the parameter's tensor: `tensor[part.place] = stored`."""
-        if self.expert is None:
+        if self.expert is None and self.is_whole:
             return ()  # of a scalar, too
-        return (self.expert, slice(self.first_row, self.first_row + self.header.shape[0]))
+        rows = slice(self.first_row, self.first_row + self.header.shape[0])
+        return (rows,) if self.expert is None else (self.expert, rows)
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class StoredModel:
         self._rules = (*family.rules, *LEGACY)
         self._prefix = f"{family.prefix}." if family.prefix else ""
         self._unreadable: dict[str, Unreadable] = {}
+        self._joined: dict[str, dict[int, TensorHeader]] = {}
+        """Of the unreadable ones, those that are stored tensors below each other, by the number of the source."""
         text_config = config.get("text_config") or {}
         counts = [source.get(key) for source in (config, text_config) for key in LAYER_COUNT_FIELDS]
         self._num_layers: int | None = next((count for count in counts if isinstance(count, int)), None)
@@ -147,6 +152,24 @@ class StoredModel:
             if tie is not None:
                 return self.parameters[tie.source]
         return None
+
+    def readable(self, path: str) -> StoredParameter | None:
+        """The same for who reads values alone, which may be joined from several tensors. Raises UnsupportedBaseError."""
+        joined = next((candidate for candidate in self._spellings(path) if candidate in self._joined), None)
+        if joined is None or len(self._joined[joined]) != len(self._unreadable[joined].sources):
+            return self.parameter(path)
+        parts: list[StoredPart] = []
+        num_rows = 0
+        for _, header in sorted(self._joined[joined].items()):
+            parts.append(StoredPart(header, first_row=num_rows, is_whole=False))
+            num_rows += header.shape[0]
+        return StoredParameter(joined, (num_rows, *parts[0].header.shape[1:]), tuple(parts))
+
+    def require_readable(self) -> None:
+        """Every parameter that the trained model loads can be read. Raises UnsupportedBaseError naming one that cannot."""
+        for path in self._unreadable:
+            if not self.is_extra(path):
+                self.readable(path)
 
     def path(self, path: str) -> str:
         """The model's own spelling of a parameter's path, which is the key of `parameters` and `ties`; itself where unknown."""
@@ -213,7 +236,10 @@ class StoredModel:
                 stacks.setdefault(path, (rule, {}))[1][found.expert, found.source] = header
             elif isinstance(rule, Unreadable):
                 for target in rule.targets:
-                    self._unreadable[self._model_path(found.with_target(target))] = rule
+                    path = self._model_path(found.with_target(target))
+                    self._unreadable[path] = rule
+                    if rule.joins_rows:
+                        self._joined.setdefault(path, {})[found.source] = header
                 continue
             order[path] = None
         counts = {value for key in EXPERT_COUNT_FIELDS if isinstance(value := config.get(key), int)}

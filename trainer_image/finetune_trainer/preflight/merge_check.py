@@ -44,6 +44,8 @@ def check_merge(plan: RunPlan, directory: Path, structure: ModelStructure) -> Fi
             max_shard_bytes=plan.merge.max_shard_bytes,
             quantized=quantized_tensors(directory, model, packed) if packed else {},
         )
+        # The merge leaves alone what it cannot read, its verification computes with all.
+        model.require_readable()
         if is_made_from_base_weights(settings):
             require_whole(directory, sum(base.file_bytes.values()), FROM_BASE_WEIGHTS)
     except MergeError as error:

@@ -14,7 +14,7 @@ from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.errors import BrokenCheckpointError
 from finetune_trainer.merge.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.merge.read_model import read_stored_model
-from finetune_trainer.merge.steps.rounding import TORCH_DTYPES
+from finetune_trainer.merge.steps.rounding import READ_DTYPES, TORCH_DTYPES
 from finetune_trainer.merge.stored import StoredParameter
 from finetune_trainer.model.load import unwritten
 
@@ -41,7 +41,7 @@ class StoredWeights:
 
     def holds(self, path: str) -> bool:
         """Whether the files have a parameter or buffer of the model, under its own name or that of one tied to it."""
-        return self._model.parameter(path) is not None
+        return self._model.readable(path) is not None
 
     def whole(self, path: str, dtype: torch.dtype) -> torch.Tensor:
         """All values of a parameter in the model's shape, rounded to `dtype`. Raises BrokenCheckpointError."""
@@ -81,7 +81,7 @@ class StoredWeights:
         return len(parts) == 1 and parts[0].expert is None and parts[0].header.name not in self._quantized
 
     def _parameter(self, path: str) -> StoredParameter:
-        parameter = self._model.parameter(path)
+        parameter = self._model.readable(path)
         if parameter is None:
             raise BrokenCheckpointError(f"{self.directory}: holds no parameter {path}, which the model has. Fetch the model again.")
         return parameter
@@ -98,8 +98,9 @@ class StoredWeights:
 
     def _read(self, header: TensorHeader, start: int, target: torch.Tensor) -> None:
         """Elements [start, start + len(target)) of a stored tensor into one dimension, in blocks where its dtype is another."""
-        stored = TORCH_DTYPES.get(header.dtype)
-        if stored is None:
+        stored = READ_DTYPES.get(header.dtype)
+        # Integers are no weights, but buffers of integers, such as tables of experts.
+        if stored is None or (target.dtype.is_floating_point and not stored.is_floating_point):
             raise BrokenCheckpointError(
                 f"{header.file}: tensor {header.name} is {header.dtype}, which no gate is known for. Give the 16-bit original."
             )
