@@ -124,7 +124,8 @@ def test_operation_that_is_not_understood_is_refused_only_where_an_adapter_needs
 
 
 def test_what_is_joined_from_several_tensors_can_be_read_and_not_be_merged_into() -> None:
-    family = library_names.library_family({"model_type": "olmo_hybrid", "num_hidden_layers": 1})
+    layers = ["linear_attention", "full_attention"]
+    family = library_names.library_family({"model_type": "olmo_hybrid", "num_hidden_layers": 2, "layer_types": layers})
     assert family is not None
     module = "model.layers.0.linear_attn"
     # Not in the order of the rows.
@@ -148,6 +149,17 @@ def test_what_is_joined_from_several_tensors_can_be_read_and_not_be_merged_into(
     incomplete = StoredModel(headers(dict(list(shapes.items())[:2])), {}, family)
     with pytest.raises(errors.UnsupportedBaseError, match="by Concatenate"):
         incomplete.readable(f"{module}.conv1d.weight")
+
+
+def test_single_experts_can_be_read_by_the_names_that_they_are_stored_under() -> None:
+    """As models with code of their own have them, of types that transformers has with stacks of experts."""
+    stored = StoredModel(headers(expert_shapes(2)), {}, FAMILIES["mixtral"])
+    path = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    assert stored.parameter(path) is None
+    found = stored.readable(path)
+    assert found is not None
+    assert [part.header.name for part in found.parts] == [path]
+    assert stored.readable("model.layers.0.block_sparse_moe.experts.2.w2.weight") is None
 
 
 def test_unknown_model_type_is_read_as_it_stands() -> None:

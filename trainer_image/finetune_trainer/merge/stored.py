@@ -118,6 +118,7 @@ class StoredModel:
         Raises BrokenCheckpointError where tensors of experts are missing or do not fit each other, naming them.
         """
         self.family = family
+        self._headers = headers
         self._rules = (*family.rules, *LEGACY)
         self._prefix = f"{family.prefix}." if family.prefix else ""
         self._unreadable: dict[str, Unreadable] = {}
@@ -154,10 +155,13 @@ class StoredModel:
         return None
 
     def readable(self, path: str) -> StoredParameter | None:
-        """The same for who reads values alone, which may be joined from several tensors. Raises UnsupportedBaseError."""
+        """The same for who reads values alone: they may be joined from several tensors, and a model with code of its own may have
+        single experts where transformers' has a stack. Raises UnsupportedBaseError.
+        """
         joined = next((candidate for candidate in self._spellings(path) if candidate in self._joined), None)
         if joined is None or len(self._joined[joined]) != len(self._unreadable[joined].sources):
-            return self.parameter(path)
+            found, header = self.parameter(path), self._headers.get(path)
+            return found if found is not None or header is None else StoredParameter(path, header.shape, (StoredPart(header),))
         parts: list[StoredPart] = []
         num_rows = 0
         for _, header in sorted(self._joined[joined].items()):
