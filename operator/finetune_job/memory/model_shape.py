@@ -133,7 +133,7 @@ def _facts(text: Mapping[str, Any], has_whole_logits: bool | None, **known: bool
         head_size=head_size,
         value_head_size=(text.get("v_head_dim") if text.get("kv_lora_rank") else None) or head_size,
         vocabulary_size=vocabulary,
-        experts_per_token=_first(text, "num_experts_per_tok", "num_experts_per_token") or EXPERTS_PER_TOKEN.get(kind, 2),
+        experts_per_token=_most(_first(text, *CHOSEN_EXPERTS)) or EXPERTS_PER_TOKEN.get(kind, 2),
         activation=str(
             text.get("hidden_activation")
             or text.get("hidden_act")
@@ -156,6 +156,8 @@ def _facts(text: Mapping[str, Any], has_whole_logits: bool | None, **known: bool
 
 WHOLE_LOGITS = frozenset({"gemma2", "cohere", "cohere2", "granite", "granitemoe", "granitemoeshared"})
 """Models whose configuration may leave out the setting that changes their logits, because it is the class's default."""
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+"""What architectures call the number of experts that a token has."""
 EXPERTS_PER_TOKEN = {"qwen2_moe": 4, "qwen3_moe": 8, "olmoe": 8, "gpt_oss": 4, "deepseek_v3": 8, "deepseek_v2": 2}
 ACTIVATIONS = {"gpt2": "gelu_new", "gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh",
                "starcoder2": "gelu_pytorch_tanh", "gpt_neox": "gelu", "phi": "gelu_new", "opt": "relu"}  # fmt: skip
@@ -181,3 +183,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _first(config: Mapping[str, Any], *names: str) -> Any:
     """The value of the first of these settings that stands there and is not null."""
     return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _most(value: Any) -> Any:
+    """Of a setting that may hold a number for each layer, the largest."""
+    return max(value, default=None) if isinstance(value, list) else value

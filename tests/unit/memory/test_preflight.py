@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from finetune_job.failures import FailureClass, Outcome, ReportedFinding
 from finetune_job.memory.describe import model_shape, read_model
+from finetune_job.memory.model_shape import facts_of
 from finetune_job.memory.verdict import RULE
 from finetune_operator.decide.reconcile import reconcile
 from finetune_trainer.context import RunContext
@@ -63,6 +64,35 @@ def test_what_the_architecture_decides_is_what_its_name_says(kind: str, tmp_path
     assert structure.shape.parameters == expected.parameters
     assert structure.shape.facts == expected.facts
     assert (expected.facts.has_fused_attention, expected.facts.is_stored_otherwise) == (kind != "gemma2", kind != "gemma2")
+
+
+def test_what_a_configuration_leaves_out_is_the_default_of_its_class(tmp_path: Path) -> None:
+    """As Gemma 3's published text_config, which names neither heads nor vocabulary."""
+    text = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
+    config = {"text_config": text, "vision_config": vision | {"patch_size": 14}, "mm_tokens_per_image": 4, "dtype": "bfloat16"}
+    declare_model(tmp_path / "model", {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], **config})
+    lora = {"r": 3, "targetModules": ["down_proj"]}
+    structure, findings = check_model(plan_of(tiny_spec(method={"type": "LoRA", "lora": lora})), tmp_path / "model")
+    assert structure is not None, findings
+    assert structure.shape is not None
+    facts = structure.shape.facts
+    assert (facts.hidden_size, facts.num_heads, facts.num_key_value_heads, facts.head_size) == (64, 8, 4, 256)
+    assert facts.vocabulary_size == 262208
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        ({"model_type": "ernie4_5_moe", "moe_k": 6}, 6),
+        ({"model_type": "hunyuan_v1_moe", "moe_topk": [8, 8]}, 8),
+        ({"model_type": "longcat_flash", "moe_topk": 12}, 12),
+        ({"model_type": "gemma4_text", "top_k_experts": 4}, 4),
+        ({"model_type": "gemma4_text", "top_k_experts": None}, 2),
+    ],
+)
+def test_experts_of_a_token_by_any_name(config: dict[str, Any], experts: int) -> None:
+    assert facts_of(ODD | config).experts_per_token == experts
 
 
 @pytest.fixture

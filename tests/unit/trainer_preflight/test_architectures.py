@@ -108,6 +108,19 @@ def test_packing_is_refused_where_a_document_sees_the_one_before(tmp_path: Path,
     assert check_small_model(unpacked, observed.model) == []
 
 
+@pytest.mark.parametrize(
+    ("kinds", "found"), [(["attention"] * 2, {}), (["mamba", "attention"], {"packing-with-recurrent-layers": "spec.data.packing"})]
+)
+def test_a_hybrid_of_attention_alone_is_packed(tmp_path: Path, kinds: list[str], found: dict[str, str]) -> None:
+    """Granite 4 has checkpoints without a single Mamba layer, of a class that transformers marks as one with a state."""
+    sizes = SIZES | {"shared_intermediate_size": 64, "num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": kinds}
+    states = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "position_embedding_type": "rope"}
+    declare_model(tmp_path / "model", {"model_type": "granitemoehybrid", **sizes, **states, "dtype": "bfloat16"})
+    refused = errors(plan({"type": "LoRA"}, data={"packing": True}), tmp_path / "model")
+    assert {rule: field for rule, field in refused.items() if rule != "packing-leaks"} == found
+    assert ("packing-leaks" in refused) <= bool(found)
+
+
 def test_activation_checkpointing_is_refused_where_the_architecture_has_none(tmp_path: Path) -> None:
     directory = declared(tmp_path / "model", "gpt_neox_japanese")
     targets = {"targetModules": ["query_key_value"]}

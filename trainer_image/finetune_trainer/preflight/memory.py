@@ -5,10 +5,8 @@ Nothing here imports torch when it is imported: run.py prepares data beside it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_job.memory.limits import limit_of
@@ -17,11 +15,11 @@ from finetune_job.memory.verdict import finding_of, judge_memory
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.data.prepare import SplitFacts
-from finetune_trainer.merge.headers import CONFIG_FILE
 from finetune_trainer.preflight.model_structure import ModelStructure
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class MemoryNeed:
         return found if self.limit is None else {**found, "memory_limit": str(self.limit)}
 
 
-def shape_of(model: nn.Module, base: nn.Module, units: Collection[str], directory: Path, load: str) -> ModelShape | None:
+def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], load: str) -> ModelShape | None:
     """`model` with its adapters, around `base`; None where the planner does not know what its configuration means.
 
     Weights that are packed already count as what they were packed from: the planner packs them itself.
@@ -53,10 +51,10 @@ def shape_of(model: nn.Module, base: nn.Module, units: Collection[str], director
     from finetune_trainer.model.invariants import SAVED_WHOLE
     from finetune_trainer.objective.head import returns_output_of_head
 
-    config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     try:
         facts = facts_of(
-            config,
+            # As transformers fills it in: a published config.json may leave out what its class has as default (Gemma 3's).
+            base.config.to_dict(),
             has_whole_logits=not returns_output_of_head(base),
             has_fused_attention=bool(getattr(base, "_supports_sdpa", False)),
             is_stored_otherwise=bool(get_model_conversion_mapping(base, add_legacy=False)),

@@ -59,6 +59,9 @@ from finetune_trainer.preflight.zero_rows import check_zero_rows
 ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 """Module classes that PEFT's LoRA layers can stand in for (peft.tuners.lora.model, dispatchers)."""
 
+STATELESS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
+"""Kinds of layers, as configurations name them, that hand nothing on; small_model.py measures whether their masks leak."""
+
 _PEFT_DOES_NOT_MIND = frozenset({"token-index-unknown", "saved-module-unknown", "adapter-pattern-unmatched"})
 """Names beside which PEFT attaches what is left, so that what it says of that is said, too."""
 _REFUSED_TARGET = re.compile(r"Module '([^']+)' is incompatible with")
@@ -83,7 +86,7 @@ def inspect_structure(
     findings += _compiler_is_missing(plan)
     findings += _cannot_recompute(plan, base)
     # Said beside what else is wrong: the model can be looked at all the same.
-    recurrent = [_recurrent(base)] if plan.data.packing and getattr(base, "_is_stateful", False) else []
+    recurrent = [_recurrent(base)] if plan.data.packing and _hands_state_on(base) else []
     vocabulary_size = int(base.get_input_embeddings().weight.shape[0])
     findings += _names(plan, base, vocabulary_size)
     limits = max_positions(base.config), max_row(base.config)
@@ -142,7 +145,7 @@ def inspect_structure(
         max_positions=limits[0],
         max_row=limits[1],
         stored_dtype=_name(stored_dtype(directory)),
-        shape=shape_of(model, base, units, directory, _name(dtypes.load)),
+        shape=shape_of(model, base, units, _name(dtypes.load)),
     )
     return structure, findings
 
@@ -204,6 +207,12 @@ def _attention_unknown(plan: RunPlan, error: Exception) -> Finding:
         fix="set spec.model.attention: eager",
         changes=(FieldChange(field="spec.model.attention", value="eager"),),
     )
+
+
+def _hands_state_on(base: PreTrainedModel) -> bool:
+    """Whether transformers says so of the class, unless every layer of this model is one of attention (Granite 4 without Mamba)."""
+    kinds = base.config.to_dict().get("layer_types") or ()
+    return bool(getattr(base, "_is_stateful", False)) and not (kinds and STATELESS.issuperset(kinds))
 
 
 def _recurrent(base: PreTrainedModel) -> Finding:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.data.shard_writer import write_prepared
@@ -60,6 +60,8 @@ def make_twin(plan: RunPlan, directory: Path, places: Places) -> Twin:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         tokens = shrunken.tokens
         _write(model, directory, places.model, stored_dtype(directory))
+        if type(model.config) not in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - there is no public name
+            _name_whole(config, shrunken.config, model, places.model)
         described = shrunken.config
         del model
     twin, changes = twin_plan(plan, shrunken)
@@ -85,6 +87,14 @@ def _write(model: PreTrainedModel, directory: Path, target: Path, dtype: torch.d
     model.save_pretrained(target)
     for code in directory.glob("*.py"):
         shutil.copyfile(code, target / code.name)
+
+
+def _name_whole(config: PreTrainedConfig, described: dict[str, Any], model: PreTrainedModel, target: Path) -> None:
+    """Let the twin of a text part be found by the configuration of the whole, where transformers knows it by no other (mllama)."""
+    made = type(config).from_dict(described)
+    made.architectures = [type(model).__name__]
+    made.dtype = model.dtype
+    made.save_pretrained(target)
 
 
 def _write_quiet(config: PreTrainedConfig, described: dict[str, Any], places: Places) -> None:
