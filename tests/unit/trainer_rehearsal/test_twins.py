@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from finetune_trainer.model.load import load_base_model, load_config
 from finetune_trainer.rehearsal.layers import choose_layers
+from finetune_trainer.rehearsal.places import Places
 from finetune_trainer.rehearsal.search import search
 from finetune_trainer.rehearsal.shrink import shrink
+from finetune_trainer.rehearsal.twin import make_twin
+from tests.support.declared_model import declare_model
 from tests.support.tiny_model import plan_of, tiny_spec
 from tests.unit.trainer_rehearsal.configurations import SIZES, configuration
 
@@ -134,3 +139,24 @@ def test_a_configuration_with_unknown_names_is_given_its_sizes_back(monkeypatch:
     shrunken, twin = search(plan_of(tiny_spec()), config, config.to_dict())
     assert isinstance(shrunken.layers and shrunken.layers.count, int)
     assert sum(parameter.numel() for parameter in twin.parameters()) < MOST_PARAMETERS
+
+
+def test_the_twin_of_a_text_part_is_found_where_transformers_knows_it_by_the_whole_alone(tmp_path: Path) -> None:
+    """Llama 3.2 Vision: its text part's own configuration names no causal language model."""
+    text = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
+    text |= {
+        "num_key_value_heads": 2,
+        "cross_attention_layers": [3],
+        "vocab_size": 8192,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    declare_model(tmp_path / "model", {"model_type": "mllama", "text_config": text, "vision_config": {}, "dtype": "bfloat16"})
+    (tmp_path / "places").mkdir()
+    places = Places(tmp_path / "places")
+    twin = make_twin(plan_of(tiny_spec(method={"type": "LoRA", "lora": {"targetModules": ["o_proj"]}})), tmp_path / "model", places)
+    assert load_config(twin.plan, places.model).model_type == "mllama"
+    made = load_base_model(twin.plan, places.model, torch.device("cpu"))
+    assert type(made).__name__ == "MllamaForCausalLM"
+    assert made.config.hidden_size < text["hidden_size"]

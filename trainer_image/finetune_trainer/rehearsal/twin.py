@@ -60,7 +60,7 @@ def make_twin(plan: RunPlan, directory: Path, places: Places) -> Twin:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         tokens = shrunken.tokens
         _write(model, directory, places.model, stored_dtype(directory))
-        if type(model.config) not in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - there is no public name
+        if type(model.config) is not type(config):
             _name_whole(config, shrunken.config, model, places.model)
         described = shrunken.config
         del model
@@ -91,6 +91,8 @@ def _write(model: PreTrainedModel, directory: Path, target: Path, dtype: torch.d
 
 def _name_whole(config: PreTrainedConfig, described: dict[str, Any], model: PreTrainedModel, target: Path) -> None:
     """Let the twin of a text part be found by the configuration of the whole, where transformers knows it by no other (mllama)."""
+    if type(model.config) in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - there is no public name
+        return
     made = type(config).from_dict(described)
     made.architectures = [type(model).__name__]
     made.dtype = model.dtype
