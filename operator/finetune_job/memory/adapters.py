@@ -27,9 +27,14 @@ STACKED_EXPERTS: Mapping[str, Mapping[str, tuple[str, int]]] = {
 transformers has stacked the experts since, and how many times the rank these get. Whatever has such a name counts as one of an
 expert: dense blocks beside the experts get no adapter (peft/utils/transformers_weight_conversion.py)."""
 STACKED_AS: Mapping[str, str] = {
-    "mixtral": "mixtral", "olmoe": "qwen2_moe", "qwen3_moe": "qwen2_moe", "deepseek_v2": "qwen2_moe", "deepseek_v3": "qwen2_moe",
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), "mixtral"),
+    **dict.fromkeys((
+        "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
+        "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next",
+        "solar_open",
+    ), "qwen2_moe"),
 }  # fmt: skip
-"""By `model_type`, of the families that are known without the model."""
+"""By `model_type`: transformers' table of decoders whose experts are stacked alike, as PEFT reads it."""
 BLOCK_SIZE, NESTED_BLOCK_SIZE = 64, 256
 """Values of a 4-bit weight that share a scale, and scales that share one where they are packed themselves."""
 CODE_BYTES, NESTED_CODE_BYTES, OFFSET_BYTES = 16 * 4, 256 * 4, 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,11 @@ HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses larger headers."""
 MAX_CONFIG_BYTES = 16 << 20
+
+
+GATE, DOWN = ("gate_proj", "w1"), ("down_proj", "w2")
+EXPERT = re.compile(r"\.experts\.\d+\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+"""A weight of one expert, as files hold it whose experts transformers stacks."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +100,44 @@ def model_shape(plan: RunPlan, files: ModelFiles) -> ModelShape:
                 f"{', '.join(fsdp.transformer_layer_cls_to_wrap)} only preflight can tell; leave it unset"
                 + (f" or name {own}" if own else "")
             )
-    return ModelShape(parameters, unit_names(parameters, fsdp, layers), facts_of(files.config))
+    return ModelShape(
+        parameters,
+        unit_names(parameters, fsdp, layers),
+        facts_of(files.config, is_stored_otherwise=any(EXPERT.search(name) for name in files.tensors) or None),
+    )
 
 
 def _base(files: ModelFiles, held: str) -> tuple[ParameterShape, ...]:
     if files.config["model_type"] in FAMILIES or not files.tensors:
         return base_parameters(files.config, held)
-    return tuple(
-        ParameterShape(name, shape, held, is_trained=False, kind=_kind(name, shape)) for name, (_, shape) in files.tensors.items()
-    )
+    shapes = _stacked({name: shape for name, (_, shape) in files.tensors.items() if _is_loaded(name, files.config)})
+    return tuple(ParameterShape(name, shape, held, is_trained=False, kind=_kind(name, shape)) for name, shape in shapes.items())
+
+
+def _is_loaded(name: str, config: Mapping[str, Any]) -> bool:
+    """Not a layer after the last, which published files hold for predicting several tokens at once and transformers leaves out."""
+    layer, count = re.match(r"model\.layers\.(\d+)\.", name), config.get("num_hidden_layers")
+    return layer is None or not isinstance(count, int) or int(layer[1]) < count
+
+
+def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The weights of single experts as transformers stacks them while it loads: gate and up in one, down in another."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        expert = EXPERT.search(name)
+        if expert is None or len(shape) != 2:
+            found[name] = shape
+            continue
+        is_down = expert["projection"] in DOWN
+        stack = f"{name[: expert.start()]}.experts.{'down_proj' if is_down else 'gate_up_proj'}"
+        count, rows, columns = found.get(stack, (0, 0, 0))
+        if is_down:
+            found[stack] = (count + 1, *shape)
+        elif expert["projection"] in GATE:
+            found[stack] = (count + 1, rows or shape[0], columns or shape[1])
+        else:
+            found[stack] = (count, 2 * shape[0], shape[1])
+    return found
 
 
 def _kind(name: str, shape: tuple[int, ...]) -> Kind:

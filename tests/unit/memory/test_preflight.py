@@ -66,6 +66,28 @@ def test_what_the_architecture_decides_is_what_its_name_says(kind: str, tmp_path
     assert (expected.facts.has_fused_attention, expected.facts.is_stored_otherwise) == (kind != "gemma2", kind != "gemma2")
 
 
+@pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe", "minimax_m2", "lfm2_moe", "qwen3_moe"])
+def test_experts_that_are_stored_one_by_one_are_stacked_in_the_estimate(kind: str, tmp_path: Path) -> None:
+    """Of a family that is known by its files alone, and of one that is known without them."""
+    sizes = {"num_hidden_layers": 3, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4}
+    sizes |= {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_dense_layers": 1, "moe_layer_start_index": 1}
+    sizes |= {"num_experts_per_tok": 2, "moe_k": 2, "layer_types": ["full_attention"] * 3} if kind == "lfm2_moe" else {}
+    config = {"model_type": kind, **ODD, "head_dim": 12, "eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0, **sizes}
+    directory = tmp_path / "model"
+    declare_model(directory, config | {"dtype": "bfloat16", "tie_word_embeddings": False})
+    plan = plan_of(tiny_spec(method={"type": "LoRA", "lora": {"r": 3}}, data={"packing": False}, merge={"enabled": False}))
+    structure, findings = check_model(plan, directory)
+    assert structure is not None, findings
+    assert structure.shape is not None
+    guessed, real = model_shape(plan, read_model(directory)), structure.shape
+    assert guessed.facts.is_stored_otherwise is real.facts.is_stored_otherwise is True
+    for trained in (True, False):
+        sizes_of = [sum(each.numel for each in shape.parameters if each.is_trained is trained) for shape in (guessed, real)]
+        assert sizes_of[0] == pytest.approx(sizes_of[1], rel=0.01)
+    linear = [sum(each.numel for each in shape.parameters if each.kind == "linear") for shape in (guessed, real)]
+    assert linear[0] == pytest.approx(linear[1], rel=0.01)
+
+
 def test_what_a_configuration_leaves_out_is_the_default_of_its_class(tmp_path: Path) -> None:
     """As Gemma 3's published text_config, which names neither heads nor vocabulary."""
     text = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
