@@ -210,9 +210,11 @@ def test_weights_that_do_not_fill_the_model_are_refused(context, model):
     assert "another shape" in mismatched
 
 
-def test_a_quantised_base_is_refused(context, model):
+@pytest.mark.parametrize("is_in_text_part", [False, True])
+def test_a_quantised_base_is_refused(context, model, is_in_text_part):
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"load_in_4bit": True}}))
+    packed = {"quantization_config": {"load_in_4bit": True}}
+    (model / "config.json").write_text(json.dumps(config | ({"text_config": packed} if is_in_text_part else packed)))
     assert "original 16-bit model" in only(context(), "model-already-quantized").fix
 
 

@@ -61,7 +61,9 @@ def inspect_model_files(directory: Path, address: str) -> ModelFiles:
     if findings:
         return ModelFiles(tuple(findings), "", 0)
     config = _json(directory / CONFIG_FILE, address, findings)
-    if config is not None and "quantization_config" in config:
+    text = config.get("text_config") if config is not None else None
+    # Null stands for none, as transformers takes it and writes it again.
+    if any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text)):
         findings.append(
             _finding(
                 "model-already-quantized",
