@@ -50,7 +50,9 @@ def validate(
     ],
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
-    fix: Annotated[bool, typer.Option("--fix", help="Print the manifests with the fixes of all findings made.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Print the manifests with the fixes made of all findings that need nobody to weigh them.")
+    ] = False,
 ) -> None:
     """Judge manifests by every rule, without a cluster. Exit code: 0 accepted, 1 refused, 2 unusable input.
 

@@ -102,8 +102,8 @@ def _finding(model: type[BaseModel], field: str, location: Sequence[int | str], 
             return _made(field, "unset", "is required", _meaning(model, location))
         case "enum" | "literal_error":
             expected = str(context.get("expected"))
-            near = _nearest(details.get("input"), re.findall(r"'([^']*)'", expected))
-            return _made(field, value, f"is not one of {expected}", f"write {near or expected}")
+            meant = _nearest(details.get("input"), re.findall(r"'([^']*)'", expected))
+            return _made(field, value, f"is not one of {expected}", f"write {meant or expected}")
         case "list_type" if isinstance(details.get("input"), str):
             items = [item for item in re.split(r"[\s,]+", details["input"]) if item] or ["a", "b"]
             return _made(field, value, "is a text and no list", _shortened(f"write [{', '.join(items)}]"))

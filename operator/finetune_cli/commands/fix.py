@@ -1,4 +1,4 @@
-"""`finetune validate --fix`: manifests with the fixes of all findings made, until no rule has a fix to offer."""
+"""`finetune validate --fix`: manifests with the fixes of all findings made, until no rule has a fix that a program can make."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from finetune_cli.documents import Document, DocumentError, is_list, read_docume
 from finetune_cli.edit_yaml import edited, written_anew
 from finetune_cli.manifest import parse_job
 from finetune_job.names import JOB_KIND
+from finetune_job.rules.book import rule_by_id
 from finetune_job.rules.changes import with_changes
 from finetune_job.rules.rule import Finding
 
@@ -29,7 +30,7 @@ class FixedFile:
 
 
 def fix(files: Sequence[tuple[str, str]], profile: str | None = None) -> list[FixedFile]:
-    """Make the changes of every finding in every FineTuneJob of the files, by name and text.
+    """Make the changes of every finding in every FineTuneJob of the files, by name and text; not those that a person has to weigh.
 
     What is no job, or does not parse as one, stays as it is.
     """
@@ -44,6 +45,11 @@ def fix(files: Sequence[tuple[str, str]], profile: str | None = None) -> list[Fi
                 edit = written_anew if is_list(content) else edited
                 file.text = edit(file.text, document.number, content)
     return fixed
+
+
+def _is_weighed(finding: Finding) -> bool:
+    rule = rule_by_id(finding.rule)
+    return rule is not None and rule.is_weighed
 
 
 def _documents(file: FixedFile) -> list[Document]:
@@ -63,7 +69,7 @@ def _fixed(content: Any, profiles: Profiles, made: list[tuple[str, Finding]]) ->
         if isinstance(job, list):
             break
         _, findings = judge(job, profiles.of(job))
-        finding = next((each for each in findings if each.changes), None)
+        finding = next((each for each in findings if each.changes and not _is_weighed(each)), None)
         if finding is None:
             break
         made.append((job.metadata.name, finding))

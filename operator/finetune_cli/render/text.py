@@ -91,7 +91,11 @@ def rule_text(rule: Rule) -> str:
         lines.append(_entry("shown", "read in the sources; there is no reproduction"))
     lines.append(_entry("source", "; ".join(rule.sources)))
     short = "; ".join(dict.fromkeys(condition.says for condition in conditions_of(rule)))
-    made = "a finding names it for its manifest, and finetune validate --fix -f FILE makes it"
+    made = "a finding names it for its manifest, and " + (
+        "nobody but you can weigh it: finetune validate --fix leaves it"
+        if rule.is_weighed
+        else "finetune validate --fix -f FILE makes it"
+    )
     lines.append(_entry("fix", f"{short}; {made}" if short else made))
     return "\n".join([*lines, ""])
 

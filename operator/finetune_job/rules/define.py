@@ -70,6 +70,7 @@ def rule(
     holds_for: str,
     reproduction: Reproduction | None = None,
     speaks_of: Speaks = "ours",
+    is_weighed: bool = False,
 ) -> Callable[[Check], Rule]:
     """Turn a check function into a `Rule`. `reads`: paths under `spec`."""
     basis = "source" if reproduction is None else f"reproduced by {reproduction.test}"
@@ -102,6 +103,7 @@ def rule(
             topic=check.__module__.removeprefix(f"{_BOOK}.").partition(".")[0],
             reproduction=reproduction,
             speaks_of=speaks_of,
+            is_weighed=is_weighed,
         )
 
     return made

@@ -75,6 +75,8 @@ class Rule:
     """The module or package of the book that it stands in: `wrapping`, `quantization` and so on."""
     reproduction: Reproduction | None = None
     speaks_of: Speaks = "ours"
+    is_weighed: bool = False
+    """Whether only a person can weigh the fix, which gives up something that works: it is told, and no program makes it."""
 
     @property
     def evidence(self) -> Evidence:

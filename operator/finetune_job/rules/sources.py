@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 from finetune_job.api.base import HUB_DATASETS, BucketPath, ClaimPath, HubPath, parse_source
@@ -208,6 +209,23 @@ def data_source_is_model(context: RuleContext) -> Problem | None:
     )
 
 
+class _Copies:
+    """Places on claims for copies of sources; no two sources have one, or held-out records would be those that are trained on."""
+
+    def __init__(self, context: RuleContext) -> None:
+        self._copied = {named.source.rstrip("/"): named.source.rstrip("/") for named in named_sources(context.spec)}
+
+    def of(self, named: NamedSource) -> str:
+        source = named.source.rstrip("/")
+        # The key of an object may have letters that a path on a claim has not.
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", source.rpartition("/")[2])
+        stem, dot, suffix = name.rpartition(".")
+        beginning, end = (stem, dot + suffix) if stem else (name, "")
+        names = chain([name], (f"{beginning}-{number}{end}" for number in count(1)))
+        places = (f"pvc://{'models' if named.is_model else 'data'}/{each}" for each in names)
+        return next(place for place in places if self._copied.setdefault(place, source) == source)
+
+
 @rule(
     "source-not-allowed",
     "The profile lets only some sources through",
@@ -219,8 +237,9 @@ def source_not_allowed(context: RuleContext) -> Problem | None:
     allowed = None if context.profile is None else context.profile.fetch.allowed_sources
     if allowed is None:
         return None
+    places = _Copies(context)
     edits = [
-        _Edit(named, f"pvc://{'models' if named.is_model else 'data'}/{named.source.rstrip('/').rpartition('/')[2]}", None)
+        _Edit(named, places.of(named), None)
         for named in named_sources(context.spec)
         if not isinstance(parse_source(named.source), ClaimPath) and not is_allowed(named.source, allowed)
     ]

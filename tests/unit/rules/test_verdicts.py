@@ -751,6 +751,26 @@ def test_profiles_that_allow_are_respected():
     assert not judged(manifest({F + "offloadParams": True}), GPU)
 
 
+def test_copies_of_sources_have_places_of_their_own():
+    """Held-out records at the place of those that are trained on would be the same; a key may have letters that no path has."""
+    sources = (
+        "s3://one/train.jsonl",
+        "s3://two/train.jsonl",
+        "s3://two/train.jsonl/",
+        "pvc://data/train-1.jsonl",
+        "s3://two/day=1",
+    )
+    spec = manifest(
+        hub_sets(*sources) | {"data.validation.source": "hf://datasets/o/a/train.jsonl", "data.validation.revision": COMMIT}
+    )
+    (finding,) = judged(spec, CLOSED)
+    data = applied(spec, finding.changes)["data"]
+    places = ("train.jsonl", "train-2.jsonl", "train-2.jsonl", "train-1.jsonl", "day-1")
+    assert [dataset["source"] for dataset in data["datasets"]] == [f"pvc://data/{place}" for place in places]
+    assert data["validation"] == {"source": "pvc://data/train-3.jsonl"}
+    assert not judged(applied(spec, finding.changes), CLOSED)
+
+
 def test_errors_come_first():
     found = judged(manifest({F + "useOrigParams": True, "training.epochs": 1, F + "transformerLayerClsToWrap": []}))
     assert [finding.severity for finding in found] == ["error", "error", "warning"]

@@ -52,6 +52,7 @@ def method_not_supported(context: RuleContext) -> Problem | None:
         "tests/pitfalls/test_adapter_units.py::test_layers_that_share_a_parameter_are_no_units",
         "no error: no layer is a unit, and the model is one; torch alone fails on two units that share a parameter",
     ),
+    is_weighed=True,
     holds_for=_PEFT,
 )
 def method_in_one_unit(context: RuleContext) -> Problem | None:

@@ -154,6 +154,7 @@ def no_effect_output_private(context: RuleContext) -> Problem | None:
         "tests/pitfalls/test_destinations.py",
         "no error: the token, or user name and password, stand in the request as it was sent",
     ),
+    is_weighed=True,
     holds_for=OURS,
 )
 def credentials_without_tls(context: RuleContext) -> Problem | None:
