@@ -227,10 +227,15 @@ def explain(
     from finetune_cli.render.text import rule_text, rules_text, transition_text
     from finetune_job.rules.admission import Transition
     from finetune_job.rules.book import RULES
-    from finetune_job.rules.rule import Rule
+    from finetune_job.rules.rule import UNREADABLE, Rule
 
     if rule is None:
         typer.echo(rules_text(RULES), nl=False)
+        return
+    if rule == UNREADABLE:
+        typer.echo(
+            f"{UNREADABLE}: no rule; the input itself is no object of this API, and the finding says where and what to write"
+        )
         return
     found = explain_rule(rule)
     if isinstance(found, Rule):
@@ -239,7 +244,8 @@ def explain(
     if isinstance(found, Transition):
         typer.echo(transition_text(found), nl=False)
         return
-    typer.echo(f"there is no rule {rule}" + (f"; did you mean {', '.join(found)}?" if found else ""), err=True)
+    near = f"; did you mean {', '.join(found)}?" if found else ""
+    typer.echo(f"there is no rule {rule}{near}\nWhat preflight finds on the real model and data explains itself.", err=True)
     raise typer.Exit(ExitCode.UNUSABLE)
 
 

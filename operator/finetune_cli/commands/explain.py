@@ -11,8 +11,9 @@ from finetune_job.rules.rule import Rule
 
 def explain(identifier: str) -> Rule | Transition | list[str]:
     """What has that id, or the ids that come closest to it."""
+    identifier = identifier.strip().lower().replace("_", "-").replace(" ", "-")
     rule = rule_by_id(identifier) or next((each for each in TRANSITIONS if each.rule == identifier), None)
     if rule is not None:
         return rule
     known = [*(each.id for each in RULES), *(each.rule for each in TRANSITIONS)]
-    return difflib.get_close_matches(identifier, known, n=3, cutoff=0.3)
+    return difflib.get_close_matches(identifier, known, n=3, cutoff=0.6)

@@ -99,7 +99,7 @@ def fsdp1_qlora_compute_dtype(context: RuleContext) -> Problem | None:
 @rule(
     "float16-adapter",
     "Adam's second moment vanishes in float16",
-    reads=(_AUTOCAST, "model.dtype", "training.precision", "training.optimizer"),
+    reads=(_AUTOCAST, "model.dtype", "training.precision", "training.optimizer", _VERSION, _PEFT_POLICY, _ORIG_PARAMS),
     sources=("torch: torch/optim/adamw.py (the state has the element type of the parameter)", "peft: docs, troubleshooting"),
     reproduction=Reproduction(
         "tests/pitfalls/test_loss_scaling.py::test_adams_epsilon_is_zero_in_float16", "no error: the weights are NaN after a step"
@@ -115,10 +115,12 @@ def float16_adapter(context: RuleContext) -> Problem | None:
         return None
     # Float32 adapters may need other units than those that were written for float16 ones.
     units = (_PEFT_POLICY, _ORIG_PARAMS) if plan.parallelism.fsdp.version == 1 else ()
-    changes = dict.fromkeys((_AUTOCAST, *units))
+    # Left open, it follows from the units.
+    is_written = context.spec.method.lora is not None and context.spec.method.lora.autocast_adapter_dtype is not None
+    changes = dict.fromkeys((_AUTOCAST, *units) if is_written or not units else units)
     return Problem(
-        field=_AUTOCAST,
-        value=False,
+        field=next(iter(changes)),
+        value=plan.parallelism.fsdp.peft_wrap_policy if _AUTOCAST not in changes else lora.autocast_adapter_dtype,
         message="what this trains is held in float16, where squares of gradients below 2e-4 and Adam's epsilon are zero: the first "
         "steps divide by zero",
         fix=f"remove {' and '.join(changes)}: adapters are then held in float32",

@@ -50,12 +50,13 @@ def target_parameters_conflict(context: RuleContext) -> Problem | None:
         wrong[_INIT] = (lora.init_lora_weights, "PEFT looks for a layer's weight to take the element type from", None)
     if not wrong:
         return None
-    field, (value, reason, _) = next(iter(wrong.items()))
+    field, (value, _, _) = next(iter(wrong.items()))
+    steps = [f"set {_TYPE} to LoRA" if path == _TYPE else f"remove {path}" for path in wrong]
     return Problem(
         field=field,
         value=value,
-        message=f"not with targetParameters: {reason}",
-        fix=f"set {_TYPE} to LoRA" if field == _TYPE else f"remove {field}, or {_PARAMETERS}",
+        message=f"not with targetParameters: {'; '.join(reason for _, reason, _ in wrong.values())}",
+        fix=f"{' and '.join(steps)}, or remove {_PARAMETERS}",
         changes={path: instead for path, (_, _, instead) in wrong.items()},
     )
 

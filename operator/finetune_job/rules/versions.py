@@ -62,7 +62,7 @@ def _no_effect(row: FsdpField) -> Rule:
         f"{row.name} has no effect"
         + (f" under version {' and '.join(str(v) for v in (1, 2) if v not in row.used_by)}" if row.used_by else ""),
         severity="warning",
-        reads=("parallelism.fsdp.version", path),
+        reads=("parallelism.fsdp.version", path, *row.instead),
         sources=("torch: torch/distributed/fsdp; accelerate: FullyShardedDataParallelPlugin",),
         reproduction=Reproduction("tests/pitfalls/test_no_effect.py", "no error: the run's plan is the same with and without it"),
         holds_for=OURS,

@@ -300,6 +300,12 @@ def test_explain_shows_a_rule_or_its_neighbours():
     unknown = run("explain", "wrap-class-blank")
     assert unknown.exit_code == 2
     assert "did you mean wrap-class-name-blank" in unknown.output
+    assert run("explain", " WRAP_CLASS_NAME_BLANK").output == shown.output
+    preflights = run("explain", "data-held-out-in-training")
+    assert preflights.exit_code == 2
+    assert "did you mean" not in preflights.output
+    assert "preflight" in preflights.output
+    assert run("explain", "unreadable").exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-cluster", "hub", "publish"])

@@ -8,6 +8,8 @@ import pytest
 
 from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec, GpuResource, PublishSettings
 from finetune_job.rules.book import RULES
+from finetune_job.rules.changes import changes_text
+from finetune_job.rules.rule import FieldChange, Finding
 from tests.unit.rules.manifests import PLAIN, applied, judged, manifest
 
 CPU = FineTuneProfileSpec(trainer_image="trainer@sha256:0")
@@ -769,6 +771,27 @@ def test_copies_of_sources_have_places_of_their_own():
     assert [dataset["source"] for dataset in data["datasets"]] == [f"pvc://data/{place}" for place in places]
     assert data["validation"] == {"source": "pvc://data/train-3.jsonl"}
     assert not judged(applied(spec, finding.changes), CLOSED)
+
+
+def found(changes: dict[str, Any], rule: str) -> Finding:
+    return next(finding for finding in judged(manifest(changes)) if finding.rule == rule)
+
+
+def test_a_finding_names_what_is_written_and_all_that_its_changes_change():
+    float16 = V1 | {"model.dtype": "float16", F + "peftWrapPolicy": False}
+    assert found(float16, "float16-adapter").field == f"spec.{F}peftWrapPolicy"
+    assert found(float16 | AS_BASE, "float16-adapter").field == "spec.method.lora.autocastAdapterDtype"
+    wrong = EXPERTS | DORA | {"method.lora.loraDropout": "0.1", "method.lora.initLoraWeights": "orthogonal"}
+    conflict = found(wrong, "target-parameters-conflict")
+    for change in conflict.changes:
+        assert change.field.removeprefix("spec.") in conflict.fix
+    assert found(settings("LoHa", r="8"), "method-setting-type").value == 'r: "8"'
+
+
+def test_changes_are_told_as_a_manifest_writes_them():
+    values = {"a": "1", "b": "2e-4", "c": "true", "d": COMMIT, "e": "LoRA", "f": 1, "g": ["1", 2], "h": {"k": None}, "i": None}
+    told = changes_text(FieldChange(field=name, value=value) for name, value in values.items())
+    assert told == f'a: "1", b: "2e-4", c: "true", d: "{COMMIT}", e: LoRA, f: 1, g: ["1", 2], h: {{k: null}}, i removed'
 
 
 def test_errors_come_first():

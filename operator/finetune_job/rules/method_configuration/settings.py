@@ -40,7 +40,7 @@ def _settings(context: RuleContext) -> dict[str, Any]:
 
 
 def _written(name: str, value: Any) -> str:
-    return f"{name}: {shown(value)}"
+    return shown({name: value})[1:-1]
 
 
 @rule(
