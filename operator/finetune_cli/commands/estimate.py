@@ -10,7 +10,7 @@ from finetune_cli.exit_codes import ExitCode
 from finetune_job.api.base import ClaimPath, parse_source
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.memory.describe import model_shape, read_model
-from finetune_job.memory.limits import Limit, limit_of, quantity_bytes
+from finetune_job.memory.limits import Limit, limit_of, quantity_bytes, shown
 from finetune_job.memory.model_shape import UnknownModelError
 from finetune_job.memory.verdict import MemoryVerdict, judge_memory
 from finetune_job.plan.run_plan import RunPlan
@@ -19,6 +19,8 @@ from finetune_job.rules.changes import with_changes
 from finetune_job.rules.context import RuleContext
 
 GPU_MEMORY_OPTION = "--gpu-memory"
+SMALLEST_DEVICE = 2**20
+"""Bytes; of less, the unit has been forgotten."""
 
 
 class EstimateError(Exception):
@@ -67,11 +69,21 @@ def _estimated(verdict: Verdict, model: Path | None, gpu_memory: str | None, cla
         files = read_model(model if model is not None else _on_claim(job.spec.model.source, claims))
         limit = limit_of(plan)
         if gpu_memory is not None:
-            limit = Limit(quantity_bytes(gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
+            limit = Limit(_device_bytes(gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
         found = judge_memory(plan, model_shape(plan, files), files.stored, limit)
         return Estimated(verdict.name, plan, _completed(found, job.spec))
     except (UnknownModelError, ValueError) as error:
         raise EstimateError(f"{verdict.name}: {error}") from error
+
+
+def _device_bytes(written: str) -> int:
+    try:
+        size = quantity_bytes(written)
+    except ValueError as error:
+        raise EstimateError(f"{GPU_MEMORY_OPTION}: {error}") from error
+    if size < SMALLEST_DEVICE:
+        raise EstimateError(f"{GPU_MEMORY_OPTION}: {written} is {shown(size)}, and no device is as small; write it as in 80Gi")
+    return size
 
 
 def _completed(verdict: MemoryVerdict, spec: FineTuneJobSpec) -> MemoryVerdict:

@@ -93,6 +93,17 @@ def test_the_change_that_fits_is_one_that_the_rules_accept(
     assert second.exit_code == 0, second.output
 
 
+@pytest.mark.parametrize(
+    ("written", "said"), [("80", "is 80 B"), ("0", "is 0 B"), ("80GB", "is not a quantity"), ("-1Gi", "is not")]
+)
+def test_a_device_has_a_size_with_a_unit(tmp_path: Path, config: Path, written: str, said: str) -> None:
+    result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, a_job()), "--model", str(config), "--gpu-memory", written])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "--gpu-memory" in result.stderr
+    assert "80Gi" in result.stderr
+
+
 def test_a_model_on_a_claim_is_found(tmp_path: Path, config: Path) -> None:
     claims = tmp_path / "claims"
     (claims / "models").mkdir(parents=True)
