@@ -25,6 +25,7 @@ MAX_VALUES = 100_000
 MAX_DEPTH = 64
 LARGEST_INTEGER = 2**63 - 1
 _MERGE = "tag:yaml.org,2002:merge"
+_BOOL = "tag:yaml.org,2002:bool"
 
 
 class DocumentError(Exception):
@@ -78,7 +79,9 @@ def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
         if key_node.tag == _MERGE:
             _merge(loader, value_node, merged)
             continue
-        key = loader.construct_object(key_node, deep=True)
+        # As a key, y is a coordinate more often than yes.
+        is_letter = key_node.tag == _BOOL and len(key_node.value) == 1
+        key = key_node.value if is_letter else loader.construct_object(key_node, deep=True)
         line = key_node.start_mark.line + 1
         if not isinstance(key, str):
             raise DocumentError(problem(f"line {line}", key, "keys must be text", "put the key in quotes"))
@@ -120,8 +123,11 @@ RESOLVERS = {
 }
 """How words without quotes are read."""
 Loader.yaml_implicit_resolvers = RESOLVERS
-# As Kubernetes reads them: 2e-4 is a number, though YAML 1.1 wants a point, and 1:30 is none, though YAML 1.1 counts in sixties.
-Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0b[01_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)\Z"), list("-+0123456789"))
+# As Kubernetes reads them: y and n are yes and no, which PyYAML leaves out of YAML 1.1.
+Loader.bool_values = {**_Base.bool_values, "y": True, "n": False}
+Loader.add_implicit_resolver(_BOOL, re.compile(r"[yYnN]\Z"), list("yYnN"))
+# 2e-4 is a number, though YAML 1.1 wants a point, and 1:30 is none, though YAML 1.1 counts in sixties.
+Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0b[01_]+|0o?[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)\Z"), list("-+0123456789"))
 Loader.add_implicit_resolver(
     _FLOAT,
     re.compile(r"([-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z"),

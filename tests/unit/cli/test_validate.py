@@ -388,6 +388,20 @@ def test_merge_keys_bring_what_they_name_and_cannot_blow_up():
     assert "100000 values" in finding.message
 
 
+def test_letters_are_booleans_where_kubernetes_takes_them_for_booleans():
+    """`helm template` of Kubernetes' own YAML reader: {y: true, N: false, 0o10: 8}."""
+    text = ACCEPTED.replace("    source: pvc://data/train.jsonl\n", "    source: pvc://data/train.jsonl\n    packing: n\n")
+    (verdict,) = validate(text).verdicts
+    assert verdict.plan is not None
+    assert verdict.plan.data.packing is False
+    names = ACCEPTED.replace("  parallelism:", "  method: {lora: {targetModules: [Y, 'y']}}\n  parallelism:")
+    assert findings(names)["spec.method.lora.targetModules[0]"][0] == "true"
+    assert read_documents("{x: 1, y: 2}")[0].content == {"x": 1, "y": 2}
+    (octal,) = validate(ACCEPTED.replace("maxSteps: 10", "maxSteps: 0o10")).verdicts
+    assert octal.plan is not None
+    assert octal.plan.training.max_steps == 8
+
+
 def test_words_are_numbers_where_kubernetes_takes_them_for_numbers():
     words = "[1:30:00, 010, 2e-4, 1.5e3, .5, 0x1f, 1_000, 5GB, 2026-01-01]"
     (document,) = read_documents(f"a: {words}")
