@@ -96,6 +96,7 @@ def _run_rank(
             optimizer_step(
                 model.module, optimizer, objective, batches, training,
                 step=step, learning_rate=rate, gang=gang, autocast=model.autocast, stop_requested=False,
+                reduction=model.reduction,
             ).loss
             for step in range(steps)
         ]  # fmt: skip

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune_job.api.method import MethodType
 from finetune_job.api.output import MergeBase
+from finetune_job.api.training import OptimizerName
 from finetune_job.methods import METHODS, Family
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
@@ -52,7 +53,9 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     problems += oracle.compare_bits(resumed[0], parameters[SAVED_AT], "weights on resuming")
     problems += oracle.compare_bits(resumed[-1], parameters[-1], "weights at the end of a resumed run")
     held_whole = {name: value for name, value in parameters[0].items() if value.dtype is torch.float32}
-    problems += oracle.check_moved(held_whole, parameters[1], gradients[0])
+    # RAdam begins as plain descent with momentum (Liu and others, 2020, section 4).
+    is_descent = plan.training.optimizer in (OptimizerName.SGD, OptimizerName.RADAM)
+    problems += oracle.check_moved(held_whole, parameters[1], gradients[0], plan.training.learning_rate if is_descent else None)
 
     directory = context.base_model
     quantized = plan.method.quantization is not None

@@ -20,6 +20,8 @@ NOISE_FACTOR = 8.0
 errors, and their tails are long. A gradient that is counted twice or divided by the ranks is off by half of its norm and more."""
 FLOAT16_STEP = 2.0**-24
 """The smallest difference of two float16 numbers."""
+FLOAT32_STEP = 2.0**-23
+"""Of a float32 number: the largest distance to the next, over the number."""
 FEW_ELEMENTS = 16
 """Up to so many elements of a tensor say little about how large the errors of each are: that of a sum that nearly cancels, such as
 the gradient of DeLoRA's one scale, is one draw, and a lucky one says nothing. Of these the same rounding is drawn again."""
@@ -140,11 +142,16 @@ def compare_losses(found: float, wanted: float, relative: float, what: str) -> l
     return [f"{what} is {found:.6g}, not {wanted:.6g}"]
 
 
-def check_moved(before: Tensors, after: Tensors, gradients: Tensors) -> list[str]:
-    """Every parameter with a gradient other than zero has changed."""
+def check_moved(before: Tensors, after: Tensors, gradients: Tensors, rate: float | None = None) -> list[str]:
+    """Every parameter with a gradient other than zero has changed.
+
+    rate: of optimizers whose first step is a gradient's multiple, by which; such a step may be smaller than a value's last bit.
+    """
     still = [
         name
         for name, gradient in gradients.items()
-        if bool(gradient.ne(0).any()) and name in before and torch.equal(before[name], after[name])
+        if name in before
+        and bool((gradient.ne(0) if rate is None else rate * gradient.abs() > FLOAT32_STEP * before[name].abs()).any())
+        and torch.equal(before[name], after[name])
     ]
     return [f"{len(still)} trained parameters did not move, first {still[0]}"] if still else []

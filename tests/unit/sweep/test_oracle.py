@@ -191,3 +191,11 @@ def test_a_factor_of_the_loss_rounds_its_gradients_otherwise_and_changes_nothing
         (_, one), (_, other) = (model.gradients(split, 0, dtype, factor=factor) for factor in (1.0, 1.3))
         (name,) = [name for name in one if name.endswith("0.self_attn.v_proj.delora_B.default")]
         assert least <= float((one[name] - other[name]).norm() / one[name].norm()) <= most
+
+
+def test_a_step_below_the_last_bit_of_a_value_is_no_fault_of_an_optimizer_that_scales_gradients() -> None:
+    before = {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([1.0])}
+    gradients = {"a": torch.tensor([1e-6, 0.0]), "b": torch.tensor([1e-3])}
+    assert oracle.check_moved(before, before, gradients) == ["2 trained parameters did not move, first a"]
+    assert oracle.check_moved(before, before, gradients, 1e-2) == ["1 trained parameters did not move, first b"]
+    assert oracle.check_moved(before, {"a": before["a"], "b": before["b"] - 1e-5}, gradients, 1e-2) == []

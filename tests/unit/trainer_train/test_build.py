@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -272,3 +273,28 @@ def test_compiled_layers_give_the_same_loss_and_gradients(tmp_path: Path) -> Non
         assert gradients.keys() == expected_gradients.keys()
         for name, values in expected_gradients.items():
             assert torch.allclose(gradients[name], values, rtol=1e-3, atol=1e-6), name
+
+
+@pytest.mark.parametrize("fsdp", [{"version": 1}, FLAT, {}])
+def test_the_first_pass_of_a_process_is_as_any_other(tmp_path: Path, fsdp: dict[str, Any]) -> None:
+    """FSDP 1 leaves other element types behind than it finds, and dropout rounds in the type that it is given."""
+    base = write_tiny_llama(tmp_path / "base", torch.bfloat16)
+    method = {"type": "LoRA", "lora": {"r": 4, "loraDropout": "0.1"}}
+    gang(_same_pass_twice, 2, tmp_path, spec_of(method, {**fsdp, "mixedPrecision": {"paramDtype": "bfloat16"}}, 2), base)
+
+
+def _same_pass_twice(rank: int, ranks: int, store: str, _: Path, spec: dict[str, Any], base: Path) -> None:
+    with joined(rank, ranks, rank, store) as joint:
+        model = sharded.build(plan_of(spec), base, joint, Unchanged())
+        with torch.no_grad():
+            for piece in model.pieces:
+                if "lora_B" in piece.name:
+                    piece.parameter_values().normal_(generator=torch.Generator().manual_seed(3))
+        found = []
+        for _step in range(2):
+            torch.manual_seed(7)
+            with torch.autocast("cpu", dtype=model.autocast) if model.autocast else nullcontext():
+                logits = model.module(input_ids=TOKENS, use_cache=False).logits.float()
+            logits.square().mean().backward()
+            found.append(logits.detach())
+    assert torch.equal(*found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -19,7 +20,7 @@ def shard(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, device: torch.d
     check_flat_units(model, names, use_orig_params=bool(fsdp.use_orig_params))
     modules = dict(model.named_modules())
     units = {id(modules[name]) for name in names}
-    return FullyShardedDataParallel(
+    sharded = FullyShardedDataParallel(
         model,
         auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
         mixed_precision=MixedPrecision(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce),
@@ -29,3 +30,21 @@ def shard(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, device: torch.d
         sync_module_states=bool(fsdp.sync_module_states) and device.type != "cpu",
         use_orig_params=bool(fsdp.use_orig_params),
     )
+    if dtypes.param is not None:
+        _leave_inputs_to_units(sharded)
+    return sharded
+
+
+def _leave_inputs_to_units(model: nn.Module) -> None:
+    """Units of adapters cast what they are given.
+
+    PEFT would cast it before, to the type of the weight that it sees there: the stored one until the unit first gathers its weight,
+    and the computation's ever after, so that the first pass after a restart would round what dropout leaves in another type.
+    """
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer) and any(
+            isinstance(module, FullyShardedDataParallel)
+            for name in layer.adapter_layer_names
+            for module in (getattr(layer, name).modules() if isinstance(getattr(layer, name), nn.Module) else ())
+        ):
+            layer.cast_input_dtype_enabled = False

@@ -25,6 +25,7 @@ from finetune_trainer.model.dtypes import computes_in_float16, resolve_dtypes
 from finetune_trainer.model.invariants import check_decomposed, check_magnitudes, check_trainable, trainable_shapes
 from finetune_trainer.model.load import frozen_names, load_base_model, stored_dtype
 from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes, read_into, read_token_rows
+from finetune_trainer.model.reduction import Reduction, reduces_every_micro_step
 from finetune_trainer.model.saved_embeddings import hand_on
 from finetune_trainer.objective.interface import Objective
 
@@ -45,8 +46,7 @@ class TrainedModel:
     """By stored name, what an adapter or a model holds beside its trained parameters. Empty on all ranks but the first."""
     autocast: torch.dtype | None
     """Element type of the computation where no sharding casts the parameters."""
-    keeps_gathered: bool
-    """Whether FSDP 2 leaves parameters whole between forward and backward."""
+    reduction: Reduction
     scales_loss: bool
     """Whether a gradient may pass through float16."""
 
@@ -110,7 +110,10 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
         shapes=shapes,
         fixed=fixed,
         autocast=None if casts else dtypes.param,
-        keeps_gathered=gang.world_size > 1 and fsdp.reshard_after_forward is False,
+        reduction=Reduction(
+            every_micro_step=reduces_every_micro_step(model, trains_adapter=plan.method.trains_adapter),
+            keeps_gathered=gang.world_size > 1 and fsdp.reshard_after_forward is False,
+        ),
         scales_loss=computes_in_float16(plan, dtypes),
     )
 

@@ -112,7 +112,7 @@ class _Loop:
                 gang=self.gang,
                 autocast=self.model.autocast,
                 stop_requested=self.stop.requested,
-                keeps_gathered=self.model.keeps_gathered,
+                reduction=self.model.reduction,
                 loss_scale=scale.factor if scale else loss_scale.UNSCALED,
             )
         if scale:

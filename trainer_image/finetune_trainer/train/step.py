@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from finetune_job.plan.run_plan import TrainingPlan
 from finetune_trainer.errors import NonFiniteError
 from finetune_trainer.gang import Gang
+from finetune_trainer.model.reduction import Reduction, reducing
 from finetune_trainer.objective.interface import Objective, Split
 from finetune_trainer.train.batches import global_batch, micro_batch
 from finetune_trainer.train.loss_scale import UNSCALED, halved
 from finetune_trainer.train.optimizers import set_learning_rate
 from finetune_trainer.train.prefetch import Prefetch
 from finetune_trainer.train.randomness import seed_forward_pass
-from finetune_trainer.train.reduction import reduces_every_micro_step, reducing
 
 log = logging.getLogger(__name__)
 
@@ -100,12 +100,12 @@ def optimizer_step(
     gang: Gang,
     autocast: torch.dtype | None,
     stop_requested: bool,
-    keeps_gathered: bool = False,
+    reduction: Reduction = Reduction(),  # noqa: B008 - it never changes
     loss_scale: float = UNSCALED,
 ) -> StepResult:
     """Do step `step` (counted from 0). Raises NonFiniteError on all ranks alike, before any weight is touched.
 
-    `keeps_gathered`: see `reducing`. `loss_scale`: where gradients overflow with it, they are computed again with half of it.
+    `loss_scale`: where gradients overflow with it, they are computed again with half of it.
     """
     clock = _Clock(gang.device)
     terms = objective.num_terms(batches.data, batches.sequences(step))
@@ -121,7 +121,7 @@ def optimizer_step(
             weight=scale * gang.world_size / max(terms, 1),
             gang=gang,
             autocast=autocast,
-            keeps_gathered=keeps_gathered,
+            reduction=reduction,
         )
         data_seconds += done.data_seconds
         gradients = local_gradients(model)
@@ -172,11 +172,10 @@ def _passes(
     weight: float,
     gang: Gang,
     autocast: torch.dtype | None,
-    keeps_gathered: bool,
+    reduction: Reduction,
 ) -> _Passes:
     """Forward and backward for each micro-step; `weight`: of each term."""
     done = _Passes(torch.zeros((), dtype=torch.float64, device=gang.device))
-    reduces_each = reduces_every_micro_step(model)
     for micro_step in range(training.gradient_accumulation_steps):
         batch, waited = batches.take(step, micro_step)
         done.data_seconds += waited
@@ -185,7 +184,7 @@ def _passes(
         done.squared_document_lengths += size.squared_document_lengths
         seed_forward_pass(training.seed, step, micro_step, gang.rank)
         is_last = micro_step == training.gradient_accumulation_steps - 1
-        with reducing(model, is_due=reduces_each or is_last, is_last=is_last, keeps_gathered=keeps_gathered):
+        with reducing(model, reduction, is_last=is_last):
             loss = objective.weighted_loss(model, batch, weight, gang.device, autocast)
             torch.autograd.backward(loss)
         done.loss += loss.detach()
