@@ -37,7 +37,7 @@ SUITES = (
         ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
     ),
     Suite("types", 1.0, ((str(BIN / "mypy"),),)),
-    Suite("unit", 9.0, ((*ON_BOTH_CORES, "tests/unit"),)),
+    Suite("unit", 8.5, ((*ON_BOTH_CORES, "tests/unit"),)),
     Suite("merge-matrix", 1.5, ((*ON_BOTH_CORES, "tests/merge_matrix"),)),
     Suite("pitfalls", 1.0, ((*ON_BOTH_CORES, "tests/pitfalls"),)),
     Suite("sweep", 4.0, ((sys.executable, "-m", "tests.sweep", "--count", "300"),)),
@@ -55,7 +55,7 @@ SUITES = (
     ),
     Suite("integration", 4.0, ((*PYTEST, "tests/integration"),)),
     Suite("images", 5.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
-    Suite("e2e", 10.0, ((*PYTEST, "tests/e2e"),)),
+    Suite("e2e", 10.5, ((*PYTEST, "tests/e2e"),)),
 )
 
 

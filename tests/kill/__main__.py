@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(seed: int, number: int, signal: str, bases: dict[int, Undisturbed], directory: Path) -> Outcome:
     base = bases[number % len(CASES)]
     random = Random(f"{seed}/{number}/{signal}")
+    start = time.monotonic()
     outcome = disturbed(
         base,
         directory / f"run-{number}-{signal}",
@@ -67,7 +68,7 @@ def _run(seed: int, number: int, signal: str, bases: dict[int, Undisturbed], dir
         deadly=signal == "SIGKILL",
         is_real=number % REAL_EVERY == 0,
     )
-    verdict = outcome.problem or "identical"
+    verdict = f"{outcome.problem or 'identical'}, {time.monotonic() - start:.0f} s"
     print(f"run {number:>3} {signal} {outcome.case}{' by torchrun' if outcome.is_real else ''}: {verdict}", flush=True)
     if outcome.problem:
         print("  " + "\n  ".join(outcome.story))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+from finetune_cli.local.launch import free_port
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.context import RunContext
@@ -109,10 +111,16 @@ def _forked_attempt(
     outcome.story.append(f"attempt {context.attempt}: {moments[0] if moments else 'undisturbed'}; ranks ended with {codes}")
     if codes == [0] * len(codes):
         return True
-    allowed = {-signal.SIGKILL} if deadly else {0, _PREEMPTED}
-    if not hit or (not deadly and not set(codes) <= allowed) or (deadly and -signal.SIGKILL not in codes):
+    if not hit or not _is_answered(codes, deadly=deadly, is_starting=hit[0].read_text() == STARTUP):
         outcome.problem = f"ranks ended with {codes}"
     return False
+
+
+def _is_answered(codes: list[int], *, deadly: bool, is_starting: bool) -> bool:
+    """Whether ranks ended as they should after a signal; before they have joined each other SIGTERM ends them at once."""
+    if deadly:
+        return -signal.SIGKILL in codes
+    return set(codes) <= {0, _PREEMPTED} or (is_starting and -signal.SIGTERM in codes)
 
 
 def _real_attempt(context: RunContext, random: Random, outcome: Outcome, *, deadly: bool, is_disturbed: bool) -> bool:
@@ -132,8 +140,7 @@ def _real_attempt(context: RunContext, random: Random, outcome: Outcome, *, dead
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         # A pod's other processes end with its first one; here ranks could outlive it.
-        for pid in _ranks(context):
-            os.kill(pid, signal.SIGKILL)
+        _kill(_ranks(context))
     outcome.story.append(f"attempt {context.attempt}: {told or 'ended before it was hit'}; the pod ended with {code}")
     if code != 0 and not is_disturbed:
         outcome.problem = f"the pod ended with {code}, see {log}"
@@ -155,11 +162,17 @@ def _strike(process: subprocess.Popen[bytes], context: RunContext, random: Rando
         process.send_signal(signal.SIGTERM)
         return "SIGTERM to the supervisor"
     victims = random.choice(([ranks[0]], [ranks[-1]], ranks))
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
+    _kill(victims)
     if victims is ranks:
         process.kill()
     return f"SIGKILL to {len(victims)} of {len(ranks)} ranks"
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        # One that was ending may have been waited for since it was found.
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _ranks(context: RunContext) -> list[int]:
@@ -180,16 +193,13 @@ def _ranks(context: RunContext) -> list[int]:
 
 
 def _command(context: RunContext) -> list[str]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     arguments = {
         "--plan": context.workspace.root / "plan.json",
         "--plan-sha256": context.plan_sha256,
         "--claims-root": context.claims_root,
         "--attempt": context.attempt,
         "--termination-log": context.claims_root / "termination.json",
-        "--master-port": port,
+        "--master-port": free_port(),
         "--observe-port": 0,
     }
     return [sys.executable, "-m", "finetune_trainer", "train", *(str(part) for pair in arguments.items() for part in pair)]

@@ -80,7 +80,7 @@ def wrap(function: str, wrapper: Callable[..., Any]) -> None:
 
 
 def run_gang(context: RunContext, faults: Sequence[Disturbance] = (), world_size: int | None = None) -> list[int]:
-    """Exit code of each rank (negative: the signal). When one was killed the others are, too, as an agent would do."""
+    """Exit code of each rank (negative: the signal). When a signal ended one the others are killed, as an agent would do."""
     world_size = world_size or context.plan.parallelism.world_size
     with tempfile.TemporaryDirectory() as directory:
         store = f"file://{directory}/store"
@@ -98,7 +98,7 @@ def run_processes(bodies: Sequence[Callable[[], Any]]) -> list[int]:
     try:
         while running := [process for process in processes if process.exitcode is None]:
             left = deadline - time.monotonic()
-            if left <= 0 or any(process.exitcode == -signal.SIGKILL for process in processes):
+            if left <= 0 or any((process.exitcode or 0) < 0 for process in processes):
                 break
             wait([process.sentinel for process in running], timeout=left)
             for process in running:
@@ -133,14 +133,11 @@ def _exit_with(body: Callable[[], Any]) -> None:
 def _train(context: RunContext, rank: int, world_size: int, store: str, faults: tuple[Disturbance, ...]) -> int:
     from finetune_trainer.termination import exit_code
     from finetune_trainer.train.rank import run_rank
-    from finetune_trainer.train.stop import StopRequest
 
-    stop = StopRequest()
-    stop.install()
     for fault in faults:
         fault.arm(rank)
     return exit_code(
-        run_rank(context, stop, rank=rank, world_size=world_size, local_rank=rank, node_rank=0, observe_port=0, init_method=store)
+        run_rank(context, rank=rank, world_size=world_size, local_rank=rank, node_rank=0, observe_port=0, init_method=store)
     )
 
 

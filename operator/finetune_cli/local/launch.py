@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from finetune_job.names import Role
 
 POLL_SECONDS = 0.5
 """Between two looks at a process and its progress."""
+PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives to connections."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,12 @@ def outcome(role: Role, attempt: int, code: int, report: TerminationReport | Non
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface that nobody listens on now. Raises OSError where there is none.
+
+    It is taken seconds later, by torchrun, and must not be given to a connection meanwhile.
+    """
+    for port in random.sample(PORTS, k=len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port of 127.0.0.1 between {PORTS.start} and {PORTS.stop} is free")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from finetune_cli.local.launch import PORTS
 from tests.support.cluster.access import ClusterAccess
 from tests.support.cluster.api import ApiReader
 from tests.support.cluster.binaries import ensure_binaries
@@ -24,9 +25,6 @@ _START_SECONDS = 180.0
 
 _TAILS = 2
 """How many of the latest processes' logs a time-out shows: the last one, and the one that it waits for."""
-
-_PORTS = range(20000, 32000)
-"""Below the kernel's ephemeral ports, so that no outgoing connection takes a port between choice and use."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +195,12 @@ def _api_server_flags(endpoint: Endpoint, authority: CertificateAuthority) -> li
 def free_ports(address: str, count: int) -> list[int]:
     """Choose ports on which nothing listens at `address` nor at loopback, at random: other runs choose too."""
     chosen: list[int] = []
-    for port in random.sample(_PORTS, k=len(_PORTS)):
+    for port in random.sample(PORTS, k=len(PORTS)):
         if all(_is_free(host, port) for host in {address, LOOPBACK}):
             chosen.append(port)
         if len(chosen) == count:
             return chosen
-    raise ClusterError(f"fewer than {count} free ports between {_PORTS.start} and {_PORTS.stop} at {address}")
+    raise ClusterError(f"fewer than {count} free ports between {PORTS.start} and {PORTS.stop} at {address}")
 
 
 def _is_free(address: str, port: int) -> bool:

@@ -41,7 +41,6 @@ def run_with(context: RunContext, fault: Fault, function: str = "train.step:seed
 def _rank(context: RunContext, store: str, rank: int, fault: Fault | None, function: str, call: int) -> int:
     from finetune_trainer.termination import exit_code
     from finetune_trainer.train import rank as rank_module
-    from finetune_trainer.train.stop import StopRequest
 
     rank_module.ECHO_SECONDS = 0.5
     if fault is not None:
@@ -57,9 +56,7 @@ def _rank(context: RunContext, store: str, rank: int, fault: Fault | None, funct
 
         setattr(module, name, faulty)
     return exit_code(
-        rank_module.run_rank(
-            context, StopRequest(), rank=rank, world_size=2, local_rank=rank, node_rank=0, observe_port=0, init_method=store
-        )
+        rank_module.run_rank(context, rank=rank, world_size=2, local_rank=rank, node_rank=0, observe_port=0, init_method=store)
     )
 
 

@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 
+from finetune_cli.local.launch import free_port
 from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport, parse_envelope
 from finetune_job.progress import Progress
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import classify
-from finetune_trainer.supervisor import MasterUnreachableError, wait_until_resolved
+from finetune_trainer.supervisor import RANK_MODULE, MasterUnreachableError, wait_until_resolved
 from tests.support.tiny_model import run_context, tiny_spec
 
 DEADLINE_SECONDS = 240.0
@@ -106,9 +107,7 @@ def start() -> Iterator[Callable[..., Pod]]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    return free_port()
 
 
 def test_two_nodes_train_together(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
@@ -204,3 +203,25 @@ def test_waiting_for_a_master_ends_when_a_stop_is_asked_for() -> None:
     stopped = threading.Event()
     stopped.set()
     wait_until_resolved("master.invalid", stopped)
+
+
+def test_a_rank_that_waits_for_others_ends_at_once_on_sigterm(tmp_path: Path, port: int) -> None:
+    """Others may have been ended before they could take the same signal; it waited for them as long as saving may take."""
+    context = run_context(tmp_path, tiny_spec(parallelism={"nodes": 1, "processesPerNode": 2}))
+    arguments = ["--plan", str(context.workspace.root / "plan.json"), "--plan-sha256", context.plan_sha256]
+    arguments += ["--claims-root", str(tmp_path), "--observe-port", "0"]
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rank = subprocess.Popen([sys.executable, "-m", RANK_MODULE, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1", **place})
+    try:
+        eventually(lambda: _listens(port))
+        rank.terminate()
+        assert rank.wait(30) == -signal.SIGTERM
+    finally:
+        rank.kill()
+        rank.wait()
+    assert not context.workspace.checkpoints.exists()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -38,7 +38,6 @@ from finetune_trainer.rehearsal.comparison import Gradients, computes_in, differ
 from finetune_trainer.rehearsal.places import Places
 from finetune_trainer.rehearsal.twin import make_twin
 from finetune_trainer.train import rank as rank_module
-from finetune_trainer.train.stop import StopRequest
 
 MEETING_SECONDS = 10
 _CPU = torch.device("cpu")
@@ -74,7 +73,7 @@ def run_rank(context: RunContext, rank: int, world_size: int, store: str, killed
     if killed_in_step is not None:
         _kill_in_step(killed_in_step)
     report = rank_module.run_rank(
-        context, StopRequest(), rank=rank, world_size=world_size, local_rank=rank, node_rank=0, observe_port=0, init_method=store
+        context, rank=rank, world_size=world_size, local_rank=rank, node_rank=0, observe_port=0, init_method=store
     )
     if report.outcome is not Outcome.SUCCEEDED:
         raise RehearsalError(report.message, report.hint)

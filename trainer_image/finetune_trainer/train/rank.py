@@ -41,11 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Bars redraw themselves with carriage returns, which makes one endless line of a log file.
     transformers_logging.disable_progress_bar()
     context = run_context(arguments)
-    stop = StopRequest()
-    stop.install()
     report = run_rank(
         context,
-        stop,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
@@ -57,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_rank(
     context: RunContext,
-    stop: StopRequest,
     *,
     rank: int,
     world_size: int,
@@ -66,15 +62,21 @@ def run_rank(
     observe_port: int,
     init_method: str = ENVIRONMENT,
 ) -> TerminationReport:
-    """Train as this rank and keep its report on the workspace; a rank that is only an echo waits before it returns."""
+    """Train as this rank and keep its report on the workspace; a rank that is only an echo waits before it returns.
+
+    Call in the main thread: SIGTERM is taken from the moment at which all ranks have joined. Until then it ends the process, which
+    has nothing to save, and would wait for ranks that the same signal has ended before they could take it.
+    """
     role = Role.TRAIN.value
     directory = context.workspace.reports(role, context.attempt)
     heartbeat = Heartbeat()
+    stop = StopRequest()
     try:
         with (
             Watchdog(context, heartbeat, rank=rank, world_size=world_size, node_rank=node_rank).watching(),
             joined(rank, world_size, local_rank, init_method, context.plan.training.step_timeout_seconds) as gang,
         ):
+            stop.install()
             facts = train(context, gang, stop, observe_port, heartbeat)
         report = TerminationReport(
             role=role,
