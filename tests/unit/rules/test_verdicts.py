@@ -53,6 +53,8 @@ V1, V2 = TWO | {F + "version": 1}, TWO | {F + "version": 2}
 LOHA, ALONE = {"method.type": "LoHa", "merge.enabled": False}, {"merge.enabled": False}
 DORA, QLORA, FULL = {"method.type": "DoRA"}, {"method.type": "QLoRA"}, {"method.type": "Full"}
 SGD = {"training.optimizer": "SGD"}
+NEARLY_1 = "0.99999999999999999999"
+"""The nearest float, with which everything is computed, is 1."""
 DECAY = {"training.scheduler": "WarmupStableDecay"}
 HELD_OUT = {"data.validation.source": "pvc://data/held-out.jsonl"}
 STOPPING, BEST = {"evaluation.earlyStopping.patience": 2}, {"evaluation.loadBestModelAtEnd": True}
@@ -282,6 +284,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("nodes-need-read-write-many", TEMPLATE | {"parallelism.nodes": 2}, TEMPLATE, None),
     ("adam-beta-range", {"training.adamBeta1": "0.9", "training.adamBeta2": "1"}, {"training.adamBeta2": "0.95"}, None),
     ("adam-beta-range", {"training.adamBeta1": "1.5"}, {"training.adamBeta1": "0"}, None),
+    ("adam-beta-range", {"training.adamBeta2": NEARLY_1}, {"training.adamBeta2": "0.9999999999"}, None),
+    ("momentum-range", SGD | {"training.momentum": NEARLY_1}, SGD | {"training.momentum": "0.9999999999"}, None),
+    ("warmup-ratio-range", {"training.warmupRatio": NEARLY_1}, {"training.warmupRatio": "0.99"}, None),
+    ("lora-dropout-range", lora(loraDropout=NEARLY_1), lora(loraDropout="0.99"), None),
     ("adam-epsilon-zero", {"training.adamEpsilon": "1e-50"}, {"training.adamEpsilon": "1e-16"}, None),
     ("momentum-range", SGD | {"training.momentum": "1"}, SGD | {"training.momentum": "0"}, None),
     ("no-effect-momentum", {"training.momentum": "0.9"}, SGD | {"training.momentum": "0.9"}, None),

@@ -40,7 +40,7 @@ def below_one(rule: str, at: str, name: str) -> Condition:
 
 
 def is_below_one(number: str) -> str:
-    return f"(double({number}) <= 1.0 && !{number}.matches('^0*1([.]0*)?$'))"
+    return f"double({number}) < 1.0"
 
 
 def at_most_one(rule: str, at: str, name: str) -> Condition:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
 from typing import Any
 
 from finetune_job.api.method import ALL_LINEAR, LoraInit, LoraSpec
@@ -39,7 +38,7 @@ REFUSED_INITS = {
 )
 def lora_dropout_range(context: RuleContext) -> Problem | None:
     written = _lora(context).lora_dropout
-    if written is None or Decimal(written) < 1:
+    if written is None or float(written) < 1:
         return None
     return Problem(
         field=_DROPOUT,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 from finetune_job.api.training import OptimizerName
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
@@ -13,7 +11,7 @@ _OPTIMIZER = "training.optimizer"
 _BETAS = ("training.adamBeta1", "training.adamBeta2")
 _EPSILON = "training.adamEpsilon"
 _MOMENTUM = "training.momentum"
-_SMALLEST = Decimal("1.2e-38")
+_SMALLEST = 1.2e-38
 """Below float32's smallest normal number a device may take a number for zero."""
 
 
@@ -31,7 +29,7 @@ _SMALLEST = Decimal("1.2e-38")
 def adam_beta_range(context: RuleContext) -> Problem | None:
     training = context.spec.training
     written = dict(zip(_BETAS, (training.adam_beta1, training.adam_beta2), strict=True))
-    wrong = {field: value for field, value in written.items() if value is not None and Decimal(value) >= 1}
+    wrong = {field: value for field, value in written.items() if value is not None and float(value) >= 1}
     if not wrong:
         return None
     field, value = next(iter(wrong.items()))
@@ -57,7 +55,7 @@ def adam_beta_range(context: RuleContext) -> Problem | None:
 )
 def adam_epsilon_zero(context: RuleContext) -> Problem | None:
     written = context.spec.training.adam_epsilon
-    if written is None or Decimal(written) >= _SMALLEST:
+    if written is None or float(written) >= _SMALLEST:
         return None
     return Problem(
         field=_EPSILON,
@@ -81,7 +79,7 @@ def adam_epsilon_zero(context: RuleContext) -> Problem | None:
 )
 def momentum_range(context: RuleContext) -> Problem | None:
     written = context.spec.training.momentum
-    if written is None or Decimal(written) < 1:
+    if written is None or float(written) < 1:
         return None
     return Problem(
         field=_MOMENTUM,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 from finetune_job.api.training import Scheduler
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
@@ -64,7 +62,7 @@ def epochs_or_max_steps(context: RuleContext) -> Problem | None:
 )
 def warmup_ratio_range(context: RuleContext) -> Problem | None:
     written = context.spec.training.warmup_ratio
-    if written is None or Decimal(written) < 1:
+    if written is None or float(written) < 1:
         return None
     return Problem(
         field=_WARMUP,
@@ -88,7 +86,7 @@ def warmup_ratio_range(context: RuleContext) -> Problem | None:
 )
 def decay_ratio_range(context: RuleContext) -> Problem | None:
     written = context.spec.training.decay_ratio
-    if written is None or Decimal(written) <= 1:
+    if written is None or float(written) <= 1:
         return None
     return Problem(
         field=_DECAY,
@@ -112,7 +110,7 @@ def decay_ratio_range(context: RuleContext) -> Problem | None:
 )
 def min_learning_rate_ratio_range(context: RuleContext) -> Problem | None:
     written = context.spec.training.min_learning_rate_ratio
-    if written is None or Decimal(written) <= 1:
+    if written is None or float(written) <= 1:
         return None
     return Problem(
         field=_LEAST,
@@ -211,7 +209,7 @@ def learning_rate_zero(context: RuleContext) -> Problem | None:
 def lora_plus_ratio_range(context: RuleContext) -> Problem | None:
     lora = context.spec.method.lora
     written = None if lora is None else lora.lora_plus_ratio
-    if written is None or Decimal(written) >= 1:
+    if written is None or float(written) >= 1:
         return None
     return Problem(
         field=_RATIO,
