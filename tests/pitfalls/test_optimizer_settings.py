@@ -96,6 +96,24 @@ def test_lora_b_learns_slower_below_a_ratio_of_1():
     assert reached[0] > reached[1] + 0.05
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "RAdam", "SGD"])
+def test_decay_of_one_over_the_rate_erases_the_weights(optimizer: str):
+    """Whatever a weight was, after the step it is the same."""
+    changes = {"method.type": "Full", "training.optimizer": optimizer, "training.learningRate": str(RATE)}
+    wrong, right = plans("weight-decay-erases", {**changes, "training.weightDecay": str(1 / RATE)})
+    for plan, is_erased in ((wrong, True), (right, False)):
+        reached = []
+        for start in (1.0, 2.0):
+            model = nn.Linear(4, 4, bias=False)
+            nn.init.constant_(model.weight, start)
+            optimiser = build_optimizer(pieces(model), plan)
+            set_learning_rate(optimiser, plan.training.learning_rate)
+            model.weight.grad = torch.ones_like(model.weight)
+            optimiser.step()
+            reached.append(model.weight.detach().clone())
+        assert torch.allclose(*reached, atol=1e-6) is is_erased
+
+
 def decayed(rank: int, plan: RunPlan) -> tuple[bool, str]:
     """Whether weight decay alone moves a normalisation weight, and what the trainer says to such parameters."""
     from torch.distributed.fsdp import FullyShardedDataParallel

@@ -89,6 +89,24 @@ def test_a_rounded_merge_diverges(finished: RunContext):
     assert merged(finished, right, "divergence-right")["top1"] == "1"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training.learningRate": "1e-30"},
+        {"training.maxGradNorm": "1e-30"},
+        {"training.optimizer": "SGD", "training.maxGradNorm": "1e-15"},
+        {"training.adamEpsilon": "1e15"},
+    ],
+)
+def test_steps_too_small_to_be_seen(changes: dict[str, str], tmp_path: Path):
+    wrong, right = plans("training-moves-nothing", {**SHORT, **changes})
+    context, _ = trained(wrong, tmp_path / "wrong")
+    with pytest.raises(VerificationError, match="the merged model has the base model's weights in every tensor"):
+        merged(context, wrong, "result")
+    context, _ = trained(right, tmp_path / "right")
+    assert merged(context, right, "result")["top1"] == "1"
+
+
 def test_nothing_was_packed_that_could_be_unpacked(finished: RunContext):
     wrong, right = plans("merge-dequantized-without-qlora", {"merge.base": "Dequantized"})
     with pytest.raises(ValueError, match="nothing was packed in training"):

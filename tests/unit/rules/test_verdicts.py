@@ -56,6 +56,7 @@ SGD = {"training.optimizer": "SGD"}
 NEARLY_1 = "0.99999999999999999999"
 """The nearest float, with which everything is computed, is 1."""
 DECAY = {"training.scheduler": "WarmupStableDecay"}
+EPOCHS = {"training.maxSteps": None, "training.epochs": 1}
 HELD_OUT = {"data.validation.source": "pvc://data/held-out.jsonl"}
 STOPPING, BEST = {"evaluation.earlyStopping.patience": 2}, {"evaluation.loadBestModelAtEnd": True}
 BF16 = {"model.dtype": "bfloat16"}
@@ -390,6 +391,29 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         None,
     ),
     ("learning-rate-zero", {"training.learningRate": "0e0"}, {"training.learningRate": "1e-9"}, None),
+    ("training-moves-nothing", {"training.learningRate": "1e-30"}, {"training.learningRate": "1e-9"}, None),
+    ("training-moves-nothing", {"training.learningRate": "1e-20"} | EPOCHS, {"training.learningRate": "1e-9"} | EPOCHS, None),
+    ("training-moves-nothing", FULL | {"training.maxGradNorm": "1e-30"}, FULL | {"training.maxGradNorm": "1e-9"}, None),
+    ("training-moves-nothing", {"training.adamEpsilon": "1e15"}, {"training.adamEpsilon": "1"}, None),
+    ("training-moves-nothing", SGD | {"training.maxGradNorm": "1e-15"}, SGD | {"training.maxGradNorm": "0"}, None),
+    (
+        "training-moves-nothing",
+        {"training.optimizer": "RAdam", "training.maxGradNorm": "1e-30"},
+        {"training.optimizer": "RAdam", "training.adamEpsilon": "1e15"},
+        None,
+    ),
+    (
+        "weight-decay-erases",
+        {"training.learningRate": "2e-4", "training.weightDecay": "5000"},
+        {"training.learningRate": "2e-4", "training.weightDecay": "10"},
+        None,
+    ),
+    (
+        "weight-decay-erases",
+        {"method.lora.loraPlusRatio": "100", "training.weightDecay": "60"},
+        {"method.lora.loraPlusRatio": "2", "training.weightDecay": "60"},
+        None,
+    ),
     (
         "no-effect-activation-checkpointing",
         {F + "activationCheckpointing": True, "training.activationCheckpointing": "Selective"},
