@@ -159,3 +159,27 @@ def test_a_configuration_that_says_of_quantisation_that_there_is_none_is_accepte
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
     result = run(context())
     assert (result.outcome, result.findings) == (Outcome.SUCCEEDED, [])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "beyond"),
+    [
+        ("bfloat16", {"maxKlDivergence": "5e-4", "minTop1Agreement": "1"}, {"maxKlDivergence": "1e-3", "minTop1Agreement": "0.97"}),
+        ("float16", {"maxKlDivergence": "1e-5", "minTop1Agreement": "0.995"}, {"maxKlDivergence": "2e-5"}),
+        (
+            "float32",
+            {"maxKlDivergence": "1e-12", "minTop1Agreement": "1"},
+            {"maxKlDivergence": "1e-9", "minTop1Agreement": "0.999"},
+        ),
+    ],
+)
+def test_thresholds_that_rounding_alone_may_miss_are_a_warning(context, dtype, within, beyond):
+    """By the element type of the merge: the base is float32."""
+    job = context({"merge.dtype": dtype, "merge.verify": within})
+    assert run(job).outcome is Outcome.SUCCEEDED
+    warned = {finding.field: finding for finding in report_of(job).warnings}
+    assert set(warned) == {f"spec.merge.verify.{name}" for name in within}
+    assert all(dtype in finding.message and finding.severity == "warning" for finding in warned.values())
+    job = context({"merge.dtype": dtype, "merge.verify": beyond})
+    run(job)
+    assert report_of(job).warnings == ()

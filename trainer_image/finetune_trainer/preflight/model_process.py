@@ -48,6 +48,7 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
     from finetune_trainer.preflight.observed_use import observe
     from finetune_trainer.preflight.small_model import check_small_model
     from finetune_trainer.preflight.task import check_task
+    from finetune_trainer.preflight.thresholds import check_thresholds
 
     misplaced = check_task(plan, directory)
     if any(finding.severity == "error" for finding in misplaced):
@@ -59,6 +60,7 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
         return None, findings
     if observed is not None:
         findings += check_small_model(plan, observed.model)
+    findings += check_thresholds(plan, directory, structure)
     unmergeable = check_merge(plan, directory, structure)
     return structure, [*findings, unmergeable] if unmergeable else findings
 

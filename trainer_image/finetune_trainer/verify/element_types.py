@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetune_trainer.merge.headers import CONFIG_FILE, read_json
 from finetune_trainer.model.load import stored_dtype
-from finetune_trainer.verify.gate import GATES, Gate, gate_for
+from finetune_trainer.verify.gate import GATES, Gate, coarsest
 
 
 def gate_of(base: Path, merged: str | None) -> Gate:
@@ -18,7 +18,12 @@ def gate_of(base: Path, merged: str | None) -> Gate:
 
     Raises ValueError for another one than the gates are known for, ModelError for a base that is none.
     """
+    return GATES[judged_dtype(base, merged)]
+
+
+def judged_dtype(base: Path, merged: str | None) -> str:
+    """The element type that this gate is of. Raises as `gate_of` does."""
     stored = str(stored_dtype(base)).removeprefix("torch.")
     config = read_json(base / CONFIG_FILE)
     named = config.get("dtype") or config.get("torch_dtype")
-    return gate_for(stored, *([named] if named in GATES else []), *([merged] if merged else []))
+    return coarsest(stored, *([named] if named in GATES else []), *([merged] if merged else []))

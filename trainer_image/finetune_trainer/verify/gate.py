@@ -124,15 +124,24 @@ GATES = {
 }
 
 
-def gate_for(*dtypes: str) -> Gate:
-    """The gate of the coarsest of all element types that either model is stored in or runs in.
+LARGEST_MEASURED_KL = {"bfloat16": 7e-4, "float16": 1.1e-5, "float32": 3e-12}
+"""Mean divergence of right merges, by dtype: the largest of the table above."""
+
+
+def coarsest(*dtypes: str) -> str:
+    """The element type whose gate holds: the coarsest of all that either model is stored in or runs in.
 
     Raises ValueError for another dtype than bfloat16, float16 or float32.
     """
     for dtype in dtypes:
         if dtype not in GATES:
             raise ValueError(f"dtype {dtype!r}: gates are known for {sorted(GATES)}; pass a Gate of your own.")
-    return GATES[max(dtypes, key=UNIT_ROUNDOFF.__getitem__)]
+    return max(dtypes, key=UNIT_ROUNDOFF.__getitem__)
+
+
+def gate_for(*dtypes: str) -> Gate:
+    """The gate of the coarsest of these element types. Raises ValueError as `coarsest` does."""
+    return GATES[coarsest(*dtypes)]
 
 
 def failures(figures: LogitFigures, gate: Gate) -> tuple[str, ...]:
