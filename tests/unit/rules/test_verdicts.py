@@ -391,6 +391,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         None,
     ),
     ("learning-rate-zero", {"training.learningRate": "0e0"}, {"training.learningRate": "1e-9"}, None),
+    ("verification-divergence-zero", {"merge.verify.maxKlDivergence": "1e-20"}, {"merge.verify.maxKlDivergence": "1e-12"}, None),
+    ("training-moves-nothing", {"training.maxGradNorm": "1e-18"}, {"training.maxGradNorm": "1e-9"}, None),
     ("training-moves-nothing", {"training.learningRate": "1e-30"}, {"training.learningRate": "1e-9"}, None),
     ("training-moves-nothing", {"training.learningRate": "1e-20"} | EPOCHS, {"training.learningRate": "1e-9"} | EPOCHS, None),
     ("training-moves-nothing", FULL | {"training.maxGradNorm": "1e-30"}, FULL | {"training.maxGradNorm": "1e-9"}, None),

@@ -18,8 +18,9 @@ _OPTIMIZER, _MOMENTUM = "training.optimizer", "training.momentum"
 _RATIO, _ALPHA = "method.lora.loraPlusRatio", "method.lora.loraAlpha"
 _BETAS = ("training.adamBeta1", "training.adamBeta2")
 
-_LEAST_REACH = 1e-12
-"""Float32's steps at a weight of 0.02 are 1.9e-9, and bfloat16's are 65536 times that."""
+_LEAST_REACH = 1e-10
+"""Float32's steps at a weight of 0.02 are 1.9e-9, and bfloat16's are 65536 times that; an adapter's other factor makes
+less of what moves."""
 _LONGEST_RUN = 100_000
 """Steps of a run whose length only the data tells."""
 _LARGEST_GRADIENT = 1e4
@@ -64,7 +65,7 @@ def training_moves_nothing(context: RuleContext) -> Problem | None:
         field=field,
         value=written.get(field),
         message=f"with these steps, rate and gradients no trained value can change by more than {reach:.0e} in the whole run, "
-        "which is lost where weights are stored: the result would be the base model, and a merge of it fails its verification",
+        "which is lost where weights are stored: the result would be the base model, and its merge may fail its verification",
         fix=f'remove {" and ".join(changes)}, or write usual values: a rate such as "2e-4", a norm of "1.0", an epsilon of "1e-8"',
         changes=changes,
     )
