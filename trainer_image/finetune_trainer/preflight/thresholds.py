@@ -22,6 +22,8 @@ def check_thresholds(plan: RunPlan, directory: Path, structure: ModelStructure) 
     merge = plan.merge
     if not merge.enabled or structure.adapter_settings is None or plan.method.type in _COPIED:
         return
+    if merge.max_kl_divergence is None and merge.min_top1_agreement is None:
+        return
     dtype = judged_dtype(directory, merge.dtype.value if merge.dtype else None)
     usual, measured = GATES[dtype], LARGEST_MEASURED_KL[dtype]
     if merge.max_kl_divergence is not None and merge.max_kl_divergence < measured:
