@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from finetune_job.api.method import MethodType, QuantStorage
 from finetune_job.api.output import MergeBase
 from finetune_job.plan.resolve_training import world_size
@@ -11,6 +13,7 @@ from finetune_job.rules.effective import effective_plan, held_dtype, may_part_ad
 from finetune_job.rules.rule import Reproduction
 
 _QUANTIZATION = "method.quantization"
+_TYPE = "method.type"
 _BITS = f"{_QUANTIZATION}.bits"
 _STORAGE = f"{_QUANTIZATION}.quantStorage"
 _PARAM_DTYPE = "parallelism.fsdp.mixedPrecision.paramDtype"
@@ -21,7 +24,7 @@ _FSDP_QLORA = "bitsandbytes: docs/source/fsdp_qlora.md"
 @rule(
     "quantization-without-qlora",
     "Only QLoRA has a quantised base",
-    reads=("method.type", _QUANTIZATION),
+    reads=(_TYPE, _QUANTIZATION),
     sources=("this product's API",),
     reproduction=Reproduction(
         "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
@@ -33,13 +36,25 @@ def quantization_without_qlora(context: RuleContext) -> Problem | None:
     method = context.spec.method
     if method.quantization is None or method.type is MethodType.QLORA:
         return None
+    remove, pack = f"remove {_QUANTIZATION}", f"set {_TYPE} to {MethodType.QLORA}"
+    # LoRA on a quantised base is what QLoRA is; any other method would be given up for it.
+    is_meant = method.type is MethodType.LORA
     return Problem(
         field=_QUANTIZATION,
         value="set",
         message=f"{method.type} trains on the base as it is stored; the settings would be ignored and memory would not be saved",
-        fix=f"remove {_QUANTIZATION}, or set method.type to QLoRA",
-        changes={_QUANTIZATION: None},
+        fix=f"{pack}, or {remove}" if is_meant else f"{remove}, or {pack}",
+        changes=_as_qlora(context) if is_meant else {_QUANTIZATION: None},
     )
+
+
+def _as_qlora(context: RuleContext) -> dict[str, Any]:
+    """The type, and what the rules below would change next in settings that nothing has read so far."""
+    method = context.spec.method.model_copy(update={"type": MethodType.QLORA})
+    packed = RuleContext(context.spec.model_copy(update={"method": method}), context.profile)
+    found = [each.check(packed) for each in RULES if each.severity == "error"]
+    next_changes = [change for finding in found if finding is not None for change in finding.changes]
+    return {_TYPE: MethodType.QLORA, **{change.field.removeprefix("spec."): change.value for change in next_changes}}
 
 
 @rule(

@@ -165,6 +165,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ),
     ("quantization-without-qlora", {"method.quantization.bits": 4}, QLORA | {"method.quantization.bits": 4}, None),
     ("quantization-without-qlora", DORA | {"method.quantization": {}}, DORA, None),
+    (
+        "quantization-without-qlora",
+        V1 | {"method.quantization": {"bits": 8, "quantStorage": "uint8"}},
+        V1 | QLORA | {"method.quantization": {"bits": 4}},
+        None,
+    ),
     ("quantization-bits", TWO | QLORA | {"method.quantization.bits": 8}, QLORA | {"method.quantization.bits": 8}, None),
     (
         "quantization-bits",
@@ -818,6 +824,16 @@ def test_a_finding_names_what_is_written_and_all_that_its_changes_change():
     for change in conflict.changes:
         assert change.field.removeprefix("spec.") in conflict.fix
     assert found(settings("LoHa", r="8"), "method-setting-type").value == 'r: "8"'
+
+
+def test_lora_with_a_quantised_base_is_meant_as_qlora():
+    """Dropping the quantisation would need four times the memory; of other methods nobody knows which half was meant."""
+    written = {"method.quantization": {"bits": 8, "quantType": "fp4"}}
+    (finding,) = judged(manifest(TWO | written))
+    method = applied(manifest(TWO | written), finding.changes)["method"]
+    assert (method["type"], method["quantization"]) == ("QLoRA", {"bits": 4, "quantType": "fp4"})
+    (finding,) = judged(manifest(DORA | written))
+    assert applied(manifest(DORA | written), finding.changes)["method"] == {"type": "DoRA"}
 
 
 def test_changes_are_told_as_a_manifest_writes_them():
