@@ -1,13 +1,15 @@
 """Names and patterns match as PEFT matches them."""
 
+import re
+
 import pytest
-from peft import LoraConfig
+from peft import LoHaConfig, LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from finetune_job.api.method import LoraBias, LoraInit
-from finetune_job.plan.run_plan import LoraPlan
-from finetune_trainer.preflight.module_names import check_names
+from finetune_job.api.method import LoraBias, LoraInit, MethodType
+from finetune_job.plan.run_plan import AdapterPlan, LoraPlan
+from finetune_trainer.preflight.module_names import check_names, check_settings
 from tests.support.tiny_model import plan_of, tiny_spec
 
 ADAPTABLE = ("embed_tokens", "model.layers.0.q_proj", "model.layers.0.mlp.up_proj", "model.layers.10.q_proj", "lm_head")
@@ -54,6 +56,43 @@ def test_a_pattern_matches_exactly_where_pefts_does(pattern):
 def test_a_pattern_that_is_no_regular_expression_matches_nothing():
     (finding,) = check_names(lora(alpha_pattern={"q_proj(": 4}), ADAPTABLE, MODULES)
     assert (finding.rule, finding.field) == ("adapter-pattern-unmatched", "spec.method.lora.alphaPattern")
+
+
+def settings_findings(**settings):
+    return check_settings(MethodType.LOHA, AdapterPlan(settings=settings, autocast_adapter_dtype=True), MODULES)
+
+
+@pytest.mark.parametrize("text", ["q_proj", r".*\.q_proj", "layers", r".*mlp\..*", "nothing", "(up"])
+def test_a_text_of_modules_to_exclude_matches_where_pefts_does(text):
+    """PEFT only warns of one that excludes nothing."""
+    try:
+        config = LoHaConfig(target_modules=".*", exclude_modules=text)
+        excluded = any(not check_target_module_exists(config, module) for module in MODULES)
+    except re.error:
+        excluded = False
+    findings = settings_findings(excludeModules=text)
+    assert (findings == []) is excluded
+    assert all((each.rule, each.field) == ("target-module-unknown", "spec.method.settings.excludeModules") for each in findings)
+
+
+def test_a_name_in_place_of_a_list_is_mended_to_a_list():
+    (finding,) = settings_findings(excludeModules="q_proj")
+    assert finding.changes[0].value == ["q_proj"]
+    assert settings_findings(excludeModules="", targetModules="all-linear") == []
+
+
+@pytest.mark.parametrize("pattern", ["layers", ["h", "layers"], "model.layers", ".*", "h", "q_proj", "("])
+@pytest.mark.parametrize("layers", [0, [0, 10], [0, 9], [10]])
+def test_layers_are_counted_behind_the_pattern_as_peft_does(pattern, layers):
+    config = LoHaConfig(target_modules=["q_proj"], layers_to_transform=layers, layers_pattern=pattern)
+    written = layers if isinstance(layers, list) else [layers]
+    try:
+        adapted = [module for module in MODULES if check_target_module_exists(config, module)]
+    except re.error:
+        adapted = []
+    is_whole = all(any(f".{layer}." in module for module in adapted) for layer in written)
+    findings = settings_findings(targetModules=["q_proj"], layersToTransform=layers, layersPattern=pattern)
+    assert (findings == []) is is_whole
 
 
 def test_layers_and_exclusions_that_do_not_exist_are_found():

@@ -160,6 +160,54 @@ def _no_such_layers(written: Collection[int], numbers: Collection[int], place: s
     ]
 
 
+def _layer_numbers(patterns: Collection[Any], modules: Collection[str]) -> set[int]:
+    """The numbers that PEFT finds in names of modules: behind the first of the patterns that a name has, or behind any part."""
+    if not patterns:
+        return {int(found.group(1)) for module in modules if (found := LAYER.match(module))}
+    try:
+        compiled = [re.compile(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.") for pattern in patterns]
+    except re.error:
+        return set()
+    behind = (next((found for each in compiled if (found := each.match(module))), None) for module in modules)
+    return {int(found["number"]) for found in behind if found}
+
+
+def _no_such_sequence(field: str, patterns: Any) -> Finding:
+    return Finding(
+        rule="adapter-pattern-unmatched",
+        severity="error",
+        field=field,
+        value=str(patterns),
+        message=f"{patterns!r} names no part of this model that has numbered layers, so no layer would be found",
+        fix="remove it: layers are then counted wherever the model numbers its modules",
+        changes=(FieldChange(field=field, value=None),),
+    )
+
+
+def _is_expression_for(text: str, modules: Iterable[str]) -> bool:
+    """Whether a text in place of a list means a module: as a whole, which is how PEFT reads it."""
+    if text.lower() == ALL_LINEAR:
+        return True
+    try:
+        compiled = re.compile(text)
+    except re.error:
+        return False
+    return any(compiled.fullmatch(module) for module in modules)
+
+
+def _matches_no_module(field: str, text: str, modules: Iterable[str]) -> Finding:
+    message = f'"{text}" is a text and so a regular expression, which matches no module\'s whole name: it would choose nothing'
+    return Finding(
+        rule="target-module-unknown",
+        severity="error",
+        field=field,
+        value=text,
+        message=message,
+        fix=r"write names in a list, as in [q_proj, v_proj], or an expression on whole names, as in .*\.q_proj",
+        changes=(FieldChange(field=field, value=[text] if _is_target(text, modules) else None),),
+    )
+
+
 def check_settings(method: MethodType, adapter: AdapterPlan, modules: Collection[str]) -> list[Finding]:
     """A finding per setting that PEFT's configuration of this method does not take, and per target that names no module."""
     values, wrong = peft_fields(method, adapter.settings)
@@ -179,12 +227,19 @@ def check_settings(method: MethodType, adapter: AdapterPlan, modules: Collection
     for setting in ("targetModules", "excludeModules", "feedforwardModules"):
         names = _names(adapter, setting)
         findings += _without_match("target-module-unknown", f"{place}.{setting}", names, modules, matches=_is_target, reason=reason)
+        text = adapter.settings.get(setting)
+        if text and isinstance(text, str) and not _is_expression_for(text, modules):
+            findings.append(_matches_no_module(f"{place}.{setting}", text, modules))
     names = _names(adapter, "modulesToSave")
     findings += _without_match("saved-module-unknown", f"{place}.modulesToSave", names, modules, matches=_is_saved, reason=reason)
-    numbers = {int(found.group(1)) for module in modules if (found := LAYER.match(module))}
-    layers = values.get("layers_to_transform") or []
-    if not adapter.settings.get("layersPattern"):
-        findings += _no_such_layers(layers if isinstance(layers, list) else [layers], numbers, place)
+    written = values.get("layers_to_transform")
+    layers = written if isinstance(written, list) else [] if written is None else [written]
+    patterns = adapter.settings.get("layersPattern") or []
+    numbers = _layer_numbers([patterns] if isinstance(patterns, str) else patterns, modules)
+    if layers and not numbers:
+        findings.append(_no_such_sequence(f"{place}.layersPattern", patterns))
+    else:
+        findings += _no_such_layers(layers, numbers, place)
     reason = "matches no module, so it would change nothing"
     for setting in _PATTERNS:
         patterns = adapter.settings.get(setting) or {}
