@@ -101,6 +101,13 @@ class Preparation:
     written_data_hash: str = ""
     """Data hash of what stands there already; empty where it has to be published."""
 
+    def readable_at(self, directory: Path) -> Path:
+        """Where its files can be read, published or not; `directory`: their final name. Raises OSError as the file system does."""
+        if self.staging is None:
+            return directory
+        self.staging.flush()
+        return self.staging.path
+
     def publish(self) -> str:
         """Give the data its final name; the data hash. There must be no error finding. Raises OSError as the file system does."""
         if self.staging is None:

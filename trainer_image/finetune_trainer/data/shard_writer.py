@@ -63,6 +63,11 @@ class Staging:
             self._splits[name] = SplitWriter(self.path, name, self.scratch)
         return self._splits[name]
 
+    def flush(self) -> None:
+        """Let what is written so far be read at `path`. Raises OSError."""
+        for split in self._splits.values():
+            split.flush()
+
     def publish(self, facts: Mapping[str, Any]) -> str:
         """Write a manifest that also holds `facts` (JSON values) and rename; the data hash. Raises OSError."""
         files: dict[str, dict[str, Any]] = {}
@@ -154,6 +159,11 @@ class SplitWriter:
 
     def _append(self, table: str, values: Array) -> None:
         self._tables[table].write(np.ascontiguousarray(values, dtype=TABLE_TYPE).data)
+
+    def flush(self) -> None:
+        """Hold nothing back."""
+        for each in (*self._shards, *self._tables.values()):
+            each.file.flush()
 
     def close(self) -> dict[str, dict[str, Any]]:
         """Make everything durable; size and digest by name below the root."""

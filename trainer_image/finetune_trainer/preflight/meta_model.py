@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -146,8 +147,17 @@ def inspect_structure(
         max_row=limits[1],
         stored_dtype=_name(stored_dtype(directory)),
         shape=shape_of(model, base, units, _name(dtypes.load)),
+        trains_input_rows_alone=_trains_input_rows_alone(model),
     )
     return structure, findings
+
+
+def _trains_input_rows_alone(model: nn.Module) -> bool:
+    layers = [layer for layer in model.modules() if isinstance(layer, TrainableTokensLayer)]
+    if not isinstance(model, PeftModel) or len(layers) != 1:
+        return False
+    embedding, head = layers[0].get_base_layer(), model.get_output_embeddings()
+    return isinstance(embedding, nn.Embedding) and (head is None or getattr(head, "weight", None) is not embedding.weight)
 
 
 def _names(plan: RunPlan, base: PreTrainedModel, vocabulary_size: int) -> list[Finding]:

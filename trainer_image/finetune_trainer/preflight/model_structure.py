@@ -31,3 +31,5 @@ class ModelStructure:
     """Element type of most of the base model's weights."""
     shape: ModelShape | None
     """For the memory planner; None where the configuration tells it too little."""
+    trains_input_rows_alone: bool = False
+    """Whether rows of the input embedding are trained that no output head shares: a row then learns where its token is read."""

@@ -28,6 +28,7 @@ from finetune_trainer.preflight.model_files import ModelFiles, file_digests, ins
 from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.preflight.model_structure import ModelStructure
 from finetune_trainer.preflight.report import ModelReport
+from finetune_trainer.preflight.rows_read import check_rows_read
 from finetune_trainer.preflight.special_files import UNUSABLE_FILE
 from finetune_trainer.preflight.storage import check_room, check_vacant, check_writable
 from finetune_trainer.preflight.token_rows import check_token_rows
@@ -78,6 +79,8 @@ def run(context: RunContext) -> TerminationReport:
         )
         if structure is not None and tokenizer is not None:
             findings += check_token_rows(plan, tokenizer, structure, context.base_model)
+        if structure is not None and structure.trains_input_rows_alone and TRAIN in data.splits and storage_is_ready:
+            findings += check_rows_read(plan, data.readable_at(context.workspace.prepared))
         if structure is not None and storage_is_ready:
             findings += _room(context, structure, files)
         memory = memory_need(plan, structure, data.splits) if structure is not None else None

@@ -1,0 +1,66 @@
+"""Trained rows of the input embedding whose tokens no record holds: they get no gradient, and stay what they are.
+
+Where an output head shares the rows, every prediction gives them one. Reads the tokens of the training split once, for run.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+
+from finetune_job.api.method import MethodType
+from finetune_job.plan.run_plan import MethodPlan, RunPlan
+from finetune_job.rules.rule import FieldChange, Finding
+from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
+
+_AT_A_TIME = 1 << 20
+
+
+def check_rows_read(plan: RunPlan, prepared: Path) -> list[Finding]:
+    """At most one finding. `prepared`: the data, published or not."""
+    field, written = _trained_rows(plan.method)
+    unread = sorted(set(written) - _read_tokens(prepared, written))
+    if not unread:
+        return []
+    is_all = plan.method.type is MethodType.TRAINABLE_TOKENS and len(unread) == len(set(written))
+    left = [token for token in written if token not in unread]
+    nothing = "; nothing else is trained, so nothing would be learnt" if is_all else ""
+    return [
+        Finding(
+            rule="trained-token-unread",
+            severity="error" if is_all else "warning",
+            field=field,
+            value=str(unread[0]),
+            message=f"no training record has token {unread[0]} before its last one ({len(unread)} such ids), and the output head "
+            f"does not share the embedding: this row gets no gradient{nothing}",
+            fix="name ids of tokens that the records hold, or add records that hold these",
+            changes=() if is_all else (FieldChange(field=field, value=left or None),),
+        )
+    ]
+
+
+def _trained_rows(method: MethodPlan) -> tuple[str, list[int]]:
+    """The setting and its ids."""
+    if method.adapter is not None:
+        return "spec.method.settings.tokenIndices", list(method.adapter.settings.get("tokenIndices") or ())
+    return "spec.method.lora.trainableTokenIndices", list(method.lora.trainable_token_indices) if method.lora is not None else []
+
+
+def _read_tokens(prepared: Path, wanted: Collection[int]) -> set[int]:
+    """Those of the wanted tokens that some other token of the same record follows: the last one of a record predicts nothing."""
+    ends = map_tables(prepared, TRAIN).document_ends
+    shards = TokenShards(prepared, TRAIN)
+    found: set[int] = set()
+    num_tokens = int(ends[-1]) if len(ends) else 0
+    for start in range(0, num_tokens, _AT_A_TIME):
+        stop = min(start + _AT_A_TIME, num_tokens)
+        tokens = shards.read(start, stop)[0].copy()
+        # Ends are positions behind the last token.
+        inside = ends[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, stop, side="right")]
+        tokens[np.asarray(inside) - 1 - start] = -1
+        found |= set(np.intersect1d(tokens, list(wanted)).tolist())
+        if found.issuperset(wanted):
+            break
+    return found
