@@ -96,3 +96,21 @@ def test_patterns_are_for_adapted_parameters_too(models: Path) -> None:
     named = {"targetModules": ["o_proj"], "targetParameters": ["mlp.experts.down_proj"]}
     assert findings(models, "mixtral", **named, rankPattern={"experts.down_proj": 3}) == {}
     assert set(findings(models, "mixtral", **named, rankPattern={"experts.gate_up_proj": 3})) == {"adapter-pattern-unmatched"}
+
+
+@pytest.mark.parametrize("saved", ["gate", "experts", "mlp", "model.layers.1.mlp.gate"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_what_is_adapted_as_a_parameter_is_not_trained_whole_too(models: Path, kind: str, saved: str) -> None:
+    """PEFT: "modules_to_save cannot be applied to modules of type ParamWrapper", or adapters inside the frozen original."""
+    (finding,) = findings(models, kind, modulesToSave=[saved, "lm_head"]).values()
+    assert (finding.rule, finding.field, finding.value) == ("experts-adapted-and-saved", "spec.method.lora.modulesToSave", saved)
+    (change,) = finding.changes
+    assert findings(models, kind, modulesToSave=change.value) == {}
+    assert findings(models, kind, modulesToSave=[saved], targetModules=["q_proj", "v_proj"]) == {}
+
+
+def test_experts_that_are_named_as_parameters_are_not_trained_whole_too(models: Path) -> None:
+    parameters = ["mlp.experts.down_proj"]
+    finding = findings(models, "mixtral", modulesToSave=["experts"], targetParameters=parameters)["experts-adapted-and-saved"]
+    assert "spec.method.lora.targetParameters" in finding.fix
+    assert findings(models, "mixtral", modulesToSave=["gate"], targetParameters=parameters) == {}

@@ -93,6 +93,45 @@ def check_excluded(lora: LoraPlan, base: PreTrainedModel) -> list[Finding]:
     ]
 
 
+def check_saved(lora: LoraPlan, base: PreTrainedModel) -> list[Finding]:
+    """Modules to train whole that hold parameters to adapt: PEFT wraps one in the other, or refuses it in words of its own."""
+    try:
+        config = lora_config(lora)
+        convert_peft_config_for_transformers(config, model=base, conversions=None)
+    except (TypeError, ValueError):
+        return []  # it says so itself
+    adapted = [name for name, _ in base.named_parameters() if any(targets(each, name) for each in config.target_parameters or ())]
+    modules = [name for name, _ in base.named_modules() if name]
+    both = {
+        name: inside
+        for name in lora.modules_to_save
+        for module in modules
+        if module.endswith(name) and (inside := next((each for each in adapted if each.startswith(f"{module}.")), None))
+    }
+    if not both:
+        return []
+    name, parameter = next(iter(both.items()))
+    field = f"{_FIELD}.modulesToSave"
+    left = [each for each in lora.modules_to_save if each not in both]
+    by = (
+        f"{_FIELD}.targetParameters"
+        if any(targets(each, parameter) for each in lora.target_parameters)
+        else f"{_FIELD}.targetModules"
+    )
+    return [
+        Finding(
+            rule="experts-adapted-and-saved",
+            severity="error",
+            field=field,
+            value=name,
+            message=f"{name!r} is to be trained whole, and {parameter} in it is adapted by {by}, which covers stacked experts of "
+            "this architecture or their routers: PEFT does not do both",
+            fix=f"remove {name} from {field}, or name only other modules in {by}, such as those of the attention",
+            changes=(FieldChange(field=field, value=left or None),),
+        )
+    ]
+
+
 def check_left_out(model: nn.Module, lora: LoraPlan) -> list[Finding]:
     """Linear layers that the targets name and that have no adapter. `model`: with its adapters."""
     if not isinstance(model, PeftModel):

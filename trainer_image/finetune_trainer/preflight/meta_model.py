@@ -47,6 +47,7 @@ from finetune_trainer.preflight.fused_experts import (
     check_layers,
     check_left_out,
     check_ranks_in_file,
+    check_saved,
     taken_for_experts,
 )
 from finetune_trainer.preflight.memory import shape_of
@@ -174,6 +175,7 @@ def _names(plan: RunPlan, base: PreTrainedModel, vocabulary_size: int) -> list[F
         *check_names(plan.method.lora, adaptable, modules, parameters, taken),
         *check_layers(plan.method.lora, taken),
         *check_excluded(plan.method.lora, base),
+        *check_saved(plan.method.lora, base),
         *check_parameters(plan.method.lora, parameters),
         *check_tokens(plan.method.lora, vocabulary_size),
     ]
