@@ -836,6 +836,15 @@ def test_lora_with_a_quantised_base_is_meant_as_qlora():
     assert applied(manifest(DORA | written), finding.changes)["method"] == {"type": "DoRA"}
 
 
+def test_a_text_of_modules_to_save_is_mended_to_a_list():
+    """PEFT's LNTuning declares a text and looks for each of its letters; as a list it is what was meant."""
+    spec = manifest(settings("LNTuning", modulesToSave="lm_head"))
+    (finding,) = judged(spec)
+    assert finding.rule == "method-setting-range"
+    assert applied(spec, finding.changes)["method"]["settings"] == {"modulesToSave": ["lm_head"]}
+    assert not judged(applied(spec, finding.changes))
+
+
 def test_changes_are_told_as_a_manifest_writes_them():
     values = {"a": "1", "b": "2e-4", "c": "true", "d": COMMIT, "e": "LoRA", "f": 1, "g": ["1", 2], "h": {"k": None}, "i": None}
     told = changes_text(FieldChange(field=name, value=value) for name, value in values.items())

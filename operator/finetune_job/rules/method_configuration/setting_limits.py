@@ -228,5 +228,13 @@ LIMITS: tuple[Limit, ...] = (
         "PEFT finds nothing to adapt",
         examples=([],),
     ),
+    Limit(
+        ("modulesToSave",),
+        lambda value: not isinstance(value, str),
+        "a list of names",
+        "PEFT declares a text, too, and takes it apart: every module whose name ends in one of its letters would be trained whole",
+        (_M.LN_TUNING,),
+        ("lm_head",),
+    ),
 )
 """Every limit."""

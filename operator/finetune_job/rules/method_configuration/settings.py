@@ -20,7 +20,7 @@ _NODES, _PROCESSES = "parallelism.nodes", "parallelism.processesPerNode"
 _PEFT = "peft 0.21"
 _CLASSES = "peft: the configuration classes under peft/tuners"
 _TESTS = "tests/pitfalls/test_method_settings.py"
-_TOKENS = "tokenIndices"
+_TOKENS, _SAVED = "tokenIndices", "modulesToSave"
 _M = MethodType
 
 
@@ -126,8 +126,15 @@ def method_setting_range(context: RuleContext) -> Problem | None:
         value=_written(name, written[name]) if name in written else f"{name} unset",
         message=f"{name} of {kind}: {limit.otherwise}",
         fix=f"write {limit.wanted}" + ("" if name == _TOKENS else f", or remove {_SETTINGS}.{name}"),
-        changes={f"{_SETTINGS}.{name}": _tokens(settings[name]) if name == _TOKENS else None for name, _ in beyond},
+        changes={f"{_SETTINGS}.{name}": _within(name, settings[name]) for name, _ in beyond},
     )
+
+
+def _within(name: str, value: Any) -> Any:
+    """What was most likely meant; None where a default stands for it."""
+    if name == _TOKENS:
+        return _tokens(value)
+    return [value] if name == _SAVED and value else None
 
 
 def _tokens(written: list[int]) -> list[int]:
