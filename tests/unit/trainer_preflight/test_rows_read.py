@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from peft import TrainableTokensConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from finetune_job.failures import Outcome
@@ -54,6 +57,19 @@ def test_where_nothing_else_is_trained_nothing_is_learnt(context: Any, tokens: d
     result = run(context({**alone, OTHER: {"tokenIndices": [tokens["absent"], tokens["read"]]}}))
     assert result.outcome is Outcome.SUCCEEDED
     assert [(finding.rule, finding.severity) for finding in result.findings] == [(RULE, "warning")]
+
+
+def test_the_row_of_the_padding_learns_nothing_wherever_it_stands(context: Any, tokens: dict[str, int], model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"pad_token_id": tokens["read"]}))
+    loaded = LlamaForCausalLM.from_pretrained(model)
+    adapted = get_peft_model(loaded, TrainableTokensConfig(token_indices=[tokens["read"]], target_modules=["embed_tokens"]))
+    ids = torch.tensor([[tokens["read"]] * 4])
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    assert [bool(each.grad.any()) for each in adapted.parameters() if each.requires_grad] == [False]
+    result = run(context({LORA: [tokens["read"]]}))
+    (finding,) = [finding for finding in result.findings if finding.rule == RULE]
+    assert "padding" in finding.message
 
 
 def test_rows_that_a_head_shares_learn_from_every_prediction(context: Any, tokens: dict[str, int], model: Path) -> None:

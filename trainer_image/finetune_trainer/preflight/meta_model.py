@@ -90,6 +90,7 @@ def inspect_structure(
     # Said beside what else is wrong: the model can be looked at all the same.
     recurrent = [_recurrent(base)] if plan.data.packing and _hands_state_on(base) else []
     vocabulary_size = int(base.get_input_embeddings().weight.shape[0])
+    padding_row = getattr(base.get_input_embeddings(), "padding_idx", None)
     findings += _names(plan, base, vocabulary_size)
     limits = max_positions(base.config), max_row(base.config)
     if any(finding.severity == "error" and finding.rule not in _PEFT_DOES_NOT_MIND for finding in findings):
@@ -149,6 +150,7 @@ def inspect_structure(
         stored_dtype=_name(stored_dtype(directory)),
         shape=shape_of(model, base, units, _name(dtypes.load)),
         trains_input_rows_alone=_trains_input_rows_alone(model),
+        padding_row=padding_row,
     )
     return structure, findings
 

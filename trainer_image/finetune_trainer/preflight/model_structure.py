@@ -33,3 +33,5 @@ class ModelStructure:
     """For the memory planner; None where the configuration tells it too little."""
     trains_input_rows_alone: bool = False
     """Whether rows of the input embedding are trained that no output head shares: a row then learns where its token is read."""
+    padding_row: int | None = None
+    """Row of the input embedding that torch gives no gradient where it is read (`padding_idx`)."""

@@ -1,4 +1,4 @@
-"""Trained rows of the input embedding whose tokens no record holds: they get no gradient, and stay what they are.
+"""Trained rows of the input embedding whose tokens no record holds, or that pad: they get no gradient, and stay what they are.
 
 Where an output head shares the rows, every prediction gives them one. Reads the tokens of the training split once, for run.py.
 """
@@ -18,12 +18,18 @@ from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
 _AT_A_TIME = 1 << 20
 
 
-def check_rows_read(plan: RunPlan, prepared: Path) -> list[Finding]:
-    """At most one finding. `prepared`: the data, published or not."""
+def check_rows_read(plan: RunPlan, prepared: Path, padding_row: int | None) -> list[Finding]:
+    """At most one finding. `prepared`: the data, published or not; `padding_row`: one that learns nothing where it is read."""
     field, written = _trained_rows(plan.method)
-    unread = sorted(set(written) - _read_tokens(prepared, written))
+    unread = sorted(set(written) - (_read_tokens(prepared, written) - {padding_row}))
     if not unread:
         return []
+    first = unread[0]
+    reason = (
+        f"token {first} is the model's padding (pad_token_id in config.json), whose row torch leaves out"
+        if first == padding_row
+        else f"no training record has token {first} before its last one"
+    )
     is_all = plan.method.type is MethodType.TRAINABLE_TOKENS and len(unread) == len(set(written))
     left = [token for token in written if token not in unread]
     nothing = "; nothing else is trained, so nothing would be learnt" if is_all else ""
@@ -32,9 +38,9 @@ def check_rows_read(plan: RunPlan, prepared: Path) -> list[Finding]:
             rule="trained-token-unread",
             severity="error" if is_all else "warning",
             field=field,
-            value=str(unread[0]),
-            message=f"no training record has token {unread[0]} before its last one ({len(unread)} such ids), and the output head "
-            f"does not share the embedding: this row gets no gradient{nothing}",
+            value=str(first),
+            message=f"{reason}, and the output head does not share the embedding: this row gets no gradient "
+            f"({len(unread)} such ids){nothing}",
             fix="name ids of tokens that the records hold, or add records that hold these",
             changes=() if is_all else (FieldChange(field=field, value=left or None),),
         )

@@ -80,7 +80,7 @@ def run(context: RunContext) -> TerminationReport:
         if structure is not None and tokenizer is not None:
             findings += check_token_rows(plan, tokenizer, structure, context.base_model)
         if structure is not None and structure.trains_input_rows_alone and TRAIN in data.splits and storage_is_ready:
-            findings += check_rows_read(plan, data.readable_at(context.workspace.prepared))
+            findings += check_rows_read(plan, data.readable_at(context.workspace.prepared), structure.padding_row)
         if structure is not None and storage_is_ready:
             findings += _room(context, structure, files)
         memory = memory_need(plan, structure, data.splits) if structure is not None else None
