@@ -95,6 +95,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neo": ("GPTNeoConfig", {}),
     "smollm3": ("SmolLM3Config", {}),
     "zamba": ("ZambaConfig", {}),
+    "dots3-note": ("Dots3NoteTextConfig", {}),
 }
 
 

@@ -98,14 +98,18 @@ class _Sizes:
                 small = [self._field(name, each) if each else 0 for each in value]
                 changed |= {name: small} if name in MEANING_OF else {}
             elif is_by_layer(name, value):
-                changed[name] = {
-                    key: {inner: self._field(inner, each) if _is_count(each) else each for inner, each in own.items()}
-                    for key, own in value.items()
-                    if isinstance(own, Mapping)
-                }
+                changed[name] = {key: self._of_layer(own) for key, own in value.items() if isinstance(own, Mapping)}
             elif _is_count(value):
                 changed[name] = self._field(name, value)
         return changed
+
+    def _of_layer(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings of a single layer. Where each of its heads has keys of its own, each still does."""
+        small = {name: self._field(name, value) if _is_count(value) else value for name, value in own.items()}
+        heads = _first(own, Meaning.HEADS)
+        if heads is not None and heads == _first(own, Meaning.KEY_VALUE_HEADS):
+            small |= {name: _first(small, Meaning.HEADS) for name in own if MEANING_OF.get(name) is Meaning.KEY_VALUE_HEADS}
+        return small
 
     def _field(self, name: str, value: int) -> int:
         meaning = MEANING_OF.get(name)
@@ -116,6 +120,13 @@ class _Sizes:
         if meaning is None:
             return self._unnamed(name, value)
         return min(value, self._known(name, value, meaning))
+
+    def _whole_head_sizes(self) -> set[int]:
+        """With low ranks: of heads with and without positions together, in all layers and in those with settings of their own."""
+        rope = _count(self.config.get("qk_rope_head_dim"))
+        layers = [own for name, value in self.config.items() if is_by_layer(name, value) for own in value.values()]
+        sizes = [_count(part.get("qk_nope_head_dim")) for part in (self.config, *layers) if isinstance(part, Mapping)]
+        return {size + rope for size in sizes if size} if rope else set()
 
     def _known(self, name: str, value: int, meaning: Meaning) -> int:
         config = self.config
@@ -129,7 +140,7 @@ class _Sizes:
             case Meaning.HEAD_SIZE:
                 if self.has_low_ranks and value == config["qk_rope_head_dim"]:
                     return ROPE_SIZE
-                return self.small_head_size
+                return HEAD_SIZE + ROPE_SIZE if value in self._whole_head_sizes() else self.small_head_size
             case Meaning.FEED_FORWARD:
                 is_of_experts = "moe" in name or "expert" in name
                 return EXPERT_FEED_FORWARD if is_of_experts else FEED_FORWARD
