@@ -19,6 +19,9 @@ UNSET = "unset"
 STEPS, SAVED_AT, GLOBAL_BATCH = 3, 2, 4
 MODEL_CLAIM, WORKSPACE_CLAIM, RESULTS_CLAIM = "models", "workspace", "results"
 
+FOLLOWED = {MethodType.HIRA: "30", MethodType.IA3: "1"}
+"""Learning rates of methods that multiply weights, where steps are as large as the gradients."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -65,9 +68,9 @@ class Case:
         for name, value in self.values.items():
             if value != UNSET and name in FIELDS:
                 _put(spec, FIELDS[name], _meaning(self, name, value))
-        if kind is MethodType.HIRA and self.of("optimizer") in ("RAdam", "SGD"):
+        if kind in FOLLOWED and self.of("optimizer") in ("RAdam", "SGD"):
             # Their first steps follow the gradient, and a share of each weight would be less than 16 bits tell apart.
-            _put(spec, "training.learningRate", "30")
+            _put(spec, "training.learningRate", FOLLOWED[kind])
         if self.of("init") == "Random":
             # PEFT's random A and B are so large that the model would say nothing but the adapter.
             _put(spec, "method.lora.loraAlpha", 1)

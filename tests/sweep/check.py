@@ -196,10 +196,14 @@ def merged(case: Case, plan: RunPlan, context: RunContext) -> list[str]:
     else:
         base = plain.stored_base(context.base_model)
     before = plain.logits(base)
-    wanted = plain.logits(plain.loaded_adapter(base, context.workspace.adapter))
+    adapted = plain.loaded_adapter(base, context.workspace.adapter)
+    wanted = plain.logits(adapted)
     found = plain.logits(AutoModelForCausalLM.from_pretrained(context.output.merged, dtype=torch.float32))
     written = DTYPES[case.values["stored"] if case.of("merge_dtype") == UNSET else case.of("merge_dtype")]
-    problems = oracle.compare_logits(found, wanted, ROUNDING[written], "logits of the merged model")
+    what = "logits of the merged model"
+    problems = oracle.compare_logits(found, wanted, ROUNDING[written], what)
+    if problems:
+        problems = oracle.compare_logits(found, wanted, ROUNDING[written], what, plain.rounded_logits(adapted, written))
     effect = float((before - wanted).abs().max())
     if METHODS[plan.method.type].family is Family.LORA and effect == 0:
         problems.append("the adapter has no effect")

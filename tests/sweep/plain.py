@@ -33,6 +33,8 @@ from tests.sweep.case import UNSET, Case
 Tensors = dict[str, torch.Tensor]
 _INITS = {"ZeroB": True, "Random": False}
 _NOT_PEFTS = ("autocast_adapter_dtype", "lora_plus_ratio")
+ROUNDINGS = 8
+"""How often the rounding of a merge is drawn again."""
 PROBE = [[7, 1, 97, 5, 33, 200, 14, 90, 5, 61], [255, 0, 3, 3, 42, 17, 120, 9]]
 """Tokens, among them those whose rows may be trained."""
 
@@ -211,6 +213,20 @@ def logits(model: Any) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
         return torch.cat([model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in PROBE])
+
+
+def rounded_logits(model: PeftModel, dtype: torch.dtype) -> list[torch.Tensor]:
+    """As `logits`, each time with every adapted weight off by up to what rounding to this type takes from it."""
+    weights = {name: weight for name, weight in model.named_parameters() if ".base_layer." in name}
+    exact = {name: weight.detach().clone() for name, weight in weights.items()}
+    found = []
+    for draw in range(ROUNDINGS):
+        random = torch.Generator().manual_seed(draw)
+        for name, weight in weights.items():
+            errors = (2 * torch.rand(weight.shape, generator=random) - 1) * torch.finfo(dtype).eps / 2
+            weight.data.copy_(exact[name] * (1 + errors))
+        found.append(logits(model))
+    return found
 
 
 def loaded_adapter(base: nn.Module, directory: Path) -> PeftModel:

@@ -28,7 +28,8 @@ class VerifySpec(ApiModel):
     num_prompts: Annotated[int, Field(ge=1, le=1024)] = 8
     """Prompts compared."""
     max_kl_divergence: DecimalString | None = None
-    """Largest mean Kullback-Leibler divergence per token, in nats. Unset: by element type, see the verification report."""
+    """Largest mean Kullback-Leibler divergence per token, in nats, of the nine positions in ten that diverge least (of half of
+    them where layers choose experts). Unset: by element type, see the verification report."""
     min_top1_agreement: DecimalString | None = None
     """Smallest share of positions at which both choose the same token. Unset: by element type."""
 

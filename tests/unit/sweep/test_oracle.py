@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,3 +200,16 @@ def test_a_step_below_the_last_bit_of_a_value_is_no_fault_of_an_optimizer_that_s
     assert oracle.check_moved(before, before, gradients) == ["2 trained parameters did not move, first a"]
     assert oracle.check_moved(before, before, gradients, 1e-2) == ["1 trained parameters did not move, first b"]
     assert oracle.check_moved(before, {"a": before["a"], "b": before["b"] - 1e-5}, gradients, 1e-2) == []
+
+
+def test_rounding_excuses_the_positions_that_it_moves_and_no_other():
+    wanted = torch.ones(4, 8)
+    by_rounding = wanted.clone()
+    by_rounding[0] += 0.3
+    assert oracle.compare_logits(by_rounding, wanted, 0.03, "logits")
+    assert oracle.compare_logits(by_rounding, wanted, 0.03, "logits", [by_rounding]) == []
+    wrong = by_rounding.clone()
+    wrong[2] += 0.1
+    (problem,) = oracle.compare_logits(wrong, wanted, 0.03, "logits", [by_rounding])
+    assert problem == "logits: off by 0.1 of the largest, bound 0.03"
+    assert oracle.compare_logits(torch.full_like(wanted, math.nan), wanted, 0.03, "logits", [by_rounding])

@@ -95,7 +95,7 @@ def test_everything_about_the_run_is_told(tmp_path):
         "| last | 10 | 1.7500 |",
         "held-out loss  █▁  2.5 -> 1.75",
         "| same most likely token | 99.0000% | at least 97.00% |",
-        "| mean KL divergence from base and adapter, nats | 0.0001 | at most 0.005 |",
+        "| mean KL divergence of 90% of positions from base and adapter, nats | 0.0001 | at most 0.005 |",
         f"| plan, SHA-256 | `{made.context.plan_sha256}` |",
         f"| trainer image | `{IMAGE}` |",
         f"| base digest, SHA-256 over configuration, index, headers and sizes | `{'c' * 64}` |",

@@ -140,7 +140,11 @@ def verification(facts: RunFacts) -> list[str]:
             f"{logits.relative_difference:.3g}",
             f"at most {gate.allowed_difference(logits):.3g}",
         ),
-        ("mean KL divergence from base and adapter, nats", f"{logits.mean_kl:.3g}", f"at most {gate.max_mean_kl:.3g}"),
+        (
+            f"mean KL divergence of {logits.judged_positions} from base and adapter, nats",
+            f"{logits.mean_kl:.3g}",
+            f"at most {gate.max_mean_kl:.3g}",
+        ),
         ("same most likely token", f"{logits.top1_agreement:.4%}", f"at least {gate.min_top1_agreement:.2%}"),
         ("KL divergence of the base alone, nats", f"{logits.effect_mean_kl:.3g}", ""),
     ]

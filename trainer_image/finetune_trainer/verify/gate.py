@@ -9,8 +9,9 @@ largest logit, times a factor for depth: 24 u for bfloat16 and float16. The Kull
 of the error, hence by 64 between bfloat16 and float16.
 
 Single positions can be far worse conditioned than that: where what a layer adds nearly cancels what it is added to, or what a norm
-then divides by is small, rounding alone changes the logits by much. So nine of ten positions are judged, not all: a merge that is
-wrong is wrong nearly everywhere. And one position with another most likely token is excused, which may be more than 1% of them.
+then divides by is small, rounding alone changes the logits by much. So nine of ten positions are judged, not all, by difference and
+by divergence: a merge that is wrong is wrong nearly everywhere. And one position with another most likely token is excused, which
+may be more than 1% of them.
 
 Measured with merges into random models (Llama, Qwen2, GPT-2, 256 wide; LoRA and DoRA on all linear layers; 2,000 tokens, 384
 positions, two seeds of LoRA), as a range over the models of that depth:
@@ -21,7 +22,8 @@ positions, two seeds of LoRA), as a range over the models of that depth:
       nine positions of ten    1.3 to 2.0     2.5 to 4.3     4.0 to 9.2
     float32                    8 to 12        11 to 21       16 to 65
       nine positions of ten    6 to 9         8 to 14        13 to 39
-    mean divergence, bfloat16  4e-6           8e-6..2e-5     1.4e-4..7e-4
+    mean divergence of all
+    positions,       bfloat16  4e-6           8e-6..2e-5     1.4e-4..7e-4
                      float16   6e-8           1.3e-7..3e-7   2e-6..1.1e-5
                      float32   2e-14          2e-14..3e-14   3e-13..3e-12
     half the adapter, or none of it in the first layer
@@ -62,10 +64,11 @@ TIE_UNITS = 4
 class LogitFigures:
     """Merged model against base + adapter over all positions of all prompts.
 
-    mean_kl: KL(base + adapter || merged), nats per position. effect_mean_kl: KL(base + adapter || base), what the adapter
-    does at all. top1_agreement: share of positions whose most likely token under the merged model is the most likely one
-    under base + adapter, or tied with it (TIE_UNITS). usual_abs_difference: what the largest difference of a position is at most,
-    for the share of positions that is judged.
+    mean_kl: KL(base + adapter || merged), nats per position, over the share of positions that is judged, those that diverge
+    least. effect_mean_kl: the same of KL(base + adapter || base), what the adapter does at all. top1_agreement: share of
+    positions whose most likely token under the merged model is the most likely one under base + adapter, or tied with it
+    (TIE_UNITS). usual_abs_difference: what the largest difference of a position is at most, for the share of positions that is
+    judged.
     """
 
     num_prompts: int
@@ -84,9 +87,14 @@ class LogitFigures:
         return self.usual_abs_difference / self.max_abs_logit if self.max_abs_logit else self.usual_abs_difference
 
     @property
+    def judged_positions(self) -> str:
+        """Which the figures are of."""
+        return f"{judged_share(chooses_experts=self.chooses_experts):.0%} of positions"
+
+    @property
     def judged(self) -> str:
         """What relative_difference is."""
-        return f"largest difference of {judged_share(chooses_experts=self.chooses_experts):.0%} of positions"
+        return f"largest difference of {self.judged_positions}"
 
     @property
     def num_disagreeing(self) -> float:
@@ -154,7 +162,9 @@ def failures(figures: LogitFigures, gate: Gate) -> tuple[str, ...]:
             f"logit, and allowed is {allowed:.2g}"
         )
     if not figures.mean_kl <= gate.max_mean_kl:
-        found.append(f"mean KL divergence is {figures.mean_kl:.3g}; allowed is {gate.max_mean_kl:.3g}")
+        found.append(
+            f"mean KL divergence of {figures.judged_positions} is {figures.mean_kl:.3g}; allowed is {gate.max_mean_kl:.3g}"
+        )
     # The number comes from a share: half a position of room.
     is_excused = gate.max_excused > 0 and figures.num_disagreeing < gate.max_excused + 0.5
     if not figures.top1_agreement >= gate.min_top1_agreement and not is_excused:

@@ -8,6 +8,7 @@ neither activations nor the logits, which wait on disk, grow with their number.
 from __future__ import annotations
 
 import gc
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,8 +133,9 @@ class _Sums:
         self._chooses_experts = chooses_experts
         self._differences: list[torch.Tensor] = []
         """The largest at each position."""
+        self._divergences: list[torch.Tensor] = []
+        self._effects: list[torch.Tensor] = []
         self._num_positions = self._num_agreeing = 0
-        self._kl = self._effect_kl = 0.0
         self._max_abs_difference = self._max_abs_logit = torch.tensor(0.0)
 
     def add(self, reference: _Logits, base: _Logits, merged: _Logits) -> None:
@@ -142,8 +144,8 @@ class _Sums:
         self._num_positions += reference.num_positions
         if reference.vocabulary != merged.vocabulary:
             self._max_abs_difference = torch.tensor(torch.nan)
-            self._differences.append(self._max_abs_difference[None])
-            self._kl = torch.nan
+            for each in (self._differences, self._divergences, self._effects):
+                each.append(self._max_abs_difference[None])
             return
         step = max(1, VALUES_AT_ONCE // reference.vocabulary)
         for first in range(0, reference.num_positions, step):
@@ -153,34 +155,42 @@ class _Sums:
             self._differences.append((expected - found).abs().max(dim=1).values)
             self._max_abs_difference = torch.maximum(self._max_abs_difference, self._differences[-1].max())
             self._max_abs_logit = torch.maximum(self._max_abs_logit, expected.abs().max())
-            self._kl += float(_kl(expected, found))
-            self._effect_kl += float(_kl(expected, base.positions(first, last)))
+            self._divergences.append(_kl(expected, found))
+            self._effects.append(_kl(expected, base.positions(first, last)))
             best, largest = expected.max(dim=1).values, expected.abs().max(dim=1).values
             chosen = expected.gather(1, found.argmax(dim=1, keepdim=True)).squeeze(1)
             self._num_agreeing += int((best - chosen <= tolerance * largest).sum())
 
     def figures(self, num_prompts: int) -> LogitFigures:
+        share = judged_share(chooses_experts=self._chooses_experts)
         # NaN where one of them is.
-        usual = torch.cat(self._differences).quantile(judged_share(chooses_experts=self._chooses_experts), interpolation="higher")
+        usual = torch.cat(self._differences).quantile(share, interpolation="higher")
         return LogitFigures(
             num_prompts=num_prompts,
             num_positions=self._num_positions,
             max_abs_difference=float(self._max_abs_difference),
             usual_abs_difference=float(usual),
             max_abs_logit=float(self._max_abs_logit),
-            mean_kl=self._kl / self._num_positions,
-            effect_mean_kl=self._effect_kl / self._num_positions,
+            mean_kl=mean_of_least(torch.cat(self._divergences), share),
+            effect_mean_kl=mean_of_least(torch.cat(self._effects), share),
             top1_agreement=self._num_agreeing / self._num_positions,
             chooses_experts=self._chooses_experts,
         )
 
 
 def _kl(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """KL(reference || other) summed over positions, in nats, from logits (positions, vocabulary)."""
+    """KL(reference || other) at each position, in nats, from logits (positions, vocabulary)."""
     first, second = reference.double().log_softmax(dim=1), other.double().log_softmax(dim=1)
     # A token that the model rules out has the logit -inf in both and adds nothing.
     terms = first.exp() * (first - second)
-    return terms.masked_fill(first.isneginf() & second.isneginf(), 0.0).sum()
+    return terms.masked_fill(first.isneginf() & second.isneginf(), 0.0).sum(dim=1)
+
+
+def mean_of_least(values: torch.Tensor, share: float) -> float:
+    """PURE. Mean of that share of the values, the least of them; NaN where any value is."""
+    if values.isnan().any():
+        return math.nan
+    return float(values.sort().values[: math.ceil(share * len(values))].mean())
 
 
 def _waves(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:

@@ -67,7 +67,7 @@ def _gate_rows(logits: LogitFigures, gate: Gate) -> list[Sequence[str]]:
             f"at most {gate.allowed_difference(logits):.3g}",
         ),
         ("largest difference", f"{logits.max_abs_difference:.4g}", f"largest logit {logits.max_abs_logit:.4g}"),
-        ("mean KL divergence, nats", f"{logits.mean_kl:.3g}", f"at most {gate.max_mean_kl:.3g}"),
+        (f"mean KL divergence of {logits.judged_positions}, nats", f"{logits.mean_kl:.3g}", f"at most {gate.max_mean_kl:.3g}"),
         ("same most likely token", f"{logits.top1_agreement:.3%}", f"at least {gate.min_top1_agreement:.2%}"),
         ("KL divergence of the base, nats (the adapter's effect)", f"{logits.effect_mean_kl:.3g}", ""),
         (
@@ -90,7 +90,7 @@ def _other(report: VerificationReport) -> Iterator[str]:
     yield ""
     rows = [
         (f"{other.judged}, of the largest logit", f"{other.relative_difference:.3g}"),
-        ("mean KL divergence, nats", f"{other.mean_kl:.3g}"),
+        (f"mean KL divergence of {other.judged_positions}, nats", f"{other.mean_kl:.3g}"),
         ("same most likely token", f"{other.top1_agreement:.3%}"),
         ("KL divergence of the base, nats (the adapter's effect)", f"{other.effect_mean_kl:.3g}"),
     ]
