@@ -94,7 +94,7 @@ def test_adapter_and_verified_model_are_published_and_a_second_run_changes_nothi
     assert second.facts == report.facts
     assert content(context.output.root) == before
     card = context.output.model_card.read_text()
-    assert "| mean KL divergence from base and adapter, nats |" in card
+    assert "| mean KL divergence of 90% of positions from base and adapter, nats |" in card
     assert "2 optimizer steps" in card
     assert "license: apache-2.0" in card
     for directory in (context.output.adapter, context.output.merged):
