@@ -11,7 +11,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from finetune_job.api.method import MethodType
+from finetune_job.api.method import LoraInit, MethodType
 from finetune_job.api.output import MergeBase
 from finetune_job.api.training import OptimizerName
 from finetune_job.methods import METHODS, Family
@@ -70,6 +70,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     coarsest = coarse_dtypes[0] if coarse_dtypes else torch.float32
     # Other methods than LoRA's compute what they start from, out of weights that are rounded already.
     first_bound = ROUNDING[coarsest] * (1 if METHODS[plan.method.type].family is Family.LORA else 5)
+    first_bound = max(first_bound, ROUNDING[_orthogonal_dtype(plan)])
     problems += oracle.compare_values(parameters[0], trained, first_bound, "first values")
 
     data = PreparedData.open(context.workspace.prepared)
@@ -176,6 +177,14 @@ def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any) ->
         plain.logits(loaded), plain.logits(model.model), ROUNDING[held], "logits of the loaded adapter"
     )
     return problems
+
+
+def _orthogonal_dtype(plan: RunPlan) -> torch.dtype:
+    """To which PEFT rounds the values of an orthogonal start: the type of the weight, and a packed one has that of its storage."""
+    lora, quantization = plan.method.lora, plan.method.quantization
+    is_rounded = lora is not None and lora.init_lora_weights is LoraInit.ORTHOGONAL and quantization is not None
+    storage = quantization.quant_storage if is_rounded and quantization is not None else None
+    return DTYPES[storage.value] if storage is not None and storage.value in DTYPES else torch.float32
 
 
 def _whole_model(case: Case, context: RunContext, model: plain.Plain) -> list[str]:
