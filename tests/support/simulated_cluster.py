@@ -26,6 +26,8 @@ from finetune_operator.decide.observed import (
     JobConditionView,
     JobView,
     LiveChildren,
+    LiveJob,
+    LivePod,
     Observed,
     PodView,
     ProfileView,
@@ -85,8 +87,9 @@ class SimulatedCluster:
         )
         if not needs_live_list(observed):
             return observed
-        running = tuple(pod.name for pod in self.children.pods if not pod.is_terminal)
-        return replace(observed, live=LiveChildren(tuple(job.name for job in self.children.batch_jobs), running))
+        running = tuple(LivePod(pod.name, pod.uid, pod.node) for pod in self.children.pods if not pod.is_terminal)
+        jobs = tuple(LiveJob(job.name, job.uid, job.deleting) for job in self.children.batch_jobs)
+        return replace(observed, live=LiveChildren(jobs, running))
 
     def reconcile_once(self, die_after: int | None = None) -> Actions:
         """One pass; with `die_after` only so many of its effects happen."""

@@ -136,6 +136,11 @@ class FineTuneProfileSpec(ApiModel):
     """Group that owns mounted volumes. Unset: the platform's."""
     node_selector: Annotated[dict[str, str], Field(max_length=32)] | None = None
     """Node labels that training pods need."""
+    max_active_jobs: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """How many jobs of one namespace may be active at a time; the others wait, the oldest first. Unset: no limit."""
+    force_delete_pods_of_lost_nodes: bool = False
+    """Whether pods on a node that stopped answering are deleted by force, so that the next attempt can start. Only if the platform
+    makes sure that such a node no longer writes to the workspace: the old rank may still run."""
     fetch: FetchSettings = FetchSettings()
     """Ways out of the cluster for `hf://` and `s3://` sources."""
     publish: PublishSettings = PublishSettings()

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from finetune_job.api.base import ApiModel
 
@@ -13,6 +13,12 @@ class RunSpec(ApiModel):
 
     suspend: bool = False
     """Release all pods and keep the checkpoint. Setting it back continues from there."""
+    queue_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] | None = None
+    """Queue (Kueue LocalQueue of this namespace) that admits the training Job. Unset: the profile's, if it names one."""
+    priority_class_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] | None = (
+        None
+    )
+    """PriorityClass of the training pods, and under a queue its WorkloadPriorityClass. Unset: the profile's, if it names one."""
     cancel: bool = False
     """End the job for good. Cannot be taken back."""
     retry: Annotated[int, Field(ge=0, le=1_000_000)] = 0
@@ -20,7 +26,11 @@ class RunSpec(ApiModel):
     max_restarts: Annotated[int, Field(ge=0, le=100)] = 3
     """Restarts of the gang after failures that are not the infrastructure's."""
     startup_deadline_seconds: Annotated[int, Field(ge=10, le=604_800)] = 1800
-    """How long the pods of one role may take until all of them run."""
+    """How long the pods of one role may take until all of them run, once there is room for them: waiting in a queue or for capacity
+    does not count."""
+    stall_deadline_seconds: Annotated[int, Field(ge=60, le=604_800)] | None = None
+    """How long the training may show no new step although all of its pods run; then the gang is restarted, and that counts. Unset:
+    only the ranks' own watchdog (training.stepTimeoutSeconds) ends a run that hangs."""
     active_deadline_seconds: Annotated[int, Field(ge=10, le=31_536_000)] | None = None
     """How long the whole job may take from its start. Unset: no limit."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None

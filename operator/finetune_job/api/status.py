@@ -8,6 +8,7 @@ from pydantic import Field, StringConstraints
 
 from finetune_job.api.base import ApiModel
 from finetune_job.failures import FailureClass
+from finetune_job.names import Role
 from finetune_job.reasons import ConditionType
 
 Text = Annotated[str, StringConstraints(max_length=4096)]
@@ -91,11 +92,14 @@ class RankFailure(StatusModel):
     message: Text = ""
     hint: Text = ""
     time: Timestamp = ""
+    node: Annotated[str, StringConstraints(max_length=253)] = ""
+    """The node that the pod ran on."""
 
 
 class Attempt(StatusModel):
-    """One run of the gang."""
+    """One Job of a role: for training one run of the gang."""
 
+    role: Role = Role.TRAIN
     number: int
     start_time: Timestamp = ""
     end_time: Timestamp = ""
@@ -109,12 +113,21 @@ class Attempt(StatusModel):
 
 
 class Restarts(StatusModel):
-    """Restarts of the gang so far."""
+    """Restarts of a role so far."""
 
     counted: int = 0
     """Caused by the job itself; limited by `run.maxRestarts`."""
     uncounted: int = 0
     """Caused by the infrastructure; limited by an absolute cap."""
+
+
+class RoleRestarts(StatusModel):
+    """Restarts of the roles other than training, each with a budget of its own."""
+
+    fetch: Restarts = Restarts()
+    preflight: Restarts = Restarts()
+    merge: Restarts = Restarts()
+    publish: Restarts = Restarts()
 
 
 class ProgressStatus(StatusModel):
@@ -131,6 +144,8 @@ class ProgressStatus(StatusModel):
     checkpoint_step: int | None = None
     summary: Annotated[str, StringConstraints(max_length=64)] = ""
     """`step/total`, for the printer column."""
+    advanced_time: Timestamp = ""
+    """When the operator last saw the step change."""
 
 
 class Artifact(StatusModel):
@@ -160,8 +175,11 @@ class FineTuneJobStatus(StatusModel):
     attempt: int = 0
     """Number of the current attempt, from 0."""
     attempts: list[Attempt] = Field(default_factory=list, max_length=64)
-    """The latest attempts, oldest first."""
+    """The latest attempts of all roles, oldest first."""
     restarts: Restarts = Restarts()
+    """Of the gang."""
+    role_restarts: RoleRestarts = RoleRestarts()
+    """Of the other roles."""
     progress: ProgressStatus | None = None
     artifacts: list[Artifact] = Field(default_factory=list, max_length=16)
     retry_handled: int = 0

@@ -22,11 +22,13 @@ from finetune_operator.children.claims import claims_named_by
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, EVENTS, JOBS, PODS, PROFILES, SERVICES, Kind
-from finetune_operator.cluster.projection import Held, belongs_to, object_key
+from finetune_operator.cluster.projection import Held, belongs_to, object_key, timestamp
 from finetune_operator.decide.observed import (
     ConfigMapView,
     JobView,
     LiveChildren,
+    LiveJob,
+    LivePod,
     Observed,
     PodView,
     ProfileView,
@@ -160,16 +162,18 @@ class Gatherer:
 
     async def _live_children(self, job: JobView) -> LiveChildren:
         batch_jobs, _ = await self._api.list(BATCH_JOBS, job.namespace)
-        ours = {object_key(item).uid: item["metadata"]["name"] for item in batch_jobs if object_key(item).owner_uid == job.uid}
-        known = set(ours) | self._cache.batch_job_uids_of(job.uid)
+        ours = [_live_job(item) for item in batch_jobs if object_key(item).owner_uid == job.uid]
+        known = {one.uid for one in ours} | self._cache.batch_job_uids_of(job.uid)
         pods, _ = await self._api.list(PODS, job.namespace)
         running = [
-            item["metadata"]["name"]
+            _live_pod(item)
             for item in pods
             if (object_key(item).owner_uid in known or (item["metadata"].get("labels") or {}).get(LABEL_JOB_UID) == job.uid)
             and (item.get("status") or {}).get("phase") not in ("Succeeded", "Failed")
         ]
-        return LiveChildren(batch_jobs=tuple(sorted(ours.values())), running_pods=tuple(sorted(running)))
+        return LiveChildren(
+            batch_jobs=tuple(sorted(ours, key=lambda one: one.name)), running_pods=tuple(sorted(running, key=lambda one: one.name))
+        )
 
     def _forget_settled_evidence(self, job: JobView) -> None:
         """Gone pods are needed until the outcome of their attempt stands in the status."""
@@ -210,6 +214,21 @@ def _job_view(held: Held, document: Document) -> JobView:
         spec_error=error,
         status=FineTuneJobStatus.model_validate(document.get("status") or {}),
         deleting="deletionTimestamp" in metadata,
+    )
+
+
+def _live_job(document: Document) -> LiveJob:
+    metadata = document["metadata"]
+    return LiveJob(name=metadata["name"], uid=metadata["uid"], deleting="deletionTimestamp" in metadata)
+
+
+def _live_pod(document: Document) -> LivePod:
+    metadata = document["metadata"]
+    return LivePod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        node=(document.get("spec") or {}).get("nodeName") or "",
+        deletion_due=timestamp(metadata.get("deletionTimestamp")),
     )
 
 

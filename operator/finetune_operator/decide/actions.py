@@ -41,10 +41,12 @@ class Create:
 class Delete:
     """Delete a child in the job's namespace, in the foreground."""
 
-    kind: Literal["Job", "Service", "ConfigMap"]
+    kind: Literal["Job", "Service", "ConfigMap", "Pod"]
     name: str
     uid: str
     """Precondition: an object that took the name since is left alone. Empty: no precondition."""
+    force: bool = False
+    """Without a grace period: of a pod whose node is lost, and only where the profile allows it."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,11 @@ ADVICE: dict[FailureClass, str] = {
     FailureClass.VERIFICATION_FAILED: "Read verification.json beside the quarantined model before you use it.",
     FailureClass.PREEMPTED: "",
     FailureClass.INFRASTRUCTURE: "Look at the nodes that the pods ran on.",
+    FailureClass.NODE_LOST: "Look at the node that the message names.",
+    FailureClass.REJECTED: "Look at the node: its kubelet had no room for the pod, or a device plugin failed.",
+    FailureClass.IMAGE_PULL: "Check the image of the profile and the pull secrets of its registry.",
+    FailureClass.MOUNT: "Create the volume, Secret or ConfigMap that the message names.",
+    FailureClass.ADMISSION: "Ask for more quota, or have the policy that the message names allow the pods of this profile.",
     FailureClass.INTERNAL: "Read the exception and the logs of the failing rank on the workspace.",
     FailureClass.UNKNOWN: "No evidence was left; read the logs on the workspace.",
 }

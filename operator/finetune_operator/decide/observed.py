@@ -73,6 +73,10 @@ class BatchJobView:
     start_time: datetime | None = None
     """`status.startTime`; the Job controller resets it when a suspended Job resumes."""
     deleting: bool = False
+    events: tuple[str, ...] = ()
+    """Texts of Warning events of the Job itself (`FailedCreate`: a quota on pods, Pod Security), latest last."""
+    queue: str = ""
+    """Why a queue holds the Job back, in its words (Kueue: the reason and message of its Workload); empty: not known."""
 
     def has(self, *types: str) -> bool:
         """Whether one of these conditions is True."""
@@ -131,13 +135,60 @@ class ConfigMapView:
 
 
 @dataclass(frozen=True)
+class LiveJob:
+    """A batch Job that a live list has shown."""
+
+    name: str
+    uid: str
+    deleting: bool = False
+
+
+@dataclass(frozen=True)
+class LivePod:
+    """A pod that a live list has shown and that can still run."""
+
+    name: str
+    uid: str
+    node: str = ""
+    deletion_due: datetime | None = None
+    """`deletionTimestamp`: when its grace period is over; None: nobody has asked for its deletion."""
+
+
+@dataclass(frozen=True)
 class LiveChildren:
     """Answer of live lists without label selector, filtered by owner UID: what really exists, whatever a cache says."""
 
-    batch_jobs: tuple[str, ...] = ()
-    """Names of every batch Job of this FineTuneJob, deleting ones included."""
-    running_pods: tuple[str, ...] = ()
-    """Names of the pods of this FineTuneJob, of any attempt, whose phase is neither Succeeded nor Failed."""
+    batch_jobs: tuple[LiveJob, ...] = ()
+    """Every batch Job of this FineTuneJob, deleting ones included."""
+    running_pods: tuple[LivePod, ...] = ()
+    """The pods of this FineTuneJob, of any attempt, whose phase is neither Succeeded nor Failed."""
+
+
+@dataclass(frozen=True)
+class RefusedCreate:
+    """A child that the API server refused to create: a quota, an admission plugin or webhook, a template that is not valid."""
+
+    kind: str
+    name: str
+    code: int
+    """HTTP status: 403, 422, ..."""
+    message: str
+    """The server's words."""
+    since: datetime
+    """When it was refused first."""
+    tries: int
+    """How often it was refused since."""
+    retry_at: datetime
+    """No create of this job is to be tried before then."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """The place of a job that is not started among those of its namespace, under the profile's `maxActiveJobs`."""
+
+    limit: int
+    ahead: int
+    """Jobs that are active, or were created earlier and wait as well; the job may start while this is below the limit."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +208,10 @@ class Observed:
     in every pass (they may be removed), since nothing is created while one stands here."""
     live: LiveChildren | None = None
     """Listed whenever `decide.stage.needs_live_list` says so; None: not listed, so no Job of a later attempt is created."""
+    refused: RefusedCreate | None = None
+    """The create that the API server refused in an earlier pass, until one has succeeded."""
+    line: Line | None = None
+    """None: the profile sets no limit."""
     progress: Progress | None = None
     """Latest progress of rank 0, given only when it is due to be written; None leaves the status as it is."""
 

@@ -36,6 +36,11 @@ RETRY: dict[FailureClass, Retry] = {
     FailureClass.DISK_FULL: Retry.COUNTED,
     FailureClass.PREEMPTED: Retry.UNCOUNTED,
     FailureClass.INFRASTRUCTURE: Retry.UNCOUNTED,
+    FailureClass.NODE_LOST: Retry.UNCOUNTED,
+    FailureClass.REJECTED: Retry.UNCOUNTED,
+    FailureClass.IMAGE_PULL: Retry.UNCOUNTED,
+    FailureClass.MOUNT: Retry.UNCOUNTED,
+    FailureClass.ADMISSION: Retry.UNCOUNTED,
     FailureClass.UNKNOWN: Retry.UNCOUNTED,
 }
 

@@ -72,6 +72,6 @@ def left_of_earlier_attempts(observed: Observed) -> str:
         return "The pods of the earlier attempt have not been looked up yet."
     role = current_role(observed.job.status)
     ended = {job.name for job in observed.batch_jobs if job.role is not role}
-    left = [f"Job {name}" for name in observed.live.batch_jobs if name not in ended]
-    left += [f"pod {name}" for name in observed.live.running_pods]
+    left = [f"Job {job.name}" for job in observed.live.batch_jobs if job.name not in ended]
+    left += [f"pod {pod.name}" for pod in observed.live.running_pods]
     return f"Waiting until the earlier attempt is gone: {', '.join(left[:4])}." if left else ""

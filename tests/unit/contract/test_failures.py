@@ -68,4 +68,12 @@ def test_what_is_not_a_report_is_none() -> None:
 def test_exit_codes_are_distinct_and_clear_of_the_shells() -> None:
     assert len(CLASS_OF_EXIT_CODE) == len(EXIT_CODES)
     assert all(3 <= code < 64 for code in EXIT_CODES.values())
-    assert set(FailureClass) - set(EXIT_CODES) == {FailureClass.INFRASTRUCTURE, FailureClass.UNKNOWN}
+    assert set(FailureClass) - set(EXIT_CODES) == {
+        FailureClass.INFRASTRUCTURE,
+        FailureClass.NODE_LOST,
+        FailureClass.REJECTED,
+        FailureClass.IMAGE_PULL,
+        FailureClass.MOUNT,
+        FailureClass.ADMISSION,
+        FailureClass.UNKNOWN,
+    }

@@ -11,7 +11,7 @@ from finetune_job.failures import FailureClass
 from finetune_job.progress import Progress
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.clock import timestamp
-from finetune_operator.decide.observed import LiveChildren
+from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.restart_policy import UNCOUNTED_LIMIT
 from tests.support.builders import T0, a_job, after, observing
@@ -69,9 +69,9 @@ RESTARTED = observing(a_job()).prepared().attempt(1).restarts(counted=1)
     ("name", "live"),
     [
         ("nothing was looked up", None),
-        ("the old Job is still there", LiveChildren(batch_jobs=("tune-train-0",))),
-        ("a pod of it still runs", LiveChildren(running_pods=("tune-train-0-0-x",))),
-        ("the new Job is there and the cache lags", LiveChildren(batch_jobs=("tune-train-1",))),
+        ("the old Job is still there", LiveChildren(batch_jobs=(LiveJob("tune-train-0", "u0"),))),
+        ("a pod of it still runs", LiveChildren(running_pods=(LivePod("tune-train-0-0-x", "u1"),))),
+        ("the new Job is there and the cache lags", LiveChildren(batch_jobs=(LiveJob("tune-train-1", "u2"),))),
     ],
 )
 def test_the_next_attempt_waits_while(name: str, live: LiveChildren | None) -> None:
@@ -86,7 +86,7 @@ def test_the_next_attempt_starts_once_nothing_is_left_of_the_old_one() -> None:
 
 def test_finished_jobs_of_other_roles_do_not_hold_the_next_attempt_back() -> None:
     seen = replace(RESTARTED, role=observing(a_job()).role).batch_job("Complete")
-    seen = replace(seen, role=RESTARTED.role, live=LiveChildren(batch_jobs=("tune-preflight-0",)))
+    seen = replace(seen, role=RESTARTED.role, live=LiveChildren(batch_jobs=(LiveJob("tune-preflight-0", "u3"),)))
     assert "Job/tune-train-1" in created(reconcile(seen.build(), T0))
 
 

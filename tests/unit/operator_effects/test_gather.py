@@ -105,8 +105,8 @@ def test_live_lists_before_a_later_attempt_see_what_lost_its_labels() -> None:
     scene.add(PODS, objects.pod(attempt=0, index=1, status={"phase": "Failed"}), seen=False)
     live = scene.gather().observed.live
     assert live is not None
-    assert live.batch_jobs == ("tune-train-0",)
-    assert live.running_pods == ("tune-train-0-0",)
+    assert [job.name for job in live.batch_jobs] == ["tune-train-0"]
+    assert [pod.name for pod in live.running_pods] == ["tune-train-0-0"]
 
 
 def test_orphaned_pod_of_a_job_that_is_gone_is_still_seen() -> None:
@@ -115,7 +115,7 @@ def test_orphaned_pod_of_a_job_that_is_gone_is_still_seen() -> None:
     scene.add(PODS, objects.pod(attempt=0, status={"phase": "Running"}), seen=False)
     live = scene.gather().observed.live
     assert live is not None
-    assert live.running_pods == ("tune-train-0-0",)
+    assert [pod.name for pod in live.running_pods] == ["tune-train-0-0"]
 
 
 def test_no_live_lists_without_need() -> None:
