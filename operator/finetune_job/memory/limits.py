@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from finetune_job.plan.run_plan import Placement, RunPlan
+from finetune_job.plan.placement import Placement
+from finetune_job.plan.run_plan import RunPlan
 
 _FACTORS = {"m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
@@ -37,6 +38,8 @@ def limit_of(plan: RunPlan) -> Limit | None:
         return None
     if placement.gpu_memory is not None:
         return Limit(quantity_bytes(placement.gpu_memory), is_device=True, source=f"gpu.memory of profile {placement.profile}")
+    if placement.gpu_resource_name is not None:
+        return None  # of a release that did not freeze the memory of a device
     return _share_of_the_pod(plan, placement)
 
 

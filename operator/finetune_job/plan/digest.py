@@ -27,6 +27,8 @@ _HOW_NOT_WHAT: dict[str, set[str]] = {
     },
 }
 """Settings that change how fast and where a run computes, and what it learns only by rounding."""
+_LATER_LORA_FIELDS = {"target_parameters", "trainable_token_indices"}
+"""Not in every plan: in one that lacks them they are no part of the digest either, as in the release that froze it."""
 _LEARNT_FROM = ("version", "job", "model", "data", "method", "training", "evaluation")
 
 
@@ -36,6 +38,9 @@ def learning_sha256(plan: RunPlan) -> str:
     for part, left_out in _HOW_NOT_WHAT.items():
         for name in left_out:
             del content[part][name]
+    lora = plan.method.lora
+    for name in () if lora is None else _LATER_LORA_FIELDS - lora.model_fields_set:
+        del content["method"]["lora"][name]
     return text_sha256(json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False))
 
 

@@ -9,18 +9,13 @@ from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.run import Rehearsal
 from finetune_job.names import DEFAULT_PROFILE, workspace_claim_name
 from finetune_job.plan.choices import Choices
+from finetune_job.plan.placement import Placement
 from finetune_job.plan.resolve_inputs import Places, data_plan, fetch_plan, model_name
 from finetune_job.plan.resolve_method import method_plan
 from finetune_job.plan.resolve_outputs import merge_plan, output_location, publish_plan
 from finetune_job.plan.resolve_sharding import fsdp_plan
 from finetune_job.plan.resolve_training import checkpoint_plan, evaluation_plan, training_plan
-from finetune_job.plan.run_plan import (
-    JobIdentity,
-    ModelPlan,
-    ParallelismPlan,
-    Placement,
-    RunPlan,
-)
+from finetune_job.plan.run_plan import JobIdentity, ModelPlan, ParallelismPlan, RunPlan
 
 
 def resolve(

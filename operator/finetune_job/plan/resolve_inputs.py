@@ -10,14 +10,9 @@ from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec
 from finetune_job.layout import WorkspaceLayout
 from finetune_job.plan.choices import Choices
-from finetune_job.plan.run_plan import (
-    DataPlan,
-    DatasetPlan,
-    FetchItem,
-    FetchPlan,
-    SecretKey,
-)
+from finetune_job.plan.run_plan import DataPlan, DatasetPlan
 from finetune_job.plan.sources import training_sets
+from finetune_job.plan.transfers import FetchItem, FetchPlan, SecretKey
 
 
 class Places:

@@ -10,7 +10,8 @@ from finetune_job.api.method import MethodType
 from finetune_job.api.profile import FineTuneProfileSpec, PublishSettings
 from finetune_job.layout import WorkspaceLayout
 from finetune_job.plan.choices import Choices, number
-from finetune_job.plan.run_plan import MergePlanSettings, PublishPlan
+from finetune_job.plan.run_plan import MergePlanSettings
+from finetune_job.plan.transfers import PublishPlan
 
 
 def merge_plan(spec: FineTuneJobSpec) -> MergePlanSettings:

@@ -3,28 +3,34 @@
 Numbers that the spec writes as strings are floats here, because this is where they are used; JSON written by Python reads back
 to the same float. What only the model itself can tell (the layer classes to wrap) stays None and is resolved by preflight into
 its report.
+
+Defaults here are what the releases did that had no such field (see `plan_model`); whoever resolves a plan sets every field.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import model_validator
 
-from finetune_job.api.base import ClaimPath, Dtype
+from finetune_job.api.base import Dtype
 from finetune_job.api.data import DataFormat, LossOn
 from finetune_job.api.method import LoraBias, LoraInit, MethodType, QuantStorage, QuantType
 from finetune_job.api.model import Attention
 from finetune_job.api.output import MergeBase
 from finetune_job.api.parallelism import AutoWrapPolicy
-from finetune_job.api.profile import Resources
 from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Precision, Scheduler
-
-
-class PlanModel(BaseModel):
-    """Immutable; unknown fields are errors, because a container must not run a plan that it does not fully understand."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+from finetune_job.plan.launch_plan import (
+    LaunchPlan,
+    MergeSwitch,
+    PlacedData,
+    PlacedModel,
+    PlacedRecords,
+    Ranks,
+    TrainedParts,
+    claim_source,
+)
+from finetune_job.plan.plan_model import PlanModel
 
 
 class JobIdentity(PlanModel):
@@ -35,40 +41,42 @@ class JobIdentity(PlanModel):
     uid: str
 
 
-class ModelPlan(PlanModel):
+class ModelPlan(PlacedModel):
     """Base model."""
 
-    location: ClaimPath
-    """Where it lies: on the user's claim, or where fetch puts it on the workspace."""
     name: str
     """What adapter_config.json calls it: `<org>/<name>` of the Hub, or the source as the user wrote it."""
-    revision: str | None
+    revision: str | None = None
     dtype: Dtype | None
     """None: as stored."""
     attention: Attention
     allow_remote_code: bool
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_its_place(cls, content: Any) -> Any:
+        """The first releases read from claims alone, and called the base by its place."""
+        if isinstance(content, dict) and "name" not in content and isinstance(content.get("location"), dict):
+            return content | {"name": claim_source(content["location"])}
+        return content
 
-class DatasetPlan(PlanModel):
+
+class DatasetPlan(PlacedRecords):
     """A file or directory of records."""
 
-    location: ClaimPath
-    """Where it lies: on the user's claim, or where fetch puts it on the workspace."""
     source: str
     """As the user wrote it, for messages."""
-    field: str
-    """Where the user named it, such as `spec.data.datasets[0].source`, for messages."""
     weight: float
     """How often each record occurs in one pass."""
 
 
-class DataPlan(PlanModel):
+class DataPlan(PlacedData):
     """Records and their tokenisation."""
 
     train: tuple[DatasetPlan, ...]
     validation: DatasetPlan | None
     format: DataFormat
-    chat_template: str | None
+    chat_template: str | None = None
     """None: the tokenizer's."""
     max_sequence_length: int
     packing: bool
@@ -82,16 +90,16 @@ class LoraPlan(PlanModel):
     lora_alpha: int
     lora_dropout: float
     target_modules: tuple[str, ...]
-    target_parameters: tuple[str, ...]
-    exclude_modules: tuple[str, ...]
-    layers_to_transform: tuple[int, ...] | None
+    target_parameters: tuple[str, ...] = ()
+    exclude_modules: tuple[str, ...] = ()
+    layers_to_transform: tuple[int, ...] | None = None
     """None: all."""
-    init_lora_weights: LoraInit
+    init_lora_weights: LoraInit = LoraInit.ZERO_B
     modules_to_save: tuple[str, ...]
-    trainable_token_indices: tuple[int, ...]
+    trainable_token_indices: tuple[int, ...] = ()
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, int]
-    lora_plus_ratio: float | None
+    lora_plus_ratio: float | None = None
     """None: one learning rate for all."""
     use_rslora: bool
     use_dora: bool
@@ -117,19 +125,14 @@ class QuantizationPlan(PlanModel):
     quant_storage: QuantStorage | None
 
 
-class MethodPlan(PlanModel):
+class MethodPlan(TrainedParts):
     """Fine-tuning method. `lora` is set for LoRA, QLoRA and DoRA, `adapter` for the other methods of PEFT, neither for Full."""
 
     type: MethodType
     lora: LoraPlan | None
-    adapter: AdapterPlan | None
+    adapter: AdapterPlan | None = None
     quantization: QuantizationPlan | None
     """Set for QLoRA alone."""
-
-    @property
-    def trains_adapter(self) -> bool:
-        """Whether something beside a frozen base is trained."""
-        return self.lora is not None or self.adapter is not None
 
     @property
     def autocast_adapter_dtype(self) -> bool:
@@ -161,24 +164,25 @@ class TrainingPlan(PlanModel):
     micro_batch_size: int
     gradient_accumulation_steps: int
     """globalBatchSize = microBatchSize x ranks x this."""
-    optimizer: OptimizerName
-    adam_betas: tuple[float, float]
-    adam_epsilon: float
-    momentum: float
+    optimizer: OptimizerName = OptimizerName.ADAMW
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_epsilon: float = 1e-8
+    momentum: float = 0.9
     learning_rate: float
     scheduler: Scheduler
     warmup_ratio: float
-    min_learning_rate_ratio: float
-    decay_ratio: float
+    min_learning_rate_ratio: float = 0.0
+    decay_ratio: float = 0.2
     weight_decay: float
     max_grad_norm: float
     """0: no clipping."""
     precision: Precision | None
     """None: fp32 for a float32 model, else bf16."""
     activation_checkpointing: ActivationCheckpointing
-    compile: bool
-    step_timeout_seconds: int
-    trackers: tuple[str, ...]
+    compile: bool = False
+    step_timeout_seconds: int = 3600
+    """Without a watchdog of the steps, what ended a rank that waited for others was the time-out of an hour on their messages."""
+    trackers: tuple[str, ...] = ()
     seed: int
 
 
@@ -199,25 +203,18 @@ class FsdpPlan(PlanModel):
     reduce_dtype: Dtype | None
 
 
-class ParallelismPlan(PlanModel):
-    """Ranks."""
+class ParallelismPlan(Ranks):
+    """Ranks and how they share the weights."""
 
-    nodes: int
-    processes_per_node: int
     fsdp: FsdpPlan
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.nodes * self.processes_per_node
 
 
 class CheckpointPlan(PlanModel):
     """Checkpoints."""
 
     every_steps: int
-    every_seconds: int | None
-    asynchronous: bool
+    every_seconds: int | None = None
+    asynchronous: bool = False
     keep: int
 
 
@@ -233,80 +230,19 @@ class EvaluationPlan(PlanModel):
 
     every_steps: int | None
     """None: only before the first step and after the last."""
-    early_stopping: EarlyStoppingPlan | None
-    load_best_model_at_end: bool
+    early_stopping: EarlyStoppingPlan | None = None
+    load_best_model_at_end: bool = False
 
 
-class SecretKey(PlanModel):
-    """A key of a Secret; its value is in no plan."""
-
-    name: str
-    key: str
-
-
-class FetchItem(PlanModel):
-    """One thing to copy to the workspace."""
-
-    source: str
-    """`hf://` or `s3://`."""
-    revision: str | None
-    """Commit, of `hf://` sources."""
-    target: ClaimPath
-
-
-class FetchPlan(PlanModel):
-    """What is copied before anything is looked at."""
-
-    items: tuple[FetchItem, ...]
-    hub_endpoint: str | None
-    """None: the library's own."""
-    s3_endpoint: str | None
-    s3_region: str | None
-    hub_token: SecretKey | None
-    s3_secret: str | None
-
-
-class PublishPlan(PlanModel):
-    """Where the results go from the workspace."""
-
-    destination: str
-    """`hf://`, `s3://` or `oci://`; a registry with its tag."""
-    secret: str | None
-    """Secret whose keys credentials.py names for this kind of destination."""
-    private: bool
-    hub_endpoint: str | None
-    """None: the library's own."""
-    s3_endpoint: str | None
-    s3_region: str | None
-    plain_http_registries: tuple[str, ...]
-
-
-class MergePlanSettings(PlanModel):
+class MergePlanSettings(MergeSwitch):
     """Merge and verification."""
 
-    enabled: bool
-    base: MergeBase
+    base: MergeBase = MergeBase.ORIGINAL
     dtype: Dtype | None
     max_shard_bytes: int
     num_prompts: int
     max_kl_divergence: float | None
     min_top1_agreement: float | None
-
-
-class Placement(PlanModel):
-    """What the profile decided at the start; later changes of the profile do not touch a run that has started."""
-
-    profile: str
-    trainer_image: str
-    image_pull_policy: str
-    resources: Resources
-    gpu_resource_name: str | None
-    gpu_memory: str | None
-    """Memory of one device, as a quantity; None: training runs on the CPU."""
-    service_account_name: str
-    run_as_user: int | None
-    fs_group: int | None
-    node_selector: dict[str, str]
 
 
 class Choice(PlanModel):
@@ -317,41 +253,18 @@ class Choice(PlanModel):
     reason: str
 
 
-class RunPlan(PlanModel):
+class RunPlan(LaunchPlan):
     """Everything a container needs to know."""
 
-    version: Literal[1] = 1
     job: JobIdentity
     model: ModelPlan
     data: DataPlan
-    fetch: FetchPlan | None
-    """None: everything lies on claims."""
     method: MethodPlan
     training: TrainingPlan
     parallelism: ParallelismPlan
     checkpoint: CheckpointPlan
     evaluation: EvaluationPlan
     merge: MergePlanSettings
-    workspace: ClaimPath
-    """Directory of this job on the workspace claim."""
-    output: ClaimPath
-    """Directory of the results: on the user's claim, or on the workspace, from where they are published."""
-    keeps_adapter: bool
-    """Whether the adapter is among the results beside a merged model."""
-    publish: PublishPlan | None
-    """None: the results lie where they belong."""
-    rehearses: bool
+    rehearses: bool = False
     """Whether preflight tries the job on a small twin of the model."""
-    placement: Placement | None
-    """None in local mode."""
     choices: tuple[Choice, ...]
-
-    @property
-    def has_adapter(self) -> bool:
-        """Whether an adapter is among the results."""
-        return self.method.trains_adapter and self.keeps_adapter
-
-    @property
-    def has_merged(self) -> bool:
-        """Whether a whole model is among the results: merged, or trained whole."""
-        return self.merge.enabled or not self.method.trains_adapter

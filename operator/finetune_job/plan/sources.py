@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.data import Dataset, DataSpec
 from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.launch_plan import LaunchPlan
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def named_sources(spec: FineTuneJobSpec) -> list[NamedSource]:
     return found
 
 
-def input_locations(plan: RunPlan) -> list[tuple[str, ClaimPath]]:
+def input_locations(plan: LaunchPlan) -> list[tuple[str, ClaimPath]]:
     """Where a plan's model and data lie, with the fields that named them."""
     held_out = [] if plan.data.validation is None else [plan.data.validation]
     return [

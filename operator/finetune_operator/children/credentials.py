@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune_job.api.base import BucketPath, HubPath, parse_destination
 from finetune_job.credentials import HUB_TOKEN, REGISTRY_LOGINS, S3_KEYS, CredentialFile
-from finetune_job.plan.run_plan import FetchPlan, PublishPlan
+from finetune_job.plan.transfers import FetchPlan, PublishPlan
 
 VOLUME_NAME = "credentials"
 _GROUP_READS = 0o440

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune_job.plan.run_plan import Placement, RunPlan
+from finetune_job.plan.launch_plan import LaunchPlan
+from finetune_job.plan.placement import Placement
 from finetune_operator.children.ownership import Owner
 
 
@@ -13,7 +14,7 @@ class FrozenRun:
     """A job with the plan that it started with."""
 
     owner: Owner
-    plan: RunPlan
+    plan: LaunchPlan
     placement: Placement
     """`plan.placement`, which a plan made for local mode would not have."""
     plan_sha256: str

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune_job.names import CLAIMS_MOUNT, CREDENTIALS_MOUNT, PLAN_KEY, PLAN_MOUNT, Role, plan_configmap_name
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_job.plan.sources import input_locations
 from finetune_operator.children.credentials import credentials_volume
 from finetune_operator.children.frozen_run import FrozenRun
@@ -118,7 +118,7 @@ def index_variable() -> dict[str, Any]:
     return {"name": INDEX_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_FIELD}}}
 
 
-def claim_access(plan: RunPlan, role: Role) -> dict[str, bool]:
+def claim_access(plan: LaunchPlan, role: Role) -> dict[str, bool]:
     """Claims that a role's pods mount, each once, with whether they may write to it.
 
     Fetching and publishing see the workspace alone: what leads out of the cluster mounts no claim of the user's. Training reads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune_job.plan.run_plan import Placement
+from finetune_job.plan.placement import Placement
 
 
 def pod_security_context(placement: Placement) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from finetune_job.names import plan_configmap_name
 from finetune_job.plan.digest import text_sha256
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.launch_plan import read_launch_plan
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.ownership import Owner
 from finetune_operator.decide.observed import Observed
@@ -33,9 +33,14 @@ def frozen_plan(observed: Observed) -> FrozenRun | PlanLost:
     if digest != expected.hash:
         return PlanLost(f"ConfigMap {name} holds content of digest {digest}; the run started with {expected.hash}. Restore that.")
     try:
-        plan = RunPlan.model_validate_json(observed.plan.plan_json)
+        plan = read_launch_plan(observed.plan.plan_json)
     except ValidationError as error:
-        return PlanLost(f"ConfigMap {name} holds a plan that this version of the operator does not understand: {error}")
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        return PlanLost(
+            f"ConfigMap {name} holds a plan that this release of the operator cannot read ({field}: {first['msg']}). "
+            "Its pods are left as they are. Install the release of the operator that froze it, or a later one."
+        )
     if plan.placement is None:
         return PlanLost(f"ConfigMap {name} holds a plan without placement, made for local mode.")
     job = observed.job

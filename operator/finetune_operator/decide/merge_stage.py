@@ -7,7 +7,7 @@ from pathlib import Path
 from finetune_job.api.status import Artifact
 from finetune_job.layout import OutputLayout
 from finetune_job.names import Role
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.merge_job import merge_job
@@ -24,7 +24,7 @@ def merge_stage(observed: Observed, draft: Draft, run: FrozenRun) -> None:
     stage.drive(lambda: merge_job(run, stage.attempt), lambda stands: _succeeded(draft, stands, run.plan))
 
 
-def _succeeded(draft: Draft, stands: Standing, plan: RunPlan) -> None:
+def _succeeded(draft: Draft, stands: Standing, plan: LaunchPlan) -> None:
     report = stands.report
     said = report.message if report is not None else ""
     if plan.merge.enabled:
@@ -40,7 +40,7 @@ def _succeeded(draft: Draft, stands: Standing, plan: RunPlan) -> None:
     finish_succeeded(draft, f"Results are at {', '.join(artifact.path for artifact in found)}.")
 
 
-def artifacts(plan: RunPlan, facts: dict[str, str]) -> list[Artifact]:
+def artifacts(plan: LaunchPlan, facts: dict[str, str]) -> list[Artifact]:
     """The results on the output claim, with the digests that the container reported."""
     layout = OutputLayout(Path(plan.output.path))
     listed = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from finetune_job.api.status import Artifact
 from finetune_job.names import Role
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.publish_job import publish_job
@@ -46,7 +46,7 @@ def _kept(stage: RoleStage, failure: Failure) -> bool:
     return True
 
 
-def _succeeded(draft: Draft, stands: Standing, plan: RunPlan) -> None:
+def _succeeded(draft: Draft, stands: Standing, plan: LaunchPlan) -> None:
     report = stands.report
     artifact = published_artifact(plan, report.facts if report is not None else {})
     draft.set(artifacts=[artifact])
@@ -54,7 +54,7 @@ def _succeeded(draft: Draft, stands: Standing, plan: RunPlan) -> None:
     finish_succeeded(draft, f"Results are at {artifact.path}.")
 
 
-def published_artifact(plan: RunPlan, facts: dict[str, str]) -> Artifact:
+def published_artifact(plan: LaunchPlan, facts: dict[str, str]) -> Artifact:
     """What the container reported of the place: its address, and its digest where that is a SHA-256 (a Git commit is none)."""
     destination = plan.publish.destination if plan.publish is not None else ""
     digest = facts.get("digest", "").removeprefix(_ALGORITHM)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from finetune_job.plan.run_plan import FetchItem
+from finetune_job.plan.transfers import FetchItem
 from finetune_trainer.files import file_sha256, write_durably
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from finetune_job.api.base import BucketPath, HubPath, parse_source
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
-from finetune_job.plan.run_plan import FetchItem, FetchPlan
 from finetune_job.plan.sources import input_locations
+from finetune_job.plan.transfers import FetchItem, FetchPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials
 from finetune_trainer.data.read import KNOWN_EXTENSIONS

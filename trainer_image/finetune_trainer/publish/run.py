@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from finetune_job.api.base import BucketPath, ClaimPath, HubPath, RegistryPath, parse_destination
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
-from finetune_job.plan.run_plan import PublishPlan
+from finetune_job.plan.transfers import PublishPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import InvariantError, PreemptedError

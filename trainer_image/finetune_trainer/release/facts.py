@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.base import ClaimPath
-from finetune_job.plan.run_plan import FetchItem, RunPlan
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.transfers import FetchItem
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shards import TRAIN, VALIDATION, read_manifest
 from finetune_trainer.observe.lines import read_lines
