@@ -9,14 +9,15 @@ from collections.abc import Awaitable, Callable
 from kubernetes.aio.client.configuration import Configuration
 
 from finetune_operator.cluster.access import load_configuration
-from finetune_operator.cluster.api import Api, Document
+from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.discovery import wait_for_crds
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.gather import Gatherer
-from finetune_operator.cluster.kinds import LEASES, Kind
+from finetune_operator.cluster.kinds import Kind
 from finetune_operator.cluster.lease import Elector, LeaseThread, LeaseTiming
+from finetune_operator.cluster.lease_object import LeaseObject
 from finetune_operator.cluster.progress_poll import ProgressPoll
 from finetune_operator.cluster.projection import Held, utc_now
 from finetune_operator.cluster.recorder import Recorder
@@ -44,16 +45,10 @@ async def run(settings: Settings, clockwork: Clockwork) -> int:
     _log.info("listening", address=server.address[0], port=server.address[1], identity=settings.identity)
     beat = asyncio.create_task(_beat(health))
     configuration = await load_configuration()
-    api = Api(
-        configuration,
-        writes=TokenBucket(clockwork.write_rate, clockwork.write_burst),
-        request_timeout=clockwork.request_timeout,
-        page_size=clockwork.list_page_size,
-        observer=metrics.request,
-    )
     lease = LeaseThread(lambda: _elector(configuration, settings, clockwork))
+    api = _leaders_api(configuration, clockwork, metrics, lease)
     try:
-        if not await _unless(stopping, wait_for_crds(api, clockwork.crd_wait, clockwork.crd_poll)):
+        if not await _unless(stopping, _wait_for_crds(configuration, clockwork, metrics)):
             return 0
         # A standby is ready: it has nothing to catch up with until it leads, and a rolling update waits for readiness.
         health.is_ready = True
@@ -68,6 +63,25 @@ async def run(settings: Settings, clockwork: Clockwork) -> int:
         await lease.stop()
         beat.cancel()
         server.stop()
+
+
+async def _wait_for_crds(configuration: Configuration, clockwork: Clockwork, metrics: Metrics) -> None:
+    api = Api(configuration, request_timeout=clockwork.request_timeout, observer=metrics.request)
+    try:
+        await wait_for_crds(api, clockwork.crd_wait, clockwork.crd_poll)
+    finally:
+        await api.close()
+
+
+def _leaders_api(configuration: Configuration, clockwork: Clockwork, metrics: Metrics, lease: LeaseThread) -> Api:
+    return Api(
+        configuration,
+        writes=TokenBucket(clockwork.write_rate, clockwork.write_burst),
+        request_timeout=clockwork.request_timeout,
+        page_size=clockwork.list_page_size,
+        observer=metrics.request,
+        fence=lease.fence,
+    )
 
 
 async def _lead(
@@ -163,30 +177,10 @@ async def _first_of(*things: Awaitable[object]) -> None:
             task.cancel()
 
 
-class _LeaseObject:
-    """The Lease on the API server."""
-
-    def __init__(self, api: Api, namespace: str, name: str) -> None:
-        self._api = api
-        self._namespace = namespace
-        self._name = name
-
-    async def read(self) -> Document | None:
-        return await self._api.get(LEASES, self._namespace, self._name)
-
-    async def create(self, spec: Document) -> Document:
-        metadata = {"name": self._name, "namespace": self._namespace}
-        body = {"apiVersion": LEASES.api_version, "kind": LEASES.name, "metadata": metadata, "spec": spec}
-        return await self._api.create(LEASES, self._namespace, body)
-
-    async def replace(self, lease: Document) -> Document:
-        return await self._api.replace(LEASES, self._namespace, self._name, lease)
-
-
 async def _elector(
     configuration: Configuration, settings: Settings, clockwork: Clockwork
 ) -> tuple[Elector, Callable[[], Awaitable[None]]]:
     api = Api(configuration, request_timeout=clockwork.lease_renew_deadline / 2)
-    store = _LeaseObject(api, settings.lease_namespace, settings.lease_name)
+    store = LeaseObject(api, settings.lease_namespace, settings.lease_name)
     timing = LeaseTiming(clockwork.lease_duration, clockwork.lease_renew_deadline, clockwork.lease_retry)
     return Elector(store, settings.identity, timing), api.close

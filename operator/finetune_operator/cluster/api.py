@@ -17,6 +17,7 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
+from finetune_operator.cluster.fence import Fence, FencedConnections
 from finetune_operator.cluster.kinds import Kind
 from finetune_operator.cluster.token_bucket import TokenBucket
 
@@ -32,7 +33,7 @@ MERGE_PATCH = "application/merge-patch+json"
 
 
 class Api:
-    """Requests of one event loop. `observer` learns of every request, for the metrics."""
+    """Requests of one event loop. `observer` learns of every request, for the metrics. `fence` is looked at before each one."""
 
     def __init__(
         self,
@@ -42,10 +43,14 @@ class Api:
         request_timeout: float = 30.0,
         page_size: int = 500,
         observer: RequestObserver | None = None,
+        fence: Fence | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._client = ApiClient(configuration)
         self._client.user_agent = "finetune-operator"
+        if fence is not None:
+            self._client.rest_client = FencedConnections(configuration, fence)
+        self._fence = fence or _unfenced
         self._writes = writes
         self._timeout = aiohttp.ClientTimeout(total=request_timeout)
         self._page_size = page_size
@@ -137,6 +142,7 @@ class Api:
         Raises:
             ApiError: the server refused it.
             ApiUnreachableError: no answer came; a write may have happened all the same.
+            NotLeadingError: it was not sent, because another replica may hold the lease.
         """
         verb = verb or method
         url = f"{self._client.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
@@ -146,6 +152,7 @@ class Api:
             headers = {"Accept": accept or "application/json", "Content-Type": content_type, "User-Agent": self._client.user_agent}
             try:
                 await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+                self._fence()
                 response = await self._client.rest_client.request(
                     method, url, headers=headers, body=None if body is None else dict(body), _request_timeout=self._timeout
                 )
@@ -166,6 +173,10 @@ class Api:
 
 def _unobserved(verb: str, code: str) -> None:
     """For clients whose requests nobody counts."""
+
+
+def _unfenced() -> None:
+    """For clients that need no lease."""
 
 
 def _refusal(verb: str, path: str, code: int, retry_after: str | None, content: bytes) -> ApiError:

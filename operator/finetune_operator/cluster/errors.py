@@ -33,3 +33,9 @@ class ApiError(Exception):
 
 class ApiUnreachableError(Exception):
     """No answer: whether the request was carried out is not known."""
+
+
+class NotLeadingError(ApiUnreachableError):
+    """Not sent: another replica may hold the lease by now. A kind of unreachable server, so whoever survives one survives this;
+    the process ends when its lease thread sees the same.
+    """

@@ -9,15 +9,17 @@ Other holders' clocks are not trusted: a lease counts as expired when its record
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
+from finetune_operator.cluster.errors import ApiError, ApiUnreachableError, NotLeadingError
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
@@ -65,50 +67,70 @@ class Elector:
         self._timing = timing
         self._clock = clock
         self._sleep = sleep
-        self._lease: Document | None = None
+        self._renewed = -math.inf
+        """When the last renewal that succeeded was begun. When its answer came says nothing: others count from the write."""
         self._seen: tuple[object, float] | None = None
         """The other holder's record and when it was first seen."""
+
+    @property
+    def age(self) -> float:
+        """Seconds since the lease was surely ours; infinite before that. May be read from any thread."""
+        return self._clock() - self._renewed
+
+    def fence(self) -> None:
+        """Raise NotLeadingError unless the lease is so young that nobody else can hold it. May be called from any thread."""
+        age = self.age
+        if age >= self._timing.renew_deadline:
+            raise NotLeadingError(
+                f"not sent: the lease was last renewed {age:.1f} s ago, and others may take it after {self._timing.duration:g} s"
+            )
 
     async def acquire(self) -> None:
         """Wait until the lease is ours."""
         while True:
             try:
-                if await self._try_to_take():
+                async with asyncio.timeout(self._timing.renew_deadline):
+                    taken = await self._try_to_take()
+                # An answer that took longer than a renewal may take tells of a lease that others may have by now.
+                if taken and self.age < self._timing.renew_deadline:
                     return
-            except (ApiError, ApiUnreachableError) as error:
-                _log.warning("lease not taken", error=str(error))
+            except (ApiError, ApiUnreachableError, TimeoutError) as error:
+                _log.warning("lease not taken", error=str(error) or "no answer in time")
             await self._sleep(self._timing.retry)
 
     async def hold(self) -> None:
         """Renew until that has failed for `renew_deadline` or somebody else holds the lease; returning means it is lost."""
-        renewed = self._clock()
         while True:
             await self._sleep(self._timing.retry)
+            left = self._timing.renew_deadline - self.age
+            if left <= 0:
+                return
             try:
-                async with asyncio.timeout(max(self._timing.renew_deadline - (self._clock() - renewed), 0.01)):
+                async with asyncio.timeout(left):
                     if not await self._try_to_take():
                         return
-                renewed = self._clock()
             except (ApiError, ApiUnreachableError, TimeoutError) as error:
-                _log.warning("lease not renewed", error=str(error))
-                if self._clock() - renewed >= self._timing.renew_deadline:
-                    return
+                _log.warning("lease not renewed", error=str(error) or "no answer in time")
 
     async def release(self) -> None:
-        """Give the lease back, so that a standby need not wait for it to expire."""
-        if self._lease is None:
-            return
-        lease = self._lease | {"spec": self._lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}}
+        """Give the lease back if it is ours, so that a standby need not wait for it to expire."""
+        self._renewed = -math.inf
         try:
-            await self._store.replace(lease)
-        except (ApiError, ApiUnreachableError) as error:
-            _log.warning("lease not released", error=str(error))
+            async with asyncio.timeout(self._timing.renew_deadline):
+                # Read first: a renewal may have been cut off after it was written, and its answer never seen.
+                lease = await self._store.read()
+                if lease is not None and _holder(lease) == self._identity:
+                    spec = lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}
+                    await self._store.replace(lease | {"spec": spec})
+        except (ApiError, ApiUnreachableError, TimeoutError) as error:
+            _log.warning("lease not released", error=str(error) or "no answer in time")
 
     async def _try_to_take(self) -> bool:
+        started = self._clock()
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         lease = await self._store.read()
         spec: Document = {} if lease is None else dict(lease.get("spec") or {})
-        holder = spec.get("holderIdentity") or ""
+        holder = "" if lease is None else _holder(lease)
         if lease is not None and holder and holder != self._identity and not self._is_expired(spec):
             return False
         changed: Document = {
@@ -119,18 +141,21 @@ class Elector:
             "leaseTransitions": int(spec.get("leaseTransitions") or 0) + (lease is not None and holder != self._identity),
         }
         try:
-            self._lease = await (self._store.create(changed) if lease is None else self._store.replace(lease | {"spec": changed}))
+            await (self._store.create(changed) if lease is None else self._store.replace(lease | {"spec": changed}))
         except ApiError as error:
-            if error.code == 409:
-                return False if holder != self._identity else await self._still_ours()
-            raise
+            if error.code != 409:
+                raise
+            if holder != self._identity or not await self._is_still_ours():
+                return False
+        self._renewed = started
         return True
 
-    async def _still_ours(self) -> bool:
-        """After a lost race for a lease that we held: our own earlier write may have come through without an answer."""
+    async def _is_still_ours(self) -> bool:
+        """After a lost race for a lease that we held: our own earlier write may have come through without an answer, and since
+        this attempt began.
+        """
         lease = await self._store.read()
-        self._lease = lease
-        return lease is not None and (lease.get("spec") or {}).get("holderIdentity") == self._identity
+        return lease is not None and _holder(lease) == self._identity
 
     def _is_expired(self, spec: Document) -> bool:
         record = (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
@@ -139,6 +164,10 @@ class Elector:
             self._seen = (record, now)
             return False
         return now - self._seen[1] >= float(spec.get("leaseDurationSeconds") or self._timing.duration)
+
+
+def _holder(lease: Document) -> str:
+    return str((lease.get("spec") or {}).get("holderIdentity") or "")
 
 
 class LeaseThread:
@@ -153,11 +182,19 @@ class LeaseThread:
         """Made inside the thread, because connections belong to an event loop; the second value closes them."""
         self._on_lost = on_lost
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+        self._elector: Elector | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_stopped = threading.Event()
         self._main = asyncio.get_running_loop()
         self.held = asyncio.Event()
         """Set in the main loop once the lease is ours."""
+
+    def fence(self) -> None:
+        """Raise NotLeadingError unless the lease is ours beyond doubt. May be called from any thread."""
+        if self._elector is None:
+            raise NotLeadingError("not sent: this replica does not hold the lease")
+        self._elector.fence()
 
     def start(self) -> None:
         """Begin to compete."""
@@ -165,10 +202,13 @@ class LeaseThread:
 
     async def stop(self) -> None:
         """Stop competing, release a held lease and wait for the thread's end."""
+        self._is_stopped.set()
         if not self._thread.is_alive():
             return
         if self._loop is not None and self._task is not None:
-            self._loop.call_soon_threadsafe(self._task.cancel)
+            # It may end by itself between any check here and the call.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._task.cancel)
         await asyncio.to_thread(self._thread.join, 15.0)
 
     def _run(self) -> None:
@@ -177,16 +217,18 @@ class LeaseThread:
     async def _compete(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
+        if self._is_stopped.is_set():
+            return
         try:
-            elector, close = await self._make_elector()
+            self._elector, close = await self._make_elector()
             try:
-                await elector.acquire()
+                await self._elector.acquire()
                 self._main.call_soon_threadsafe(self.held.set)
-                await elector.hold()
+                await self._elector.hold()
                 _log.error("lease lost: another replica may work from now on, this one ends")
                 self._on_lost()
             except asyncio.CancelledError:
-                await elector.release()
+                await self._elector.release()
             finally:
                 await close()
         except asyncio.CancelledError:

@@ -25,6 +25,9 @@ class Clock:
     async def sleep(self, seconds: float) -> None:
         self.now += seconds
 
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
 
 class FakeApi:
     """Keeps objects by kind, namespace and name, and every call. `fail`: raised by the next call of that verb."""
