@@ -1,22 +1,23 @@
-"""The test cluster's real node: it runs pods, which find each other and the API server, and keeps its images.
+"""The test cluster's real nodes: they run pods, which find each other and the API server, and keep their images.
 
-That it leaves nothing behind is checked when `node_cluster` ends. This file's name puts it before the tests that share
-a node with the operator installed until the session's end: a machine holds one node at a time.
+That they leave nothing behind is checked when `node_cluster` ends. This file's name puts it before the tests that share
+nodes with the operator installed until the session's end: a machine holds one cluster with nodes at a time.
 """
 
 import json
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.cluster.errors import ClusterError, wait_until
 from tests.support.cluster.images import write_program_image
-from tests.support.cluster.network import reserve_node
-from tests.support.cluster.node import NODE_NAME
-from tests.support.cluster.single_node import SingleNodeCluster
+from tests.support.cluster.network import connect, disconnect, reserve_machine
+from tests.support.cluster.node_cluster import NodeCluster
 
 pytest_plugins = ["tests.support.cluster.fixtures"]
 pytestmark = pytest.mark.e2e
@@ -24,21 +25,22 @@ pytestmark = pytest.mark.e2e
 GIGABYTE = 10**9
 
 
-def probe_pod(name: str, image: str, *arguments: str) -> dict[str, Any]:
+def probe_pod(name: str, image: str, *arguments: str, node: str | None = None) -> dict[str, Any]:
     container = {"name": "probe", "image": image, "args": list(arguments)}
+    where = {"nodeSelector": {"kubernetes.io/hostname": node}} if node else {}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": name, "labels": {"app": "pair"}},
-        "spec": {"hostname": name, "subdomain": "pair", "restartPolicy": "Never", "containers": [container]},
+        "spec": {"hostname": name, "subdomain": "pair", "restartPolicy": "Never", "containers": [container], **where},
     }
 
 
-def apply(cluster: SingleNodeCluster, *objects: dict[str, Any]) -> None:
+def apply(cluster: NodeCluster, *objects: dict[str, Any]) -> None:
     cluster.kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)}))
 
 
-def output_of_ended(cluster: SingleNodeCluster, name: str) -> str:
+def output_of_ended(cluster: NodeCluster, name: str) -> str:
     """Wait until a pod has ended well and return its log; delete it."""
 
     def phase() -> str:
@@ -51,33 +53,80 @@ def output_of_ended(cluster: SingleNodeCluster, name: str) -> str:
     return log
 
 
-def test_node_is_ready_and_offers_memory_for_training_pods(node_cluster: SingleNodeCluster) -> None:
-    node = json.loads(node_cluster.kubectl("get", "node", NODE_NAME, "-o", "json"))
-    ready = [one["status"] for one in node["status"]["conditions"] if one["type"] == "Ready"]
-    assert ready == ["True"]
-    allocatable = node["status"]["allocatable"]["memory"]
-    assert allocatable.endswith("Ki")
-    assert int(allocatable.removesuffix("Ki")) * 1024 > 4 * GIGABYTE
+def node_status(cluster: NodeCluster, name: str) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads(cluster.kubectl("get", "node", name, "-o", "json"))["status"]
+    return status
 
 
-def test_pods_find_each_other_by_the_headless_service(node_cluster: SingleNodeCluster) -> None:
+def is_ready(cluster: NodeCluster, name: str) -> str:
+    return next(str(one["status"]) for one in node_status(cluster, name)["conditions"] if one["type"] == "Ready")
+
+
+def test_the_nodes_are_ready_and_offer_memory_for_training_pods(node_cluster: NodeCluster) -> None:
+    for name in ("node-1", "node-2"):
+        assert is_ready(node_cluster, name) == "True"
+        allocatable = node_status(node_cluster, name)["allocatable"]["memory"]
+        assert allocatable.endswith("Ki")
+        assert int(allocatable.removesuffix("Ki")) * 1024 > 4 * GIGABYTE
+
+
+def test_pods_of_two_nodes_find_each_other_by_the_headless_service(node_cluster: NodeCluster) -> None:
     service = {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": "pair"},
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": "pair"}},
     }
-    first = probe_pod("rank-0", node_cluster.probe_image, "pause")
-    second = probe_pod("rank-1", node_cluster.probe_image, "resolve", "rank-0.pair.default.svc.cluster.local", "120s")
+    first = probe_pod("rank-0", node_cluster.probe_image, "pause", node="node-1")
+    name = "rank-0.pair.default.svc.cluster.local"
+    second = probe_pod("rank-1", node_cluster.probe_image, "resolve", name, "120s", node="node-2")
     apply(node_cluster, service, first, second)
 
     resolved = output_of_ended(node_cluster, "rank-1").strip()
 
     assert resolved == node_cluster.kubectl("get", "pod", "rank-0", "-o", "jsonpath={.status.podIP}")
+    knock = f"import socket; socket.create_connection(({resolved!r}, 9), timeout=5)"
+    knocked = [str(one) for one in node_cluster.node_named("node-2").command(sys.executable, "-c", knock)]
+    # Nothing listens there, and the pod itself says so.
+    assert "ConnectionRefusedError" in subprocess.run(knocked, capture_output=True, text=True, check=False).stderr
     node_cluster.kubectl("delete", "pod/rank-0", "service/pair")
 
 
-def test_pod_reaches_the_api_server_as_its_service_account(node_cluster: SingleNodeCluster) -> None:
+def test_a_node_that_lost_its_power_comes_back_without_its_processes(node_cluster: NodeCluster) -> None:
+    node = node_cluster.node_named("node-2")
+    apply(node_cluster, probe_pod("lost", node_cluster.probe_image, "pause", node="node-2"))
+    node_cluster.kubectl("wait", "pod/lost", "--for=condition=Ready", "--timeout=60s")
+    processes = psutil.Process(node.first_process()).children(recursive=True)
+    assert len(processes) > 1
+
+    node.cut_power()
+    assert [process for process in processes if process.is_running()] == []
+    node.restore_power()
+
+    ended = ("get", "pod", "lost", "-o", "jsonpath={.status.phase}")
+    wait_until(lambda: node_cluster.kubectl(*ended) == "Failed", "the pod's end to be seen", 60)
+    wait_until(lambda: is_ready(node_cluster, "node-2") == "True", "node-2 to be Ready", 60)
+    node_cluster.kubectl("delete", "pod", "lost")
+
+
+def test_a_node_without_its_cable_is_noticed_and_its_pods_go_on(node_cluster: NodeCluster) -> None:
+    node = node_cluster.node_named("node-2")
+    apply(node_cluster, probe_pod("cut-off", node_cluster.probe_image, "pause", node="node-2"))
+    node_cluster.kubectl("wait", "pod/cut-off", "--for=condition=Ready", "--timeout=60s")
+    container = json.loads(node_cluster.kubectl("get", "pod", "cut-off", "-o", "json"))["status"]["containerStatuses"][0]
+
+    disconnect(node.place)
+    try:
+        wait_until(lambda: is_ready(node_cluster, "node-2") == "Unknown", "node-2 to be given up", 60)
+        assert node.images.main_process(container["containerID"].rpartition("/")[2])
+    finally:
+        connect(node.place)
+
+    wait_until(lambda: is_ready(node_cluster, "node-2") == "True", "node-2 to be back", 60)
+    node_cluster.kubectl("delete", "pod", "cut-off", "--ignore-not-found")
+
+
+def test_pod_reaches_the_api_server_as_its_service_account(node_cluster: NodeCluster) -> None:
     apply(node_cluster, probe_pod("client", node_cluster.probe_image, "api", "/api/v1/namespaces/default/pods"))
 
     answer = output_of_ended(node_cluster, "client")
@@ -87,32 +136,43 @@ def test_pod_reaches_the_api_server_as_its_service_account(node_cluster: SingleN
     assert "system:serviceaccount:default:default" in answer
 
 
-def test_node_and_pods_have_no_way_out(node_cluster: SingleNodeCluster) -> None:
-    shown = subprocess.run(
-        [str(one) for one in node_cluster.node.command("ip", "-json", "route", "show", "default")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(shown.stdout or "[]") == []
+def test_nodes_and_pods_have_no_way_out(node_cluster: NodeCluster) -> None:
+    for node in node_cluster.nodes:
+        shown = subprocess.run(
+            [str(one) for one in node.command("ip", "-json", "route", "show", "default")],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert json.loads(shown.stdout or "[]") == []
 
 
-def test_new_tag_of_an_image_replaces_the_old_one(node_cluster: SingleNodeCluster, tmp_path: Path) -> None:
+def test_new_tag_of_an_image_replaces_the_old_one(node_cluster: NodeCluster, tmp_path: Path) -> None:
     program = node_cluster.control_plane.binaries.probe
     run = uuid.uuid4().hex  # the node keeps its images from run to run
     old, new = (f"finetune-test.local/replaced:{run}-{tag}" for tag in ("old", "new"))
     for name, seconds in ((old, 10), (new, 20)):
         archive = tmp_path / "image.tar"
         write_program_image(archive, program, ["resolve", "localhost", f"{seconds}s"])
-        node_cluster.load_image(archive, name)
+        node_cluster.node.images.load(archive, name)
 
     assert node_cluster.has_image(new)
     assert not node_cluster.has_image(old)
     assert node_cluster.has_image(node_cluster.probe_image)
-    apply(node_cluster, probe_pod("replaced", new))
+    apply(node_cluster, probe_pod("replaced", new, node="node-1"))
     assert "127.0.0.1" in output_of_ended(node_cluster, "replaced")
 
 
-def test_second_node_in_one_process_is_refused_at_once(node_cluster: SingleNodeCluster) -> None:
+def test_an_image_is_not_loaded_on_one_of_two_nodes(node_cluster: NodeCluster, tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="load images before add_node"):
+        node_cluster.load_image(tmp_path / "image.tar", "finetune-test.local/late:1")
+
+
+def test_second_cluster_in_one_process_is_refused_at_once(node_cluster: NodeCluster) -> None:
     with pytest.raises(ClusterError, match="one machine holds one"):
-        reserve_node()
+        reserve_machine()
+
+
+def test_more_nodes_than_the_cluster_was_made_for_are_refused(node_cluster: NodeCluster) -> None:
+    with pytest.raises(ClusterError, match="raise most_nodes"):
+        node_cluster.add_node()

@@ -24,8 +24,8 @@ from finetune_job.names import LABEL_JOB, LABEL_ROLE, Role
 from tests.support import images
 from tests.support.cluster import network
 from tests.support.cluster.errors import ClusterError, wait_until
+from tests.support.cluster.node_cluster import NodeCluster
 from tests.support.cluster.processes import run_command
-from tests.support.cluster.single_node import SingleNodeCluster
 from tests.support.s3 import REGION, running_s3
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,13 @@ _END_SECONDS = 900.0
 
 
 class Stack:
-    """Context manager: a node with the operator installed and a namespace whose claims hold the quickstart's inputs."""
+    """Context manager: nodes with the operator installed and a namespace whose claims hold the quickstart's inputs.
+
+    The operator runs on the first node, so that another's loss is not the operator's.
+    """
+
+    def __init__(self, nodes: int = 1) -> None:
+        self._num_nodes = nodes
 
     def __enter__(self) -> Stack:
         with ExitStack() as stack:
@@ -54,12 +60,14 @@ class Stack:
             # The pods' user comes from outside and must be able to reach the volumes.
             self.directory.chmod(0o755)
             trainer, operator = images.build("trainer"), images.build("operator")
-            self.cluster = stack.enter_context(SingleNodeCluster())
+            self.cluster = stack.enter_context(NodeCluster(self._num_nodes))
             self.s3 = stack.enter_context(
                 running_s3(self.cluster.control_plane.binaries.versitygw, self.directory / "s3", network.BRIDGE_ADDRESS)
             )
             for image in (trainer, operator):
                 self._load(image)
+            for _ in range(self._num_nodes - 1):
+                self.cluster.add_node()
             self.trainer_image, self.operator_image = trainer.reference, operator.reference
             try:
                 self._make_claims()
@@ -119,6 +127,7 @@ class Stack:
     def _install(self) -> None:
         values = {
             "image": _image_values(self.operator_image),
+            "nodeSelector": {"kubernetes.io/hostname": self.cluster.node.place.name},
             "defaultProfile": {
                 "spec": {
                     "trainerImage": self.trainer_image,
@@ -205,8 +214,8 @@ class Stack:
     def kill_container(self, pod: dict[str, Any]) -> None:
         """SIGKILL the first process of a running pod's container, as the kernel does when memory runs out."""
         container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
-        process = self.cluster.node.images.main_process(container)
-        run_command(*self.cluster.node.command("kill", "-KILL", str(process)))
+        node = self.cluster.node_named(pod["spec"]["nodeName"])
+        run_command(*node.command("kill", "-KILL", str(node.images.main_process(container))))
 
     def describe(self, write: Callable[[str], Any]) -> None:
         """Print what a person would look at first."""

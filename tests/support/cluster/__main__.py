@@ -9,8 +9,8 @@ from typing import NoReturn
 from tests.support.cluster.binaries import BuildError
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.errors import ClusterError
+from tests.support.cluster.node_cluster import NodeCluster
 from tests.support.cluster.requirements import unsupported_reason
-from tests.support.cluster.single_node import SingleNodeCluster
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -21,7 +21,10 @@ def main() -> None:
     parser.add_argument(
         "--control-plane-only", action="store_true", help="no node: pods are created and scheduled nowhere; needs no root"
     )
-    only_control_plane: bool = parser.parse_args().control_plane_only
+    parser.add_argument("--nodes", type=int, default=1, help="real nodes")
+    arguments = parser.parse_args()
+    only_control_plane: bool = arguments.control_plane_only
+    nodes: int = arguments.nodes
 
     for number in _STOP_SIGNALS:
         signal.signal(number, _abort_start)
@@ -30,7 +33,10 @@ def main() -> None:
         if reason is not None:
             sys.exit(f"test cluster: {reason}; --control-plane-only needs none of this")
     try:
-        with ControlPlane() if only_control_plane else SingleNodeCluster() as cluster:
+        with ControlPlane() if only_control_plane else NodeCluster(nodes) as cluster:
+            if isinstance(cluster, NodeCluster):
+                for _ in range(nodes - 1):
+                    cluster.add_node()
             print(f"export KUBECONFIG={cluster.kubeconfig}", flush=True)
             print("test cluster: ready, Ctrl-C removes it", file=sys.stderr, flush=True)
             # From here on a signal is an orderly end, and a second one cannot break off the removal.

@@ -1,4 +1,4 @@
-"""The cgroups below which the node's kubelet puts its pods."""
+"""The cgroups below which a node's kubelet puts its pods."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,7 @@ from tests.support.cluster.errors import wait_until
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
-NODE_CGROUP = "finetune-test-node"
-"""Own top-level cgroup: a kubelet removes pod cgroups that it does not know, so it must see only its own."""
+_PREFIX = "finetune-test-"
 
 _REMOVE_SECONDS = 60.0
 
@@ -18,10 +17,15 @@ def are_writable() -> bool:
     return bool(_hierarchies()) and all(os.access(directory, os.W_OK) for directory in _hierarchies())
 
 
-def create_node_cgroups() -> None:
-    """Make the node's cgroup in every hierarchy."""
+def cgroup_of(node: str) -> str:
+    """Name of a node's own top-level cgroup: a kubelet removes pod cgroups that it does not know, so it must see only its own."""
+    return f"{_PREFIX}{node}"
+
+
+def create_node_cgroups(node: str) -> None:
+    """Make a node's cgroup in every hierarchy."""
     for hierarchy in _hierarchies():
-        cgroup = hierarchy / NODE_CGROUP
+        cgroup = hierarchy / cgroup_of(node)
         cgroup.mkdir(exist_ok=True)
         # Version 1: a new cpuset is empty, and a process in it would have no CPU to run on.
         for name in ("cpuset.cpus", "cpuset.mems"):
@@ -33,22 +37,22 @@ def create_node_cgroups() -> None:
                 (directory / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
 
 
-def node_cgroups() -> list[Path]:
-    """Return the directories of the node's cgroup that exist.
+def node_cgroups(node: str = "*") -> list[Path]:
+    """Return the directories of a node's cgroup that exist, or of all nodes'.
 
     On a machine with both versions runc makes one in the version 2 hierarchy as well, wherever that is mounted.
     """
-    candidates = (CGROUP_ROOT / NODE_CGROUP, *CGROUP_ROOT.glob(f"*/{NODE_CGROUP}"))
+    candidates = (*CGROUP_ROOT.glob(cgroup_of(node)), *CGROUP_ROOT.glob(f"*/{cgroup_of(node)}"))
     return [path for path in candidates if path.is_dir()]
 
 
-def remove_node_cgroups() -> None:
-    """Remove the node's cgroups with all below them; their processes must have been killed.
+def remove_node_cgroups(node: str = "*") -> None:
+    """Remove a node's cgroups, or all nodes', with all below them; their processes must have been killed.
 
     Raises:
         ClusterError: a process is still in one.
     """
-    for cgroup in node_cgroups():
+    for cgroup in node_cgroups(node):
 
         def removed(cgroup: Path = cgroup) -> bool:
             for directory, _, _ in os.walk(cgroup, topdown=False):

@@ -37,6 +37,16 @@ class Endpoint:
     """Whether the API server publishes its address as the `kubernetes` Service's endpoint, for pods."""
 
 
+@dataclass(frozen=True)
+class NodeLoss:
+    """How soon the control plane gives up a node that says nothing."""
+
+    grace_seconds: int
+    """Until the node counts as lost."""
+    toleration_seconds: int
+    """From then until its pods are evicted, for pods that do not say themselves."""
+
+
 ON_LOOPBACK = Endpoint(address=LOOPBACK, service_range="127.96.0.0/16", published=False)
 """Without nodes no Service address is ever served; a loopback range makes sure that a packet to one stays here."""
 
@@ -48,8 +58,10 @@ class ControlPlane(ClusterAccess):
     manager does not see; on an exception the logs are kept anyway. The processes die with the thread that entered.
     """
 
-    def __init__(self, endpoint: Endpoint = ON_LOOPBACK) -> None:
+    def __init__(self, endpoint: Endpoint = ON_LOOPBACK, loss: NodeLoss | None = None) -> None:
+        """`loss`: None for Kubernetes' own times."""
         self._endpoint = endpoint
+        self._loss = loss
         self.keep_logs = False
         self.components: list[Component] = []
         """The running processes, in the order in which they were started."""
@@ -117,6 +129,7 @@ class ControlPlane(ClusterAccess):
             *(f"--etcd-servers=http://{LOOPBACK}:{etcd_port}", f"--secure-port={api_port}"),
             *(f"--service-account-key-file={token_public}", f"--service-account-signing-key-file={token_private}"),
             *_api_server_flags(self._endpoint, self.authority),
+            *([] if self._loss is None else _toleration_flags(self._loss)),
         )
         # Both exit when they start before the API server has created the bootstrap roles.
         self.wait_until(lambda: self.api.read("/readyz") is not None, "the API server to be ready")
@@ -130,6 +143,7 @@ class ControlPlane(ClusterAccess):
             # clients, which at the default rate takes five seconds.
             "--use-service-account-credentials=true",
             *("--kube-api-qps=500", "--kube-api-burst=1000"),
+            *([] if self._loss is None else _grace_flags(self._loss)),
         )
         self.start(
             "kube-scheduler",
@@ -190,6 +204,14 @@ def _api_server_flags(endpoint: Endpoint, authority: CertificateAuthority) -> li
     if not endpoint.published:
         flags.append("--endpoint-reconciler-type=none")  # a loopback address is no valid endpoint
     return flags
+
+
+def _toleration_flags(loss: NodeLoss) -> list[str]:
+    return [f"--default-{taint}-toleration-seconds={loss.toleration_seconds}" for taint in ("not-ready", "unreachable")]
+
+
+def _grace_flags(loss: NodeLoss) -> list[str]:
+    return ["--node-monitor-period=1s", f"--node-monitor-grace-period={loss.grace_seconds}s"]
 
 
 def free_ports(address: str, count: int) -> list[int]:

@@ -7,8 +7,8 @@ import pytest
 from tests.support.cluster.access import ClusterAccess
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.existing import ExistingCluster, existing_kubeconfig
+from tests.support.cluster.node_cluster import NodeCluster
 from tests.support.cluster.requirements import unsupported_reason
-from tests.support.cluster.single_node import SingleNodeCluster
 from tests.support.cluster.traces import descendants, traces_of
 
 
@@ -26,12 +26,13 @@ def control_plane(request: pytest.FixtureRequest) -> Iterator[ClusterAccess]:
 
 
 @pytest.fixture(scope="module")
-def node_cluster(request: pytest.FixtureRequest) -> Iterator[SingleNodeCluster]:
-    """A cluster with one real node and nothing on it. Its end is a test of its own: nothing of it may be left."""
+def node_cluster(request: pytest.FixtureRequest) -> Iterator[NodeCluster]:
+    """A cluster with two real nodes and nothing on them. Its end is a test of its own: nothing of it may be left."""
     reason = unsupported_reason()
     if reason is not None:
         pytest.skip(f"no real node on this machine: {reason}")
-    with SingleNodeCluster() as cluster:
+    with NodeCluster(2) as cluster:
+        cluster.add_node()
         yield cluster
         cluster.keep_logs = request.session.testsfailed > 0
         run = cluster.control_plane.run.path

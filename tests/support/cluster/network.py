@@ -1,6 +1,6 @@
-"""The network between this machine and the node: a bridge, a network namespace, and routes that let nothing out.
+"""The network between this machine and the nodes: a bridge, a network namespace for each node, and routes that let nothing out.
 
-This machine holds the bridge's address, on which the API server and the DNS server listen. The node has no default
+This machine holds the bridge's address, on which the API server and the DNS server listen. A node has no default
 route. Blackhole routes catch what is addressed to a pod or a Service that does not exist; they are set first, so
 that at no moment such a packet takes this machine's default route.
 """
@@ -11,36 +11,68 @@ import json
 import os
 import socket
 import struct
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tests.support.cluster.errors import ClusterError, wait_until
 from tests.support.cluster.processes import run_command
 
 BRIDGE_ADDRESS = "172.30.0.1"
-NODE_ADDRESS = "172.30.0.11"
-POD_RANGE = "10.244.1.0/24"
-"""Addresses of the node's pods."""
 SERVICE_RANGE = "10.96.0.0/16"
-NODE_NAMESPACE = "finetune-test-node"
-"""Name of the node's network namespace."""
+ALL_PODS_RANGE = "10.244.0.0/16"
+"""Addresses of all nodes' pods."""
 
 _BRIDGE = "finetune-br0"
-_VETH = "finetune-veth0"
 _BRIDGE_RANGE = "172.30.0.0/24"
-_OWN_RANGES = (_BRIDGE_RANGE, POD_RANGE, SERVICE_RANGE)
-_BLACKHOLED = ("10.244.0.0/16", SERVICE_RANGE)
+_VETH_PREFIX = "finetune-veth"
+_NAMESPACE_PREFIX = "finetune-test-node-"
+_OWN_RANGES = (_BRIDGE_RANGE, ALL_PODS_RANGE, SERVICE_RANGE)
+_BLACKHOLED = (ALL_PODS_RANGE, SERVICE_RANGE)
 _LAST_RESORT = "9999"
 """Route metric of the blackholes: any real route wins."""
 
-_PLACE = f"\0{NODE_NAMESPACE}"
-"""Abstract address of the Unix socket that stands for the machine's one place for a node."""
+_PLACE = "\0finetune-test-node"
+"""Abstract address of the Unix socket that stands for the machine's one place for a cluster with nodes."""
 
-_OTHER_NODE_SECONDS = 1800.0
+_OTHER_CLUSTER_SECONDS = 1800.0
 
 
-def reserve_node() -> socket.socket:
-    """Take the only place for a node on this machine, waiting while another test run has it; close it to give it back.
+@dataclass(frozen=True)
+class NodeNetwork:
+    """Names and addresses of one node."""
+
+    number: int
+    """From 1."""
+
+    @property
+    def name(self) -> str:
+        """Of the node."""
+        return f"node-{self.number}"
+
+    @property
+    def namespace(self) -> str:
+        """Name of its network namespace."""
+        return f"{_NAMESPACE_PREFIX}{self.number}"
+
+    @property
+    def veth(self) -> str:
+        """The end of its cable that is plugged into the bridge."""
+        return f"{_VETH_PREFIX}{self.number}"
+
+    @property
+    def address(self) -> str:
+        """On the bridge."""
+        return f"172.30.0.{10 + self.number}"
+
+    @property
+    def pod_range(self) -> str:
+        """Addresses of its pods."""
+        return f"10.244.{self.number}.0/24"
+
+
+def reserve_machine() -> socket.socket:
+    """Take this machine's only place for a cluster with nodes, waiting while another test run has it; close it to give it back.
 
     The name lives in the kernel, for this network namespace, and vanishes with the process that holds it.
 
@@ -54,13 +86,15 @@ def reserve_node() -> socket.socket:
             holder.bind(_PLACE)
         except OSError:
             if _place_holder() == os.getpid():
-                raise ClusterError("this process runs a node already, and one machine holds one: share it") from None
+                raise ClusterError(
+                    "this process has nodes already, and one machine holds one cluster with nodes: share it"
+                ) from None
             return False
         holder.listen()
         return True
 
     try:
-        wait_until(taken, "another test run to end its node (one machine holds one)", _OTHER_NODE_SECONDS)
+        wait_until(taken, "another test run to end its nodes (one machine holds one cluster with nodes)", _OTHER_CLUSTER_SECONDS)
     except BaseException:
         holder.close()
         raise
@@ -79,37 +113,53 @@ def _place_holder() -> int | None:
     return pid
 
 
-def create_network() -> None:
-    """Make the bridge, the node's namespace and all routes, replacing what a killed run left."""
+def create_network(nodes: Sequence[NodeNetwork]) -> None:
+    """Make the bridge, the nodes' namespaces and all routes, replacing what a killed run left."""
     remove_network()
     for blackholed in _BLACKHOLED:
         run_command("ip", "route", "replace", "blackhole", blackholed, "metric", _LAST_RESORT)
     run_command("ip", "link", "add", _BRIDGE, "type", "bridge")
     run_command("ip", "addr", "add", f"{BRIDGE_ADDRESS}/24", "dev", _BRIDGE)
     run_command("ip", "link", "set", _BRIDGE, "up")
-    run_command("ip", "netns", "add", NODE_NAMESPACE)
-    run_command("ip", "link", "add", _VETH, "type", "veth", "peer", "name", "eth0", "netns", NODE_NAMESPACE)
-    run_command("ip", "link", "set", _VETH, "master", _BRIDGE, "up")
+    for node in nodes:
+        _create_node_network(node, [other for other in nodes if other != node])
 
-    in_node = ("ip", "-n", NODE_NAMESPACE)
-    run_command(*in_node, "route", "add", "blackhole", _BLACKHOLED[0], "metric", _LAST_RESORT)
+
+def _create_node_network(node: NodeNetwork, others: Sequence[NodeNetwork]) -> None:
+    run_command("ip", "netns", "add", node.namespace)
+    run_command("ip", "link", "add", node.veth, "type", "veth", "peer", "name", "eth0", "netns", node.namespace)
+    run_command("ip", "link", "set", node.veth, "master", _BRIDGE, "up")
+
+    in_node = ("ip", "-n", node.namespace)
+    run_command(*in_node, "route", "add", "blackhole", ALL_PODS_RANGE, "metric", _LAST_RESORT)
     run_command(*in_node, "link", "set", "lo", "up")
-    run_command(*in_node, "addr", "add", f"{NODE_ADDRESS}/24", "dev", "eth0")
+    run_command(*in_node, "addr", "add", f"{node.address}/24", "dev", "eth0")
     run_command(*in_node, "link", "set", "eth0", "up")
     # kube-proxy rewrites packets to a Service before they leave; what it does not know meets this machine's blackhole.
     run_command(*in_node, "route", "add", SERVICE_RANGE, "via", BRIDGE_ADDRESS)
-    run_command("nsenter", f"--net=/run/netns/{NODE_NAMESPACE}", "sysctl", "--quiet", "--write", "net.ipv4.ip_forward=1")
-    run_command("ip", "route", "replace", POD_RANGE, "via", NODE_ADDRESS, "dev", _BRIDGE)
+    for other in others:
+        run_command(*in_node, "route", "add", other.pod_range, "via", other.address)
+    run_command("nsenter", f"--net=/run/netns/{node.namespace}", "sysctl", "--quiet", "--write", "net.ipv4.ip_forward=1")
+    run_command("ip", "route", "replace", node.pod_range, "via", node.address, "dev", _BRIDGE)
+
+
+def disconnect(node: NodeNetwork) -> None:
+    """Pull the node's cable: its processes go on, and reach neither the API server nor the other nodes."""
+    run_command("ip", "link", "set", node.veth, "down")
+
+
+def connect(node: NodeNetwork) -> None:
+    """Plug the node's cable in again."""
+    run_command("ip", "link", "set", node.veth, "up")
 
 
 def remove_network() -> None:
     """Remove whatever of the network exists; routes over the bridge go with it."""
-    if Path(f"/run/netns/{NODE_NAMESPACE}").exists():
-        run_command("ip", "netns", "del", NODE_NAMESPACE)
-    links = {link["ifname"] for link in _ip("link", "show")}
-    for name in (_VETH, _BRIDGE):
-        if name in links:
-            run_command("ip", "link", "del", name)
+    # Links first: the kernel takes those of a namespace away some time after the namespace.
+    for name in _links():
+        run_command("ip", "link", "del", name)
+    for namespace in _namespaces():
+        run_command("ip", "netns", "del", namespace)
     for blackholed in _BLACKHOLED:
         if _ip("route", "show", "type", "blackhole", "exact", blackholed):
             run_command("ip", "route", "del", "blackhole", blackholed, "metric", _LAST_RESORT)
@@ -117,14 +167,20 @@ def remove_network() -> None:
 
 def traces() -> list[str]:
     """Return what exists of the cluster's network on this machine: nothing, when no node is running."""
-    links = [link["ifname"] for link in _ip("link", "show") if link["ifname"] in {_VETH, _BRIDGE}]
-    namespaces = [one["name"] for one in _ip("netns", "list") if one["name"] == NODE_NAMESPACE]
-    routes = [one for one in (*_BLACKHOLED, POD_RANGE) if _ip("route", "show", "table", "all", "exact", one)]
+    routes = [one["dst"] for one in _ip("route", "show", "table", "all") if one.get("dev") == _BRIDGE or one["dst"] in _BLACKHOLED]
     return [
-        *(f"link {name}" for name in links),
-        *(f"network namespace {name}" for name in namespaces),
+        *(f"link {name}" for name in _links()),
+        *(f"network namespace {name}" for name in _namespaces()),
         *(f"route {destination}" for destination in routes),
     ]
+
+
+def _links() -> list[str]:
+    return [link["ifname"] for link in _ip("link", "show") if link["ifname"].startswith((_VETH_PREFIX, _BRIDGE))]
+
+
+def _namespaces() -> list[str]:
+    return [one["name"] for one in _ip("netns", "list") if one["name"].startswith(_NAMESPACE_PREFIX)]
 
 
 def foreign_route() -> str | None:

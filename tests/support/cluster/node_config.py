@@ -1,10 +1,10 @@
-"""The configuration files of the node's programs, from the values that differ between machines and runs."""
+"""The configuration files of a node's programs, from the values that differ between machines and runs."""
 
 from pathlib import Path
 from typing import Any
 
 from tests.support.cluster.certificates import KeyPair
-from tests.support.cluster.network import BRIDGE_ADDRESS, NODE_ADDRESS
+from tests.support.cluster.network import BRIDGE_ADDRESS
 
 
 def containerd_config(*, sandbox_image: str, plugins: Path, for_kubelet: bool) -> str:
@@ -60,10 +60,11 @@ def network_plugins_config(pod_range: str) -> dict[str, Any]:
     return {"cniVersion": "1.0.0", "name": "pods", "plugins": [bridge, ports]}
 
 
-def kubelet_config(*, cgroup: str, authority: Path, serving: KeyPair, resolver: Path) -> dict[str, Any]:
+def kubelet_config(*, address: str, cgroup: str, authority: Path, serving: KeyPair, resolver: Path) -> dict[str, Any]:
     """Return the KubeletConfiguration.
 
     Args:
+        address: of the node, on which the kubelet listens.
         cgroup: name of the top-level cgroup for the pods.
         authority: certificate that signs the clients' certificates.
         serving: what the kubelet shows to its clients.
@@ -72,7 +73,7 @@ def kubelet_config(*, cgroup: str, authority: Path, serving: KeyPair, resolver: 
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
-        "address": NODE_ADDRESS,
+        "address": address,
         "readOnlyPort": 0,
         "tlsCertFile": str(serving.certificate),
         "tlsPrivateKeyFile": str(serving.key),
@@ -84,6 +85,9 @@ def kubelet_config(*, cgroup: str, authority: Path, serving: KeyPair, resolver: 
         "authorization": {"mode": "Webhook"},
         "cgroupDriver": "cgroupfs",
         "cgroupRoot": f"/{cgroup}",
+        # The control plane of the test notices a lost node within seconds, so a node must say often that it lives.
+        "nodeStatusUpdateFrequency": "2s",
+        "nodeLeaseDurationSeconds": 8,
         "failCgroupV1": False,
         "failSwapOn": False,
         # The node's cores are few and shared with everything else here: limits throttle only what would be idle time.

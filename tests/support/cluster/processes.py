@@ -36,12 +36,12 @@ class Component:
 
 
 def start_component(name: str, command: Sequence[str | Path], log: Path) -> Component:
-    """Start a process in its own process group, its output in `log`.
+    """Start a process in its own process group, its output at the end of `log`.
 
     The kernel kills it when the thread that calls this ends, however that happens, so that an aborted test run
     leaves no server behind.
     """
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *map(str, command)],
             stdin=subprocess.DEVNULL,

@@ -7,12 +7,12 @@ import psutil
 from tests.support.cluster import network
 from tests.support.cluster.cgroups import node_cgroups
 from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.single_node import SingleNodeCluster
+from tests.support.cluster.node_cluster import NodeCluster
 
 
-def descendants(cluster: ControlPlane | SingleNodeCluster) -> list[psutil.Process]:
+def descendants(cluster: ControlPlane | NodeCluster) -> list[psutil.Process]:
     """Return all processes of a cluster, containers included."""
-    plane = cluster.control_plane if isinstance(cluster, SingleNodeCluster) else cluster
+    plane = cluster.control_plane if isinstance(cluster, NodeCluster) else cluster
     roots = [psutil.Process(component.process.pid) for component in plane.components]
     return roots + [child for root in roots for child in root.children(recursive=True)]
 

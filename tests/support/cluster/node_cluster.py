@@ -1,4 +1,4 @@
-"""The whole test cluster: a control plane on a private bridge, cluster DNS and one real node."""
+"""The whole test cluster: a control plane on a private bridge, cluster DNS and real nodes."""
 
 import os
 from contextlib import ExitStack
@@ -8,13 +8,17 @@ from types import TracebackType
 from tests.support.cluster import network
 from tests.support.cluster.access import ClusterAccess
 from tests.support.cluster.binaries import ensure_binaries
-from tests.support.cluster.control_plane import LOOPBACK, ControlPlane, Endpoint, free_ports
+from tests.support.cluster.control_plane import LOOPBACK, ControlPlane, Endpoint, NodeLoss, free_ports
+from tests.support.cluster.errors import ClusterError
 from tests.support.cluster.images import probe_image_name
+from tests.support.cluster.network import NodeNetwork
 from tests.support.cluster.node import Node
 from tests.support.cluster.processes import without_proxies
 from tests.support.cluster.requirements import ensure_packages
 
 ON_BRIDGE = Endpoint(address=network.BRIDGE_ADDRESS, service_range=network.SERVICE_RANGE, published=True)
+NODE_LOSS = NodeLoss(grace_seconds=16, toleration_seconds=2)
+"""A real cluster waits 50 seconds and then five minutes: the same happens, sooner."""
 
 _COREFILE = """.:53 {{
     bind {address}
@@ -31,25 +35,29 @@ _COREFILE = """.:53 {{
 """As kubeadm sets it up: in particular the answer that a name does not exist is kept for up to 30 s."""
 
 
-class SingleNodeCluster(ClusterAccess):
+class NodeCluster(ClusterAccess):
     """Context manager for a cluster that really runs pods. One per machine: a second waits for the first to end.
 
-    Pods reach each other, this machine's bridge address and the API server (by the `kubernetes` Service), and
-    nothing else. Images come from `load_image`; pods that use them need an imagePullPolicy other than Always.
+    It starts with one node; `add_node` brings up the others. Pods reach each other, this machine's bridge address and
+    the API server (by the `kubernetes` Service), and nothing else. Images come from `load_image`; pods that use them need an
+    imagePullPolicy other than Always.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_nodes: int = 1) -> None:
         self.keep_logs = False
         """Set before leaving to keep the logs of a failure that the context manager does not see."""
+        self._places = [NodeNetwork(number + 1) for number in range(most_nodes)]
+        self.nodes: list[Node] = []
 
-    def __enter__(self) -> "SingleNodeCluster":
+    def __enter__(self) -> "NodeCluster":
         ensure_packages()
         ensure_binaries()
         with ExitStack() as stack:
-            stack.enter_context(network.reserve_node())
+            stack.enter_context(network.reserve_machine())
             stack.callback(network.remove_network)
-            network.create_network()
-            self.control_plane = stack.enter_context(ControlPlane(ON_BRIDGE))
+            network.create_network(self._places)
+            loss = NODE_LOSS if len(self._places) > 1 else None
+            self.control_plane = stack.enter_context(ControlPlane(ON_BRIDGE, loss))
             binaries = self.control_plane.binaries
             super().__init__(
                 kubeconfig=self.control_plane.kubeconfig,
@@ -59,7 +67,8 @@ class SingleNodeCluster(ClusterAccess):
                 environment=without_proxies(os.environ),
             )
             self._start_dns()
-            self.node = stack.enter_context(Node(self.control_plane))
+            self._stack = stack
+            self.add_node()
             self._stack = stack.pop_all()
         return self
 
@@ -68,12 +77,34 @@ class SingleNodeCluster(ClusterAccess):
         self._stack.__exit__(kind, error, trace)
 
     @property
+    def node(self) -> Node:
+        """The first node."""
+        return self.nodes[0]
+
+    def node_named(self, name: str) -> Node:
+        """The node with this name."""
+        return next(node for node in self.nodes if node.place.name == name)
+
+    def add_node(self) -> Node:
+        """Start one more node with the images of the first; it ends with the cluster.
+
+        Raises:
+            ClusterError: the cluster was not made for so many, or the node did not start.
+        """
+        if len(self.nodes) == len(self._places):
+            raise ClusterError(f"the cluster was made for {len(self._places)} nodes: raise most_nodes")
+        first = self.nodes[0] if self.nodes else None
+        node = self._stack.enter_context(Node(self.control_plane, self._places[len(self.nodes)], first))
+        self.nodes.append(node)
+        return node
+
+    @property
     def probe_image(self) -> str:
         """Name of the image that is always there: `cluster_go/probe`."""
         return probe_image_name(self.control_plane.binaries.probe)
 
     def has_image(self, name: str) -> bool:
-        """Whether the node has this image, perhaps from an earlier run: `load_image` would do nothing."""
+        """Whether the first node has this image, perhaps from an earlier run: `load_image` would do nothing."""
         return name in self.node.images.names()
 
     def load_image(self, archive: Path, name: str) -> None:
@@ -83,7 +114,12 @@ class SingleNodeCluster(ClusterAccess):
             archive: OCI archive, as `buildah push IMAGE oci-archive:FILE` writes it.
             name: full name with a registry and a tag. A tag must stand for one content for ever; the other tags of
                 the same repository are removed.
+
+        Raises:
+            ClusterError: there are further nodes, which got their images from the first when they were added.
         """
+        if len(self.nodes) > 1:
+            raise ClusterError(f"{name} would be on the first node only: load images before add_node")
         self.node.images.load(archive, name)
 
     def _start_dns(self) -> None:
