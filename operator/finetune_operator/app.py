@@ -15,6 +15,7 @@ from finetune_operator.cluster.discovery import wait_for_crds
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.gather import Gatherer
+from finetune_operator.cluster.in_flight import InFlight
 from finetune_operator.cluster.kinds import Kind
 from finetune_operator.cluster.lease import Elector, LeaseThread, LeaseTiming
 from finetune_operator.cluster.lease_object import LeaseObject
@@ -22,13 +23,13 @@ from finetune_operator.cluster.progress_poll import ProgressPoll
 from finetune_operator.cluster.projection import Held, utc_now
 from finetune_operator.cluster.recorder import Recorder
 from finetune_operator.cluster.relist import drop_ghosts, fill
-from finetune_operator.cluster.token_bucket import TokenBucket
 from finetune_operator.health import BEAT_SECONDS, Health, HealthServer
 from finetune_operator.logs import logger
+from finetune_operator.loop_lag import measure_loop_lag
 from finetune_operator.metrics import Metrics
 from finetune_operator.settings import Clockwork, Settings
 from finetune_operator.watch import Watches
-from finetune_operator.worker import Worker
+from finetune_operator.worker import Worker, urgency
 from finetune_operator.workqueue import WorkQueue
 
 _log = logger(__name__)
@@ -76,7 +77,7 @@ async def _wait_for_crds(configuration: Configuration, clockwork: Clockwork, met
 def _leaders_api(configuration: Configuration, clockwork: Clockwork, metrics: Metrics, lease: LeaseThread) -> Api:
     return Api(
         configuration,
-        writes=TokenBucket(clockwork.write_rate, clockwork.write_burst),
+        in_flight=InFlight(clockwork.requests_in_flight),
         request_timeout=clockwork.request_timeout,
         page_size=clockwork.list_page_size,
         observer=metrics.request,
@@ -88,13 +89,15 @@ async def _lead(
     settings: Settings, clockwork: Clockwork, api: Api, *, health: Health, metrics: Metrics, stopping: asyncio.Event
 ) -> int:
     cache = Cache()
-    queue: WorkQueue[JobKey] = WorkQueue(retry_first=clockwork.retry_first, retry_longest=clockwork.retry_longest)
+    queue: WorkQueue[JobKey] = WorkQueue(
+        retry_first=clockwork.retry_first, retry_longest=clockwork.retry_longest, waited=metrics.waited
+    )
     gatherer = Gatherer(api, cache, clockwork.pending_events_after)
     executor = Executor(api, cache, gatherer, Recorder(api, settings.identity))
 
     def take_in(kind: Kind, deleted: bool, held: Held) -> None:
         for key in cache.remove(kind, held) if deleted else cache.apply(kind, held):
-            queue.add(key)
+            queue.add(key, urgency(cache.job(key)))
 
     health.is_ready = False
     health.is_leading = True
@@ -104,8 +107,8 @@ async def _lead(
     watches = Watches(settings.namespaces, take_in)
     watches.start()
     for key in cache.job_keys():
-        queue.add(key)
-    worker = Worker(queue, gatherer, executor, metrics, utc_now)
+        queue.add(key, urgency(cache.job(key)))
+    worker = Worker(queue, gatherer, executor, metrics, utc_now, pass_budget=clockwork.pass_budget)
     poll = ProgressPoll(
         cache,
         gatherer,
@@ -116,6 +119,7 @@ async def _lead(
     )
     workers = [asyncio.create_task(worker.run()) for _ in range(clockwork.workers)]
     others = [asyncio.create_task(poll.run()), asyncio.create_task(_relist(api, cache, queue, settings, clockwork))]
+    others.append(asyncio.create_task(measure_loop_lag(metrics.lagged)))
     health.is_ready = True
     _log.info("ready", jobs=len(cache.jobs()))
     await _first_of(stopping.wait(), watches.ended.wait(), *workers, *others)

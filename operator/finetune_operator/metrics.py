@@ -13,23 +13,49 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from finetune_operator.cluster.api import Answered
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.health import Health
 from finetune_operator.workqueue import WorkQueue
 
 PASS_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 """Seconds: from a pass without a request to one that is held up by the API server."""
+QUEUE_BUCKETS = (0.005, 0.05, 0.25, 1, 2.5, 5, 10, 30, 60, 300)
+KNOWN_REASONS = frozenset(
+    {
+        "AlreadyExists",
+        "BadRequest",
+        "Conflict",
+        "Expired",
+        "Forbidden",
+        "Gone",
+        "InternalError",
+        "Invalid",
+        "NotFound",
+        "RequestEntityTooLarge",
+        "ServiceUnavailable",
+        "Timeout",
+        "TooManyRequests",
+        "Unauthorized",
+    }
+)
+"""Reasons that are counted apart: a webhook can answer with any other."""
+OTHER_REASON = "other"
 
 
 class Instruments(Protocol):
     """What the rest of the operator reports."""
 
-    def request(self, verb: str, code: str) -> None:
+    def request(self, answered: Answered) -> None:
         """One API request was answered."""
         ...
 
     def reconciled(self, seconds: float, result: str) -> None:
         """One pass ended."""
+        ...
+
+    def judged(self, cpu_seconds: float) -> None:
+        """One pass read and judged a job."""
         ...
 
     def found(self, rule: str, severity: str) -> None:
@@ -51,8 +77,8 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._requests = Counter(
             "finetune_api_requests",
-            "Requests to the API server, by verb and HTTP status.",
-            ["verb", "code"],
+            "Requests to the API server, by verb, resource, HTTP status, and the reason of a refusal.",
+            ["verb", "resource", "code", "reason"],
             registry=self.registry,
         )
         self._passes = Histogram(
@@ -62,7 +88,24 @@ class Metrics:
             buckets=PASS_BUCKETS,
             registry=self.registry,
         )
-
+        self._pass_cpu = Histogram(
+            "finetune_pass_cpu_seconds",
+            "CPU time that reading and judging one job took, which is what a pass holds up the event loop for.",
+            buckets=PASS_BUCKETS,
+            registry=self.registry,
+        )
+        self._queue_time = Histogram(
+            "finetune_queue_seconds",
+            "Time that a job waited in the work queue after its time had come.",
+            buckets=QUEUE_BUCKETS,
+            registry=self.registry,
+        )
+        self._loop_lag = Histogram(
+            "finetune_loop_lag_seconds",
+            "How late the event loop came back to a task that was due.",
+            buckets=PASS_BUCKETS,
+            registry=self.registry,
+        )
         self._findings = Counter(
             "finetune_validation_findings",
             "Findings of rules and preflight, each counted once for each generation of a job.",
@@ -71,13 +114,26 @@ class Metrics:
         )
         self._rules: set[str] = set()
 
-    def request(self, verb: str, code: str) -> None:
-        """One API request was answered; `code`: HTTP status, or `error` without an answer."""
-        self._requests.labels(verb, code).inc()
+    def request(self, answered: Answered) -> None:
+        """One API request was answered, or got no answer."""
+        reason = answered.reason if answered.reason in KNOWN_REASONS or not answered.reason else OTHER_REASON
+        self._requests.labels(answered.verb, answered.resource, answered.code, reason).inc()
 
     def reconciled(self, seconds: float, result: str) -> None:
         """One pass ended."""
         self._passes.labels(result).observe(seconds)
+
+    def judged(self, cpu_seconds: float) -> None:
+        """One pass read and judged a job."""
+        self._pass_cpu.observe(cpu_seconds)
+
+    def waited(self, seconds: float) -> None:
+        """A job was taken from the queue so long after its time had come."""
+        self._queue_time.observe(seconds)
+
+    def lagged(self, seconds: float) -> None:
+        """The event loop was late."""
+        self._loop_lag.observe(seconds)
 
     def found(self, rule: str, severity: str) -> None:
         """A rule or preflight found something, and status says so: counted once for each generation of a job."""

@@ -30,11 +30,12 @@ class Settings:
 class Clockwork:
     """Periods and limits, in seconds unless their name says otherwise."""
 
-    workers: int = 8
+    workers: int = 32
     """Jobs reconciled at the same time; each spends its time waiting for the API server."""
-    write_rate: float = 50.0
-    """API writes per second. Kueue and JobSet allow themselves 300 and 500 on clusters of their own; this is a good guest."""
-    write_burst: int = 100
+    requests_in_flight: int = 50
+    """Requests under way at the same time at most; fewer while the API server says that it is busy."""
+    pass_budget: float = 1.0
+    """CPU seconds for reading and judging one job. A job that needs more is refused before its start."""
     request_timeout: float = 30.0
     list_page_size: int = 500
     relist: float = 600.0

@@ -1,24 +1,52 @@
-"""One reconcile pass: take a key, gather, decide, execute; what to log and when to look again."""
+"""One reconcile pass: take a key, gather, decide, execute; what to log and when to look again.
+
+No two passes over a job follow each other without an effect of the first, a pause, or a new event between them. An effect is
+what the API server carried out: a status write, a delete that it accepted, a create of what did not exist (`Outcome.ACTED`).
+A pass that only did what had been done already, or that found itself outdated, is none, and a job whose passes have an effect
+each time without ever coming to rest is stopped for a pause too.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from finetune_operator.cluster.cache import JobKey
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.execute import Executor, Outcome
 from finetune_operator.cluster.gather import Gathered, Gatherer
+from finetune_operator.cluster.projection import Held
 from finetune_operator.decide.actions import Actions
-from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.observed import JobView, Observed
 from finetune_operator.decide.reconcile import reconcile
+from finetune_operator.decide.stage import is_started
 from finetune_operator.logs import logger
 from finetune_operator.metrics import Instruments
-from finetune_operator.workqueue import QueueClosedError, WorkQueue
+from finetune_operator.workqueue import QueueClosedError, Urgency, WorkQueue
 
 _log = logger(__name__)
+MOST_ACTS_IN_A_ROW = 8
+"""Passes with an effect that may follow each other at once. A whole life has no more than four between two waits."""
+REST_PER_CPU_SECOND = 20.0
+"""A job is not looked at for so many times the CPU that its last pass took in vain: events can make it use 5 % of a core."""
+SHORTEST_PAUSE = 0.05
+
+
+def urgency(held: Held | None) -> Urgency:
+    """How soon to look at a job of which an event has come."""
+    is_new = held is None or held.summary is None or not held.summary.conditions
+    return Urgency.NEW if is_new else Urgency.CHANGED
+
+
+@dataclass
+class _Overrun:
+    """Passes over one generation of a job that took longer than the budget."""
+
+    uid: str
+    generation: int
+    passes: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,6 +58,14 @@ class Worker:
     executor: Executor
     instruments: Instruments
     now: Callable[[], datetime]
+    cpu_clock: Callable[[], float] = time.thread_time
+    """CPU seconds of this thread: on a starved machine nobody is refused for what others took."""
+    pass_budget: float = 1.0
+    """CPU seconds that reading and judging one job may take. They hold up the loop, so a job that is not started and needs more
+    twice is refused; one that is started is only looked at less often."""
+    _acts: dict[JobKey, int] = field(default_factory=dict)
+    """Passes with an effect since the last one that found nothing to do."""
+    _overruns: dict[JobKey, _Overrun] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Work until the queue is closed."""
@@ -47,7 +83,7 @@ class Worker:
 
     async def _handle(self, key: JobKey) -> str:
         try:
-            result = await self._reconcile(key)
+            return str(await self._reconcile(key))
         except (ApiError, ApiUnreachableError) as error:
             delay = self.queue.retry(key, error.retry_after if isinstance(error, ApiError) else 0.0)
             _log.warning("pass failed", namespace=key.namespace, job=key.name, error=str(error), retry_seconds=delay)
@@ -57,31 +93,77 @@ class Worker:
             delay = self.queue.retry(key)
             _log.exception("pass failed unexpectedly", namespace=key.namespace, job=key.name, retry_seconds=delay)
             return "defect"
-        self.queue.forget(key)
-        return str(result)
 
     async def _reconcile(self, key: JobKey) -> Outcome:
         now = self.now()
         gathered = await self.gatherer.gather(key, now)
         if gathered is None or gathered.observed.job.deleting:
-            return Outcome.GONE
-        actions = reconcile(gathered.observed, now)
+            return self._settle(key, Outcome.GONE)
+        observed = self._marked(key, gathered.observed)
+        begun = self.cpu_clock()
+        actions = reconcile(observed, now)
+        cpu = gathered.cpu_seconds + self.cpu_clock() - begun
+        self.instruments.judged(cpu)
+        if cpu > self.pass_budget and not observed.too_complex:
+            overruns = self._overran(key, observed.job, cpu)
+            if not is_started(observed.job.status):
+                if overruns == 1:
+                    # It may be chance, so nothing is done before it is measured once more.
+                    self.queue.rest(key, cpu * REST_PER_CPU_SECOND)
+                    return self._settle(key, Outcome.REPEATED)
+                observed = replace(observed, too_complex=True)
+                actions = reconcile(observed, now)
         outcome = await self.executor.execute(gathered, actions)
         if outcome is Outcome.ACTED:
-            _log_decision(gathered.observed, actions)
+            _log_decision(observed, actions)
             for finding in actions.news:
                 self.instruments.found(finding.rule, finding.severity)
-        if outcome in (Outcome.ACTED, Outcome.OUTDATED):
-            # Echoes of our own writes are known already and wake nobody, so what they allow next is looked at here.
-            self.queue.add(key)
-        elif outcome is Outcome.UNCHANGED:
+        else:
+            self.queue.rest(key, cpu * REST_PER_CPU_SECOND)
+        self._settle(key, outcome)
+        if outcome is Outcome.UNCHANGED:
             self._look_again(key, gathered, actions)
         return outcome
+
+    def _settle(self, key: JobKey, outcome: Outcome) -> Outcome:
+        """When to go on after a pass that ended so."""
+        if outcome in (Outcome.UNCHANGED, Outcome.GONE):
+            self.queue.forget(key)
+            self._acts.pop(key, None)
+        if outcome is Outcome.GONE:
+            self._overruns.pop(key, None)
+        elif outcome in (Outcome.OUTDATED, Outcome.REPEATED):
+            self.queue.retry(key)
+        elif outcome is Outcome.ACTED:
+            self._acts[key] = self._acts.get(key, 0) + 1
+            if self._acts[key] <= MOST_ACTS_IN_A_ROW:
+                # Echoes of our own writes are known already and wake nobody, so what they allow next is looked at here.
+                self.queue.go_on(key)
+            else:
+                delay = self.queue.retry(key)
+                _log.warning("job does not come to rest", namespace=key.namespace, job=key.name, retry_seconds=delay)
+        return outcome
+
+    def _marked(self, key: JobKey, observed: Observed) -> Observed:
+        overrun = self._overruns.get(key)
+        if overrun is None:
+            return observed
+        if (overrun.uid, overrun.generation) != (observed.job.uid, observed.job.generation):
+            del self._overruns[key]
+            return observed
+        return replace(observed, too_complex=overrun.passes > 1)
+
+    def _overran(self, key: JobKey, job: JobView, cpu: float) -> int:
+        """How often this generation has."""
+        overrun = self._overruns.setdefault(key, _Overrun(job.uid, job.generation))
+        overrun.passes += 1
+        _log.warning("pass over its budget", namespace=job.namespace, job=job.name, cpu_seconds=round(cpu, 3))
+        return overrun.passes
 
     def _look_again(self, key: JobKey, gathered: Gathered, actions: Actions) -> None:
         times = [item for item in (actions.requeue_after_seconds, gathered.revisit_after_seconds) if item is not None]
         if times:
-            self.queue.add_after(key, max(min(times), 0.05))
+            self.queue.add_after(key, max(min(times), SHORTEST_PAUSE))
 
 
 def _log_decision(observed: Observed, actions: Actions) -> None:

@@ -1,5 +1,10 @@
 """A queue of keys: a key waits in it once however often it is added, and is never handed to two workers at a time.
 
+Which key comes first: each gets a moment by which it should be taken, its addition plus the patience of its urgency, and the
+earliest moment comes first. So the urgent overtake the patient, and yet nothing waits for ever: what is added later than the
+longest patience overtakes nobody. A key that goes on after a pass keeps the moment of its first addition, so that what was
+begun is finished before what came later is begun.
+
 A key that is added while a worker has it comes back when that worker is done. Delayed additions keep the earliest time.
 Everything runs on one event loop; no method but `get` waits.
 """
@@ -7,36 +12,80 @@ Everything runs on one event loop; no method but `get` waits.
 from __future__ import annotations
 
 import asyncio
-import heapq
-from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Generic, TypeVar
 
+from finetune_operator.keyed_heap import KeyedHeap
+
 K = TypeVar("K", bound=Hashable)
+LONGEST_PATIENCE = 30.0
 
 
 class QueueClosedError(Exception):
     """The queue is shut down and empty-handed: the worker ends."""
 
 
-class WorkQueue(Generic[K]):
-    """Keyed, de-duplicating, delayed. `clock`: monotonic seconds, the event loop's own unless a test gives another."""
+class Urgency(Enum):
+    """Why a key is added; the value is its patience in seconds."""
 
-    def __init__(self, *, retry_first: float, retry_longest: float, clock: Callable[[], float] | None = None) -> None:
+    NEW = 0.0
+    """Nobody has answered its user yet."""
+    BEGUN = 2.0
+    """Its last pass did something; the next one goes on with it."""
+    CHANGED = 4.0
+    """Something about it changed."""
+    ROUTINE = LONGEST_PATIENCE
+    """Looked at to be sure."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of a key in the queue."""
+
+    since: float
+    """When it was added; for a key that goes on, when it was added first."""
+    patience: float
+    queued: float
+    """When it could have been taken first, for the measured time in the queue."""
+
+    @property
+    def moment(self) -> float:
+        return self.since + self.patience
+
+
+class WorkQueue(Generic[K]):
+    """Keyed, de-duplicating, delayed. `clock`: monotonic seconds, the event loop's own unless a test gives another.
+
+    `waited` learns of every key that is taken how many seconds it waited after its time had come.
+    """
+
+    def __init__(
+        self,
+        *,
+        retry_first: float,
+        retry_longest: float,
+        clock: Callable[[], float] | None = None,
+        waited: Callable[[float], None] | None = None,
+    ) -> None:
         self._retry_first = retry_first
         self._retry_longest = retry_longest
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
-        self._ready: deque[K] = deque()
-        self._waiting: set[K] = set()
-        """Keys in `_ready`."""
-        self._taken: set[K] = set()
-        self._again: set[K] = set()
+        self._waited = waited or (lambda _: None)
+        self._ready: KeyedHeap[K] = KeyedHeap()
+        self._places: dict[K, _Place] = {}
+        """Of the keys in `_ready`."""
+        self._taken: dict[K, _Place] = {}
+        self._again: dict[K, _Place] = {}
         """Keys added while taken."""
-        self._delayed: list[tuple[float, int, K]] = []
-        self._due: dict[K, float] = {}
-        """When a delayed key is due; heap entries that say otherwise are outdated."""
+        self._due: KeyedHeap[K] = KeyedHeap()
+        """Delayed keys by the time at which they are due."""
+        self._patience: dict[K, float] = {}
+        """Of delayed keys: what waited long may wait a little longer."""
+        self._resting: KeyedHeap[K] = KeyedHeap()
+        """Keys that are not to be taken before a time, whoever adds them."""
         self._failures: dict[K, int] = {}
-        self._order = 0
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -54,30 +103,35 @@ class WorkQueue(Generic[K]):
         """Keys that workers hold."""
         return len(self._taken)
 
-    def add(self, key: K) -> None:
+    @property
+    def num_entries(self) -> int:
+        """Entries in memory of any kind: a small multiple of the distinct keys, whatever was done with them."""
+        heaps = self._ready.num_entries + self._due.num_entries + self._resting.num_entries
+        return heaps + len(self._places) + len(self._patience) + len(self._taken) + len(self._again) + len(self._failures)
+
+    def add(self, key: K, urgency: Urgency = Urgency.CHANGED) -> None:
         """Queue the key now. A delayed addition of it is done away with."""
-        if self._closed:
-            return
-        self._due.pop(key, None)
-        if key in self._taken:
-            self._again.add(key)
-        elif key not in self._waiting:
-            self._waiting.add(key)
-            self._ready.append(key)
-            self._changed.set()
+        now = self._clock()
+        self._add(key, _Place(now, urgency.value, now))
+
+    def go_on(self, key: K) -> None:
+        """Queue a key again that the caller holds: it keeps its first place, so that what is begun comes to an end."""
+        taken, now = self._taken.get(key), self._clock()
+        self._add(key, _Place(now if taken is None else taken.since, Urgency.BEGUN.value, now))
 
     def add_after(self, key: K, seconds: float) -> None:
         """Queue the key after a delay, unless it is due earlier already."""
+        now = self._clock()
         if seconds <= 0:
-            self.add(key)
-            return
-        due = self._clock() + seconds
-        if self._closed or key in self._waiting or key in self._again or self._due.get(key, due + 1) <= due:
-            return
-        self._due[key] = due
-        self._order += 1
-        heapq.heappush(self._delayed, (due, self._order, key))
-        self._changed.set()
+            self._add(key, _Place(now, 0.0, now))
+        elif not self._closed and key not in self._ready and key not in self._again:
+            self._delay(key, now + seconds, min(seconds, LONGEST_PATIENCE))
+
+    def rest(self, key: K, seconds: float) -> None:
+        """Whoever adds the key, it is not taken before so many seconds have passed."""
+        until = self._clock() + seconds
+        if seconds > 0 and not self._closed:
+            self._resting.put(key, max(until, self._resting.at(key) or until))
 
     def retry(self, key: K, at_least: float = 0.0) -> float:
         """Queue the key after a delay that doubles with every failure since `forget`. Returns the delay in seconds."""
@@ -97,10 +151,11 @@ class WorkQueue(Generic[K]):
             if self._closed:
                 raise QueueClosedError
             self._collect_due()
-            if self._ready:
-                key = self._ready.popleft()
-                self._waiting.discard(key)
-                self._taken.add(key)
+            key = self._ready.pop()
+            if key is not None:
+                place = self._places.pop(key)
+                self._taken[key] = place
+                self._waited(max(self._clock() - place.queued, 0.0))
                 if self._ready:
                     self._changed.set()
                 return key
@@ -113,10 +168,10 @@ class WorkQueue(Generic[K]):
 
     def done(self, key: K) -> None:
         """The worker has finished with a key that it took."""
-        self._taken.discard(key)
-        if key in self._again:
-            self._again.discard(key)
-            self.add(key)
+        self._taken.pop(key, None)
+        place = self._again.pop(key, None)
+        if place is not None:
+            self._add(key, place)
         self._changed.set()
 
     def close(self) -> None:
@@ -124,14 +179,50 @@ class WorkQueue(Generic[K]):
         self._closed = True
         self._changed.set()
 
+    def _add(self, key: K, place: _Place) -> None:
+        if self._closed:
+            return
+        if key in self._taken:
+            self._due_no_more(key)
+            known = self._again.get(key)
+            if known is None or place.moment < known.moment:
+                self._again[key] = place
+            return
+        rests_until = self._resting.at(key)
+        if rests_until is not None and rests_until > self._clock():
+            self._delay(key, rests_until, place.patience)
+            return
+        self._due_no_more(key)
+        known = self._places.get(key)
+        if known is None or place.moment < known.moment:
+            self._places[key] = place if known is None else _Place(place.since, place.patience, known.queued)
+            self._ready.put(key, place.moment)
+            self._changed.set()
+
+    def _delay(self, key: K, due: float, patience: float) -> None:
+        due = max(due, self._resting.at(key) or due)
+        known = self._due.at(key)
+        if known is None or due < known:
+            self._due.put(key, due)
+            self._patience[key] = patience
+            self._changed.set()
+        else:
+            self._patience[key] = min(patience, self._patience[key])
+
+    def _due_no_more(self, key: K) -> None:
+        self._due.discard(key)
+        self._patience.pop(key, None)
+
     def _collect_due(self) -> None:
         now = self._clock()
-        while self._delayed and self._delayed[0][0] <= now:
-            due, _, key = heapq.heappop(self._delayed)
-            if self._due.get(key) == due:
-                self.add(key)
+        while (rested := self._resting.first()) is not None and rested[0] <= now:
+            self._resting.pop()
+        while (first := self._due.first()) is not None and first[0] <= now:
+            due, key = first
+            patience = self._patience[key]
+            self._due_no_more(key)
+            self._add(key, _Place(due, patience, due))
 
     def _seconds_to_next(self) -> float | None:
-        while self._delayed and self._due.get(self._delayed[0][2]) != self._delayed[0][0]:
-            heapq.heappop(self._delayed)
-        return max(self._delayed[0][0] - self._clock(), 0.0) if self._delayed else None
+        first = self._due.first()
+        return None if first is None else max(first[0] - self._clock(), 0.0)

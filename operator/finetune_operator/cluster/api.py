@@ -1,4 +1,4 @@
-"""A thin client of the API server: plain dicts in and out, writes limited by a token bucket, Retry-After honoured.
+"""A thin client of the API server: plain dicts in and out, as many at a time as the server takes, Retry-After honoured.
 
 It stands on kubernetes.aio for configuration, credentials and connections, and not on its models: parsing typed lists costs
 ten times the time of plain JSON, and the cache keeps projections of its own.
@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from contextlib import AbstractAsyncContextManager, nullcontext
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import aiohttp
@@ -18,16 +22,36 @@ from kubernetes.aio.client.configuration import Configuration
 
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.fence import Fence, FencedConnections
+from finetune_operator.cluster.in_flight import InFlight
 from finetune_operator.cluster.kinds import Kind
-from finetune_operator.cluster.token_bucket import TokenBucket
 
 Document = dict[str, Any]
-RequestObserver = Callable[[str, str], None]
-"""Called with verb and HTTP status (`error` where no answer came) of every request."""
+
+
+class Answered(NamedTuple):
+    """One request that was sent, for the metrics."""
+
+    verb: str
+    """HTTP method, or LIST."""
+    resource: str
+    """Plural and subresource, as in `jobs` or `finetunejobs/status`."""
+    code: str
+    """HTTP status; `error` where no answer came."""
+    reason: str
+    """The server's word for a refusal, as in `AlreadyExists`; empty without one."""
+
+
+RequestObserver = Callable[[Answered], None]
 
 ATTEMPTS = 5
 """How often one request is sent at most while the server says "later"."""
+LISTINGS = 3
+"""How often a list that expires midway is begun."""
+SHORTEST_RETRY_AFTER = 0.1
 LONGEST_RETRY_AFTER = 30.0
+LATER = (429, 500, 503, 504)
+"""Answers that may come with Retry-After."""
+OVERLOADED = (429, 503)
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
 MERGE_PATCH = "application/merge-patch+json"
 
@@ -39,23 +63,25 @@ class Api:
         self,
         configuration: Configuration,
         *,
-        writes: TokenBucket | None = None,
+        in_flight: InFlight | None = None,
         request_timeout: float = 30.0,
         page_size: int = 500,
         observer: RequestObserver | None = None,
         fence: Fence | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._client = ApiClient(configuration)
         self._client.user_agent = "finetune-operator"
         if fence is not None:
             self._client.rest_client = FencedConnections(configuration, fence)
         self._fence = fence or _unfenced
-        self._writes = writes
+        self._in_flight = in_flight
         self._timeout = aiohttp.ClientTimeout(total=request_timeout)
         self._page_size = page_size
         self._observer = observer or _unobserved
         self._sleep = sleep
+        self._clock = clock
 
     async def close(self) -> None:
         """Close all connections."""
@@ -78,20 +104,24 @@ class Api:
             query["fieldSelector"] = field_selector
         accept = METADATA_LIST if metadata_only else None
         items: list[Document] = []
-        token = ""
+        token, listings = "", 1
         while True:
             page_query = query | ({"continue": token} if token else {})
             try:
                 page = await self.request("GET", kind.path(namespace), page_query, verb="LIST", accept=accept)
             except ApiError as error:
-                if error.code == 410 and token:
-                    items, token = [], ""
+                if error.code == 410 and token and listings < LISTINGS:
+                    items, token, listings = [], "", listings + 1
                     continue
                 raise
-            items += page["items"]
-            token = page["metadata"].get("continue") or ""
+            # A list of nothing comes with `items: null`.
+            part, metadata = page.get("items") or [], page.get("metadata")
+            if not isinstance(part, list) or not isinstance(metadata, dict) or "resourceVersion" not in metadata:
+                raise ApiUnreachableError(f"LIST {kind.path(namespace)}: the answer is not a list of objects")
+            items += part
+            token = metadata.get("continue") or ""
             if not token:
-                return items, str(page["metadata"]["resourceVersion"])
+                return items, str(metadata["resourceVersion"])
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Document | None:
         """The object, or None where there is none."""
@@ -144,34 +174,68 @@ class Api:
             ApiUnreachableError: no answer came; a write may have happened all the same.
             NotLeadingError: it was not sent, because another replica may hold the lease.
         """
-        verb = verb or method
+        verb, resource = verb or method, resource_of(path)
         url = f"{self._client.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
         for remaining in reversed(range(ATTEMPTS)):
-            if self._writes is not None and method != "GET":
-                await self._writes.take()
             headers = {"Accept": accept or "application/json", "Content-Type": content_type, "User-Agent": self._client.user_agent}
             try:
                 await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
-                self._fence()
-                response = await self._client.rest_client.request(
-                    method, url, headers=headers, body=None if body is None else dict(body), _request_timeout=self._timeout
-                )
-                content = await response.read()
+                async with self._slot():
+                    self._fence()
+                    response = await self._client.rest_client.request(
+                        method, url, headers=headers, body=None if body is None else dict(body), _request_timeout=self._timeout
+                    )
+                    content = await response.read()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                self._observer(verb, "error")
+                self._observer(Answered(verb, resource, "error", ""))
                 raise ApiUnreachableError(f"{verb} {path}: {type(error).__name__}: {error}") from error
-            self._observer(verb, str(response.status))
             if 200 <= response.status < 300:
-                document: Document = json.loads(content)
-                return document
-            refusal = _refusal(verb, path, response.status, response.headers.get("Retry-After"), content)
-            if not (remaining and refusal.retry_after and refusal.code in (429, 500, 503, 504)):
+                self._observer(Answered(verb, resource, str(response.status), ""))
+                if self._in_flight is not None:
+                    self._in_flight.went_well()
+                return _document(f"{verb} {path}", content)
+            asked = retry_after_seconds(response.headers.get("Retry-After"), self._clock())
+            refusal = _refusal(verb, path, response.status, asked, content)
+            self._observer(Answered(verb, resource, str(response.status), refusal.reason))
+            if self._in_flight is not None and refusal.code in OVERLOADED:
+                self._in_flight.was_too_much()
+            if not (remaining and refusal.retry_after and refusal.code in LATER):
                 raise refusal
-            await self._sleep(min(refusal.retry_after, LONGEST_RETRY_AFTER))
+            await self._sleep(refusal.retry_after)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
+    def _slot(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self._in_flight is None else self._in_flight.slot()
 
-def _unobserved(verb: str, code: str) -> None:
+
+def retry_after_seconds(value: str | None, now: float) -> float:
+    """Seconds to wait by a Retry-After header, in seconds or as a date, within bounds; 0 where none can be read.
+
+    `now`: seconds since the epoch.
+    """
+    text = (value or "").strip()
+    if text.isascii() and text.isdigit():
+        # Longer numbers are cut before they are read: past the bound their size does not matter.
+        seconds = float(text[:9])
+    else:
+        try:
+            moment = parsedate_to_datetime(text)
+        except (ValueError, TypeError, IndexError, OverflowError):
+            return 0.0
+        seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - now
+    return min(max(seconds, SHORTEST_RETRY_AFTER), LONGEST_RETRY_AFTER)
+
+
+def resource_of(path: str) -> str:
+    """Plural and subresource of a path: what the metrics count by. Empty for paths that are no resource's."""
+    parts = path.split("/")[1:]
+    parts = parts[2:] if parts[0] == "api" else parts[3:] if parts[0] == "apis" else []
+    if len(parts) > 2 and parts[0] == "namespaces":
+        parts = parts[2:]
+    return "/".join([*parts[:1], *parts[2:3]])
+
+
+def _unobserved(_: Answered) -> None:
     """For clients whose requests nobody counts."""
 
 
@@ -179,11 +243,21 @@ def _unfenced() -> None:
     """For clients that need no lease."""
 
 
-def _refusal(verb: str, path: str, code: int, retry_after: str | None, content: bytes) -> ApiError:
+def _document(request: str, content: bytes) -> Document:
+    """An answer that is not a JSON object came from something between us and the API server."""
+    try:
+        document = json.loads(content)
+    except ValueError as error:
+        raise ApiUnreachableError(f"{request}: the answer is not JSON: {content[:100]!r}") from error
+    if not isinstance(document, dict):
+        raise ApiUnreachableError(f"{request}: the answer is not an object: {content[:100]!r}")
+    return document
+
+
+def _refusal(verb: str, path: str, code: int, retry_after: float, content: bytes) -> ApiError:
     try:
         status = json.loads(content)
         reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
     except (ValueError, AttributeError):
         reason, message = "", content.decode(errors="replace")[:500]
-    seconds = float(retry_after) if retry_after is not None and retry_after.isdigit() else 0.0
-    return ApiError(f"{verb} {path}", code, reason, message, seconds)
+    return ApiError(f"{verb} {path}", code, reason, message, retry_after)

@@ -27,6 +27,9 @@ class Outcome(StrEnum):
     UNCHANGED = "unchanged"
     """Nothing was to be done."""
     ACTED = "acted"
+    """Something is different now: status was written, a delete was accepted, a child was made that did not exist."""
+    REPEATED = "repeated"
+    """What was to be done had been done already, or may not be done: nothing is different from before the pass."""
     OUTDATED = "outdated"
     """The job had changed since it was observed; nothing was done."""
     GONE = "gone"
@@ -50,13 +53,16 @@ class Executor:
             refused = await self._write_status(job, patch)
             if refused is not None:
                 return refused
+        has_effect = bool(patch)
         for delete in actions.deletes:
-            await self._delete(job, delete)
+            has_effect |= await self._delete(job, delete)
         for create in actions.creates:
-            await self._create(job, create)
+            has_effect |= await self._create(job, create)
         for event in actions.events:
             await self.recorder.record(job, event)
-        return Outcome.ACTED if patch or actions.deletes or actions.creates else Outcome.UNCHANGED
+        if has_effect:
+            return Outcome.ACTED
+        return Outcome.REPEATED if actions.deletes or actions.creates else Outcome.UNCHANGED
 
     async def _write_status(self, job: JobView, patch: Document) -> Outcome | None:
         body = {"metadata": {"resourceVersion": job.resource_version, "uid": job.uid}, "status": patch}
@@ -75,16 +81,21 @@ class Executor:
         self.cache.apply(JOBS, project(JOBS, written))
         return None
 
-    async def _delete(self, job: JobView, delete: Delete) -> None:
+    async def _delete(self, job: JobView, delete: Delete) -> bool:
+        """Whether the server accepted it."""
         try:
             await self.api.delete(CHILD_KINDS[delete.kind], job.namespace, delete.name, uid=delete.uid)
         except ApiError as error:
             # Gone already, or replaced by another object that took the name: neither is the one that was meant.
             if not (error.is_not_found or error.is_conflict):
                 raise
+            return False
+        return True
 
-    async def _create(self, job: JobView, create: Create) -> None:
+    async def _create(self, job: JobView, create: Create) -> bool:
+        """Whether the child is new."""
         kind = CHILD_KINDS[create.kind]
+        is_new = True
         try:
             made = await self.api.create(kind, job.namespace, create.body)
         except ApiError as error:
@@ -95,10 +106,11 @@ class Executor:
                 raise
             if not belongs_to(found, job.uid):
                 self.gatherer.note_conflict(job.uid, kind, create.name)
-                return
-            made = found
+                return False
+            made, is_new = found, False
         if kind in WATCHED:
             self.cache.apply(kind, project(kind, made))
+        return is_new
 
 
 def status_document(status: FineTuneJobStatus) -> Document:

@@ -7,6 +7,7 @@ somebody merely removes the label, and a Job that still runs must never be mista
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -53,6 +54,8 @@ class Gathered:
     """Status as it stands on the server, for the patch."""
     revisit_after_seconds: float | None
     """When this gathering is out of date although no watch event came."""
+    cpu_seconds: float = 0.0
+    """What reading the job took, without the requests."""
 
 
 class Gatherer:
@@ -79,8 +82,10 @@ class Gatherer:
         held = self._cache.job(key)
         if held is None:
             return None
+        begun = time.thread_time()
         document = held.document()
         job = _job_view(held, document)
+        cpu_seconds = time.thread_time() - begun
         self._forget_settled_evidence(job)
         revisits: list[float] = []
         claims = await self._claims(job, now, revisits)
@@ -98,7 +103,7 @@ class Gatherer:
         )
         if needs_live_list(observed):
             observed = replace(observed, live=await self._live_children(job))
-        return Gathered(observed, document.get("status") or {}, min(revisits, default=None))
+        return Gathered(observed, document.get("status") or {}, min(revisits, default=None), cpu_seconds)
 
     def _profile(self, spec: FineTuneJobSpec | None, document: Document) -> ProfileView:
         given = document.get("spec") or {}

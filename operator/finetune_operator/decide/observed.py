@@ -212,6 +212,8 @@ class Observed:
     """The create that the API server refused in an earlier pass, until one has succeeded."""
     line: Line | None = None
     """None: the profile sets no limit."""
+    too_complex: bool = False
+    """Judging this generation of the job took more CPU than a pass may take: before the start it is refused unread."""
     progress: Progress | None = None
     """Latest progress of rank 0, given only when it is due to be written; None leaves the status as it is."""
 

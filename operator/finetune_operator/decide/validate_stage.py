@@ -29,6 +29,11 @@ from finetune_operator.decide.stage import CONDITION, is_started
 FINDINGS_LIMIT = 64
 LOOK_AGAIN_SECONDS = 30.0
 """For what no watch announces: a claim that somebody creates."""
+TOO_COMPLEX_MESSAGE = (
+    "spec: checking this manifest took longer than the operator may spend on one job. "
+    "Shorten it (lora.rankPattern, lora.alphaPattern and method.settings first), "
+    "or increase spec.run.retry to have it checked again."
+)
 
 
 def is_established(status: FineTuneJobStatus) -> bool:
@@ -63,6 +68,9 @@ def _accepted_plan(observed: Observed, draft: Draft) -> RunPlan | None:
         _refuse(draft, Reason.INVALID_SPEC, f"The manifest is not valid: {job.spec_error}")
         draft.find([_invalid(job.spec_error)])
         return None
+    if not is_started(job.status) and (observed.too_complex or _was_too_complex(observed)):
+        _refuse(draft, Reason.TOO_COMPLEX, TOO_COMPLEX_MESSAGE)
+        return None
     if profile.spec is None:
         if profile.error:
             _refuse(draft, Reason.PROFILE_INVALID, f"spec.profile: FineTuneProfile {profile.name!r} is not valid: {profile.error}")
@@ -90,6 +98,13 @@ def _accepted_plan(observed: Observed, draft: Draft) -> RunPlan | None:
         return None
     draft.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)
     return resolve(JobIdentity(namespace=job.namespace, name=job.name, uid=job.uid), job.spec, profile.spec, profile.name)
+
+
+def _was_too_complex(observed: Observed) -> bool:
+    """Whether this generation is refused for it already: an operator that restarts does not try again."""
+    validated = find(observed.job.status.conditions, ConditionType.VALIDATED)
+    is_refused = validated is not None and validated.status == "False" and validated.reason == Reason.TOO_COMPLEX
+    return is_refused and validated is not None and validated.observed_generation == observed.job.generation
 
 
 def _invalid(error: str) -> StatusFinding:

@@ -4,6 +4,7 @@ import urllib.request
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from finetune_operator.cluster.api import Answered
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.kinds import JOBS
 from finetune_operator.cluster.projection import project
@@ -20,6 +21,12 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
     return {(item.name, tuple(sorted(item.labels.items()))): item.value for family in families for item in family.samples}
 
 
+def requests(found: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> dict[tuple[str, ...], float]:
+    names = ("verb", "resource", "code", "reason")
+    series = {labels: value for (name, labels), value in found.items() if name == "finetune_api_requests_total"}
+    return {tuple(dict(labels)[name] for name in names): value for labels, value in series.items()}
+
+
 def test_series_follow_their_objects() -> None:
     cache, queue, metrics = Cache(Clock()), WorkQueue[JobKey](retry_first=1, retry_longest=1, clock=Clock()), Metrics()
     metrics.observe_state(cache, queue, Health(Clock()))
@@ -31,7 +38,12 @@ def test_series_follow_their_objects() -> None:
     held = project(JOBS, objects.finetune_job(status=status))
     cache.apply(JOBS, held)
     queue.add(JobKey("team", "tune"))
-    metrics.request("PATCH", "200")
+    metrics.request(Answered("PATCH", "finetunejobs/status", "200", ""))
+    metrics.request(Answered("POST", "jobs", "403", "Forbidden"))
+    metrics.request(Answered("POST", "jobs", "403", "a webhook's own word"))
+    metrics.judged(0.004)
+    metrics.waited(0.2)
+    metrics.lagged(0.01)
     metrics.reconciled(0.01, "acted")
     metrics.found("wrap-class-name-blank", "error")
     found = samples(metrics)
@@ -41,7 +53,14 @@ def test_series_follow_their_objects() -> None:
     assert found["finetune_attempts", (("outcome", "Running"),)] == 1
     assert found["finetune_attempt_failures", (("class", "Collective"), ("counted", "true"))] == 1
     assert found["finetune_queue_keys", (("state", "ready"),)] == 1
-    assert found["finetune_api_requests_total", (("code", "200"), ("verb", "PATCH"))] == 1
+    assert requests(found) == {
+        ("PATCH", "finetunejobs/status", "200", ""): 1,
+        ("POST", "jobs", "403", "Forbidden"): 1,
+        ("POST", "jobs", "403", "other"): 1,
+    }
+    assert found["finetune_pass_cpu_seconds_count", ()] == 1
+    assert found["finetune_queue_seconds_bucket", (("le", "0.25"),)] == 1
+    assert found["finetune_loop_lag_seconds_sum", ()] == 0.01
     assert found["finetune_reconcile_seconds_count", (("result", "acted"),)] == 1
     assert found["finetune_validation_findings_total", (("rule", "wrap-class-name-blank"), ("severity", "error"))] == 1
     cache.remove(JOBS, held)

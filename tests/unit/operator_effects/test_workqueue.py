@@ -1,4 +1,5 @@
 import asyncio
+import random
 from collections.abc import Coroutine
 from typing import Any
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_operator.workqueue import QueueClosedError, WorkQueue
+from finetune_operator.workqueue import LONGEST_PATIENCE, QueueClosedError, Urgency, WorkQueue
 from tests.unit.operator_effects.fakes import Clock
 
 
@@ -148,5 +149,180 @@ def test_no_key_is_taken_twice_at_a_time_and_none_is_lost(steps: list[tuple[str,
             owed.discard(key)
             keys.done(key)
         assert not owed
+
+    run(scenario())
+
+
+async def drained(keys: WorkQueue[str]) -> list[str]:
+    """Everything that can be taken now, in order."""
+    found = []
+    while len(keys):
+        found.append(await keys.get())
+        keys.done(found[-1])
+    return found
+
+
+@pytest.mark.parametrize("num_keys", [1, 10, 300])
+def test_memory_follows_the_distinct_keys_and_not_what_was_done_with_them(num_keys: int) -> None:
+    # A job that reports every 5 s under a deadline of a week left 120,000 outdated entries in the delay heap.
+    async def scenario() -> None:
+        clock, draw = Clock(), random.Random(7)
+        keys = queue(clock)
+        names = [f"job-{number}" for number in range(num_keys)]
+        for step in range(100_000):
+            clock.now += 0.01
+            key = draw.choice(names)
+            action = draw.randrange(6)
+            if action == 0:
+                keys.add_after(key, 604_800 - step)
+            elif action == 1:
+                keys.add(key)
+            elif action == 2:
+                keys.retry(key)
+            elif action == 3:
+                keys.rest(key, draw.choice([0.0, 0.5, 3600.0]))
+            elif len(keys):
+                taken = await keys.get()
+                if action == 4:
+                    keys.go_on(taken)
+                keys.done(taken)
+            assert keys.num_entries <= 12 * num_keys + 3 * 64
+        assert keys.num_taken == 0
+
+    run(scenario())
+
+
+def test_newcomers_come_first_then_what_is_begun_then_changes_then_routine() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        keys = queue(clock)
+        keys.add("begun", Urgency.NEW)
+        assert await keys.get() == "begun"
+        keys.add("routine", Urgency.ROUTINE)
+        keys.add("changed", Urgency.CHANGED)
+        keys.go_on("begun")
+        keys.done("begun")
+        keys.add("new", Urgency.NEW)
+        assert await drained(keys) == ["new", "begun", "changed", "routine"]
+
+    run(scenario())
+
+
+def test_job_that_was_begun_is_finished_before_the_next_is_begun() -> None:
+    # Newcomers are answered first; from then on each job goes through all of its passes before the next job's second one.
+    async def scenario() -> None:
+        clock = Clock()
+        keys = queue(clock)
+        passes: list[str] = []
+        for key in ("a", "b", "c"):
+            keys.add(key, Urgency.NEW)
+            clock.now += 0.001
+        while len(keys):
+            key = await keys.get()
+            passes.append(key)
+            clock.now += 0.1
+            if passes.count(key) < 4:
+                keys.go_on(key)
+            keys.done(key)
+        assert "".join(passes) == "abc" + "aaa" + "bbb" + "ccc"
+
+    run(scenario())
+
+
+def test_long_waits_that_end_let_short_ones_and_changes_go_first() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        keys = queue(clock)
+        keys.add_after("resync", 600.0)
+        clock.now += 599.0
+        keys.add_after("short", 1.0)
+        clock.now += 1.0
+        keys.add("changed")
+        assert await drained_when_due(keys) == ["short", "changed", "resync"]
+
+    async def drained_when_due(keys: WorkQueue[str]) -> list[str]:
+        first = await keys.get()
+        keys.done(first)
+        return [first, *await drained(keys)]
+
+    run(scenario())
+
+
+def test_resting_key_is_not_taken_early_whoever_adds_it() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        keys = queue(clock)
+        keys.add("a")
+        assert await keys.get() == "a"
+        keys.rest("a", 10)
+        keys.go_on("a")
+        keys.done("a")
+        keys.add("a", Urgency.NEW)
+        keys.add_after("a", 1)
+        clock.now += 9.9
+        keys.add("b")
+        assert await drained(keys) == ["b"]
+        assert keys.num_delayed == 1
+        clock.now += 0.1
+        assert await keys.get() == "a"
+        keys.done("a")
+        keys.add("a")
+        assert await drained(keys) == ["a"]
+
+    run(scenario())
+
+
+def test_rest_that_is_shorter_than_one_before_does_not_end_it() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        keys = queue(clock)
+        keys.rest("a", 10)
+        keys.rest("a", 1)
+        keys.add("a")
+        clock.now += 5
+        assert len(keys) == 0
+        clock.now += 5
+        assert await keys.get() == "a"
+
+    run(scenario())
+
+
+def test_time_in_the_queue_is_measured_from_when_the_key_could_be_taken() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        waits: list[float] = []
+        keys: WorkQueue[str] = WorkQueue(retry_first=1, retry_longest=1, clock=clock, waited=waits.append)
+        keys.add("a")
+        clock.now += 2
+        keys.add("a", Urgency.NEW)
+        clock.now += 1
+        await keys.get()
+        keys.add_after("b", 5)
+        clock.now += 6
+        await keys.get()
+        keys.go_on("b")
+        clock.now += 3
+        keys.done("b")
+        await keys.get()
+        assert waits == [3.0, 1.0, 3.0]
+
+    run(scenario())
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Urgency)), st.floats(0, 20), st.integers(0, 2)), min_size=1, max_size=60))
+def test_nothing_is_overtaken_by_what_came_much_later(steps: list[tuple[Urgency, float, int]]) -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        keys: WorkQueue[int] = WorkQueue(retry_first=1, retry_longest=1, clock=clock)
+        added: dict[int, float] = {}
+        for number, (urgency, pause, num_taken) in enumerate(steps):
+            clock.now += pause
+            keys.add(number, urgency)
+            added[number] = clock.now
+            for _ in range(min(num_taken, len(keys))):
+                key = await keys.get()
+                assert added[key] - min(added.values()) <= LONGEST_PATIENCE
+                del added[key]
+                keys.done(key)
 
     run(scenario())

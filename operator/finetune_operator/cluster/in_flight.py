@@ -1,0 +1,85 @@
+"""How many requests may be under way at a time: as many as the API server can take, found by trying.
+
+API Priority and Fairness gives every client seats, and says 429 with Retry-After to those who want more. So there is no fixed
+rate to set per cluster: the limit starts high, is halved when the server says "later", and grows by one for each round of
+requests that went well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+MOST = 50
+LEAST = 2
+HALVE_SECONDS = 1.0
+"""Refusals within so long of the last halving are answers to the same overload."""
+
+
+class InFlight:
+    """Lets requests through in the order of their arrival."""
+
+    def __init__(self, most: int = MOST, least: int = LEAST, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = float(most)
+        self._least = float(least)
+        self._limit = float(most)
+        self._clock = clock
+        self._halved_at = float("-inf")
+        self._num_running = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def limit(self) -> int:
+        """Requests that may be under way now."""
+        return int(self._limit)
+
+    @property
+    def num_running(self) -> int:
+        """Requests under way."""
+        return self._num_running
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for one's turn; the request is under way as long as the context is open."""
+        if self._num_running >= self.limit or self._waiting:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._leave()
+                raise
+        else:
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def went_well(self) -> None:
+        """The server answered: a little more may be asked of it."""
+        self._limit = min(self._most, self._limit + 1.0 / self._limit)
+        self._let_in()
+
+    def was_too_much(self) -> None:
+        """The server asked for a pause."""
+        now = self._clock()
+        if now - self._halved_at >= HALVE_SECONDS:
+            self._halved_at = now
+            self._limit = max(self._least, self._limit / 2.0)
+
+    def _leave(self) -> None:
+        self._num_running -= 1
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting and self._num_running < self.limit:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                # Counted here and not by the one who waits: until it runs, nobody may take its place.
+                self._num_running += 1
+                turn.set_result(None)
