@@ -23,6 +23,7 @@ from finetune_operator.cluster.progress_poll import ProgressPoll
 from finetune_operator.cluster.projection import Held, utc_now
 from finetune_operator.cluster.recorder import Recorder
 from finetune_operator.cluster.relist import drop_ghosts, fill
+from finetune_operator.cluster.unreadable import UnreadableObjects
 from finetune_operator.health import BEAT_SECONDS, Health, HealthServer
 from finetune_operator.logs import logger
 from finetune_operator.loop_lag import measure_loop_lag
@@ -88,7 +89,7 @@ def _leaders_api(configuration: Configuration, clockwork: Clockwork, metrics: Me
 async def _lead(
     settings: Settings, clockwork: Clockwork, api: Api, *, health: Health, metrics: Metrics, stopping: asyncio.Event
 ) -> int:
-    cache = Cache()
+    cache = Cache(unreadable=UnreadableObjects(metrics.unreadable))
     queue: WorkQueue[JobKey] = WorkQueue(
         retry_first=clockwork.retry_first, retry_longest=clockwork.retry_longest, waited=metrics.waited
     )
@@ -104,7 +105,7 @@ async def _lead(
     metrics.observe_state(cache, queue, health)
     if not await _unless(stopping, fill(api, cache, settings.namespaces)):
         return 0
-    watches = Watches(settings.namespaces, take_in)
+    watches = Watches(settings.namespaces, cache.read, take_in)
     watches.start()
     for key in cache.job_keys():
         queue.add(key, urgency(cache.job(key)))
@@ -149,6 +150,9 @@ async def _relist(api: Api, cache: Cache, queue: WorkQueue[JobKey], settings: Se
                 queue.add(key)
         except (ApiError, ApiUnreachableError) as error:
             _log.warning("relist failed", error=str(error))
+        except Exception:  # noqa: BLE001
+            # What it would have found is found by the next one; work on all jobs must not end for it.
+            _log.exception("relist failed unexpectedly")
         # Spread over the pause: every job is looked at once in a while even if each event about it was lost.
         keys = cache.job_keys()
         for place, key in enumerate(keys):

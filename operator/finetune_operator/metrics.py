@@ -62,6 +62,10 @@ class Instruments(Protocol):
         """A rule or preflight found something, and status says so."""
         ...
 
+    def unreadable(self, kind: str) -> None:
+        """Something in an object of that kind could not be read."""
+        ...
+
 
 MOST_RULES = 512
 """Different ids of findings that are counted apart. Preflight's come out of a pod that may run a tenant's code."""
@@ -113,6 +117,12 @@ class Metrics:
             registry=self.registry,
         )
         self._rules: set[str] = set()
+        self._unreadable = Counter(
+            "finetune_unreadable_objects",
+            "Versions of objects that were left out, wholly or in part, because they could not be read.",
+            ["kind"],
+            registry=self.registry,
+        )
 
     def request(self, answered: Answered) -> None:
         """One API request was answered, or got no answer."""
@@ -141,6 +151,10 @@ class Metrics:
         if is_counted_apart:
             self._rules.add(rule)
         self._findings.labels(rule if is_counted_apart else OTHER_RULES, severity).inc()
+
+    def unreadable(self, kind: str) -> None:
+        """Something in an object of that kind could not be read."""
+        self._unreadable.labels(kind).inc()
 
     def observe_state(self, cache: Cache, queue: WorkQueue[JobKey], health: Health) -> None:
         """Count these at every scrape."""

@@ -18,10 +18,12 @@ from kopf._cogs.structs.references import Insights
 
 from finetune_operator.cluster.access import connection_for_kopf
 from finetune_operator.cluster.kinds import WATCHED, Kind, selector_of
-from finetune_operator.cluster.projection import Held, project
+from finetune_operator.cluster.projection import Held
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
+ReadObject = Callable[[Kind, Any], Held | None]
+"""Called in the watch thread."""
 WatchSink = Callable[[Kind, bool, Held], None]
 """Called in the main loop with the kind, whether the object was deleted, and its state."""
 
@@ -43,8 +45,9 @@ class ResourcesNotWatchedError(Exception):
 class Watches:
     """Runs kopf until `stop`. `ended` is set in the main loop when the thread ends for whatever reason."""
 
-    def __init__(self, namespaces: tuple[str, ...], sink: WatchSink) -> None:
+    def __init__(self, namespaces: tuple[str, ...], read: ReadObject, sink: WatchSink) -> None:
         self._namespaces = namespaces
+        self._read = read
         self._sink = sink
         self._main = asyncio.get_running_loop()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,8 +123,9 @@ class Watches:
 
     def _handler(self, kind: Kind) -> Callable[..., Any]:
         async def on_event(event: dict[str, Any], **_: Any) -> None:
-            held = project(kind, event["object"])
-            self._main.call_soon_threadsafe(self._sink, kind, event["type"] == "DELETED", held)
+            held = self._read(kind, event["object"])
+            if held is not None:
+                self._main.call_soon_threadsafe(self._sink, kind, event["type"] == "DELETED", held)
 
         return on_event
 

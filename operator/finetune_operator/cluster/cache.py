@@ -13,10 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES, WATCHED, Kind
-from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.projection import Held, ObjectKey, UnreadableObjectError, object_key, project
+from finetune_operator.cluster.unreadable import UnreadableObjects
 
 TOMBSTONE_SECONDS = 900.0
 """How long the UID of a deleted object is remembered, so that a list begun before its deletion cannot bring it back."""
@@ -32,8 +33,9 @@ class JobKey(NamedTuple):
 class Cache:
     """Projections of all watched objects."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, unreadable: UnreadableObjects | None = None) -> None:
         self._clock = clock
+        self._unreadable = unreadable or UnreadableObjects()
         self._objects: dict[Kind, dict[str, Held]] = {kind: {} for kind in WATCHED}
         self._owned: dict[Kind, dict[str, set[str]]] = {kind: {} for kind in WATCHED}
         """Owner UID -> UIDs of that kind."""
@@ -44,6 +46,33 @@ class Cache:
         self._batch_jobs_of: dict[str, set[str]] = {}
         """The same the other way round."""
         self._tombstones: dict[str, float] = {}
+
+    def read(self, kind: Kind, document: Any) -> Held | None:
+        """What is kept of an object, whatever stands in it; None where not even its identity can be read.
+
+        The watch thread calls it, too.
+        """
+        try:
+            held = project(kind, document)
+        except UnreadableObjectError as error:
+            self._unreadable.note(kind, document, (str(error),))
+            return None
+        if held.unreadable:
+            self._unreadable.note(kind, document, held.unreadable)
+        return held
+
+    def key_of(self, kind: Kind, document: Any) -> ObjectKey | None:
+        """Identity and owner of an object, or None where they cannot be read."""
+        try:
+            return object_key(document)
+        except UnreadableObjectError as error:
+            self._unreadable.note(kind, document, (str(error),))
+            return None
+
+    def take(self, kind: Kind, document: Any) -> set[JobKey]:
+        """Take in an object as the API server has just given it."""
+        held = self.read(kind, document)
+        return set() if held is None else self.apply(kind, held)
 
     def apply(self, kind: Kind, held: Held) -> set[JobKey]:
         """Take in a newer state of an object. Returns the jobs to reconcile; none where nothing is new."""
@@ -190,4 +219,5 @@ class Cache:
             }
         if kind in (BATCH_JOBS, CONFIG_MAPS, SERVICES) and key.owner_kind == JOBS.name:
             return {JobKey(key.namespace, key.owner_name)}
-        return {JobKey(key.namespace, key.job_label)} if key.job_label else set()
+        job = self._objects[JOBS].get(self._job_of_batch_job.get(key.owner_uid, ""))
+        return set() if job is None else {JobKey(job.key.namespace, job.key.name)}

@@ -15,7 +15,7 @@ from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.errors import ApiError
 from finetune_operator.cluster.gather import Gathered, Gatherer
 from finetune_operator.cluster.kinds import CHILD_KINDS, JOBS, WATCHED
-from finetune_operator.cluster.projection import belongs_to, project
+from finetune_operator.cluster.projection import belongs_to
 from finetune_operator.cluster.recorder import Recorder
 from finetune_operator.decide.actions import Actions, Create, Delete
 from finetune_operator.decide.observed import JobView
@@ -76,9 +76,9 @@ class Executor:
             current = await self.api.get(JOBS, job.namespace, job.name)
             if current is None:
                 return Outcome.GONE
-            self.cache.apply(JOBS, project(JOBS, current))
+            self.cache.take(JOBS, current)
             return Outcome.OUTDATED
-        self.cache.apply(JOBS, project(JOBS, written))
+        self.cache.take(JOBS, written)
         return None
 
     async def _delete(self, job: JobView, delete: Delete) -> bool:
@@ -109,7 +109,7 @@ class Executor:
                 return False
             made, is_new = found, False
         if kind in WATCHED:
-            self.cache.apply(kind, project(kind, made))
+            self.cache.take(kind, made)
         return is_new
 
 

@@ -8,6 +8,7 @@ somebody merely removes the label, and a Job that still runs must never be mista
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -17,13 +18,14 @@ from pydantic import ValidationError
 from finetune_job.api.job import FineTuneJob, FineTuneJobSpec, parse_job
 from finetune_job.api.profile import FineTuneProfile
 from finetune_job.api.status import FineTuneJobStatus
-from finetune_job.names import DEFAULT_PROFILE, LABEL_JOB_UID
+from finetune_job.names import DEFAULT_PROFILE
 from finetune_job.progress import Progress
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, EVENTS, JOBS, PODS, PROFILES, SERVICES, Kind
-from finetune_operator.cluster.projection import Held, belongs_to, object_key, timestamp
+from finetune_operator.cluster.projection import Held, ObjectKey, belongs_to, labelled_job_uid
 from finetune_operator.decide.observed import (
     ConfigMapView,
     JobView,
@@ -43,6 +45,8 @@ MISSING_RETRY_SECONDS = 15.0
 PENDING_RETRY_SECONDS = 15.0
 """How often the Events of a pending pod are read."""
 EVENTS_PER_POD = 5
+LONGEST_EVENT = 1024
+"""Characters of an event's message: what the API server takes of a new one."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,9 @@ class Gatherer:
 
     async def _warnings(self, namespace: str, uid: str) -> tuple[str, ...]:
         events, _ = await self._api.list(EVENTS, namespace, field_selector=f"involvedObject.uid={uid},type=Warning")
-        events.sort(key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
-        return tuple(f"{event.get('reason', '')}: {event.get('message', '')}" for event in events[-EVENTS_PER_POD:])
+        told = [Fields(event) for event in events]
+        told.sort(key=lambda event: event.text("lastTimestamp", 32) or event.text("eventTime", 32))
+        return tuple(f"{event.text('reason', 128)}: {event.text('message', LONGEST_EVENT)}" for event in told[-EVENTS_PER_POD:])
 
     async def _standing_conflicts(self, job: JobView, revisits: list[float]) -> tuple[str, ...]:
         standing = set()
@@ -167,18 +172,24 @@ class Gatherer:
 
     async def _live_children(self, job: JobView) -> LiveChildren:
         batch_jobs, _ = await self._api.list(BATCH_JOBS, job.namespace)
-        ours = [_live_job(item) for item in batch_jobs if object_key(item).owner_uid == job.uid]
+        ours = [_live_job(key, item) for key, item in self._readable(BATCH_JOBS, batch_jobs) if key.owner_uid == job.uid]
         known = {one.uid for one in ours} | self._cache.batch_job_uids_of(job.uid)
         pods, _ = await self._api.list(PODS, job.namespace)
         running = [
-            _live_pod(item)
-            for item in pods
-            if (object_key(item).owner_uid in known or (item["metadata"].get("labels") or {}).get(LABEL_JOB_UID) == job.uid)
-            and (item.get("status") or {}).get("phase") not in ("Succeeded", "Failed")
+            _live_pod(key, item)
+            for key, item in self._readable(PODS, pods)
+            if (key.owner_uid in known or labelled_job_uid(item) == job.uid)
+            and Fields(item).at("status").text("phase", 32) not in ("Succeeded", "Failed")
         ]
         return LiveChildren(
             batch_jobs=tuple(sorted(ours, key=lambda one: one.name)), running_pods=tuple(sorted(running, key=lambda one: one.name))
         )
+
+    def _readable(self, kind: Kind, documents: list[Document]) -> Iterator[tuple[ObjectKey, Document]]:
+        for document in documents:
+            key = self._cache.key_of(kind, document)
+            if key is not None:
+                yield key, document
 
     def _forget_settled_evidence(self, job: JobView) -> None:
         """Gone pods are needed until the outcome of their attempt stands in the status."""
@@ -222,18 +233,17 @@ def _job_view(held: Held, document: Document) -> JobView:
     )
 
 
-def _live_job(document: Document) -> LiveJob:
-    metadata = document["metadata"]
-    return LiveJob(name=metadata["name"], uid=metadata["uid"], deleting="deletionTimestamp" in metadata)
+def _live_job(key: ObjectKey, document: Document) -> LiveJob:
+    return LiveJob(name=key.name, uid=key.uid, deleting=Fields(document).at("metadata").has("deletionTimestamp"))
 
 
-def _live_pod(document: Document) -> LivePod:
-    metadata = document["metadata"]
+def _live_pod(key: ObjectKey, document: Document) -> LivePod:
+    fields = Fields(document)
     return LivePod(
-        name=metadata["name"],
-        uid=metadata["uid"],
-        node=(document.get("spec") or {}).get("nodeName") or "",
-        deletion_due=timestamp(metadata.get("deletionTimestamp")),
+        name=key.name,
+        uid=key.uid,
+        node=fields.at("spec").name("nodeName"),
+        deletion_due=fields.at("metadata").time("deletionTimestamp"),
     )
 
 

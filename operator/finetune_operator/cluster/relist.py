@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import WATCHED, Kind, selector_of
-from finetune_operator.cluster.projection import project
 
 
 def _scopes(kind: Kind, namespaces: tuple[str, ...]) -> tuple[str | None, ...]:
@@ -21,7 +21,7 @@ async def fill(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> None:
         for namespace in _scopes(kind, namespaces):
             items, _ = await api.list(kind, namespace, label_selector=selector_of(kind))
             for item in items:
-                cache.apply(kind, project(kind, item))
+                cache.take(kind, item)
 
 
 async def drop_ghosts(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> set[JobKey]:
@@ -30,6 +30,6 @@ async def drop_ghosts(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> se
     for kind in WATCHED:
         for namespace in _scopes(kind, namespaces):
             items, version = await api.list(kind, namespace, label_selector=selector_of(kind), metadata_only=True)
-            listed = [item["metadata"]["uid"] for item in items]
+            listed = [Fields(item).at("metadata").name("uid") for item in items]
             concerned |= cache.drop_ghosts(kind, listed, version, () if namespace is None else (namespace,))
     return concerned

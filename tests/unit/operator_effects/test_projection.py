@@ -1,5 +1,7 @@
 from datetime import UTC, datetime
 
+import pytest
+
 from finetune_job.names import Role
 from finetune_operator.cluster.projection import batch_job_view, pod_view
 from tests.unit.operator_effects import objects
@@ -78,7 +80,40 @@ def test_batch_job_shows_only_conditions_that_hold() -> None:
     assert not view.has("Suspended")
 
 
-def test_objects_with_foreign_labels_are_not_taken_for_ours() -> None:
-    document = objects.pod()
-    document["metadata"]["labels"]["finetune.dev/role"] = "sidecar"
-    assert pod_view(document) is None
+@pytest.mark.parametrize("labels", [{}, {"finetune.dev/role": "sidecar", "finetune.dev/attempt": "7"}])
+def test_role_and_attempt_stand_in_a_name_that_nobody_can_change(labels: dict[str, str]) -> None:
+    """Labels can be taken off or rewritten; a Job of ours that is not known as one would be created again without end."""
+    pod, batch_job = objects.pod(attempt=3), objects.batch_job(role="merge", attempt=2)
+    pod["metadata"]["labels"] = batch_job["metadata"]["labels"] = labels
+    pod_seen, job_seen = pod_view(pod), batch_job_view(batch_job)
+    assert pod_seen is not None
+    assert job_seen is not None
+    assert (pod_seen.role, pod_seen.attempt) == (Role.TRAIN, 3)
+    assert (job_seen.role, job_seen.attempt) == (Role.MERGE, 2)
+
+
+def test_job_of_another_name_and_pod_of_another_controller_are_not_read() -> None:
+    batch_job, pod = objects.batch_job(), objects.pod()
+    batch_job["metadata"]["name"] = "tune-sidecar-0"
+    pod["metadata"]["ownerReferences"][0]["kind"] = "ReplicaSet"
+    assert batch_job_view(batch_job) is None
+    assert pod_view(pod) is None
+
+
+def test_container_of_ours_counts_although_an_injected_one_comes_first() -> None:
+    ended = {"terminated": {"exitCode": 47, "reason": "Error"}}
+    statuses = [{"name": "proxy", "state": {"running": {"startedAt": objects.CREATED}}}, {"name": "trainer", "state": ended}]
+    view = pod_view(objects.pod(status={"phase": "Running", "containerStatuses": statuses}))
+    assert view is not None
+    assert view.exit_code == 47
+
+
+def test_container_that_waits_for_an_init_container_shows_why_that_one_waits() -> None:
+    status = {
+        "phase": "Pending",
+        "containerStatuses": [{"name": "trainer", "state": {"waiting": {"reason": "PodInitializing"}}}],
+        "initContainerStatuses": [{"name": "mesh", "state": {"waiting": {"reason": "ErrImagePull"}}}],
+    }
+    view = pod_view(objects.pod(status=status))
+    assert view is not None
+    assert view.waiting_reason == "ErrImagePull"
