@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from kubernetes.aio.client.configuration import Configuration
 
@@ -119,7 +120,8 @@ async def _lead(
         writes_per_second=clockwork.progress_writes_per_second,
     )
     workers = [asyncio.create_task(worker.run()) for _ in range(clockwork.workers)]
-    others = [asyncio.create_task(poll.run()), asyncio.create_task(_relist(api, cache, queue, settings, clockwork))]
+    relist = _relist(api, cache, queue, settings, clockwork, restarted=watches.restarted)
+    others = [asyncio.create_task(poll.run()), asyncio.create_task(relist)]
     others.append(asyncio.create_task(measure_loop_lag(metrics.lagged)))
     health.is_ready = True
     _log.info("ready", jobs=len(cache.jobs()))
@@ -140,11 +142,17 @@ async def _lead(
     return 0 if orderly and not failures else 1
 
 
-async def _relist(api: Api, cache: Cache, queue: WorkQueue[JobKey], settings: Settings, clockwork: Clockwork) -> None:
+async def _relist(
+    api: Api, cache: Cache, queue: WorkQueue[JobKey], settings: Settings, clockwork: Clockwork, *, restarted: asyncio.Event
+) -> None:
     pause = clockwork.first_relist
     while True:
-        await asyncio.sleep(pause)
-        pause = clockwork.relist
+        # Deletions during a gap of the watches are seen by nobody else.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause):
+                await restarted.wait()
+        pause = clockwork.first_relist if restarted.is_set() else clockwork.relist
+        restarted.clear()
         try:
             for key in await drop_ghosts(api, cache, settings.namespaces):
                 queue.add(key)

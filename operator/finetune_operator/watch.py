@@ -2,23 +2,26 @@
 
 Their own thread and loop, because kopf stalls its loop for seconds in a burst of objects, installs signal handlers where it
 runs in the main thread, and cancels every task of its loop when it ends. kopf is used for nothing else: no finalizers, no
-annotations, no handlers with state. It ends on errors that it cannot handle; then the process ends too, and restarts cheaply.
+annotations, no handlers with state. It ends on errors that it cannot handle, such as an ERROR event; then it is started again
+in the same thread, and whoever keeps what it told is asked to look for what it missed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import kopf
-from kopf._cogs.structs.references import Insights
+from yarl import URL
 
-from finetune_operator.cluster.access import connection_for_kopf
+from finetune_operator.cluster.access import session_for_kopf
 from finetune_operator.cluster.kinds import WATCHED, Kind, selector_of
 from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.relist import scopes
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
@@ -28,18 +31,32 @@ WatchSink = Callable[[Kind, bool, Held], None]
 """Called in the main loop with the kind, whether the object was deleted, and its state."""
 
 REQUEST_TIMEOUT_SECONDS = 30.0
-ERROR_BACKOFFS = (0.5, 1, 2, 4, 8)
 WORKER_LIMIT = 100
 """Objects that kopf handles at a time; more makes its loop stall for longer in a burst."""
 IDLE_SECONDS = 0.1
 """How long a worker waits for another event of its object. Throughput from cold is limit / idle, so this is short."""
 PAGE_SIZE = 500
-SCAN_SECONDS = 120.0
-"""How long kopf's one look at the served resources may take."""
+SILENCE_SECONDS = 120.0
+"""How long kopf may let a kind unwatched without a list of anything being answered."""
+ENDING_SECONDS = 2.0
+"""How long kopf's tasks may take to end."""
+RESTART_FIRST = 1.0
+RESTART_LONGEST = 30.0
+"""Pauses before kopf is started again; doubled each time it ends sooner than this."""
 
 
-class ResourcesNotWatchedError(Exception):
-    """kopf did not find a resource that is to be watched. It would stay silent for ever, so the process must end."""
+class NotWatchedError(Exception):
+    """kopf does not watch what it is told to. With scanning disabled it looks once, and would stay silent for ever."""
+
+
+class ErrorBackoffs:
+    """Pauses between kopf's tries of one request: without an end, because an API server that is away comes back."""
+
+    def __iter__(self) -> Iterator[float]:
+        pause = 0.5
+        while True:
+            yield pause
+            pause = min(2 * pause, 8.0)
 
 
 class Watches:
@@ -52,10 +69,12 @@ class Watches:
         self._main = asyncio.get_running_loop()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.ended = asyncio.Event()
-        self.failure: BaseException | None = None
-        """Why it ended, if not because of `stop`."""
+        self.restarted = asyncio.Event()
+        """Set in the main loop after each time that kopf was started again: deletions may have been missed. To be cleared there."""
+        self.num_restarts = 0
 
     def start(self) -> None:
         """Begin to watch."""
@@ -63,6 +82,7 @@ class Watches:
 
     async def stop(self) -> None:
         """Ask kopf to end and wait for its thread."""
+        self._is_stopped.set()
         if self._loop is not None and self._stop is not None:
             # It may have ended by itself between any check here and the call.
             with suppress(RuntimeError):
@@ -70,51 +90,60 @@ class Watches:
         await asyncio.to_thread(self._thread.join, 15.0)
 
     def _run(self) -> None:
+        pause = RESTART_FIRST
         try:
-            asyncio.run(self._watch())
-        except BaseException as error:  # noqa: BLE001 - told to the main loop, which ends the process
-            self.failure = error
-            _log.error("watches failed", error=repr(error))
+            while not self._is_stopped.is_set():
+                started = time.monotonic()
+                try:
+                    self._run_once()
+                except Exception as error:  # noqa: BLE001 - whatever it is, nobody may be left without watches
+                    _log.error("watches failed: they are started again", error=repr(error), pause_seconds=pause)
+                if self._is_stopped.wait(pause):
+                    break
+                pause = min(2 * pause, RESTART_LONGEST) if time.monotonic() - started < RESTART_LONGEST else RESTART_FIRST
+                self.num_restarts += 1
+                self._main.call_soon_threadsafe(self.restarted.set)
         finally:
             self._main.call_soon_threadsafe(self.ended.set)
+
+    def _run_once(self) -> None:
+        # Not asyncio.run: it waits for every task, and kopf's wait for new credentials for ever, whatever cancels them.
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(self._watch())
+        finally:
+            loop.close()
 
     async def _watch(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        insights = Insights()
-        check = asyncio.create_task(self._check_resources(insights, self._stop))
-        await kopf.operator(
-            registry=self._registry(),
+        if self._is_stopped.is_set():
+            return
+        expected = {kind.path(namespace) for kind in WATCHED for namespace in scopes(kind, self._namespaces)}
+        answers = Answers(expected, time.monotonic)
+        tasks = await kopf.spawn_tasks(
+            registry=self._registry(answers.note),
             settings=_settings(),
             standalone=True,
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
             stop_flag=self._stop,
-            insights=insights,
         )
-        if check.done():
-            check.result()
-        else:
-            check.cancel()
+        ended, _ = await asyncio.wait([*tasks, asyncio.create_task(_check(answers))], return_when=asyncio.FIRST_COMPLETED)
+        others = asyncio.all_tasks() - {asyncio.current_task()} - ended
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=ENDING_SECONDS)
+        for task in ended:
+            if not task.cancelled():
+                task.result()
 
-    async def _check_resources(self, insights: Insights, stop: asyncio.Event) -> None:
-        try:
-            async with asyncio.timeout(SCAN_SECONDS):
-                await insights.ready_resources.wait()
-            found = {(resource.group, resource.version, resource.plural) for resource in insights.watched_resources}
-            missing = [kind.plural for kind in WATCHED if (kind.group, kind.version, kind.plural) not in found]
-            if missing:
-                names = ", ".join(missing)
-                raise ResourcesNotWatchedError(f"the API server does not list {names} any more: are the CRDs installed?")
-        except BaseException:
-            stop.set()
-            raise
-
-    def _registry(self) -> kopf.OperatorRegistry:
+    def _registry(self, on_answer: Callable[[URL, int], None]) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
 
-        async def login(**_: Any) -> kopf.ConnectionInfo:
-            return await connection_for_kopf()
+        async def login(**_: Any) -> kopf.AiohttpSession:
+            return await session_for_kopf(on_answer)
 
         kopf.on.login(registry=registry)(login)
         for kind in WATCHED:
@@ -130,13 +159,48 @@ class Watches:
         return on_event
 
 
+class Answers:
+    """Which of the expected paths are watched, by what the API server answers."""
+
+    def __init__(self, expected: set[str], clock: Callable[[], float]) -> None:
+        self.missing = set(expected)
+        """Paths that no watch has been answered for yet."""
+        self._clock = clock
+        self._deadline = clock() + SILENCE_SECONDS
+
+    @property
+    def seconds_left(self) -> float:
+        """Until it must be said that what is missing will never be watched."""
+        return self._deadline - self._clock()
+
+    def note(self, url: URL, status: int) -> None:
+        """A request was answered. A list shows that kopf is on its way, however many objects there are."""
+        if status != 200:
+            return
+        if "watch" in url.query:
+            # A server's address may have a path of its own.
+            self.missing = {path for path in self.missing if not url.path.endswith(path)}
+        elif "limit" in url.query:
+            self._deadline = self._clock() + SILENCE_SECONDS
+
+
+async def _check(answers: Answers) -> None:
+    """Raises NotWatchedError once it is clear that something will never be watched."""
+    while answers.missing:
+        await asyncio.sleep(max(answers.seconds_left, 0.0))
+        if answers.missing and answers.seconds_left <= 0:
+            names = ", ".join(sorted(answers.missing))
+            raise NotWatchedError(f"{SILENCE_SECONDS:g} s without a watch of {names}: are the CRDs installed?")
+    await asyncio.Event().wait()
+
+
 def _settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True
     settings.peering.standalone = True
     settings.posting.enabled = False
     settings.networking.request_timeout = REQUEST_TIMEOUT_SECONDS
-    settings.networking.error_backoffs = ERROR_BACKOFFS
+    settings.networking.error_backoffs = ErrorBackoffs()
     settings.queueing.worker_limit = WORKER_LIMIT
     settings.queueing.idle_timeout = IDLE_SECONDS
     settings.watching.chunk_size = PAGE_SIZE

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
+import aiohttp
 import kopf
 from kubernetes.aio import config
 from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
+from yarl import URL
 
 CONNECTIONS = 50
 """Open connections at most; beyond it requests queue here instead of at the API server."""
@@ -16,23 +20,32 @@ async def load_configuration() -> Configuration:
     """Settings of the connection. Raises kubernetes.aio.config.ConfigException where neither source is there."""
     configuration = Configuration()
     if os.environ.get("KUBECONFIG"):
-        await config.load_kube_config(client_configuration=configuration)
+        await config.load_kube_config(os.environ["KUBECONFIG"], client_configuration=configuration)
     else:
         config.load_incluster_config(client_configuration=configuration)
     configuration.connection_pool_maxsize = CONNECTIONS
     return configuration
 
 
-async def connection_for_kopf() -> kopf.ConnectionInfo:
-    """The same access for kopf's watches, read anew at each login because tokens expire."""
+async def session_for_kopf(on_answer: Callable[[URL, int], None]) -> kopf.AiohttpSession:
+    """The same access for kopf's watches, read anew at each login because tokens expire.
+
+    `on_answer` learns the URL and status of every request of kopf whose answer has begun.
+    """
     configuration = await load_configuration()
-    scheme, _, token = configuration.api_key.get("BearerToken", "").partition(" ")
-    return kopf.ConnectionInfo(
-        server=configuration.host,
-        ca_path=configuration.ssl_ca_cert,
-        insecure=not configuration.verify_ssl,
-        scheme=scheme.capitalize() or None,
-        token=token.strip() or None,
-        certificate_path=configuration.cert_file,
-        private_key_path=configuration.key_file,
+    tracing = aiohttp.TraceConfig()
+
+    async def answered(_session: aiohttp.ClientSession, _context: object, parameters: aiohttp.TraceRequestEndParams) -> None:
+        on_answer(parameters.url, parameters.response.status)
+
+    tracing.on_request_end.append(answered)
+    token = configuration.api_key.get("BearerToken", "")
+    scheme, _, secret = token.partition(" ")
+    session = aiohttp.ClientSession(
+        # Unbounded: every watch holds a connection for as long as it lasts.
+        connector=aiohttp.TCPConnector(limit=0, ssl=RESTClientObject(configuration).ssl_context),
+        headers={"Authorization": f"{scheme.capitalize()} {secret.strip()}"} if token else {},
+        trust_env=True,
+        trace_configs=[tracing],
     )
+    return kopf.AiohttpSession(server=configuration.host, aiohttp_session=session)

@@ -11,14 +11,15 @@ from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import WATCHED, Kind, selector_of
 
 
-def _scopes(kind: Kind, namespaces: tuple[str, ...]) -> tuple[str | None, ...]:
+def scopes(kind: Kind, namespaces: tuple[str, ...]) -> tuple[str | None, ...]:
+    """Namespaces in which a kind is listed and watched; None: everywhere at once."""
     return namespaces if namespaces and kind.namespaced else (None,)
 
 
 async def fill(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> None:
     """Take every watched object into the cache."""
     for kind in WATCHED:
-        for namespace in _scopes(kind, namespaces):
+        for namespace in scopes(kind, namespaces):
             items, _ = await api.list(kind, namespace, label_selector=selector_of(kind))
             for item in items:
                 cache.take(kind, item)
@@ -28,7 +29,7 @@ async def drop_ghosts(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> se
     """Drop what no longer exists. Returns the jobs that this concerns. Only metadata travels."""
     concerned: set[JobKey] = set()
     for kind in WATCHED:
-        for namespace in _scopes(kind, namespaces):
+        for namespace in scopes(kind, namespaces):
             items, version = await api.list(kind, namespace, label_selector=selector_of(kind), metadata_only=True)
             listed = [Fields(item).at("metadata").name("uid") for item in items]
             concerned |= cache.drop_ghosts(kind, listed, version, () if namespace is None else (namespace,))
