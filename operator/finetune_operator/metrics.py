@@ -110,6 +110,11 @@ class Metrics:
             buckets=PASS_BUCKETS,
             registry=self.registry,
         )
+        self._events_dropped = Counter(
+            "finetune_events_dropped",
+            "Kubernetes Events that were left out because too many waited to be written.",
+            registry=self.registry,
+        )
         self._findings = Counter(
             "finetune_validation_findings",
             "Findings of rules and preflight, each counted once for each generation of a job.",
@@ -144,6 +149,10 @@ class Metrics:
     def lagged(self, seconds: float) -> None:
         """The event loop was late."""
         self._loop_lag.observe(seconds)
+
+    def event_dropped(self) -> None:
+        """A Kubernetes Event was left out."""
+        self._events_dropped.inc()
 
     def found(self, rule: str, severity: str) -> None:
         """A rule or preflight found something, and status says so: counted once for each generation of a job."""

@@ -59,7 +59,7 @@ class Executor:
         for create in actions.creates:
             has_effect |= await self._create(job, create)
         for event in actions.events:
-            await self.recorder.record(job, event)
+            self.recorder.record(job, event)
         if has_effect:
             return Outcome.ACTED
         return Outcome.REPEATED if actions.deletes or actions.creates else Outcome.UNCHANGED

@@ -1,9 +1,18 @@
-"""Kubernetes Events on FineTuneJobs. The same event again raises the count of the first one, as kubectl shows it."""
+"""Kubernetes Events on FineTuneJobs. The same event again raises the count of the first one, as kubectl shows it.
+
+An event is a courtesy: `record` only notes it, and `run` writes it when there is nothing better to do. So events never hold up
+a pass. What waits already is counted up and not queued twice; what finds the line full is left out and counted.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import time
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 
 from finetune_job.names import API_VERSION, JOB_KIND, MANAGED_BY
@@ -18,35 +27,105 @@ from finetune_operator.logs import logger
 _log = logger(__name__)
 REMEMBERED = 4096
 """Events whose count is remembered; the API server itself forgets them after an hour."""
+MOST_WAITING = 4096
+"""Events that may wait to be written; with 1 kB each they are 4 MB."""
 MESSAGE_LIMIT = 1024
 """Longest message that the API server takes."""
+LONGEST_WAIT = 10.0
+"""So many seconds events give way to passes that wait; then they are written whatever waits."""
+LOOK_SECONDS = 0.1
+
+
+@dataclass
+class _Waiting:
+    job: JobView
+    event: Emit
+    noted: float
+    times: int = 1
 
 
 class Recorder:
-    """Writes events. An event that cannot be written is logged and never fails the pass that it tells of."""
+    """Writes events. An event that cannot be written is logged and never fails the pass that it tells of.
 
-    def __init__(self, api: Api, instance: str) -> None:
+    `is_busy`: whether anything more important waits. `dropped` is called for every event that is left out.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        instance: str,
+        *,
+        is_busy: Callable[[], bool] = lambda: False,
+        dropped: Callable[[], None] = lambda: None,
+        most_waiting: int = MOST_WAITING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._api = api
         self._instance = instance
+        self._is_busy = is_busy
+        self._dropped = dropped
+        self._most_waiting = most_waiting
+        self._clock = clock
         self._counts: OrderedDict[str, int] = OrderedDict()
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        self._noted = asyncio.Event()
 
-    async def record(self, job: JobView, event: Emit) -> None:
-        """Create the event, or count it up."""
+    @property
+    def num_waiting(self) -> int:
+        """Events that are not written yet."""
+        return len(self._waiting)
+
+    def record(self, job: JobView, event: Emit) -> None:
+        """Note the event, to be written soon."""
         digest = hashlib.sha256(f"{job.uid}\n{event.type}\n{event.reason}\n{event.message}".encode()).hexdigest()[:16]
         # An event's name may be longer than any label, so a job's name always fits.
         name = f"{job.name}.{digest}"
-        count = self._counts.pop(name, 0) + 1
+        waiting = self._waiting.get(name)
+        if waiting is not None:
+            waiting.times += 1
+        elif len(self._waiting) >= self._most_waiting:
+            self._dropped()
+        else:
+            self._waiting[name] = _Waiting(job, event, self._clock())
+            self._noted.set()
+
+    async def run(self) -> None:
+        """Write events as they are noted, one at a time, until cancelled."""
+        while True:
+            await self._noted.wait()
+            self._noted.clear()
+            while self._waiting:
+                oldest = next(iter(self._waiting.values()))
+                if self._is_busy() and self._clock() - oldest.noted < LONGEST_WAIT:
+                    await asyncio.sleep(LOOK_SECONDS)
+                else:
+                    await self.write_next()
+
+    async def flush(self, seconds: float) -> None:
+        """Write what waits, for so many seconds at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._waiting:
+                    await self.write_next()
+
+    async def write_next(self) -> None:
+        """Write the event that waits longest, if any does."""
+        if not self._waiting:
+            return
+        name, waiting = self._waiting.popitem(last=False)
+        job, event = waiting.job, waiting.event
+        count = self._counts.pop(name, 0) + waiting.times
         self._counts[name] = count
         if len(self._counts) > REMEMBERED:
             self._counts.popitem(last=False)
         try:
-            await self._write(job, event, name, count, utc_now())
+            await self._write(job, event, name, count, is_first=count == waiting.times, now=utc_now())
         except (ApiError, ApiUnreachableError) as error:
             _log.warning("event not written", namespace=job.namespace, job=job.name, reason=str(event.reason), error=str(error))
 
-    async def _write(self, job: JobView, event: Emit, name: str, count: int, now: datetime) -> None:
+    async def _write(self, job: JobView, event: Emit, name: str, count: int, *, is_first: bool, now: datetime) -> None:
         time = now.isoformat(timespec="seconds").replace("+00:00", "Z")
-        if count > 1:
+        if not is_first:
             try:
                 await self._api.patch(EVENTS, job.namespace, name, {"count": count, "lastTimestamp": time})
                 return
@@ -60,7 +139,7 @@ class Recorder:
                 raise
             # Written before this process began: how often is not known, so it is counted up from what stands there.
             known = await self._api.get(EVENTS, job.namespace, name)
-            self._counts[name] = int((known or {}).get("count") or 1) + 1
+            self._counts[name] = int((known or {}).get("count") or 1) + count
             await self._api.patch(EVENTS, job.namespace, name, {"count": self._counts[name], "lastTimestamp": time})
 
     def _body(self, job: JobView, event: Emit, name: str, count: int, time: str) -> Document:

@@ -1,0 +1,74 @@
+"""The harness's own client: plain dicts, many requests at a time, watches as streams."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client.configuration import Configuration
+
+Document = dict[str, Any]
+JOBS = "/apis/finetune.dev/v1alpha1/namespaces/{}/finetunejobs"
+BATCH_JOBS = "/apis/batch/v1/namespaces/{}/jobs"
+PODS = "/api/v1/namespaces/{}/pods"
+CONFIG_MAPS = "/api/v1/namespaces/{}/configmaps"
+EVENTS = "/api/v1/namespaces/{}/events"
+MERGE_PATCH = "application/merge-patch+json"
+METADATA = "application/json;as=PartialObjectMetadata;v=v1;g=meta.k8s.io"
+LARGEST_EVENT = 2**22
+
+
+class RefusedError(Exception):
+    """The API server did not answer 2xx."""
+
+
+class Client:
+    """Administrator's requests. Async context manager."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        self._kubeconfig = kubeconfig
+
+    async def __aenter__(self) -> Client:
+        configuration = Configuration()
+        await config.load_kube_config(config_file=str(self._kubeconfig), client_configuration=configuration)
+        context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+        context.load_cert_chain(configuration.cert_file, configuration.key_file)
+        self._host = configuration.host
+        connector = aiohttp.TCPConnector(limit=100, ssl=context)
+        self._session = aiohttp.ClientSession(connector=connector, read_bufsize=LARGEST_EVENT)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._session.close()
+
+    async def request(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Document:
+        """One request; raises RefusedError."""
+        data = None if body is None else json.dumps(body)
+        async with self._session.request(method, self._host + path, data=data, headers={"Content-Type": content_type}) as response:
+            content = await response.read()
+            if not 200 <= response.status < 300:
+                raise RefusedError(f"{method} {path}: {response.status}: {content[:500]!r}")
+            document: Document = json.loads(content)
+            return document
+
+    async def create(self, collection: str, body: Document) -> Document:
+        """Create an object."""
+        return await self.request("POST", collection, body)
+
+    async def patch_status(self, collection: str, name: str, status: Document) -> Document:
+        """Merge into the status of an object."""
+        return await self.request("PATCH", f"{collection}/{name}/status", {"status": status}, MERGE_PATCH)
+
+    async def watch(self, collection: str, *, metadata_only: bool = False) -> AsyncIterator[Document]:
+        """Events of a collection from its beginning, until the connection ends."""
+        headers = {"Accept": METADATA} if metadata_only else {}
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with self._session.get(f"{self._host}{collection}?watch=1", headers=headers, timeout=timeout) as response:
+            async for line in response.content:
+                yield json.loads(line)
