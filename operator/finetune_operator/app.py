@@ -35,6 +35,8 @@ from finetune_operator.worker import Worker, urgency
 from finetune_operator.workqueue import WorkQueue
 
 _log = logger(__name__)
+FLUSH_SECONDS = 2.0
+"""Longest wait for the last events at the end."""
 
 
 async def run(settings: Settings, clockwork: Clockwork) -> int:
@@ -95,7 +97,8 @@ async def _lead(
         retry_first=clockwork.retry_first, retry_longest=clockwork.retry_longest, waited=metrics.waited
     )
     gatherer = Gatherer(api, cache, clockwork.pending_events_after)
-    executor = Executor(api, cache, gatherer, Recorder(api, settings.identity))
+    recorder = Recorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
+    executor = Executor(api, cache, gatherer, recorder)
 
     def take_in(kind: Kind, deleted: bool, held: Held) -> None:
         for key in cache.remove(kind, held) if deleted else cache.apply(kind, held):
@@ -122,7 +125,7 @@ async def _lead(
     workers = [asyncio.create_task(worker.run()) for _ in range(clockwork.workers)]
     relist = _relist(api, cache, queue, settings, clockwork, restarted=watches.restarted)
     others = [asyncio.create_task(poll.run()), asyncio.create_task(relist)]
-    others.append(asyncio.create_task(measure_loop_lag(metrics.lagged)))
+    others += [asyncio.create_task(measure_loop_lag(metrics.lagged)), asyncio.create_task(recorder.run())]
     health.is_ready = True
     _log.info("ready", jobs=len(cache.jobs()))
     await _first_of(stopping.wait(), watches.ended.wait(), *workers, *others)
@@ -136,6 +139,7 @@ async def _lead(
     _, unfinished = await asyncio.wait(workers, timeout=clockwork.drain)
     for task in unfinished:
         task.cancel()
+    await recorder.flush(FLUSH_SECONDS)
     failures = [item for item in await asyncio.gather(*workers, *others, return_exceptions=True) if isinstance(item, Exception)]
     for failure in failures:
         _log.error("task failed", error=repr(failure))
