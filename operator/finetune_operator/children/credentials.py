@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune_job.api.base import BucketPath, HubPath, parse_destination
 from finetune_job.credentials import HUB_TOKEN, REGISTRY_LOGINS, S3_KEYS, CredentialFile
+from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_job.plan.transfers import FetchPlan, PublishPlan
 
 VOLUME_NAME = "credentials"
@@ -32,6 +33,24 @@ def fetch_credentials(fetch: FetchPlan) -> list[dict[str, Any]]:
     if fetch.s3_secret is not None:
         sources += _secret(fetch.s3_secret, S3_KEYS)
     return sources
+
+
+def variables_of_old_images(plan: LaunchPlan) -> list[dict[str, Any]]:
+    """The fetch pod's credentials as variables, as images of the one release read them that could fetch and not yet publish.
+
+    A run keeps the image that its plan names, whichever release looks after it.
+    """
+    if plan.fetch is None or "publish" in plan.model_fields_set:
+        return []
+    token, keys = plan.fetch.hub_token, plan.fetch.s3_secret
+    variables = [] if token is None else [_variable("HF_TOKEN", token.name, token.key, required=True)]
+    if keys is not None:
+        variables += [_variable(file.key, keys, file.key, required=file.required) for file in S3_KEYS]
+    return variables
+
+
+def _variable(name: str, secret: str, key: str, *, required: bool) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, "optional": not required}}}
 
 
 def publish_credentials(publish: PublishPlan) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune_job.names import Role
 from finetune_operator.children.cpu_job import single_pod_job
-from finetune_operator.children.credentials import fetch_credentials
+from finetune_operator.children.credentials import fetch_credentials, variables_of_old_images
 from finetune_operator.children.frozen_run import FrozenRun
 
 GRACE_PERIOD_SECONDS = 30
@@ -16,4 +16,6 @@ GRACE_PERIOD_SECONDS = 30
 def fetch_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
     """Fetch of one attempt."""
     credentials = [] if run.plan.fetch is None else fetch_credentials(run.plan.fetch)
-    return single_pod_job(run, Role.FETCH, attempt, GRACE_PERIOD_SECONDS, credentials)
+    job = single_pod_job(run, Role.FETCH, attempt, GRACE_PERIOD_SECONDS, credentials)
+    job["spec"]["template"]["spec"]["containers"][0]["env"] += variables_of_old_images(run.plan)
+    return job

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from finetune_job.api.job import FineTuneJob, FineTuneJobSpec, parse_job
 from finetune_job.api.profile import FineTuneProfile
-from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.names import DEFAULT_PROFILE
 from finetune_job.progress import Progress
+from finetune_job.status.stored import read_status
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
@@ -228,7 +228,7 @@ def _job_view(held: Held, document: Document) -> JobView:
         resource_version=str(held.key.version),
         spec=spec,
         spec_error=error,
-        status=FineTuneJobStatus.model_validate(document.get("status") or {}),
+        status=read_status(document.get("status")),
         deleting="deletionTimestamp" in metadata,
     )
 
