@@ -70,6 +70,7 @@ def _section(rule: Rule) -> str:
     reads = ", ".join(f"`{field}`" for field in rule.reads)
     shown = [f"* Shown by: `{rule.reproduction.test}`: {rule.reproduction.observed}"] if rule.reproduction is not None else []
     at_the_door = ["* Refused by the API server, too, where the object alone shows it"] if conditions_of(rule) else []
+    later = [f"* Found by preflight, under the same id: {rule.in_preflight}"] if rule.in_preflight else []
     return "\n".join(
         [
             f"### {rule.id}\n",
@@ -77,6 +78,7 @@ def _section(rule: Rule) -> str:
             f"* Topic: {rule.topic.replace('_', ' ')}; {rule.severity}",
             f"* Reads: {reads}",
             *at_the_door,
+            *later,
             f"* Holds for: {rule.holds_for}",
             *shown,
             f"* Evidence: {rule.evidence}; {'; '.join(rule.sources)}\n",

@@ -7,12 +7,15 @@ import re
 import pytest
 import torch
 
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach
+from finetune_trainer.preflight.expressions import check_expressions
 from tests.pitfalls.lab.build import load_base
 from tests.pitfalls.lab.case import Case
-from tests.pitfalls.manifests import findings, plans
+from tests.pitfalls.manifests import findings, manifest, plans
 from tests.pitfalls.one_process import judged, llama, tokens, trained
 
 
@@ -51,8 +54,20 @@ def test_pattern_keys_are_regular_expressions():
     with pytest.raises(re.error):
         adapted_modules(target_modules=["q_proj"], rank_pattern={"(q_proj": 8})
     assert "adapter-pattern-malformed" in findings(type="LoRA", lora={"rankPattern": {"(q_proj": 8}})
+    with pytest.raises(re.error, match="bad character range"):
+        adapted_modules(target_modules=["q_proj"], rank_pattern={"[z-a]_proj": 8})
+    assert "adapter-pattern-malformed" in found_in_preflight({"type": "LoRA", "lora": {"rankPattern": {"[z-a]_proj": 8}}})
+    assert not found_in_preflight({"type": "LoRA", "lora": {"rankPattern": {"[a-z]_proj": 8}}})
     assert adapted_modules(target_modules=["q_proj"], rank_pattern={"q_proj": 8}) == {"q_proj"}
     assert not findings(type="LoRA", lora={"rankPattern": {"q_proj": 8}})
+
+
+def found_in_preflight(method: dict[str, object]) -> set[str]:
+    """Ids of what is found where expressions are compiled: neither operator nor command line does it."""
+    plan = resolve(
+        JobIdentity(namespace="", name="", uid=""), FineTuneJobSpec.model_validate(manifest() | {"method": method}), None
+    )
+    return {finding.rule for finding in check_expressions(plan.method)}
 
 
 def test_dropout_of_1_blocks_and_above_1_is_refused():
@@ -80,6 +95,9 @@ def test_a_text_in_place_of_names_is_an_expression():
     rule = "module-expression-malformed"
     assert "unterminated subpattern" in trained("LoHa", {"r": 4, "targetModules": "(q_proj"}).error
     assert rule in ids_of("LoHa", {"targetModules": "(q_proj"})
+    assert "bad character range" in trained("LoHa", {"r": 4, "targetModules": "[z-a]_proj"}).error
+    assert found_in_preflight({"type": "LoHa", "settings": {"targetModules": "[z-a]_proj"}}) == {rule}
+    assert not found_in_preflight({"type": "LoHa", "settings": {"targetModules": ".*q_proj"}})
     assert trained("LoHa", {"r": 4, "targetModules": ".*q_proj"}).adapted == {"q_proj"}
     assert rule not in ids_of("LoHa", {"targetModules": ".*q_proj"})
 

@@ -101,7 +101,8 @@ def rule_text(rule: Rule) -> str:
 
 
 def _gates(rule: Rule) -> list[str]:
-    return [*(["API server"] if conditions_of(rule) else []), "finetune validate", "operator"]
+    later = [f"preflight ({rule.in_preflight})"] if rule.in_preflight else []
+    return [*(["API server"] if conditions_of(rule) else []), "finetune validate", "operator", *later]
 
 
 def transition_text(transition: Transition) -> str:

@@ -45,6 +45,9 @@ DECIMAL_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?$"
 """Floats are not allowed in the spec (they do not survive every JSON round trip unchanged): numbers with a fraction are strings."""
 
 
+_LONGEST_DECIMAL = 24
+
+
 def _decimal(text: Any) -> Any:
     """Says what is wrong in better words than a pattern can."""
     if isinstance(text, bool):
@@ -53,7 +56,7 @@ def _decimal(text: Any) -> Any:
         if text < 0:
             raise ValueError(f'{text} is below 0; write a number such as "0.05" or "2e-4"')
         raise ValueError(f'must be a string, because floats do not survive every JSON round trip; write "{text}" in quotes')
-    if not isinstance(text, str):
+    if not isinstance(text, str) or len(text) > _LONGEST_DECIMAL:
         return text
     try:
         value = Decimal(text)
@@ -72,7 +75,7 @@ def _decimal(text: Any) -> Any:
 
 
 # The constraints stand first: behind a validator they would not reach the JSON schema, and so not the CRD.
-DecimalString = Annotated[str, StringConstraints(pattern=DECIMAL_PATTERN, max_length=24), BeforeValidator(_decimal)]
+DecimalString = Annotated[str, StringConstraints(pattern=DECIMAL_PATTERN, max_length=_LONGEST_DECIMAL), BeforeValidator(_decimal)]
 """A non-negative decimal number, written as a string."""
 
 SIZE_PATTERN = r"^[1-9][0-9]{0,9}(B|KB|MB|GB|TB|Ki|Mi|Gi|Ti)?$"
@@ -220,3 +223,5 @@ Revision = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$", max_lengt
 SecretName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$", max_length=253)]
 ClaimName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", max_length=63)]
 ModuleName = Annotated[str, StringConstraints(max_length=200)]
+PatternKey = Annotated[str, StringConstraints(max_length=512)]
+"""A regular expression on the end of a module name. Only preflight compiles it: that can take minutes, whatever its length."""

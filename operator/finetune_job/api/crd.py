@@ -42,6 +42,9 @@ DRIVING_FIELD = "run"
 """The only part of the spec that may change after the start."""
 
 
+KEY_LENGTH = f"{UNREADABLE}: the length of keys is bounded"
+
+
 class UnknownKeywordError(TypeError):
     """A JSON schema keyword that has no translation yet."""
 
@@ -109,6 +112,8 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
                 result["x-kubernetes-preserve-unknown-fields"] = True
             elif value is not False:
                 raise UnknownKeywordError(f"{path}: free-form objects need a largest number of fields")
+        elif key == "propertyNames":
+            result["x-kubernetes-validations"] = [_bounded_keys(value, path)]
         elif key in _COPIED:
             result[key] = value
         else:
@@ -119,6 +124,15 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
     if isinstance(result.get("description"), str):
         result["description"] = " ".join(result["description"].split())
     return result
+
+
+def _bounded_keys(names: Schema, path: str) -> Schema:
+    """A structural schema has no `propertyNames`."""
+    if not {"maxLength"} <= set(names) <= {"minLength", "maxLength"}:
+        raise UnknownKeywordError(f"{path}: keys of a map have a greatest length, maybe a least one, and nothing else")
+    least, most = names.get("minLength", 0), names["maxLength"]
+    rule = f"self.all(key, key.size() <= {most}{f' && key.size() >= {least}' if least else ''})"
+    return {"rule": rule, "message": f"{KEY_LENGTH}, here {least} to {most}", "reason": "FieldValueInvalid"}
 
 
 def _without_nulls(value: Any) -> Any:

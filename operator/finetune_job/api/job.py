@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from finetune_job.api.base import ApiModel
 from finetune_job.api.data import DataSpec
@@ -14,6 +14,7 @@ from finetune_job.api.model import ModelSpec
 from finetune_job.api.output import MergeSpec, OutputSpec, WorkspaceSpec
 from finetune_job.api.parallelism import ParallelismSpec
 from finetune_job.api.run import PreflightSpec, RunSpec
+from finetune_job.api.size import MAX_SPEC_BYTES, check_size
 from finetune_job.api.training import CheckpointSpec, EvaluationSpec, TrainingSpec
 
 
@@ -49,14 +50,20 @@ class FineTuneJobSpec(ApiModel):
     run: RunSpec = RunSpec()
     """Suspension, cancellation, restarts and deadlines."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_stored(cls, content: Any) -> Any:
+        check_size(content, MAX_SPEC_BYTES)
+        return content
+
 
 class ObjectMeta(ApiModel):
     """The part of metadata that we read; the rest is Kubernetes' affair."""
 
     model_config = ApiModel.model_config | {"extra": "ignore"}
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$", max_length=63)]
-    namespace: str = "default"
-    uid: str = ""
+    namespace: Annotated[str, StringConstraints(max_length=63)] = "default"
+    uid: Annotated[str, StringConstraints(max_length=253)] = ""
     generation: int = 0
 
 

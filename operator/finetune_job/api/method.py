@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from finetune_job.api.base import DECIMAL_PATTERN, ApiModel, DecimalString, Dtype, ModuleName
+from finetune_job.api.base import DECIMAL_PATTERN, ApiModel, DecimalString, Dtype, ModuleName, PatternKey
 
 
 class MethodType(StrEnum):
@@ -123,9 +123,9 @@ class LoraSpec(ApiModel):
     trainable_token_indices: Annotated[list[TokenIndex], Field(min_length=1, max_length=1024)] | None = None
     """Ids of tokens whose rows of the input embedding are trained and saved beside the adapter, such as tokens that the model has
     not learnt yet. Each id once. Where the output head shares the embedding's weight, its rows follow."""
-    rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=4096)]], Field(max_length=256)] | None = None
+    rank_pattern: Annotated[dict[PatternKey, Annotated[int, Field(ge=1, le=4096)]], Field(max_length=256)] | None = None
     """Rank by module name (a regular expression on the end of the name)."""
-    alpha_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=65536)]], Field(max_length=256)] | None = None
+    alpha_pattern: Annotated[dict[PatternKey, Annotated[int, Field(ge=1, le=65536)]], Field(max_length=256)] | None = None
     """loraAlpha by module name (a regular expression on the end of the name)."""
     lora_plus_ratio: DecimalString | None = None
     """LoRA+: learning rate of lora_B as a multiple of that of lora_A, at least 1. Unset: one rate for both."""
@@ -169,55 +169,64 @@ class QuantizationSpec(ApiModel):
 
 
 MAX_SETTINGS = 64
+MAX_SETTING_TEXT = 4096
+MAX_SETTING_KEY = 512
+MAX_SETTING_ITEMS = 1024
+MAX_SETTING_DEPTH = 8
 _SETTING_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]{0,62}")
-_MAX_SETTING_ITEMS = 1024
-
-
-_MAX_SETTING_DEPTH = 8
 _LARGEST_INTEGER = 2**63 - 1
 
 
-def _check_setting(path: str, value: Any, depth: int = 1) -> None:
-    """What every JSON round trip keeps unchanged, and what the data classes of PEFT can hold."""
-    if depth > _MAX_SETTING_DEPTH:
-        raise ValueError(f"{path[:100]}: is nested deeper than {_MAX_SETTING_DEPTH}; no setting is")
+def _fault(value: Any, depth: int = 1) -> tuple[str, str] | None:
+    """What every JSON round trip keeps unchanged, and what the data classes of PEFT can hold, has none. Else: the place inside the
+    value, and the reason with its fix. The place is put together only here, so that a large value costs no more than its size.
+    """
+    if depth > MAX_SETTING_DEPTH:
+        return "", f"is nested deeper than {MAX_SETTING_DEPTH}; no setting is"
     match value:
         case None | bool():
-            return
+            return None
         case int():
-            if abs(value) > _LARGEST_INTEGER:
-                raise ValueError(f"{path}: is larger than any number of Kubernetes; write a smaller one")
+            too_large = abs(value) > _LARGEST_INTEGER
+            return ("", "is larger than any number of Kubernetes; write a smaller one") if too_large else None
         case str():
-            _check_text(path, value)
+            return _fault_of_text(value, MAX_SETTING_TEXT)
         case float():
-            raise ValueError(f'{path}: floats do not survive every JSON round trip unchanged; write "{value}" in quotes')
+            return "", f'floats do not survive every JSON round trip unchanged; write "{value}" in quotes'
         case list():
-            if len(value) > _MAX_SETTING_ITEMS:
-                raise ValueError(f"{path}: has {len(value)} items; at most {_MAX_SETTING_ITEMS} are allowed")
+            if len(value) > MAX_SETTING_ITEMS:
+                return "", f"has {len(value)} items; at most {MAX_SETTING_ITEMS} are allowed"
             for number, item in enumerate(value):
-                _check_setting(f"{path}[{number}]", item, depth + 1)
+                if (fault := _fault(item, depth + 1)) is not None:
+                    return f"[{number}]{fault[0]}", fault[1]
+            return None
         case dict():
-            if len(value) > _MAX_SETTING_ITEMS:
-                raise ValueError(f"{path}: has {len(value)} entries; at most {_MAX_SETTING_ITEMS} are allowed")
+            if len(value) > MAX_SETTING_ITEMS:
+                return "", f"has {len(value)} entries; at most {MAX_SETTING_ITEMS} are allowed"
             for name, item in value.items():
-                _check_text(path, name)
-                _check_setting(f"{path}.{name}", item, depth + 1)
+                if (fault := _fault_of_text(name, MAX_SETTING_KEY) or _fault(item, depth + 1)) is not None:
+                    return f".{ascii(name)[1:-1]:.100}{fault[0]}", fault[1]
+            return None
         case _:
-            raise ValueError(f"{path}: is a {type(value).__name__}; write a number, a string, true, false or a list of these")
+            return "", f"is a {type(value).__name__}; write a number, a string, true, false or a list of these"
 
 
-def _check_text(path: str, text: str) -> None:
+def _fault_of_text(text: str, longest: int) -> tuple[str, str] | None:
+    if len(text) > longest:
+        return "", f"has {len(text)} characters; at most {longest} are allowed"
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{path!a}: holds {ascii(text)[:60]}, which is no text in Unicode; write it in UTF-8") from error
+    except UnicodeEncodeError:
+        return "", f"holds {ascii(text)[:60]}, which is no text in Unicode; write it in UTF-8"
+    return None
 
 
 def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if not _SETTING_NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no setting; write PEFT's own field name in camelCase, such as targetModules")
-        _check_setting(name, value)
+            raise ValueError(f"{name[:80]!a} is no setting; write PEFT's own field name in camelCase, such as targetModules")
+        if (fault := _fault(value)) is not None:
+            raise ValueError(f"{name}{fault[0][:200]}: {fault[1]}")
     return settings
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from finetune_job.api.base import ApiModel
 from finetune_job.api.job import ObjectMeta
+from finetune_job.api.size import MAX_PROFILE_BYTES, check_size
 
+LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=317)]
+"""Key of a label: a name of at most 63 characters, after a DNS prefix of at most 253 and a slash where it has one."""
+LabelValue = Annotated[str, StringConstraints(max_length=63)]
 Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=24)]
 """A Kubernetes resource quantity."""
 
@@ -134,7 +138,7 @@ class FineTuneProfileSpec(ApiModel):
     """User ID of the pods. Unset: the image's, or the one that the platform assigns."""
     fs_group: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
     """Group that owns mounted volumes. Unset: the platform's."""
-    node_selector: Annotated[dict[str, str], Field(max_length=32)] | None = None
+    node_selector: Annotated[dict[LabelKey, LabelValue], Field(max_length=32)] | None = None
     """Node labels that training pods need."""
     max_active_jobs: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """How many jobs of one namespace may be active at a time; the others wait, the oldest first. Unset: no limit."""
@@ -147,6 +151,12 @@ class FineTuneProfileSpec(ApiModel):
     """Ways out of the cluster for `hf://`, `s3://` and `oci://` destinations."""
     allow_remote_code: bool = False
     """Whether jobs may set model.allowRemoteCode."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_stored(cls, content: Any) -> Any:
+        check_size(content, MAX_PROFILE_BYTES)
+        return content
 
 
 class FineTuneProfile(ApiModel):

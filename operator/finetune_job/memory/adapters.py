@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from finetune_job.api.method import ALL_LINEAR, LoraBias, MethodType
 from finetune_job.memory.model_shape import DTYPE_BYTES, LINEAR, ParameterShape, UnknownModelError
+from finetune_job.module_expressions import key_expression
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, QuantizationPlan
 
 PREFIX = "base_model.model."
@@ -176,7 +177,15 @@ def _ends_with_any(name: str, endings: Collection[str]) -> bool:
 
 
 def _rank(name: str, lora: LoraPlan) -> int:
-    return next((rank for key, rank in lora.rank_pattern.items() if re.match(rf"(.*\.)?({key})$", name)), lora.r)
+    return next((rank for key, rank in lora.rank_pattern.items() if _matches(key, name)), lora.r)
+
+
+def _matches(key: str, name: str) -> bool:
+    """As PEFT matches it. One that does not compile is refused by preflight, and estimated as if it stood for nothing."""
+    try:
+        return re.match(key_expression(key), name) is not None
+    except (re.error, RecursionError, OverflowError):
+        return False
 
 
 def quantised(

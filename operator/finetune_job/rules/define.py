@@ -71,28 +71,16 @@ def rule(
     reproduction: Reproduction | None = None,
     speaks_of: Speaks = "ours",
     is_weighed: bool = False,
+    in_preflight: str = "",
 ) -> Callable[[Check], Rule]:
     """Turn a check function into a `Rule`. `reads`: paths under `spec`."""
-    basis = "source" if reproduction is None else f"reproduced by {reproduction.test}"
-    source = f"{basis}: {'; '.join(sources)}"
 
     def made(check: Check) -> Rule:
         def find(context: RuleContext) -> Finding | None:
             problem = check(context)
-            if problem is None:
-                return None
-            return Finding(
-                rule=identifier,
-                severity=severity,
-                field=f"spec.{problem.field}",
-                value=shown(problem.value),
-                message=problem.message,
-                fix=problem.fix,
-                source=source,
-                changes=tuple(FieldChange(field=f"spec.{path}", value=_plain(value)) for path, value in problem.changes.items()),
-            )
+            return None if problem is None else finding_of(this, problem)
 
-        return Rule(
+        this = Rule(
             id=identifier,
             title=title,
             severity=severity,
@@ -104,6 +92,23 @@ def rule(
             reproduction=reproduction,
             speaks_of=speaks_of,
             is_weighed=is_weighed,
+            in_preflight=in_preflight,
         )
+        return this
 
     return made
+
+
+def finding_of(rule: Rule, problem: Problem) -> Finding:
+    """The finding by which a rule tells a problem."""
+    basis = "source" if rule.reproduction is None else f"reproduced by {rule.reproduction.test}"
+    return Finding(
+        rule=rule.id,
+        severity=rule.severity,
+        field=f"spec.{problem.field}",
+        value=shown(problem.value),
+        message=problem.message,
+        fix=problem.fix,
+        source=f"{basis}: {'; '.join(rule.sources)}",
+        changes=tuple(FieldChange(field=f"spec.{path}", value=_plain(value)) for path, value in problem.changes.items()),
+    )

@@ -77,6 +77,8 @@ class Rule:
     speaks_of: Speaks = "ours"
     is_weighed: bool = False
     """Whether only a person can weigh the fix, which gives up something that works: it is told, and no program makes it."""
+    in_preflight: str = ""
+    """What of it only preflight finds, under the same id; empty where the check here finds all."""
 
     @property
     def evidence(self) -> Evidence:

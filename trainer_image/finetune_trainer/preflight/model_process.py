@@ -92,8 +92,9 @@ def _endless(directory: Path, reason: str) -> Finding:
         severity="error",
         field="spec.model.source",
         value=directory.name,
-        message=f"building the model that config.json describes {reason}",
-        fix="check the numbers in config.json, those of layers and experts first, against the original model's",
+        message=f"building the model that config.json describes, with what the method adds to it, {reason}",
+        fix="check the numbers in config.json, those of layers and experts first, against the original model's, and write simpler "
+        "regular expressions where the settings of the method hold any",
     )
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.method_settings import peft_fields
+from finetune_job.module_expressions import key_expression
 from finetune_job.plan.run_plan import AdapterPlan, LoraPlan
 from finetune_job.rules.rule import FieldChange, Finding, Severity
+from finetune_trainer.preflight.expressions import compiled_or_none
 
 STACKED_DIMENSIONS, ADAPTABLE_DIMENSIONS = 3, (2, 3)
 """Of a parameter that holds one matrix per expert, and of those that LoRA adapts (peft.tuners.lora.layer.ParamWrapper)."""
@@ -164,11 +166,10 @@ def _layer_numbers(patterns: Collection[Any], modules: Collection[str]) -> set[i
     """The numbers that PEFT finds in names of modules: behind the first of the patterns that a name has, or behind any part."""
     if not patterns:
         return {int(found.group(1)) for module in modules if (found := LAYER.match(module))}
-    try:
-        compiled = [re.compile(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.") for pattern in patterns]
-    except re.error:
+    compiled = [compiled_or_none(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.") for pattern in patterns]
+    if None in compiled:
         return set()
-    behind = (next((found for each in compiled if (found := each.match(module))), None) for module in modules)
+    behind = (next((found for each in compiled if each and (found := each.match(module))), None) for module in modules)
     return {int(found["number"]) for found in behind if found}
 
 
@@ -188,11 +189,8 @@ def _is_expression_for(text: str, modules: Iterable[str]) -> bool:
     """Whether a text in place of a list means a module: as a whole, which is how PEFT reads it."""
     if text.lower() == ALL_LINEAR:
         return True
-    try:
-        compiled = re.compile(text)
-    except re.error:
-        return False
-    return any(compiled.fullmatch(module) for module in modules)
+    compiled = compiled_or_none(text)
+    return compiled is not None and any(compiled.fullmatch(module) for module in modules)
 
 
 def _matches_no_module(field: str, text: str, modules: Iterable[str]) -> Finding:
@@ -278,11 +276,8 @@ def targets(name: str, module: str) -> bool:
 
 def pattern_matches(pattern: str, modules: Iterable[str]) -> bool:
     """Whether a key of a pattern means one of these modules or parameters (peft.utils.other.get_pattern_key)."""
-    try:
-        compiled = re.compile(rf"(.*\.)?({pattern})$")
-    except re.error:
-        return False
-    return any(compiled.match(module) for module in modules)
+    compiled = compiled_or_none(key_expression(pattern))
+    return compiled is not None and any(compiled.match(module) for module in modules)
 
 
 Names = Collection[str] | Mapping[str, Any]

@@ -22,6 +22,7 @@ from finetune_trainer.data.prepare import Preparation, prepare
 from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.files import write_durably
 from finetune_trainer.observe.trackers import unknown_trackers
+from finetune_trainer.preflight.expressions import check_expressions
 from finetune_trainer.preflight.fit import check_fit
 from finetune_trainer.preflight.memory import MemoryNeed, memory_need
 from finetune_trainer.preflight.model_files import ModelFiles, file_digests, inspect_model_files
@@ -57,7 +58,10 @@ def run(context: RunContext) -> TerminationReport:
     if context.base_model.is_dir() and not any(finding.rule == UNUSABLE_FILE for finding in files.findings):
         tokenizer, found = checked_tokenizer(plan, context.base_model)
         findings += found
-    if files.digest:
+    malformed = check_expressions(plan.method)
+    findings += malformed
+    # PEFT compiles them, too, while the model is looked at.
+    if files.digest and not malformed:
         structure, found = check_model(plan, context.base_model)
         findings += found
     with prepare(

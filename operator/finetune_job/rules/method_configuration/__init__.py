@@ -1,5 +1,5 @@
 """Methods and their settings."""
 
-from finetune_job.rules.method_configuration import lora, methods, modules, settings
+from finetune_job.rules.method_configuration import expressions, lora, methods, modules, settings
 
-RULES = (*methods.RULES, *settings.RULES, *modules.RULES, *lora.RULES)
+RULES = (*methods.RULES, *settings.RULES, *modules.RULES, *expressions.RULES, *lora.RULES)

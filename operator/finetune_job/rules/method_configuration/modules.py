@@ -3,60 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from finetune_job.api.method import ALL_LINEAR, LoraSpec
-from finetune_job.methods import METHODS, Family
+from finetune_job.api.method import ALL_LINEAR
+from finetune_job.methods import METHODS
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
+from finetune_job.rules.method_configuration.written import LISTS, LORA, SETTINGS, Written, written_settings
 from finetune_job.rules.rule import Reproduction
 
-_LORA = "method.lora"
-_TARGETS = f"{_LORA}.targetModules"
-_LAYERS = f"{_LORA}.layersToTransform"
-_SAVED = f"{_LORA}.modulesToSave"
-_RANKS = f"{_LORA}.rankPattern"
-_ALPHAS = f"{_LORA}.alphaPattern"
-_SETTINGS = "method.settings"
-_PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
-_LISTS = ("targetModules", "excludeModules", "modulesToSave", "feedforwardModules")
-
-
-@dataclass(frozen=True)
-class _Written:
-    """Names that adapter settings of any method hold, as they are written."""
-
-    place: str
-    """Where they stand: method.lora or method.settings."""
-    values: Mapping[str, Any]
-
-    def names(self, setting: str) -> list[str]:
-        """A list of names; empty where it is unset, or a regular expression."""
-        found = self.values.get(setting)
-        return [each for each in found if isinstance(each, str)] if isinstance(found, list | tuple) else []
-
-    def path(self, setting: str) -> str:
-        """Path of a setting under `spec`."""
-        return f"{self.place}.{setting}"
-
-    def field(self, setting: str) -> str:
-        """Field that a finding names: method.settings as a whole, because the schema knows no more of it."""
-        return self.path(setting) if self.place == _LORA else _SETTINGS
-
-
-def _written(context: RuleContext) -> _Written:
-    method = context.spec.method
-    if METHODS[method.type].family is Family.OTHER:
-        return _Written(_SETTINGS, method.settings or {})
-    return _Written(_LORA, (method.lora or LoraSpec()).model_dump(mode="json", by_alias=True))
+_TARGETS = f"{LORA}.targetModules"
+_LAYERS = f"{LORA}.layersToTransform"
+_SAVED = f"{LORA}.modulesToSave"
 
 
 @rule(
     "all-linear-beside-names",
     "all-linear means something only alone",
-    reads=(_TARGETS, _SETTINGS),
+    reads=(_TARGETS, SETTINGS),
     sources=("peft: peft/tuners/tuners_utils.py, _maybe_include_all_linear_layers (only the plain string is expanded)",),
     reproduction=Reproduction(
         "tests/pitfalls/test_adapters.py::test_all_linear_beside_names_is_a_name",
@@ -65,7 +29,7 @@ def _written(context: RuleContext) -> _Written:
     holds_for="peft >= 0.8",
 )
 def all_linear_beside_names(context: RuleContext) -> Problem | None:
-    written = _written(context)
+    written = written_settings(context)
     targets = written.names("targetModules")
     if ALL_LINEAR not in targets or len(targets) == 1:
         return None
@@ -81,7 +45,7 @@ def all_linear_beside_names(context: RuleContext) -> Problem | None:
 @rule(
     "module-name-malformed",
     "Module names are compared as they stand",
-    reads=(_TARGETS, f"{_LORA}.excludeModules", _SAVED, _SETTINGS),
+    reads=(_TARGETS, f"{LORA}.excludeModules", _SAVED, SETTINGS),
     sources=("peft: peft/tuners/tuners_utils.py, check_target_module_exists",),
     reproduction=Reproduction(
         "tests/pitfalls/test_adapters.py::test_malformed_names_match_nothing", "no error: the name matches no module"
@@ -89,8 +53,8 @@ def all_linear_beside_names(context: RuleContext) -> Problem | None:
     holds_for="every version of peft",
 )
 def module_name_malformed(context: RuleContext) -> Problem | None:
-    written = _written(context)
-    for setting in _LISTS:
+    written = written_settings(context)
+    for setting in LISTS:
         names = written.names(setting)
         wrong = [name for name in names if not name.strip() or re.search(r"[\s,]", name)]
         if wrong:
@@ -104,9 +68,9 @@ def module_name_malformed(context: RuleContext) -> Problem | None:
     return None
 
 
-def _well_formed(written: _Written) -> dict[str, Any]:
+def _well_formed(written: Written) -> dict[str, Any]:
     changes: dict[str, Any] = {}
-    for setting in _LISTS:
+    for setting in LISTS:
         names = written.names(setting)
         parts = [part for name in names for part in re.split(r"[\s,]+", name) if part]
         if parts != names:
@@ -115,37 +79,9 @@ def _well_formed(written: _Written) -> dict[str, Any]:
 
 
 @rule(
-    "module-expression-malformed",
-    "A text in place of a list of names is a regular expression",
-    reads=(_SETTINGS,),
-    sources=("peft: peft/tuners/tuners_utils.py, check_target_module_exists (re.fullmatch of a string)",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_adapters.py::test_a_text_in_place_of_names_is_an_expression",
-        "re.error: unterminated subpattern",
-    ),
-    holds_for="every version of peft",
-)
-def module_expression_malformed(context: RuleContext) -> Problem | None:
-    written = _written(context)
-    wrong = {
-        setting: text for setting in _LISTS if isinstance(text := written.values.get(setting), str) and not _is_expression(text)
-    }
-    if not wrong:
-        return None
-    setting, text = next(iter(wrong.items()))
-    return Problem(
-        field=written.field(setting),
-        value=f"{setting}: {text}",
-        message=f'"{text}" is a text and no list, so PEFT takes it for a regular expression on whole module names, which it is not',
-        fix="write a list of names, as in [q_proj, v_proj]",
-        changes={written.path(name): None for name in wrong},
-    )
-
-
-@rule(
     "module-adapted-and-saved",
     "A module that is trained whole gets no adapter",
-    reads=(_TARGETS, _SAVED, _SETTINGS),
+    reads=(_TARGETS, _SAVED, SETTINGS),
     sources=("peft: peft/tuners/tuners_utils.py, inject_adapter (modules_to_save wins without a word)",),
     reproduction=Reproduction(
         "tests/pitfalls/test_adapters.py::test_a_module_that_is_saved_whole_gets_no_adapter",
@@ -154,7 +90,7 @@ def module_expression_malformed(context: RuleContext) -> Problem | None:
     holds_for="peft <= 0.21",
 )
 def module_adapted_and_saved(context: RuleContext) -> Problem | None:
-    written = _written(context)
+    written = written_settings(context)
     targets, saved = written.names("targetModules"), written.names("modulesToSave")
     both = [name for name in targets if name in saved]
     if not both:
@@ -173,7 +109,7 @@ def module_adapted_and_saved(context: RuleContext) -> Problem | None:
 @rule(
     "module-adapted-and-excluded",
     "A module that is excluded gets no adapter",
-    reads=(_TARGETS, f"{_LORA}.excludeModules", _SETTINGS),
+    reads=(_TARGETS, f"{LORA}.excludeModules", SETTINGS),
     sources=("peft: peft/tuners/tuners_utils.py, check_target_module_exists (exclude_modules comes first)",),
     reproduction=Reproduction(
         "tests/pitfalls/test_adapters.py::test_a_module_that_is_excluded_gets_no_adapter",
@@ -182,7 +118,7 @@ def module_adapted_and_saved(context: RuleContext) -> Problem | None:
     holds_for="peft >= 0.14",
 )
 def module_adapted_and_excluded(context: RuleContext) -> Problem | None:
-    written = _written(context)
+    written = written_settings(context)
     targets, excluded = written.names("targetModules"), written.names("excludeModules")
     both = [name for name in targets if name in excluded]
     if not both:
@@ -198,51 +134,9 @@ def module_adapted_and_excluded(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "adapter-pattern-malformed",
-    "Pattern keys are regular expressions",
-    reads=(_RANKS, _ALPHAS, _SETTINGS),
-    sources=("peft: peft/utils/other.py, get_pattern_key",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_adapters.py::test_pattern_keys_are_regular_expressions",
-        "re.error where it is none, and no error where it is blank: the pattern matches no module",
-    ),
-    holds_for="every version of peft",
-)
-def adapter_pattern_malformed(context: RuleContext) -> Problem | None:
-    written = _written(context)
-    held = {setting: written.values.get(setting) for setting in _PATTERNS}
-    patterns = {setting: pattern for setting, pattern in held.items() if isinstance(pattern, dict)}
-    wrong = {setting: [key for key in pattern if not _is_pattern(key)] for setting, pattern in patterns.items()}
-    found = [setting for setting, keys in wrong.items() if keys]
-    if not found:
-        return None
-    rest = {setting: {key: value for key, value in patterns[setting].items() if _is_pattern(key)} for setting in found}
-    key = wrong[found[0]][0]
-    return Problem(
-        field=written.field(found[0]),
-        value=f'{found[0]}: "{key}"',
-        message=f'"{key}" is not a regular expression on the end of a module name',
-        fix="write a module name such as q_proj, or a regular expression such as layers\\.0\\..*",
-        changes={written.path(setting): rest[setting] or None for setting in found},
-    )
-
-
-def _is_pattern(key: str) -> bool:
-    return bool(key.strip()) and _is_expression(rf"(.*\.)?({key})$")
-
-
-def _is_expression(text: str) -> bool:
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True
-
-
-@rule(
     "layers-without-targets",
     "Layers can be chosen only among named modules",
-    reads=(_LAYERS, _TARGETS, _SETTINGS),
+    reads=(_LAYERS, _TARGETS, SETTINGS),
     sources=("peft: __post_init__ of the configuration classes; peft/tuners/tuners_utils.py, check_target_module_exists",),
     reproduction=Reproduction(
         "tests/pitfalls/test_adapters.py::test_layers_are_chosen_among_named_modules",
@@ -252,7 +146,7 @@ def _is_expression(text: str) -> bool:
     holds_for="every version of peft",
 )
 def layers_without_targets(context: RuleContext) -> Problem | None:
-    written = _written(context)
+    written = written_settings(context)
     layers, targets = written.values.get("layersToTransform"), written.values.get("targetModules")
     if layers in (None, []) or written.values.get("targetParameters") or (isinstance(targets, list) and targets != [ALL_LINEAR]):
         return None
@@ -268,7 +162,7 @@ def layers_without_targets(context: RuleContext) -> Problem | None:
     )
 
 
-def _without_pattern(written: _Written) -> dict[str, Any]:
+def _without_pattern(written: Written) -> dict[str, Any]:
     """LayersPattern means nothing without the layers."""
     return {written.path("layersPattern"): None} if written.values.get("layersPattern") else {}
 
@@ -276,9 +170,7 @@ def _without_pattern(written: _Written) -> dict[str, Any]:
 RULES = (
     all_linear_beside_names,
     module_name_malformed,
-    module_expression_malformed,
     module_adapted_and_saved,
     module_adapted_and_excluded,
-    adapter_pattern_malformed,
     layers_without_targets,
 )
