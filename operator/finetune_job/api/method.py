@@ -173,6 +173,8 @@ MAX_SETTING_TEXT = 4096
 MAX_SETTING_KEY = 512
 MAX_SETTING_ITEMS = 1024
 MAX_SETTING_DEPTH = 8
+MAX_SETTING_VALUES = 10_000
+"""Of all settings together, at every depth."""
 _SETTING_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]{0,62}")
 _LARGEST_INTEGER = 2**63 - 1
 
@@ -221,7 +223,22 @@ def _fault_of_text(text: str, longest: int) -> tuple[str, str] | None:
     return None
 
 
+def _count(value: Any) -> int:
+    """Values in a value, itself among them, up to one more than may be; no deeper than it may be nested."""
+    total, level = 0, [value]
+    for _ in range(MAX_SETTING_DEPTH + 1):
+        total += len(level)
+        if total > MAX_SETTING_VALUES:
+            break
+        level = [
+            item for each in level if isinstance(each, list | dict) for item in (each if isinstance(each, list) else each.values())
+        ]
+    return total
+
+
 def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    if _count(settings) > MAX_SETTING_VALUES:
+        raise ValueError(f"holds more than {MAX_SETTING_VALUES} values; no method has so many to set")
     for name, value in settings.items():
         if not _SETTING_NAME.fullmatch(name):
             raise ValueError(f"{name[:80]!a} is no setting; write PEFT's own field name in camelCase, such as targetModules")

@@ -17,7 +17,7 @@ HOSTILE_KEYS = {f"{HOSTILE}{number}": 4 for number in range(60)}
         ({"type": "LoRA", "lora": {"rankPattern": {"[z-a]": 4}}}, "adapter-pattern-malformed", "spec.method.lora.rankPattern"),
         ({"type": "LoHa", "settings": {"alphaPattern": {"[z-a]": 4}}}, "adapter-pattern-malformed", "spec.method.settings"),
         ({"type": "LoHa", "settings": {"targetModules": "a{2,1}"}}, "module-expression-malformed", "spec.method.settings"),
-        ({"type": "LoHa", "settings": {"excludeModules": "x" + "{99999999999}"}}, "module-expression-malformed", "spec.method.settings"),
+        ({"type": "LoHa", "settings": {"excludeModules": "x{99999999999}"}}, "module-expression-malformed", "spec.method.settings"),
     ],
 )  # fmt: skip
 def test_what_does_not_compile_is_refused_by_the_rules_id_and_the_model_is_left_alone(context, monkeypatch, method, rule, field):

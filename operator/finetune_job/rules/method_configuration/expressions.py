@@ -1,6 +1,6 @@
-"""Regular expressions on module names. Nothing here compiles one, whoever wrote it.
+r"""Regular expressions on module names. Nothing here compiles one, whoever wrote it.
 
-32 kB of `(?i:[\\u0080-\\uffff]...)` take 23 seconds of CPU to compile, and a page of text can take hours to match. The operator's
+32 kB of `(?i:[\u0080-\uffff]...)` take 23 seconds of CPU to compile, and a page of text can take hours to match. The operator's
 event loop serves all tenants, so that rules see only faults that one look at each character shows, and preflight, which runs in the
 tenant's own pod and with bounds, compiles what is left and reports it under the same ids (`expression_findings`).
 """
