@@ -25,7 +25,7 @@ from finetune_operator.cluster.projection import Held, utc_now
 from finetune_operator.cluster.recorder import Recorder
 from finetune_operator.cluster.relist import drop_ghosts, fill
 from finetune_operator.cluster.unreadable import UnreadableObjects
-from finetune_operator.health import BEAT_SECONDS, Health, HealthServer
+from finetune_operator.health import BEAT_SECONDS, Health, health_server
 from finetune_operator.logs import logger
 from finetune_operator.loop_lag import measure_loop_lag
 from finetune_operator.metrics import Metrics
@@ -45,7 +45,7 @@ async def run(settings: Settings, clockwork: Clockwork) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     health, metrics = Health(), Metrics()
-    server = HealthServer(settings.listen_address, settings.listen_port, health, metrics.registry)
+    server = health_server(settings.listen_address, settings.listen_port, health, metrics.registry)
     server.start()
     _log.info("listening", address=server.address[0], port=server.address[1], identity=settings.identity)
     beat = asyncio.create_task(_beat(health))

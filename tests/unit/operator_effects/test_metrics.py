@@ -8,7 +8,7 @@ from finetune_operator.cluster.api import Answered
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.kinds import JOBS
 from finetune_operator.cluster.projection import project
-from finetune_operator.health import STALL_SECONDS, Health, HealthServer
+from finetune_operator.health import STALL_SECONDS, Health, health_server
 from finetune_operator.metrics import MOST_RULES, OTHER_RULES, Metrics
 from finetune_operator.workqueue import WorkQueue
 from tests.unit.operator_effects import objects
@@ -82,7 +82,7 @@ def test_a_pod_that_invents_ids_of_rules_makes_no_more_series_than_there_may_be(
 def test_probes_tell_life_and_readiness() -> None:
     clock = Clock()
     health = Health(clock)
-    server = HealthServer("127.0.0.1", 0, health, Metrics().registry)
+    server = health_server("127.0.0.1", 0, health, Metrics().registry)
     server.start()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

@@ -1,0 +1,124 @@
+"""A small HTTP server for a few GET routes: the operator's probes and metrics, and rank 0's progress. Here, because both import it.
+
+Bounded in everything, because whoever reaches the port may open it: one thread, an event loop of its own, so many connections, so
+many bytes of request, and so many seconds for each. A newcomer above the limit takes the place of the oldest connection, which has
+had the longest to send its request; so idle ones never keep a probe waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+CONNECTIONS = 64
+"""Open at a time."""
+CONNECTION_SECONDS = 5.0
+"""From accepting a connection to its end."""
+REQUEST_BYTES = 8192
+"""Longest request line with its headers."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a route answers."""
+
+    body: bytes
+    content_type: str = "text/plain"
+    status: HTTPStatus = HTTPStatus.OK
+
+
+class HttpServer:
+    """Listens from its construction and answers from `start` to `stop`. Routes are called in its thread; they should be quick."""
+
+    def __init__(self, host: str, port: int, routes: Mapping[str, Callable[[], Answer]], *, name: str) -> None:
+        """`host`: empty for all interfaces; `port`: 0 for any free one. Raises OSError where it cannot listen."""
+        self._socket = socket.create_server((host, port), backlog=2 * CONNECTIONS)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._routes = routes
+        self._connections: dict[asyncio.StreamWriter, None] = {}
+        """In the order of their arrival."""
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Free the port, cut all connections and end the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join()
+        self._loop.close()
+        self._socket.close()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._accept, sock=self._socket, limit=REQUEST_BYTES, backlog=2 * CONNECTIONS)
+        await self._stopping.wait()
+        server.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while len(self._connections) >= CONNECTIONS:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.transport.abort()
+        self._connections[writer] = None
+        try:
+            async with asyncio.timeout(CONNECTION_SECONDS):
+                writer.write(await self._response(reader))
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, EOFError, TimeoutError):
+            pass  # a client that went away, was cut off, or took too long
+        finally:
+            self._connections.pop(writer, None)
+            writer.transport.abort()
+
+    async def _response(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return _encode(_refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"at most {REQUEST_BYTES} bytes"))
+        words = head.partition(b"\r\n")[0].decode("latin-1").split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            return _encode(_refusal(HTTPStatus.BAD_REQUEST, "not HTTP/1"))
+        method, target, _ = words
+        if method not in {"GET", "HEAD"}:
+            return _encode(_refusal(HTTPStatus.METHOD_NOT_ALLOWED, "GET only"))
+        return _encode(self._answer(target.partition("?")[0]), has_body=method == "GET")
+
+    def _answer(self, path: str) -> Answer:
+        route = self._routes.get(path)
+        if route is None:
+            return _refusal(HTTPStatus.NOT_FOUND, f"there are {', '.join(self._routes)}")
+        try:
+            return route()
+        except Exception:  # noqa: BLE001 - a page that cannot be made must not end the probes
+            _log.exception("route %s failed", path)
+            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "see the log")
+
+
+def _refusal(status: HTTPStatus, why: str) -> Answer:
+    return Answer(f"{status.phrase}: {why}\n".encode(), status=status)
+
+
+def _encode(answer: Answer, *, has_body: bool = True) -> bytes:
+    lines = [
+        f"HTTP/1.1 {answer.status.value} {answer.status.phrase}",
+        f"Content-Type: {answer.content_type}",
+        f"Content-Length: {len(answer.body)}",
+        "Connection: close",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + (answer.body if has_body else b"")
