@@ -33,10 +33,12 @@ from finetune_operator.decide.observed import (
     ConfigMapView,
     JobConditionView,
     JobView,
+    Line,
     LiveChildren,
     Observed,
     PodView,
     ProfileView,
+    RefusedCreate,
 )
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
 
@@ -145,7 +147,10 @@ class ObservedBuilder:
     service_exists: bool = False
     missing_claims: frozenset[str] = frozenset()
     conflicts: tuple[str, ...] = ()
+    vanishing: tuple[str, ...] = ()
     live: LiveChildren | None = None
+    refused_create: RefusedCreate | None = None
+    line: Line | None = None
     profile: ProfileView | None = None
     role: Role = Role.PREFLIGHT
     progress: Progress | None = None
@@ -166,12 +171,12 @@ class ObservedBuilder:
     def fetching(self) -> ObservedBuilder:
         """The plan is stored, fetch comes next."""
         builder = replace(self.frozen(), plan_json=canonical_json(self.job.plan()), role=Role.FETCH)
-        return builder.condition(ConditionType.FETCHED, None, Reason.WAITING_FOR_PODS)
+        return builder.condition(ConditionType.FETCHED, None, Reason.PENDING)
 
     def started(self) -> ObservedBuilder:
         """The plan is stored, there was nothing to fetch, preflight comes next."""
         builder = replace(self.fetching().condition(ConditionType.FETCHED, True, Reason.SKIPPED), role=Role.PREFLIGHT)
-        return builder.condition(ConditionType.PREPARED, None, Reason.WAITING_FOR_PODS)
+        return builder.condition(ConditionType.PREPARED, None, Reason.PENDING)
 
     def prepared(self) -> ObservedBuilder:
         """Preflight is done, training comes next."""
@@ -302,7 +307,10 @@ class ObservedBuilder:
             service_exists=self.service_exists,
             claims=frozenset(claims_named_by(parsed.spec, name)) - self.missing_claims,
             conflicts=self.conflicts,
+            vanishing=self.vanishing,
             live=self.live,
+            refused=self.refused_create,
+            line=self.line,
             progress=self.progress,
         )
 

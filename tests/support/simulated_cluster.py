@@ -20,6 +20,7 @@ from finetune_job.reasons import ConditionType
 from finetune_job.status.conditions import find, is_true
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.decide.actions import Actions, Create, Delete
+from finetune_operator.decide.earlier_attempts import needs_live_list
 from finetune_operator.decide.observed import (
     BatchJobView,
     ConfigMapView,
@@ -33,7 +34,8 @@ from finetune_operator.decide.observed import (
     ProfileView,
 )
 from finetune_operator.decide.reconcile import reconcile
-from finetune_operator.decide.stage import attempt_of, is_terminal, needs_live_list
+from finetune_operator.decide.restarts import restarts_of
+from finetune_operator.decide.stage import attempt_of, is_ended, is_terminal
 from tests.support.builders import T0, JobBuilder, envelope
 
 
@@ -121,9 +123,12 @@ class SimulatedCluster:
     def _check_status(self, after: FineTuneJobStatus) -> None:
         before = self.status
         assert not is_terminal(before) or is_terminal(after), "terminal stays terminal"
+        if is_ended(before):
+            kind = ConditionType.SUCCEEDED
+            assert find(before.conditions, kind) == _regenerated(find(after.conditions, kind), before, kind)
         if is_terminal(before):
-            for kind in (ConditionType.SUCCEEDED, ConditionType.FINISHED):
-                assert find(before.conditions, kind) == _regenerated(find(after.conditions, kind), before, kind)
+            kind = ConditionType.FINISHED
+            assert find(before.conditions, kind) == _regenerated(find(after.conditions, kind), before, kind)
             assert before.completion_time == after.completion_time
         assert not before.start_time or before.start_time == after.start_time, "the start is written once"
         if before.plan is not None:
@@ -132,13 +137,24 @@ class SimulatedCluster:
         for role in Role:
             assert attempt_of(after, role) in (attempt_of(before, role), attempt_of(before, role) + 1)
         if after.attempt > before.attempt:
-            closed = next(one for one in after.attempts if one.number == before.attempt)
-            assert closed.outcome in ("Failed", "Suspended"), "the end of an attempt is recorded with the number of the next"
-        assert after.restarts.counted <= parse_job(self.job.document).spec.run.max_restarts
+            closed = [one for one in after.attempts if (one.role, one.number) == (Role.TRAIN, before.attempt)]
+            ended = bool(closed) and closed[0].outcome in ("Failed", "Suspended")
+            retried = after.retry_handled > before.retry_handled
+            assert ended or retried, "the end of an attempt is recorded with the number of the next"
+        for role in Role:
+            assert restarts_of(after, role).counted <= parse_job(self.job.document).spec.run.max_restarts
+        if is_true(before.conditions, ConditionType.TRAINED) and is_ended(after) and not is_ended(before):
+            end = find(after.conditions, ConditionType.SUCCEEDED)
+            assert end is not None
+            allowed = ("Completed", "Cancelled", "VerificationFailed", "ActiveDeadlineExceeded")
+            assert end.reason in allowed, f"what was trained is thrown away: {end.reason}: {end.message}"
+        if is_terminal(after):
+            alive = [pod.name for pod in self.seen[0].pods if not pod.is_terminal]
+            assert not alive, f"finished while pods run: {alive}"
 
     def _check_create(self, body: Mapping[str, Any]) -> None:
         assert self.status.start_time, "the freeze comes before every child"
-        assert not is_terminal(self.status), "a job that has ended creates nothing"
+        assert not is_ended(self.status), "a job that has ended creates nothing"
         if body["kind"] != "Job":
             return
         role, attempt = _role_and_attempt(body)
@@ -150,7 +166,7 @@ class SimulatedCluster:
         assert ("Job", name) not in self.created or not self._was_recorded(role, attempt), f"Job {name} is created twice"
 
     def _was_recorded(self, role: Role, attempt: int) -> bool:
-        return role is Role.TRAIN and any(one.number == attempt for one in self.status.attempts)
+        return any((one.role, one.number) == (role, attempt) for one in self.status.attempts)
 
     # The API server.
 
@@ -185,15 +201,18 @@ class SimulatedCluster:
 
     def _delete(self, action: Delete) -> None:
         if action.kind == "ConfigMap":
-            assert is_terminal(self.status), "the plan of a running job is deleted"
+            assert is_ended(self.status), "the plan of a running job is deleted"
             self._become(plan=None)
+        elif action.kind == "Pod":
+            self._each_pod(lambda pod: replace(pod, gone=True) if pod.uid == action.uid and action.force else pod)
         elif action.kind == "Service":
             self._become(service_exists=False)
         else:
             for job in self.children.batch_jobs:
                 if job.uid == action.uid:
                     ahead = attempt_of(self.status, job.role) > job.attempt
-                    assert ahead or is_terminal(self.status), "the next number is written before the Job is deleted"
+                    stopped = is_true(self.status.conditions, ConditionType.STALLED)
+                    assert ahead or stopped or is_ended(self.status), "the next number is written before the Job is deleted"
                     self.delete_job(job)
 
     # The rest of the world.

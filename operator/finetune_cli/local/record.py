@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from finetune_job.api.status import Restarts
 from finetune_job.names import Role
@@ -19,11 +19,18 @@ class RunRecord(BaseModel):
     """Roles that ended with success, in order."""
     next_attempt: dict[Role, int] = {}
     """Number of the next attempt of each role."""
-    restarts: Restarts = Restarts()
+    restarts: dict[Role, Restarts] = {}
+    """Of each role: none draws on another's budget."""
     seconds: dict[Role, float] = {}
     """Time that each role has taken over all its attempts."""
     facts: dict[Role, dict[str, str]] = {}
     """What each role reported when it succeeded."""
+
+    @field_validator("restarts", mode="before")
+    @classmethod
+    def _of_the_gang(cls, value: object) -> object:
+        """A record of version 0.1 has one budget for all roles: it is the gang's."""
+        return {Role.TRAIN: value} if isinstance(value, dict) and "counted" in value else value
 
 
 def read_record(path: Path) -> RunRecord | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -13,12 +14,13 @@ from finetune_cli.local.launch import Interruption, Launch, launch
 from finetune_cli.local.place import RunPlace
 from finetune_cli.local.progress import read_progress
 from finetune_cli.local.record import RunRecord, write_record
+from finetune_job.api.status import Restarts
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.progress import Progress
-from finetune_operator.decide.restart_policy import Verdict, after, backoff_seconds, verdict
+from finetune_operator.decide.restart_policy import after, pause_seconds, verdict
 
 
 def roles_of(plan: RunPlan) -> tuple[Role, ...]:
@@ -51,19 +53,24 @@ class Step:
     """Where the run ends here."""
 
 
-def next_step(record: RunRecord, report: TerminationReport, role: Role, max_restarts: int, *, interrupted: bool) -> Step:
-    """PURE. What follows this end of a role."""
+def next_step(
+    record: RunRecord, report: TerminationReport, role: Role, max_restarts: int, *, interrupted: bool, now: datetime
+) -> Step:
+    """PURE. What follows this end of a role at `now`."""
     if report.outcome is Outcome.SUCCEEDED:
         return Step(record.model_copy(update={"finished": [*record.finished, role], "facts": {**record.facts, role: report.facts}}))
     if report.outcome is Outcome.REFUSED:
         return Step(record, exit_code=ExitCode.REFUSED)
     if interrupted:
         return Step(record, exit_code=ExitCode.INTERRUPTED)
-    decision = verdict(report.failure or FailureClass.UNKNOWN, record.restarts, max_restarts)
-    if decision in (Verdict.STOP, Verdict.EXHAUSTED):
+    failure = report.failure or FailureClass.UNKNOWN
+    restarts = record.restarts.get(role, Restarts())
+    decision = verdict(failure, restarts, max_restarts, now)
+    if not decision.restarts:
         return Step(record, exit_code=ExitCode.FAILED)
-    restarts = after(decision, record.restarts)
-    return Step(record.model_copy(update={"restarts": restarts}), again_after_seconds=backoff_seconds(restarts))
+    following = after(decision, restarts, now)
+    pause = pause_seconds(failure, following, role, record.plan_sha256)
+    return Step(record.model_copy(update={"restarts": {**record.restarts, role: following}}), again_after_seconds=pause)
 
 
 class LocalRun:
@@ -80,7 +87,7 @@ class LocalRun:
         for role in roles_of(self.plan) if roles is None else roles:
             while role not in self.record.finished:
                 report = self._attempt(role, interruption)
-                step = next_step(self.record, report, role, max_restarts, interrupted=interruption.requested)
+                step = next_step(self.record, report, role, max_restarts, interrupted=interruption.requested, now=datetime.now(UTC))
                 self._keep(step.record)
                 if step.exit_code is not None:
                     return step.exit_code

@@ -57,7 +57,7 @@ def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
         address=record.facts.get(Role.PUBLISH, {}).get("address"),
         figures=_figures(output.verification),
         workspace=workspace.root,
-        restarts=record.restarts.counted + record.restarts.uncounted,
+        restarts=sum(one.counted + one.uncounted for one in record.restarts.values()),
         seconds=sum(record.seconds.values()),
     )
 

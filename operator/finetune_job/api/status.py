@@ -107,6 +107,8 @@ class Attempt(StatusModel):
     failure: FailureClass | None = None
     counted: bool = False
     """Whether its failure consumed one of `run.maxRestarts`."""
+    interruptions: int = 0
+    """How often a queue has preempted it and let it go on; never counted."""
     message: Text = ""
     hint: Text = ""
     evidence: list[RankFailure] = Field(default_factory=list, max_length=16)
@@ -118,7 +120,13 @@ class Restarts(StatusModel):
     counted: int = 0
     """Caused by the job itself; limited by `run.maxRestarts`."""
     uncounted: int = 0
-    """Caused by the infrastructure; limited by an absolute cap."""
+    """Caused by the infrastructure; limited while nothing is gained in between."""
+    in_a_row: int = 0
+    """Restarts since the role made progress last: the pause before the next attempt grows with them."""
+    in_a_row_since: Timestamp = ""
+    """When the first of these failed."""
+    at_checkpoint: int | None = None
+    """Step of the newest checkpoint when the role failed last; a newer one is progress."""
 
 
 class RoleRestarts(StatusModel):
@@ -182,6 +190,8 @@ class FineTuneJobStatus(StatusModel):
     """Of the other roles."""
     progress: ProgressStatus | None = None
     artifacts: list[Artifact] = Field(default_factory=list, max_length=16)
+    suspended_seconds: int = 0
+    """How long `run.suspend` has held the job back since its start; not counted against `run.activeDeadlineSeconds`."""
     retry_handled: int = 0
     """Value of `run.retry` that was acted upon last."""
     fetch_attempt: int = 0

@@ -17,6 +17,8 @@ _NEXT = {
     ConditionType.PUBLISHED: "Publishing",
 }
 
+_RESTARTING = (Reason.RESTARTING, Reason.BACKING_OFF, Reason.BLOCKED_ON_NODE)
+
 
 def phase(conditions: Sequence[Condition]) -> str:
     """The phase of a job: what it ended as, what holds it up, or the first stage that is not done."""
@@ -25,11 +27,13 @@ def phase(conditions: Sequence[Condition]) -> str:
         if succeeded.status == "True":
             return "Succeeded"
         return "Cancelled" if succeeded.reason == Reason.CANCELLED else "Failed"
+    if succeeded is not None and succeeded.status != "Unknown":
+        return "Stopping"
     if is_true(conditions, ConditionType.STALLED):
         return "Stalled"
     if is_true(conditions, ConditionType.SUSPENDED):
         return "Suspended"
     trained = find(conditions, ConditionType.TRAINED)
-    if trained is not None and trained.reason == Reason.RESTARTING:
+    if trained is not None and trained.reason in _RESTARTING:
         return "Restarting"
     return next((word for kind, word in _NEXT.items() if not is_true(conditions, kind)), "Finishing")

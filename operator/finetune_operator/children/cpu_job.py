@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from finetune_job.api.profile import RoleResources
 from finetune_job.names import Role, batch_job_name
 from finetune_operator.children.failure_policy import DISRUPTION_FAILS_THE_JOB
 from finetune_operator.children.frozen_run import FrozenRun
@@ -13,9 +14,15 @@ from finetune_operator.children.pod_template import plan_arguments, pod_template
 
 
 def single_pod_job(
-    run: FrozenRun, role: Role, attempt: int, grace_period_seconds: int, credentials: Sequence[dict[str, Any]] = ()
+    run: FrozenRun,
+    role: Role,
+    attempt: int,
+    grace_period_seconds: int,
+    *,
+    credentials: Sequence[dict[str, Any]] = (),
+    resources: RoleResources | None = None,
 ) -> dict[str, Any]:
-    """A Job of one pod that is never replaced: the operator decides what follows a failure."""
+    """A Job of one pod that is never replaced: the operator decides what follows a failure. `resources`: other than the plan's."""
     spec = {
         "completions": 1,
         "parallelism": 1,
@@ -29,6 +36,7 @@ def single_pod_job(
             arguments=plan_arguments(run, role, attempt),
             grace_period_seconds=grace_period_seconds,
             credentials=credentials,
+            resources=resources,
         ),
     }
     name = batch_job_name(run.owner.name, role, attempt)

@@ -16,6 +16,6 @@ GRACE_PERIOD_SECONDS = 30
 def fetch_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
     """Fetch of one attempt."""
     credentials = [] if run.plan.fetch is None else fetch_credentials(run.plan.fetch)
-    job = single_pod_job(run, Role.FETCH, attempt, GRACE_PERIOD_SECONDS, credentials)
+    job = single_pod_job(run, Role.FETCH, attempt, GRACE_PERIOD_SECONDS, credentials=credentials)
     job["spec"]["template"]["spec"]["containers"][0]["env"] += variables_of_old_images(run.plan)
     return job

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from finetune_job.api.profile import RoleResources
 from finetune_job.names import CLAIMS_MOUNT, CREDENTIALS_MOUNT, PLAN_KEY, PLAN_MOUNT, Role, plan_configmap_name
 from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_job.plan.sources import input_locations
@@ -34,19 +35,23 @@ def pod_template(
     arguments: list[str],
     grace_period_seconds: int,
     credentials: Sequence[dict[str, Any]] = (),
+    resources: RoleResources | None = None,
 ) -> dict[str, Any]:
     """Template of a role's pods. `arguments` follow the image's entry point (`tini -- python -m finetune_trainer`).
 
     `credentials`: sources of a projected volume.
     """
     plan, placement = run.plan, run.placement
-    resources = {
-        Role.FETCH: placement.resources.fetch,
-        Role.PREFLIGHT: placement.resources.preflight,
-        Role.TRAIN: placement.resources.train,
-        Role.MERGE: placement.resources.merge,
-        Role.PUBLISH: placement.resources.publish,
-    }[role]
+    resources = (
+        resources
+        or {
+            Role.FETCH: placement.resources.fetch,
+            Role.PREFLIGHT: placement.resources.preflight,
+            Role.TRAIN: placement.resources.train,
+            Role.MERGE: placement.resources.merge,
+            Role.PUBLISH: placement.resources.publish,
+        }[role]
+    )
     amounts = {"cpu": resources.cpu, "memory": resources.memory}
     if role is Role.TRAIN and placement.gpu_resource_name is not None:
         amounts[placement.gpu_resource_name] = str(plan.parallelism.processes_per_node)

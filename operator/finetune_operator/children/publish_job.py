@@ -16,4 +16,4 @@ GRACE_PERIOD_SECONDS = 30
 def publish_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
     """Publication of one attempt."""
     credentials = [] if run.plan.publish is None else publish_credentials(run.plan.publish)
-    return single_pod_job(run, Role.PUBLISH, attempt, GRACE_PERIOD_SECONDS, credentials)
+    return single_pod_job(run, Role.PUBLISH, attempt, GRACE_PERIOD_SECONDS, credentials=credentials)

@@ -26,6 +26,7 @@ from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, EVENTS, JOBS, PODS, PROFILES, SERVICES, Kind
 from finetune_operator.cluster.projection import Held, ObjectKey, belongs_to, labelled_job_uid
+from finetune_operator.decide.earlier_attempts import needs_live_list
 from finetune_operator.decide.observed import (
     ConfigMapView,
     JobView,
@@ -36,7 +37,7 @@ from finetune_operator.decide.observed import (
     PodView,
     ProfileView,
 )
-from finetune_operator.decide.stage import attempt_of, current_role, is_terminal, needs_live_list
+from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_terminal
 
 CLAIM_SEEN_SECONDS = 60.0
 """How long a claim that was there is believed to be there still."""
@@ -122,7 +123,7 @@ class Gatherer:
         return ProfileView(name=str(name), spec=profile.spec)
 
     async def _claims(self, job: JobView, now: datetime, revisits: list[float]) -> frozenset[str]:
-        if job.spec is None or is_terminal(job.status):
+        if job.spec is None or is_ended(job.status):
             return frozenset()
         present = set()
         for claim in claims_named_by(job.spec, job.name):
@@ -143,7 +144,7 @@ class Gatherer:
             pod = held.pod
             if pod is None:
                 continue
-            if pod.phase == "Pending" and not pod.gone and not is_terminal(job.status):
+            if pod.phase == "Pending" and not pod.gone and not is_ended(job.status):
                 young = self._pending_events_after - (now - pod.created).total_seconds()
                 if young > 0:
                     revisits.append(young + 0.1)

@@ -281,6 +281,8 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
         node_rank=(metadata.at("labels").digits(INDEX_LABEL) if index is None else index) or 0,
         phase=status.text("phase", 32) or "Pending",
         deletion_requested=_deletion_requested(metadata),
+        deletion_due=metadata.time("deletionTimestamp"),
+        scheduled=scheduled.time("lastTransitionTime") if scheduled.text("status", 16) == "True" else None,
         disruption=disrupted.text("reason", LONGEST_REASON) if disrupted.text("status", 16) == "True" else "",
         started=running.time("startedAt") or ended.time("startedAt"),
         finished=ended.time("finishedAt"),

@@ -1,11 +1,13 @@
-"""The record of the gang's attempts in status: opened when an attempt's Job is first seen, closed with its evidence."""
+"""The record of all roles' attempts in status: opened when an attempt's pods are first seen, closed with its evidence."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
 from finetune_job.api.status import Attempt, FineTuneJobStatus
+from finetune_job.names import Role
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.clock import timestamp
 
@@ -15,33 +17,46 @@ ABRIDGED_TEXT_LIMIT = 256
 """Characters kept of a text of an attempt that is not the latest: an object in etcd holds at most 1.5 MiB."""
 
 
-def record_of(status: FineTuneJobStatus, number: int) -> Attempt | None:
+def record_of(status: FineTuneJobStatus, role: Role, number: int) -> Attempt | None:
     """The record of an attempt, if there is one."""
-    return next((attempt for attempt in reversed(status.attempts) if attempt.number == number), None)
+    return next((attempt for attempt in reversed(status.attempts) if (attempt.role, attempt.number) == (role, number)), None)
 
 
-def opened(status: FineTuneJobStatus, number: int, start: datetime) -> list[Attempt]:
+def latest_of(status: FineTuneJobStatus, role: Role) -> Attempt | None:
+    """The latest record of a role."""
+    return next((attempt for attempt in reversed(status.attempts) if attempt.role is role), None)
+
+
+def opened(status: FineTuneJobStatus, role: Role, number: int, start: datetime) -> list[Attempt]:
     """The history with an attempt that now runs."""
-    return _history(status, Attempt(number=number, start_time=timestamp(start)))
+    return _history(status, Attempt(role=role, number=number, start_time=timestamp(start)))
 
 
-def closed(
-    status: FineTuneJobStatus,
-    number: int,
-    now: datetime,
-    outcome: Literal["Succeeded", "Failed", "Suspended"],
-    failure: Failure | None = None,
-    *,
-    counted: bool = False,
-) -> list[Attempt]:
+def interrupted(status: FineTuneJobStatus, record: Attempt) -> list[Attempt]:
+    """The history with one more preemption of an attempt by its queue."""
+    return _history(status, record.model_copy(update={"interruptions": record.interruptions + 1}))
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended."""
+
+    outcome: Literal["Succeeded", "Failed", "Suspended"]
+    time: datetime
+    failure: Failure | None = None
+    counted: bool = False
+
+
+def closed(status: FineTuneJobStatus, role: Role, number: int, end: End) -> list[Attempt]:
     """The history with the end of an attempt, whether its start was recorded or not."""
-    before = record_of(status, number) or Attempt(number=number, start_time=timestamp(now))
+    before = record_of(status, role, number) or Attempt(role=role, number=number, start_time=timestamp(end.time))
+    failure = end.failure
     after = before.model_copy(
         update={
-            "outcome": outcome,
-            "end_time": timestamp(now),
+            "outcome": end.outcome,
+            "end_time": timestamp(end.time),
             "failure": failure.failure if failure is not None else None,
-            "counted": counted,
+            "counted": end.counted,
             "message": failure.message if failure is not None else "",
             "hint": failure.hint if failure is not None else "",
             "evidence": list(failure.evidence) if failure is not None else [],
@@ -51,7 +66,7 @@ def closed(
 
 
 def _history(status: FineTuneJobStatus, latest: Attempt) -> list[Attempt]:
-    earlier = [_abridged(attempt) for attempt in status.attempts if attempt.number != latest.number]
+    earlier = [_abridged(one) for one in status.attempts if (one.role, one.number) != (latest.role, latest.number)]
     return [*earlier, latest][-HISTORY_LIMIT:]
 
 

@@ -13,9 +13,9 @@ from datetime import UTC, datetime, timedelta
 
 from finetune_job.api.status import RankFailure
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, ReportedFinding, TerminationReport, parse_envelope
-from finetune_operator.decide.advice import ADVICE
 from finetune_operator.decide.clock import timestamp
 from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.restart_policy import POLICY
 
 EVIDENCE_LIMIT = 16
 """Pods of one attempt whose outcome is kept in status: the cause and the earliest others."""
@@ -24,6 +24,15 @@ _ECHOES = frozenset({FailureClass.COLLECTIVE, FailureClass.PREEMPTED})
 _WHOLE_SECOND = timedelta(seconds=1)
 _SIGKILL = 137
 _SIGTERM = 143
+OVERDUE = "DeletionOverdue"
+"""Stands in for the reason of `DisruptionTarget` where a pod is still there after its grace period."""
+_NODE_LOST = {
+    "DeletionByTaintManager": "its node stopped answering",
+    "DeletionByPodGC": "its node is gone",
+    OVERDUE: "it was to end and is still there after its grace period, so its node does not answer",
+}
+_ENDED_BY_KUBELET = frozenset({"Evicted", "Preempting", "Shutdown", "NodeShutdown", "Terminated"})
+"""Reasons of a failed pod that had been accepted; all others are those of an admission that the kubelet refused."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class PodFailure:
             rank=report.rank if report is not None else None,
             step=report.step if report is not None else None,
             message=self.message[:_MESSAGE_LIMIT],
-            hint=(report.hint if report is not None and report.hint else ADVICE[self.failure])[:_MESSAGE_LIMIT],
+            node=self.pod.node,
+            hint=(report.hint if report is not None and report.hint else POLICY[self.failure].advice)[:_MESSAGE_LIMIT],
             time=timestamp(self.time),
         )
 
@@ -103,8 +113,13 @@ def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureCl
         return FailureClass.HOST_OUT_OF_MEMORY, False, "The kernel killed a process: the container's memory limit was reached."
     if reported is FailureClass.INTERNAL:
         return reported, False, str(reported)
+    if pod.disruption in _NODE_LOST:
+        return FailureClass.NODE_LOST, False, f"The pod on node {pod.node or 'unknown'} is lost: {_NODE_LOST[pod.disruption]}."
     if pod.disruption:
         return FailureClass.INFRASTRUCTURE, False, f"The pod was disrupted ({pod.disruption}) on node {pod.node or 'unknown'}."
+    if pod.phase == "Failed" and pod.exit_code is None and pod.reason:
+        failure = FailureClass.INFRASTRUCTURE if pod.reason in _ENDED_BY_KUBELET else FailureClass.REJECTED
+        return failure, False, f"The kubelet of node {pod.node or 'unknown'} failed the pod: {pod.reason}."
     if reported is not None:
         return reported, True, str(reported)
     coded = CLASS_OF_EXIT_CODE.get(pod.exit_code) if pod.exit_code is not None else None
@@ -120,8 +135,6 @@ def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureCl
         return FailureClass.INTERNAL, False, "The container was killed by SIGKILL, not for memory, and left no report."
     if pod.exit_code is not None:
         return FailureClass.INTERNAL, False, f"The container ended with exit code {pod.exit_code} and left no report."
-    if pod.phase == "Failed" and pod.reason:
-        return FailureClass.INFRASTRUCTURE, False, f"The kubelet failed the pod on node {pod.node or 'unknown'}: {pod.reason}."
     if pod.phase == "Failed":
         return FailureClass.UNKNOWN, True, "The pod failed without any container status."
     return None
@@ -151,7 +164,7 @@ def classify(pods: Iterable[PodView], otherwise: FailureClass, message: str) -> 
     """Why a Job with these pods failed; `otherwise` and `message` hold where no pod left evidence."""
     found = failures_of(pods)
     if not found or (found[0].is_echo and otherwise is FailureClass.INFRASTRUCTURE):
-        return Failure(otherwise, message, ADVICE[otherwise], tuple(one.evidence for one in found[:EVIDENCE_LIMIT]))
+        return Failure(otherwise, message, POLICY[otherwise].advice, tuple(one.evidence for one in found[:EVIDENCE_LIMIT]))
     cause = found[0]
     report = cause.report
     evidence = tuple(one.evidence for one in found[:EVIDENCE_LIMIT])

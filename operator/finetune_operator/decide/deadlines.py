@@ -1,4 +1,4 @@
-"""Deadlines: until all pods of a role run, and for the whole job."""
+"""Deadlines: until all placed pods of a role run, without a new step, and for the whole job."""
 
 from __future__ import annotations
 
@@ -7,16 +7,31 @@ from datetime import datetime, timedelta
 from finetune_job.api.run import RunSpec
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_operator.decide.clock import moment_after
-from finetune_operator.decide.observed import BatchJobView
+from finetune_operator.decide.observed import BatchJobView, PodView
 
 
-def startup_deadline(run: RunSpec, batch_job: BatchJobView) -> datetime:
-    """When all pods of this Job must run. Counted from the Job's start, which a queue sets back when it lets the Job go on."""
-    return (batch_job.start_time or batch_job.created) + timedelta(seconds=run.startup_deadline_seconds)
+def startup_deadline(run: RunSpec, batch_job: BatchJobView, pods: tuple[PodView, ...]) -> datetime:
+    """When all pods of this Job must run. The time counts from when all of them have a node: no capacity is waited for any more.
+
+    A Job without pods counts from its start, which a queue sets back when it lets the Job go on.
+    """
+    since = max([batch_job.start_time or batch_job.created, *(pod.scheduled or pod.created for pod in pods)])
+    return since + timedelta(seconds=run.startup_deadline_seconds)
+
+
+def stall_deadline(run: RunSpec, status: FineTuneJobStatus, pods: tuple[PodView, ...], nodes: int) -> datetime | None:
+    """When the training must have shown a new step; None without a limit, or while not all pods run."""
+    started = [pod.started for pod in pods if pod.started is not None]
+    if run.stall_deadline_seconds is None or len(started) < nodes:
+        return None
+    seconds = run.stall_deadline_seconds
+    running = max(started) + timedelta(seconds=seconds)
+    advanced = moment_after(status.progress.advanced_time, seconds) if status.progress is not None else None
+    return running if advanced is None else max(running, advanced)
 
 
 def active_deadline(run: RunSpec, status: FineTuneJobStatus) -> datetime | None:
-    """When the whole job must be done; None without a limit or before the start."""
+    """When the whole job must be done; None without a limit or before the start. Time under `run.suspend` does not count."""
     if run.active_deadline_seconds is None or not status.start_time:
         return None
-    return moment_after(status.start_time, run.active_deadline_seconds)
+    return moment_after(status.start_time, run.active_deadline_seconds + status.suspended_seconds)

@@ -65,14 +65,22 @@ class Draft:
         self.condition(ConditionType.STALLED, True, reason, message)
         self.condition(ConditionType.READY, False, reason, message)
 
+    def warn_once(self, kind: ConditionType, reason: Reason, message: str) -> None:
+        """Emit a warning, unless the condition of that type had this reason before."""
+        before = find(self.job.status.conditions, kind)
+        if before is None or before.reason != reason:
+            self.emit("Warning", reason, message)
+
     def delete(self, batch_job: BatchJobView) -> None:
         """Delete a batch Job, unless it is being deleted already."""
         if not batch_job.deleting:
             self.delete_object("Job", batch_job.name, batch_job.uid)
 
-    def delete_object(self, kind: Literal["Job", "Service", "ConfigMap"], name: str, uid: str) -> None:
+    def delete_object(
+        self, kind: Literal["Job", "Service", "ConfigMap", "Pod"], name: str, uid: str, *, force: bool = False
+    ) -> None:
         """Delete a child."""
-        self._deletes[(kind, name)] = Delete(kind, name, uid)
+        self._deletes[(kind, name)] = Delete(kind, name, uid, force)
 
     def create(self, body: Mapping[str, Any]) -> None:
         """Create a child."""

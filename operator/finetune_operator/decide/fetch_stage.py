@@ -8,18 +8,19 @@ from finetune_operator.children.fetch_job import fetch_job
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.observed import Observed
-from finetune_operator.decide.refusal import refused_by_user, wait_for_retry
 from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.decide.standing import Standing
+from finetune_operator.decide.stopped import stop_for_user
 
 
-def fetch_stage(observed: Observed, draft: Draft, run: FrozenRun) -> None:
-    """One pass while something is still to be fetched."""
+def fetch_stage(observed: Observed, draft: Draft, run: FrozenRun) -> bool:
+    """One pass while something is still to be fetched. Returns whether the next stage may begin."""
     stage = RoleStage(observed, draft, Role.FETCH)
 
-    def succeeded(stands: Standing) -> None:
+    def succeeded(stands: Standing) -> bool:
         draft.condition(ConditionType.FETCHED, True, Reason.COMPLETED, stands.report.message if stands.report is not None else "")
-        draft.condition(ConditionType.READY, False, Reason.PENDING)
+        return True
 
-    if not wait_for_retry(stage):
-        stage.drive(lambda: fetch_job(run, stage.attempt), succeeded, lambda failure: refused_by_user(stage, failure))
+    return stage.drive(
+        lambda: fetch_job(run, stage.attempt), succeeded, lambda failure: stop_for_user(observed, draft, stage.role, failure)
+    )

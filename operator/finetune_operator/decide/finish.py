@@ -1,27 +1,31 @@
-"""The end of a job: success, failure or cancellation. Final: nothing is created afterwards."""
+"""The end of a job: success, failure or cancellation. The outcome is final at once, and nothing is created after it; the job is
+finished once nothing of it runs any more.
+"""
 
 from __future__ import annotations
 
 from finetune_job.api.status import Attempt, FineTuneJobStatus
 from finetune_job.reasons import STAGES, ConditionType, Reason
-from finetune_job.status.conditions import is_true
+from finetune_job.status.conditions import find, is_true
 from finetune_operator.decide.clock import timestamp
 from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.observed import Observed
-from finetune_operator.decide.retention import stop_running
+from finetune_operator.decide.retention import still_running, stop_running
+
+LOOK_AGAIN_SECONDS = 30.0
+"""While the last pods end: their events wake the job, and this if one is lost."""
 
 
-def finish_succeeded(draft: Draft, message: str) -> None:
+def finish_succeeded(observed: Observed, draft: Draft, message: str) -> None:
     """All stages are done."""
-    _finish(draft, True, Reason.COMPLETED, message)
+    _end(observed, draft, True, Reason.COMPLETED, message)
 
 
 def finish_failed(observed: Observed, draft: Draft, reason: Reason, message: str) -> None:
     """The first stage that is not done failed, and is not tried again."""
     _end_stage(observed.job.status, draft, reason, message)
     _end_attempt(observed, draft, message)
-    _finish(draft, False, reason, message)
-    stop_running(observed, draft)
+    _end(observed, draft, False, reason, message)
 
 
 def finish_cancelled(observed: Observed, draft: Draft) -> None:
@@ -29,18 +33,34 @@ def finish_cancelled(observed: Observed, draft: Draft) -> None:
     message = "spec.run.cancel is true."
     _end_stage(observed.job.status, draft, Reason.CANCELLED, message)
     _end_attempt(observed, draft, "Cancelled.")
-    _finish(draft, False, Reason.CANCELLED, message)
-    stop_running(observed, draft)
+    _end(observed, draft, False, Reason.CANCELLED, message)
 
 
-def _finish(draft: Draft, succeeded: bool, reason: Reason, message: str) -> None:
-    draft.set(completion_time=timestamp(draft.now))
+def conclude(observed: Observed, draft: Draft) -> None:
+    """A pass over a job whose outcome is decided: finished as soon as nothing of it runs."""
+    succeeded = find(observed.job.status.conditions, ConditionType.SUCCEEDED)
+    if succeeded is not None:
+        _finish(observed, draft, Reason(succeeded.reason), succeeded.message)
+
+
+def _end(observed: Observed, draft: Draft, succeeded: bool, reason: Reason, message: str) -> None:
     draft.condition(ConditionType.SUCCEEDED, succeeded, reason, message)
-    draft.condition(ConditionType.FINISHED, True, reason, message)
     draft.condition(ConditionType.READY, False, reason, "")
     draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
     draft.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)
     draft.emit("Normal" if succeeded or reason is Reason.CANCELLED else "Warning", reason, message)
+    _finish(observed, draft, reason, message)
+
+
+def _finish(observed: Observed, draft: Draft, reason: Reason, message: str) -> None:
+    stop_running(observed, draft)
+    running = still_running(observed)
+    if not running:
+        draft.set(completion_time=timestamp(draft.now))
+        draft.condition(ConditionType.FINISHED, True, reason, message)
+        return
+    draft.condition(ConditionType.FINISHED, False, Reason.STOPPING, f"Waiting until {running} has ended.")
+    draft.wake_after(LOOK_AGAIN_SECONDS)
 
 
 def _end_stage(status: FineTuneJobStatus, draft: Draft, reason: Reason, message: str) -> None:

@@ -16,15 +16,19 @@ from finetune_operator.decide.finish import finish_succeeded
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.decide.standing import Standing
+from finetune_operator.decide.stopped import renewed_resources
 
 
-def merge_stage(observed: Observed, draft: Draft, run: FrozenRun) -> None:
-    """One pass while the job is trained and nothing is merged yet."""
+def merge_stage(observed: Observed, draft: Draft, run: FrozenRun) -> bool:
+    """One pass while the job is trained and nothing is merged yet. Returns whether the next stage may begin."""
     stage = RoleStage(observed, draft, Role.MERGE)
-    stage.drive(lambda: merge_job(run, stage.attempt), lambda stands: _succeeded(draft, stands, run.plan))
+    return stage.drive(
+        lambda: merge_job(run, stage.attempt, renewed_resources(observed, Role.MERGE)),
+        lambda stands: _succeeded(observed, draft, stands, run.plan),
+    )
 
 
-def _succeeded(draft: Draft, stands: Standing, plan: LaunchPlan) -> None:
+def _succeeded(observed: Observed, draft: Draft, stands: Standing, plan: LaunchPlan) -> bool:
     report = stands.report
     said = report.message if report is not None else ""
     if plan.merge.enabled:
@@ -32,12 +36,12 @@ def _succeeded(draft: Draft, stands: Standing, plan: LaunchPlan) -> None:
     else:
         draft.condition(ConditionType.MERGED, True, Reason.SKIPPED, said or "Nothing to merge; the trained weights are the result.")
     if plan.publish is not None:
-        draft.condition(ConditionType.READY, False, Reason.PENDING)
-        return
+        return True
     found = artifacts(plan, report.facts if report is not None else {})
     draft.set(artifacts=found)
     draft.condition(ConditionType.PUBLISHED, True, Reason.COMPLETED, "The merge wrote the results to where they belong.")
-    finish_succeeded(draft, f"Results are at {', '.join(artifact.path for artifact in found)}.")
+    finish_succeeded(observed, draft, f"Results are at {', '.join(artifact.path for artifact in found)}.")
+    return False
 
 
 def artifacts(plan: LaunchPlan, facts: dict[str, str]) -> list[Artifact]:

@@ -99,6 +99,10 @@ class PodView:
     """A DELETED event was seen: this is the last state before it."""
     deletion_requested: datetime | None = None
     """`deletionTimestamp` less the grace period: when somebody asked for the deletion."""
+    deletion_due: datetime | None = None
+    """`deletionTimestamp`: when its grace period is over. A pod that is still there later is on a node that does not answer."""
+    scheduled: datetime | None = None
+    """When the scheduler found a node for it."""
     disruption: str = ""
     """Reason of the condition `DisruptionTarget`, empty without one."""
     started: datetime | None = None
@@ -203,8 +207,10 @@ class Observed:
     service_exists: bool = False
     claims: frozenset[str] = frozenset()
     """Of the claims in `children.claims.claims_named_by(spec, job name)`, the names of those that exist."""
+    vanishing: tuple[str, ...] = ()
+    """`Kind/name` of objects of an earlier job of this name that have the name of a child and are being deleted."""
     conflicts: tuple[str, ...] = ()
-    """`Kind/name` of objects that stand where a child has to be created and are not ours, as creates met them. Looked up again
+    """`Kind/name` of other objects that have the name of a child and are not ours, as creates met them. Looked up again
     in every pass (they may be removed), since nothing is created while one stands here."""
     live: LiveChildren | None = None
     """Listed whenever `decide.stage.needs_live_list` says so; None: not listed, so no Job of a later attempt is created."""

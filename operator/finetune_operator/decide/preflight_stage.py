@@ -14,33 +14,32 @@ from finetune_operator.children.preflight_job import preflight_job
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.observed import Observed
-from finetune_operator.decide.refusal import refuse, refused_by_user, wait_for_retry, with_reported
 from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.decide.standing import Standing
+from finetune_operator.decide.stopped import renewed_resources, stop, stop_for_user, with_reported
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 """Bytes, as many as a 64-bit number holds."""
 
 
-def preflight_stage(observed: Observed, draft: Draft, run: FrozenRun) -> None:
-    """One pass while the job is not prepared."""
+def preflight_stage(observed: Observed, draft: Draft, run: FrozenRun) -> bool:
+    """One pass while the job is not prepared. Returns whether the next stage may begin."""
     stage = RoleStage(observed, draft, Role.PREFLIGHT)
-    if not wait_for_retry(stage):
-        stage.drive(
-            lambda: preflight_job(run, stage.attempt),
-            lambda stands: _succeeded(observed, draft, stands),
-            lambda failure: _refused(draft, stage, failure),
-        )
+    return stage.drive(
+        lambda: preflight_job(run, stage.attempt, renewed_resources(observed, Role.PREFLIGHT)),
+        lambda stands: _succeeded(observed, draft, stands),
+        lambda failure: _refused(observed, draft, failure),
+    )
 
 
-def _succeeded(observed: Observed, draft: Draft, stands: Standing) -> None:
+def _succeeded(observed: Observed, draft: Draft, stands: Standing) -> bool:
     status, report = observed.job.status, stands.report
     if report is not None:
         _set_memory(draft, report.facts)
     if report is not None and report.outcome is Outcome.REFUSED:
         refused = Failure(FailureClass.USER_CONFIG, report.message, report.hint, findings=tuple(report.findings))
-        refuse(observed, draft, Role.PREFLIGHT, refused)
-        return
+        stop(observed, draft, Role.PREFLIGHT, refused)
+        return False
     if report is not None and status.plan is not None:
         facts = report.facts
         draft.set(
@@ -50,12 +49,12 @@ def _succeeded(observed: Observed, draft: Draft, stands: Standing) -> None:
         )
         draft.find(with_reported(observed, report.findings, Role.PREFLIGHT))
     draft.condition(ConditionType.PREPARED, True, Reason.COMPLETED, report.message if report is not None else "")
-    draft.condition(ConditionType.READY, False, Reason.PENDING)
+    return True
 
 
-def _refused(draft: Draft, stage: RoleStage, failure: Failure) -> bool:
+def _refused(observed: Observed, draft: Draft, failure: Failure) -> bool:
     _set_memory(draft, failure.facts)
-    return refused_by_user(stage, failure)
+    return stop_for_user(observed, draft, Role.PREFLIGHT, failure)
 
 
 def _set_memory(draft: Draft, facts: Mapping[str, str]) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 
 from pydantic import ValidationError
 
 from finetune_job.api.status import ProgressStatus
 from finetune_job.progress import Progress
+from finetune_operator.decide.clock import timestamp
 
 
-def progress_status(progress: Progress) -> ProgressStatus:
+def progress_status(progress: Progress, before: ProgressStatus | None, now: datetime) -> ProgressStatus:
     """What is copied into status; numbers with a fraction as text of six digits."""
+    advanced = before is None or before.step != progress.step or not before.advanced_time
     return ProgressStatus(
+        advanced_time=timestamp(now) if advanced or before is None else before.advanced_time,
         step=progress.step,
         total_steps=progress.total_steps,
         loss=_text(progress.loss),

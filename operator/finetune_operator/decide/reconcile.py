@@ -11,22 +11,25 @@ from datetime import datetime
 
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
+from finetune_job.status.conditions import is_true
+from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.deadlines import active_deadline
 from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.earlier_attempts import delete_earlier_attempts
 from finetune_operator.decide.fetch_stage import fetch_stage
-from finetune_operator.decide.finish import finish_cancelled, finish_failed
+from finetune_operator.decide.finish import conclude, finish_cancelled, finish_failed
 from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
 from finetune_operator.decide.merge_stage import merge_stage
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.preflight_stage import preflight_stage
 from finetune_operator.decide.publish_stage import publish_stage
-from finetune_operator.decide.refusal import was_refused
 from finetune_operator.decide.retention import retain
-from finetune_operator.decide.stage import attempt_of, current_role, delete_earlier_attempts, is_terminal
-from finetune_operator.decide.suspend import suspend
+from finetune_operator.decide.stage import CONDITION, attempt_of, is_ended, is_started, is_terminal
+from finetune_operator.decide.stopped import keeps_retry, wait_for_retry
+from finetune_operator.decide.suspend import resume, suspend
 from finetune_operator.decide.train_stage import train_stage
-from finetune_operator.decide.validate_stage import LOOK_AGAIN_SECONDS, is_established, missing_claims, validate_stage
+from finetune_operator.decide.validate_stage import LOOK_AGAIN_SECONDS, has_begun, missing_claims, validate_stage
 
 _STAGES = {
     Role.FETCH: fetch_stage,
@@ -46,34 +49,36 @@ def reconcile(observed: Observed, now: datetime) -> Actions:
     if is_terminal(job.status):
         retain(observed, draft)
         return draft.actions()
-    if job.spec is not None and not was_refused(job.status):
+    if is_ended(job.status):
+        conclude(observed, draft)
+        return draft.actions()
+    if job.spec is not None and not keeps_retry(job.status):
         draft.set(retry_handled=max(job.spec.run.retry, job.status.retry_handled))
     if job.spec is not None and job.spec.run.cancel:
         finish_cancelled(observed, draft)
-    elif not is_established(job.status):
+    elif not is_started(job.status) or not has_begun(observed):
         _before_the_first_child(observed, draft)
     elif job.spec is None:
         draft.stall(Reason.INVALID_SPEC, f"The manifest is not valid any more: {job.spec_error}")
     elif job.spec.run.suspend:
         suspend(observed, draft)
     else:
+        resume(observed, draft)
         _go_on(observed, draft)
     return draft.actions()
 
 
 def _before_the_first_child(observed: Observed, draft: Draft) -> None:
-    trouble = _conflict(observed)
-    if trouble:
-        draft.stall(Reason.CONFLICT, trouble)
-        draft.wake_after(LOOK_AGAIN_SECONDS)
-    else:
-        validate_stage(observed, draft)
+    if _waits_for_name(observed, draft):
+        return
+    run = validate_stage(observed, draft)
+    if run is not None:
+        _run_stages(observed, draft, run)
 
 
 def _go_on(observed: Observed, draft: Draft) -> None:
     """A started job that nobody holds back."""
     job = observed.job
-    draft.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)
     deadline = active_deadline(job.spec.run, job.status) if job.spec is not None else None
     if deadline is not None:
         if draft.now >= deadline:
@@ -87,10 +92,7 @@ def _go_on(observed: Observed, draft: Draft) -> None:
     if isinstance(frozen, PlanLost):
         draft.stall(Reason.PLAN_LOST, frozen.message)
         return
-    trouble = _conflict(observed)
-    if trouble:
-        draft.stall(Reason.CONFLICT, trouble)
-        draft.wake_after(LOOK_AGAIN_SECONDS)
+    if _waits_for_name(observed, draft):
         return
     missing = missing_claims(observed, template_counts=True)
     if missing:
@@ -98,11 +100,36 @@ def _go_on(observed: Observed, draft: Draft) -> None:
         draft.wake_after(LOOK_AGAIN_SECONDS)
         return
     draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
-    _STAGES[current_role(job.status)](observed, draft, frozen)
+    _run_stages(observed, draft, frozen)
+
+
+def _run_stages(observed: Observed, draft: Draft, run: FrozenRun) -> None:
+    """The first stage that is not done, and in the same pass the next ones for as long as each is found done."""
+    for role, stage in _STAGES.items():
+        if is_true(observed.job.status.conditions, CONDITION[role]):
+            continue
+        if role is Role.FETCH and run.plan.fetch is None:
+            draft.condition(ConditionType.FETCHED, True, Reason.SKIPPED, "Model and data are on claims.")
+            continue
+        if wait_for_retry(observed, draft, role) or not stage(observed, draft, run):
+            return
+
+
+def _waits_for_name(observed: Observed, draft: Draft) -> bool:
+    """Whether no child may be created: a name is taken, or a Job of an attempt exists that this status has not come to yet."""
+    if observed.vanishing:
+        said = f"{', '.join(observed.vanishing)} of an earlier job of this name is still being deleted."
+        draft.condition(ConditionType.READY, False, Reason.PENDING, said)
+        draft.wake_after(LOOK_AGAIN_SECONDS)
+        return True
+    taken = _conflict(observed)
+    if taken:
+        draft.stall(Reason.CONFLICT, taken)
+        draft.wake_after(LOOK_AGAIN_SECONDS)
+    return bool(taken)
 
 
 def _conflict(observed: Observed) -> str:
-    """Why no child may be created: a name is taken, or a Job of an attempt exists that this status has not come to yet."""
     if observed.conflicts:
         return f"{', '.join(observed.conflicts)} exists and does not belong to this job. Delete it, or give the job another name."
     ahead = [job.name for job in observed.batch_jobs if job.attempt > attempt_of(observed.job.status, job.role)]

@@ -1,53 +1,189 @@
-"""The one table of what follows a failure, and the budgets."""
+"""The one table of what follows a failure: evidence, whether it is tried again and how often, the pauses, and the advice.
+
+`python -m finetune_operator.decide.failure_table` writes it as docs/failures.md.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 
 from finetune_job.api.status import Restarts
 from finetune_job.failures import FailureClass
+from finetune_job.names import Role
+from finetune_operator.decide.clock import moment_after, timestamp
+
+FIRST_PAUSE_SECONDS = 10.0
+LONGEST_PAUSE_SECONDS = 300.0
+MOST_IN_A_ROW = 50
+"""Uncounted restarts without progress in between: a job that is disturbed more often gains nothing by its start-ups."""
+JITTER = 0.2
+"""Pauses are shortened by up to this share, differently for each job, so that a thousand jobs do not come back at once."""
+_DAY = 86_400
 
 
 class Retry(Enum):
     """Whether a class of failure is tried again."""
 
-    NEVER = "it would fail again"
-    COUNTED = "within spec.run.maxRestarts"
-    UNCOUNTED = "not the job's fault, within an absolute limit"
+    NEVER = "no"
+    COUNTED = "counted"
+    UNCOUNTED = "not counted"
 
 
-RETRY: dict[FailureClass, Retry] = {
-    FailureClass.USER_CONFIG: Retry.NEVER,
-    FailureClass.USER_DATA: Retry.NEVER,
-    FailureClass.USER_MODEL: Retry.NEVER,
-    FailureClass.NON_FINITE: Retry.NEVER,
-    FailureClass.DEVICE_OUT_OF_MEMORY: Retry.NEVER,
-    FailureClass.HOST_OUT_OF_MEMORY: Retry.NEVER,
-    FailureClass.VERIFICATION_FAILED: Retry.NEVER,
-    FailureClass.PLAN_MISMATCH: Retry.NEVER,
-    FailureClass.DESTINATION_REFUSED: Retry.NEVER,
-    FailureClass.COLLECTIVE: Retry.COUNTED,
-    FailureClass.INTERNAL: Retry.COUNTED,
-    FailureClass.STALLED: Retry.COUNTED,
-    FailureClass.SOURCE_UNAVAILABLE: Retry.COUNTED,
-    FailureClass.DESTINATION_UNAVAILABLE: Retry.COUNTED,
-    FailureClass.CHECKPOINT_INVALID: Retry.COUNTED,
-    # The next attempt removes what an interrupted save left behind, which may be what filled the disk.
-    FailureClass.DISK_FULL: Retry.COUNTED,
-    FailureClass.PREEMPTED: Retry.UNCOUNTED,
-    FailureClass.INFRASTRUCTURE: Retry.UNCOUNTED,
-    FailureClass.NODE_LOST: Retry.UNCOUNTED,
-    FailureClass.REJECTED: Retry.UNCOUNTED,
-    FailureClass.IMAGE_PULL: Retry.UNCOUNTED,
-    FailureClass.MOUNT: Retry.UNCOUNTED,
-    FailureClass.ADMISSION: Retry.UNCOUNTED,
-    FailureClass.UNKNOWN: Retry.UNCOUNTED,
+@dataclass(frozen=True)
+class Policy:
+    """What follows one class of failure."""
+
+    retry: Retry
+    evidence: str
+    """How the class is recognised."""
+    advice: str = ""
+    """What to change; said where the container itself left no hint."""
+    first_pause: float = FIRST_PAUSE_SECONDS
+    longest_pause: float = LONGEST_PAUSE_SECONDS
+    most_in_a_row: int = MOST_IN_A_ROW
+    """Of uncounted restarts without progress."""
+    longest_seconds: int | None = None
+    """Of uncounted restarts without progress: given up after so long instead of after so many."""
+    outside: bool = False
+    """The cause lies outside the job, so a training that is given up is stalled with its checkpoints, and never failed."""
+
+
+_N, _C, _U = Retry.NEVER, Retry.COUNTED, Retry.UNCOUNTED
+
+POLICY: dict[FailureClass, Policy] = {
+    FailureClass.USER_CONFIG: Policy(
+        _N, "Reported by the container.", "Correct the setting that the message names and apply a new job."
+    ),
+    FailureClass.USER_DATA: Policy(_N, "Reported by the container.", "Correct the data set that spec.data.source names."),
+    FailureClass.USER_MODEL: Policy(
+        _N,
+        "Reported by the container.",
+        "Check the model directory that spec.model.source names: config.json, weights and tokenizer.",
+    ),
+    FailureClass.NON_FINITE: Policy(
+        _N,
+        "Reported by a rank: the loss or the gradient norm is NaN or infinite.",
+        "Lower spec.training.learningRate or spec.training.maxGradNorm, or raise spec.training.warmupRatio; look for records that "
+        "are empty or damaged.",
+    ),
+    FailureClass.DEVICE_OUT_OF_MEMORY: Policy(
+        _N,
+        "Reported by a rank.",
+        "Lower spec.training.microBatchSize or spec.data.maxSequenceLength, set spec.training.activationCheckpointing: Full, "
+        "or raise spec.parallelism.nodes.",
+    ),
+    FailureClass.HOST_OUT_OF_MEMORY: Policy(
+        _N,
+        "The container's reason is `OOMKilled`, or a rank reports it.",
+        "Use a profile with more memory for this role, or lower spec.training.microBatchSize.",
+    ),
+    FailureClass.VERIFICATION_FAILED: Policy(
+        _N, "Reported by the merge.", "Read verification.json beside the quarantined model before you use it."
+    ),
+    FailureClass.PLAN_MISMATCH: Policy(
+        _N,
+        "Reported by the container: the plan file does not have the digest of its arguments.",
+        "Somebody changed the plan's ConfigMap: restore its content and increase spec.run.retry.",
+        outside=True,
+    ),
+    FailureClass.DESTINATION_REFUSED: Policy(
+        _N, "Reported by the publication.", "Check spec.output.destination and the Secret that spec.output.secretRef names."
+    ),
+    FailureClass.COLLECTIVE: Policy(
+        _C,
+        "Reported by a rank, and no other rank reports anything better: it is most often the echo of another failure.",
+        "Look at the logs of the other ranks on the workspace and at the network between the nodes.",
+    ),
+    FailureClass.INTERNAL: Policy(
+        _C,
+        "An exception without a class of its own, an unknown exit code, or SIGKILL that was not for memory.",
+        "Read the exception and the logs of the failing rank on the workspace.",
+    ),
+    FailureClass.STALLED: Policy(
+        _C,
+        "Reported by the ranks' watchdog (training.stepTimeoutSeconds), or no new step within run.stallDeadlineSeconds.",
+        "Read the stacks of the ranks on the workspace, or raise spec.training.stepTimeoutSeconds.",
+    ),
+    FailureClass.CHECKPOINT_INVALID: Policy(
+        _C, "Reported by a rank.", "Look at the checkpoints on the workspace; a claim that loses writes damages them."
+    ),
+    FailureClass.DISK_FULL: Policy(
+        _C,
+        "Reported by the container.",
+        "Enlarge the claim, or lower spec.checkpoint.keep.",
+        first_pause=60.0,
+        outside=True,
+    ),
+    FailureClass.SOURCE_UNAVAILABLE: Policy(
+        _U,
+        "Reported by the fetch: the Hub or object store did not answer, or not with what was asked for.",
+        "Check that the hub or object store of the profile can be reached from the cluster.",
+        first_pause=30.0,
+        longest_seconds=_DAY,
+        outside=True,
+    ),
+    FailureClass.DESTINATION_UNAVAILABLE: Policy(
+        _U,
+        "Reported by the publication: the destination did not answer, or broke off.",
+        "Check that the destination can be reached from the cluster.",
+        first_pause=30.0,
+        longest_seconds=_DAY,
+        outside=True,
+    ),
+    FailureClass.PREEMPTED: Policy(_U, "The container ended on SIGTERM, with exit code 50 or 143.", outside=True),
+    FailureClass.INFRASTRUCTURE: Policy(
+        _U,
+        "The pod was evicted, preempted or deleted by somebody else, or its Job was.",
+        "Look at the nodes that the pods ran on.",
+        outside=True,
+    ),
+    FailureClass.NODE_LOST: Policy(
+        _U,
+        "The taint manager or the pod garbage collector deletes the pod, or the pod is still there after its grace period.",
+        "Look at the node that the message names.",
+        outside=True,
+    ),
+    FailureClass.REJECTED: Policy(
+        _U,
+        "The kubelet failed the pod before any container ran: `UnexpectedAdmissionError`, `OutOfcpu`, `OutOfmemory`, ...",
+        "Look at the node: its kubelet had no room for the pod, or a device plugin failed.",
+        outside=True,
+    ),
+    FailureClass.IMAGE_PULL: Policy(
+        _U,
+        "`ImagePullBackOff` and the like beyond run.startupDeadlineSeconds; said at once, and the kubelet goes on trying.",
+        "Check the image of the profile and the pull secrets of its registry.",
+        longest_pause=3600.0,
+        most_in_a_row=5,
+        outside=True,
+    ),
+    FailureClass.MOUNT: Policy(
+        _U,
+        "`FailedMount` and the like beyond run.startupDeadlineSeconds; said at once, and the kubelet goes on trying.",
+        "Create the volume, Secret or ConfigMap that the message names.",
+        longest_pause=3600.0,
+        most_in_a_row=5,
+        outside=True,
+    ),
+    FailureClass.ADMISSION: Policy(
+        _U,
+        "The API server refuses the Job's pods beyond run.startupDeadlineSeconds, other than for a quota; said at once.",
+        "Have the policy that the message names allow the pods of this profile.",
+        longest_pause=3600.0,
+        most_in_a_row=5,
+        outside=True,
+    ),
+    FailureClass.UNKNOWN: Policy(
+        _U,
+        "A pod failed and left no evidence.",
+        "No evidence was left; read the logs on the workspace.",
+        most_in_a_row=10,
+        outside=True,
+    ),
 }
-
-UNCOUNTED_LIMIT = 50
-"""Restarts for which the job is not to blame: a job that is preempted more often makes no progress that is worth its start-ups."""
-FIRST_BACKOFF_SECONDS = 10.0
-LONGEST_BACKOFF_SECONDS = 300.0
 
 
 class Verdict(Enum):
@@ -58,28 +194,60 @@ class Verdict(Enum):
     STOP = "stop: it would fail again"
     EXHAUSTED = "stop: the budget is used up"
 
+    @property
+    def restarts(self) -> bool:
+        """Whether another attempt follows."""
+        return self in (Verdict.RESTART_COUNTED, Verdict.RESTART_UNCOUNTED)
 
-def verdict(failure: FailureClass, restarts: Restarts, max_restarts: int) -> Verdict:
-    """What follows a failure of this class after so many restarts."""
-    retry = RETRY[failure]
-    if retry is Retry.NEVER:
+
+def verdict(failure: FailureClass, restarts: Restarts, max_restarts: int, now: datetime) -> Verdict:
+    """What follows a failure of this class after so many restarts of the same role."""
+    policy = POLICY[failure]
+    if policy.retry is Retry.NEVER:
         return Verdict.STOP
-    if retry is Retry.COUNTED:
+    if policy.retry is Retry.COUNTED:
         return Verdict.RESTART_COUNTED if restarts.counted < max_restarts else Verdict.EXHAUSTED
-    return Verdict.RESTART_UNCOUNTED if restarts.uncounted < UNCOUNTED_LIMIT else Verdict.EXHAUSTED
+    return Verdict.EXHAUSTED if _is_given_up(policy, restarts, now) else Verdict.RESTART_UNCOUNTED
 
 
-def after(decision: Verdict, restarts: Restarts) -> Restarts:
+def _is_given_up(policy: Policy, restarts: Restarts, now: datetime) -> bool:
+    if policy.longest_seconds is None:
+        return restarts.in_a_row >= policy.most_in_a_row
+    until = moment_after(restarts.in_a_row_since, policy.longest_seconds) if restarts.in_a_row else None
+    return until is not None and now >= until
+
+
+def with_progress(restarts: Restarts, checkpoint_step: int | None) -> Restarts:
+    """The counters once it is known which checkpoint is the newest: a newer one than at the last failure ends the row."""
+    if checkpoint_step is None or (restarts.at_checkpoint is not None and checkpoint_step <= restarts.at_checkpoint):
+        return restarts
+    return restarts.model_copy(update={"in_a_row": 0, "in_a_row_since": "", "at_checkpoint": checkpoint_step})
+
+
+def after(decision: Verdict, restarts: Restarts, now: datetime) -> Restarts:
     """The counters after a decision."""
-    return Restarts(
-        counted=restarts.counted + (decision is Verdict.RESTART_COUNTED),
-        uncounted=restarts.uncounted + (decision is Verdict.RESTART_UNCOUNTED),
+    if not decision.restarts:
+        return restarts
+    return restarts.model_copy(
+        update={
+            "counted": restarts.counted + (decision is Verdict.RESTART_COUNTED),
+            "uncounted": restarts.uncounted + (decision is Verdict.RESTART_UNCOUNTED),
+            "in_a_row": restarts.in_a_row + 1,
+            "in_a_row_since": restarts.in_a_row_since or timestamp(now),
+        }
     )
 
 
-def backoff_seconds(restarts: Restarts) -> float:
-    """Pause before the next attempt: none before the first restart, then doubling."""
-    earlier = restarts.counted + restarts.uncounted - 1
-    if earlier <= 0:
-        return 0.0
-    return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(earlier - 1, 16), LONGEST_BACKOFF_SECONDS)
+def pause_seconds(failure: FailureClass, restarts: Restarts, role: Role, seed: str) -> float:
+    """Pause before the next attempt, doubling with every restart in a row. `seed`: what the jitter is drawn from.
+
+    The first restart of a gang has none: a node was lost or a rank crashed, and every second costs all of its accelerators.
+    """
+    policy = POLICY[failure]
+    earlier = max(restarts.in_a_row - 1, 0)
+    if role is Role.TRAIN and policy.first_pause == FIRST_PAUSE_SECONDS:
+        if earlier == 0:
+            return 0.0
+        earlier -= 1
+    drawn = int.from_bytes(hashlib.sha256(f"{seed}/{role}/{restarts.in_a_row}".encode()).digest()[:4], "big") / 2**32
+    return float(min(policy.first_pause * 2.0 ** min(earlier, 16), policy.longest_pause)) * (1.0 - JITTER * drawn)

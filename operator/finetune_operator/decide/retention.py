@@ -16,6 +16,13 @@ def stop_running(observed: Observed, draft: Draft) -> None:
             draft.delete(batch_job)
 
 
+def still_running(observed: Observed) -> str:
+    """What of an ended job can still run, on which nodes; empty: nothing."""
+    jobs = [f"Job {job.name}" for job in observed.batch_jobs if not ends_by_itself(job, observed.pods_of(job.role, job.attempt))]
+    pods = [f"pod {pod.name} on node {pod.node or 'unknown'}" for pod in observed.pods if not pod.is_terminal]
+    return ", ".join((pods or jobs)[:4])
+
+
 def retain(observed: Observed, draft: Draft) -> None:
     """Delete Jobs that still run, and every child once the time to live is over. Creates nothing."""
     job = observed.job

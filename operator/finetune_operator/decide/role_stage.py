@@ -1,28 +1,39 @@
-"""What the stages of all roles have in common: create the Job, wait for it under its deadline, try again or give up."""
+"""What the stages of all roles have in common: create the Job, wait for it under its deadlines, try again or give up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from finetune_job.api.status import Attempt
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.status.conditions import find
-from finetune_operator.decide.attempts import closed
+from finetune_operator.decide.attempts import End, closed, interrupted, latest_of, opened, record_of
+from finetune_operator.decide.blocked import say_remains, wait_for_refused_create
 from finetune_operator.decide.classify import Failure
+from finetune_operator.decide.clock import moment_after, timestamp
 from finetune_operator.decide.deadlines import startup_deadline
 from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.earlier_attempts import remains
 from finetune_operator.decide.finish import finish_failed
 from finetune_operator.decide.observed import BatchJobView, Observed
-from finetune_operator.decide.restart_policy import Verdict, after, verdict
-from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of, left_of_earlier_attempts
+from finetune_operator.decide.pending import Pending
+from finetune_operator.decide.restart_policy import POLICY, Verdict, after, pause_seconds, verdict, with_progress
+from finetune_operator.decide.restarts import newest_checkpoint, restarts_of, with_restarts
+from finetune_operator.decide.retention import stop_running
+from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
 from finetune_operator.decide.standing import Standing, State, standing
+from finetune_operator.decide.stopped import begin_again, stop
 
-LOOK_AGAIN_SECONDS = 5.0
-"""While an earlier attempt disappears."""
-_REASONS = {FailureClass.VERIFICATION_FAILED: Reason.VERIFICATION_FAILED}
+QUIET_SECONDS = 5.0
+"""Pods that only take so long to start are not worth a status write."""
+_WAITING = {
+    FailureClass.SOURCE_UNAVAILABLE: Reason.WAITING_FOR_SOURCE,
+    FailureClass.DESTINATION_UNAVAILABLE: Reason.WAITING_FOR_DESTINATION,
+}
 
 
 @dataclass(frozen=True)
@@ -32,97 +43,194 @@ class RoleStage:
     observed: Observed
     draft: Draft
     role: Role
-    waits_on: bool = False
-    """Whether pods that do not start in time stall the job, until they do, instead of ending it."""
+    nodes: int = 1
+    """Pods of its Job."""
 
     @property
     def attempt(self) -> int:
         """Number of the current attempt."""
         return attempt_of(self.observed.job.status, self.role)
 
+    @property
+    def record(self) -> Attempt | None:
+        """What status knows of the current attempt."""
+        return record_of(self.observed.job.status, self.role, self.attempt)
+
+    def standing(self) -> Standing:
+        """How the Job of the current attempt stands."""
+        before = find(self.observed.job.status.conditions, CONDITION[self.role])
+        # The first release kept no records of roles other than training: there the condition tells.
+        unrecorded = self.role is not Role.TRAIN and latest_of(self.observed.job.status, self.role) is None
+        was_seen = self.record is not None or (unrecorded and before is not None and before.reason == Reason.RUNNING)
+        return standing(self.observed, self.role, self.attempt, self.nodes, was_seen=was_seen, now=self.draft.now)
+
     def say(self, reason: Reason, message: str = "") -> None:
         """Set the condition of this stage, which is not done."""
         self.draft.condition(CONDITION[self.role], None, reason, message)
 
-    def create(self, build: Callable[[], list[Mapping[str, Any]]]) -> None:
-        """Create the Job of the current attempt, once nothing of an earlier one is left."""
-        left = left_of_earlier_attempts(self.observed)
-        if left:
-            self.say(Reason.RESTARTING, left)
-            self.draft.condition(ConditionType.READY, False, Reason.RESTARTING, left)
-            self.draft.wake_after(LOOK_AGAIN_SECONDS)
-            return
-        for body in build():
-            self.draft.create(body)
-        self.say(Reason.WAITING_FOR_PODS, f"Attempt {self.attempt} is being created.")
-        self.draft.condition(ConditionType.READY, False, Reason.WAITING_FOR_PODS)
-
     def drive(
         self,
         build: Callable[[], Mapping[str, Any]],
-        succeeded: Callable[[Standing], None],
+        succeeded: Callable[[Standing], bool],
         refused: Callable[[Failure], bool] = lambda _failure: False,
-    ) -> None:
-        """One pass over the Job of a single pod. `refused`: whether it has dealt with a failure that a human has to mend."""
-        before = find(self.observed.job.status.conditions, CONDITION[self.role])
-        was_seen = before is not None and before.reason == Reason.RUNNING
-        stands = standing(self.observed, self.role, self.attempt, 1, was_seen=was_seen, now=self.draft.now)
+    ) -> bool:
+        """One pass over the Job of a single pod.
+
+        Args:
+            build: the Job to create.
+            succeeded: says what has been reached, and returns whether the next stage may begin.
+            refused: whether it has dealt with a failure that only a human can fix.
+
+        Returns:
+            Whether the stage is done.
+        """
+        stands = self.standing()
         if stands.state is State.ABSENT:
             self.create(lambda: [build()])
         elif stands.state is State.SUCCEEDED:
-            succeeded(stands)
+            self.close("Succeeded")
+            return succeeded(stands)
         elif stands.failure is not None:
             if not refused(stands.failure):
                 self.fail(stands.failure, stands.batch_job)
         elif stands.batch_job is not None:
             self.wait(stands, stands.batch_job)
+        return False
+
+    def create(self, build: Callable[[], list[Mapping[str, Any]]]) -> None:
+        """Create the Job of the current attempt, once its pause is over and nothing of an earlier one is left."""
+        left = remains(self.observed, self.draft, self.role, self.nodes)
+        if left is not None:
+            say_remains(self.observed, self.draft, self.role, left)
+            return
+        if self._pauses() or wait_for_refused_create(self.observed, self.draft, CONDITION[self.role]):
+            return
+        for body in build():
+            self.draft.create(body)
+        if self.observed.refused is None:
+            self.say(Reason.WAITING_FOR_PODS, f"Attempt {self.attempt} is being created.")
+            self.draft.condition(ConditionType.READY, False, Reason.WAITING_FOR_PODS)
 
     def wait(self, stands: Standing, batch_job: BatchJobView) -> None:
-        """Say what the Job is doing, and end the job where its pods take too long to start."""
-        spec = self.observed.job.spec
+        """Say what the Job is doing, and give it up if its pods have a node and take too long to start."""
         if stands.look_again is not None:
             self.draft.wake_at(stands.look_again)
-        if stands.state is State.WAITING and spec is not None:
-            deadline = startup_deadline(spec.run, batch_job)
-            if self.draft.now >= deadline:
-                message = f"Not all pods of {self.role} ran within {spec.run.startup_deadline_seconds} s. {stands.pending}"
-                if self.waits_on:
-                    self.say(Reason.WAITING_FOR_PODS, stands.pending)
-                    self.draft.stall(Reason.STARTUP_DEADLINE_EXCEEDED, message)
-                else:
-                    finish_failed(self.observed, self.draft, Reason.STARTUP_DEADLINE_EXCEEDED, message)
-                return
-            self.draft.wake_at(deadline)
-        if stands.state in (State.WAITING, State.QUEUED):
-            self.say(Reason.WAITING_FOR_PODS, stands.pending)
-            self.draft.condition(ConditionType.READY, False, Reason.WAITING_FOR_PODS, stands.pending)
-        elif stands.state is State.RUNNING:
+        if stands.state in (State.WAITING, State.QUEUED) and stands.pending is not None:
+            self._wait_for_pods(stands, batch_job, stands.pending)
+            return
+        self.open(batch_job)
+        if stands.state is State.RUNNING:
             self.say(Reason.RUNNING, f"Attempt {self.attempt} runs.")
             self.draft.condition(ConditionType.READY, True, Reason.RUNNING)
         else:
             self.say(Reason.RUNNING, f"Attempt {self.attempt} fails; waiting for the cause.")
             self.draft.condition(ConditionType.READY, False, Reason.RUNNING)
 
+    def open(self, batch_job: BatchJobView) -> None:
+        """Record that the pods of this attempt run."""
+        if self.record is None:
+            self.draft.set(attempts=opened(self.observed.job.status, self.role, self.attempt, batch_job.created))
+
+    def close(self, outcome: Literal["Succeeded", "Failed"], failure: Failure | None = None, *, counted: bool = False) -> None:
+        """Record the end of this attempt."""
+        end = End(outcome, self.draft.now, failure, counted)
+        self.draft.set(attempts=closed(self.observed.job.status, self.role, self.attempt, end))
+
     def fail(self, failure: Failure, batch_job: BatchJobView | None) -> None:
-        """Restart or stop, as the policy says. The new number and the evidence are written before the old Job is deleted."""
+        """Restart or give up, as the policy says. The new number and the evidence are written before the old Job is deleted."""
         status, spec = self.observed.job.status, self.observed.job.spec
         if spec is None:
             return
-        decision = verdict(failure.failure, status.restarts, spec.run.max_restarts)
-        restarts = decision in (Verdict.RESTART_COUNTED, Verdict.RESTART_UNCOUNTED)
-        if self.role is Role.TRAIN:
-            self.draft.set(
-                attempts=closed(
-                    status, self.attempt, self.draft.now, "Failed", failure, counted=decision is Verdict.RESTART_COUNTED
-                )
-            )
-        if not restarts:
-            reason = Reason.RESTARTS_EXHAUSTED if decision is Verdict.EXHAUSTED else _REASONS.get(failure.failure, Reason.FAILED)
-            finish_failed(self.observed, self.draft, reason, failure.text)
+        restarts = with_progress(restarts_of(status, self.role), newest_checkpoint(status, self.role))
+        decision = verdict(failure.failure, restarts, spec.run.max_restarts, self.draft.now)
+        self.close("Failed", failure, counted=decision is Verdict.RESTART_COUNTED)
+        if not decision.restarts:
+            self._give_up(failure, decision)
             return
-        self.draft.set(**{ATTEMPT_FIELD[self.role]: self.attempt + 1}, restarts=after(decision, status.restarts))
-        self.say(Reason.RESTARTING, f"Attempt {self.attempt} failed: {failure.text}")
-        self.draft.condition(ConditionType.READY, False, Reason.RESTARTING, failure.text)
+        following = after(decision, restarts, self.draft.now)
+        self.draft.set(**{ATTEMPT_FIELD[self.role]: self.attempt + 1}, **with_restarts(status, self.role, following))
+        pause = pause_seconds(failure.failure, following, self.role, self.observed.job.uid)
+        reason = _WAITING.get(failure.failure, Reason.BACKING_OFF) if pause else Reason.RESTARTING
+        self.say(reason, f"Attempt {self.attempt} failed: {failure.text}{self._outlook(failure.failure, pause)}")
+        self.draft.condition(ConditionType.READY, False, reason, failure.text)
         self.draft.emit("Warning", Reason.RESTARTING, f"Attempt {self.attempt} of {self.role} failed: {failure.text}")
         if batch_job is not None:
             self.draft.delete(batch_job)
+
+    def _wait_for_pods(self, stands: Standing, batch_job: BatchJobView, pending: Pending) -> None:
+        spec, now = self.observed.job.spec, self.draft.now
+        if stands.state is State.QUEUED:
+            self._count_preemption()
+        elif not pending.is_capacity and spec is not None:
+            deadline = startup_deadline(spec.run, batch_job, stands.pods)
+            if now >= deadline:
+                self._did_not_start(pending, batch_job, spec.run.startup_deadline_seconds)
+                return
+            self.draft.wake_at(deadline)
+        age = (now - batch_job.created).total_seconds()
+        if not pending.is_trouble and age < QUIET_SECONDS:
+            self.draft.wake_after(QUIET_SECONDS - age)
+            return
+        if pending.is_trouble and stands.state is not State.QUEUED:
+            self.draft.warn_once(CONDITION[self.role], pending.reason, pending.text)
+        self.say(pending.reason, pending.text)
+        self.draft.condition(ConditionType.READY, False, pending.reason, pending.text)
+
+    def _did_not_start(self, pending: Pending, batch_job: BatchJobView, seconds: int) -> None:
+        """All pods have a node and do not start: the end of a job that has trained nothing yet, and never of another.
+
+        A gang is given up, because its other pods hold accelerators; a single CPU pod goes on by itself once the cause is fixed.
+        """
+        message = f"Not all pods of {self.role} ran within {seconds} s of being placed. {pending.text}"
+        if self.role in (Role.MERGE, Role.PUBLISH):
+            if not begin_again(self.observed, self.draft, self.role):
+                self.say(pending.reason, pending.text)
+                self.draft.stall(Reason.STARTUP_DEADLINE_EXCEEDED, message)
+        elif self.role is Role.TRAIN and newest_checkpoint(self.observed.job.status, Role.TRAIN) is not None:
+            self.fail(Failure(pending.failure, message, POLICY[pending.failure].advice), batch_job)
+        else:
+            finish_failed(self.observed, self.draft, Reason.STARTUP_DEADLINE_EXCEEDED, message)
+
+    def _count_preemption(self) -> None:
+        """A queue took back the room that the attempt ran in: an interruption that counts for nothing, told once."""
+        before = find(self.observed.job.status.conditions, CONDITION[self.role])
+        if self.record is not None and before is not None and before.reason == Reason.RUNNING:
+            self.draft.set(attempts=interrupted(self.observed.job.status, self.record))
+            said = f"The queue has preempted attempt {self.attempt} of {self.role}; it goes on once it is admitted again."
+            self.draft.emit("Warning", Reason.QUEUED, said)
+
+    def _give_up(self, failure: Failure, decision: Verdict) -> None:
+        if failure.failure is FailureClass.VERIFICATION_FAILED:
+            finish_failed(self.observed, self.draft, Reason.VERIFICATION_FAILED, failure.text)
+        elif self.role is Role.TRAIN and not POLICY[failure.failure].outside:
+            reason = Reason.RESTARTS_EXHAUSTED if decision is Verdict.EXHAUSTED else Reason.FAILED
+            finish_failed(self.observed, self.draft, reason, failure.text)
+        else:
+            stop(self.observed, self.draft, self.role, failure)
+            # Pods that wait for something hold what the others of the gang could use.
+            stop_running(self.observed, self.draft)
+
+    def _pauses(self) -> bool:
+        """Whether the pause after the latest failure lasts; the condition says so since that failure."""
+        status = self.observed.job.status
+        latest = latest_of(status, self.role)
+        restarts = restarts_of(status, self.role)
+        if latest is None or latest.outcome != "Failed" or latest.failure is None or not restarts.in_a_row:
+            return False
+        until = moment_after(latest.end_time, pause_seconds(latest.failure, restarts, self.role, self.observed.job.uid))
+        if until is None or self.draft.now >= until:
+            return False
+        self.draft.wake_at(until)
+        return True
+
+    def _outlook(self, failure: FailureClass, pause: float) -> str:
+        if not pause:
+            return ""
+        following = moment_after(timestamp(self.draft.now), pause)
+        said = f" The next attempt starts at {timestamp(following)}." if following is not None else ""
+        policy = POLICY[failure]
+        restarts = restarts_of(self.observed.job.status, self.role)
+        if policy.longest_seconds is not None:
+            end = moment_after(restarts.in_a_row_since or timestamp(self.draft.now), policy.longest_seconds)
+            said += f" It is tried until {timestamp(end)}." if end is not None else ""
+        return said

@@ -5,9 +5,7 @@ from __future__ import annotations
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType
-from finetune_job.status.conditions import is_true
-from finetune_operator.decide.draft import Draft
-from finetune_operator.decide.observed import Observed
+from finetune_job.status.conditions import find, is_true
 
 ATTEMPT_FIELD = {
     Role.FETCH: "fetch_attempt",
@@ -27,8 +25,14 @@ CONDITION = {
 """The condition that a role's Job brings about, in the order of the roles."""
 
 
+def is_ended(status: FineTuneJobStatus) -> bool:
+    """Whether the outcome of the job is decided, one way or the other: nothing is created any more."""
+    succeeded = find(status.conditions, ConditionType.SUCCEEDED)
+    return is_terminal(status) or (succeeded is not None and succeeded.status != "Unknown")
+
+
 def is_terminal(status: FineTuneJobStatus) -> bool:
-    """Whether the job has ended for good, one way or the other."""
+    """Whether the job has ended and nothing of it runs any more."""
     return is_true(status.conditions, ConditionType.FINISHED)
 
 
@@ -45,33 +49,3 @@ def current_role(status: FineTuneJobStatus) -> Role:
 def attempt_of(status: FineTuneJobStatus, role: Role) -> int:
     """Number of the current attempt of a role, from 0."""
     return int(getattr(status, ATTEMPT_FIELD[role]))
-
-
-def delete_earlier_attempts(observed: Observed, draft: Draft) -> None:
-    """Delete Jobs whose number has been passed on: the status says so already, whoever was to delete them."""
-    for batch_job in observed.batch_jobs:
-        if batch_job.attempt < attempt_of(observed.job.status, batch_job.role):
-            draft.delete(batch_job)
-
-
-def needs_live_list(observed: Observed) -> bool:
-    """Whether the next Job may only be created after a live list has shown that nothing of an earlier attempt runs."""
-    status, spec = observed.job.status, observed.job.spec
-    if is_terminal(status) or not is_started(status) or spec is None or spec.run.suspend:
-        return False
-    role = current_role(status)
-    attempt = attempt_of(status, role)
-    return attempt > 0 and observed.batch_job(role, attempt) is None
-
-
-def left_of_earlier_attempts(observed: Observed) -> str:
-    """What still has to disappear before the next Job may be created; empty where nothing is left."""
-    if not needs_live_list(observed):
-        return ""
-    if observed.live is None:
-        return "The pods of the earlier attempt have not been looked up yet."
-    role = current_role(observed.job.status)
-    ended = {job.name for job in observed.batch_jobs if job.role is not role}
-    left = [f"Job {job.name}" for job in observed.live.batch_jobs if job.name not in ended]
-    left += [f"pod {pod.name}" for pod in observed.live.running_pods]
-    return f"Waiting until the earlier attempt is gone: {', '.join(left[:4])}." if left else ""

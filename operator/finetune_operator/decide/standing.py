@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import Enum
 
 from finetune_job.failures import FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_job.names import Role
-from finetune_operator.decide.classify import Failure, classify, failures_of
+from finetune_job.reasons import Reason
+from finetune_operator.decide.classify import OVERDUE, Failure, classify, failures_of
 from finetune_operator.decide.observed import BatchJobView, Observed, PodView
+from finetune_operator.decide.pending import Pending, pending
 
 EVIDENCE_GRACE_SECONDS = 20
 """How long the cause of a failure is awaited where only echoes of it are seen. A rank that saw nothing but a failed collective
 lingers 15 s before it exits, so that the cause exits first; the rest is for a watch that lags behind."""
 REPORT_GRACE_SECONDS = 10
 """How long the report of a pod that succeeded is awaited: Jobs and pods come through different watches."""
+
+
+OVERDUE_GRACE = timedelta(seconds=30)
+"""A pod may be so long over its grace period before its node is taken for lost: kubelets and clocks may be late."""
 
 
 class State(Enum):
@@ -40,8 +46,8 @@ class Standing:
     pods: tuple[PodView, ...] = ()
     failure: Failure | None = None
     """Set where the state is FAILED or LOST."""
-    pending: str = ""
-    """What the pods wait for."""
+    pending: Pending | None = None
+    """What the pods wait for; set where the state is QUEUED or WAITING."""
     look_again: datetime | None = None
 
     @property
@@ -62,28 +68,42 @@ def standing(observed: Observed, role: Role, attempt: int, num_pods: int, *, was
     if job is None or job.deleting:
         if job is None and not was_seen:
             return Standing(State.ABSENT)
-        lost = classify(pods, FailureClass.INFRASTRUCTURE, "The Job was deleted by somebody else.")
-        return Standing(State.LOST, job, pods, failure=lost)
+        cause = classify(pods, FailureClass.INFRASTRUCTURE, "The Job was deleted by somebody else.")
+        return Standing(State.LOST, job, pods, failure=cause)
     if job.start_time is not None:
         # Pods that a suspension ended belong to an earlier life of the same Job.
-        pods = tuple(pod for pod in pods if not _ended_before(pod, job.start_time))
+        pods = tuple(pod for pod in pods if not _belongs_to_earlier_life(pod, job.start_time))
+    pods = tuple(_marked_if_overdue(pod, now) for pod in pods)
     if job.has("Complete", "SuccessCriteriaMet"):
         return _succeeded(job, pods, now)
     failed = job.has("Failed", "FailureTarget")
     if job.suspended and not failed:
-        return Standing(State.QUEUED, job, pods, pending="A queue holds the Job back until there is room for it.")
+        said = job.queue or "A queue holds the Job back until there is room for it."
+        return Standing(State.QUEUED, job, pods, pending=Pending(Reason.QUEUED, said, is_capacity=True))
     broken = [pod for pod in pods if _broke(pod)]
     if failed or broken:
         return _failed(job, pods, num_pods, now)
+    lost = [one for one in failures_of(pods) if one.failure is FailureClass.NODE_LOST]
+    if lost:
+        # Nobody else will say so: the pod's phase stays Running, and the Job waits for it for ever.
+        return Standing(State.FAILED, job, pods, failure=classify(pods, FailureClass.NODE_LOST, lost[0].message))
     started = {pod.node_rank for pod in pods if pod.started is not None or pod.is_terminal}
     if len(started) < num_pods:
-        return Standing(State.WAITING, job, pods, pending=_pending(pods, num_pods, len(started)))
-    return Standing(State.RUNNING, job, pods)
+        return Standing(State.WAITING, job, pods, pending=pending(job, pods, num_pods))
+    overdue = [pod.deletion_due + OVERDUE_GRACE for pod in pods if pod.deletion_due is not None and not pod.is_terminal]
+    return Standing(State.RUNNING, job, pods, look_again=min(overdue, default=None))
 
 
-def _ended_before(pod: PodView, start: datetime) -> bool:
-    end = pod.finished or pod.deletion_requested
-    return end is not None and end < start
+def _belongs_to_earlier_life(pod: PodView, start: datetime) -> bool:
+    """Whether a suspension ended this pod. Only times of the API server are compared: a node's clock may be behind."""
+    return pod.deletion_requested is not None and pod.deletion_requested < start
+
+
+def _marked_if_overdue(pod: PodView, now: datetime) -> PodView:
+    """A pod that was to be gone and is not is on a node that does not answer."""
+    if pod.is_terminal or pod.disruption or pod.deletion_due is None or now < pod.deletion_due + OVERDUE_GRACE:
+        return pod
+    return replace(pod, disruption=OVERDUE)
 
 
 def ends_by_itself(batch_job: BatchJobView, pods: tuple[PodView, ...]) -> bool:
@@ -126,13 +146,3 @@ def _failed(job: BatchJobView, pods: tuple[PodView, ...], num_pods: int, now: da
     if now >= until or not signs:
         return Standing(State.FAILED, job, pods, failure=failure)
     return Standing(State.FAILING, job, pods, look_again=until)
-
-
-def _pending(pods: tuple[PodView, ...], num_pods: int, num_started: int) -> str:
-    """What the first pod that has not started waits for."""
-    said = f"{num_started} of {num_pods} pods have started."
-    for pod in pods:
-        if pod.started is None and not pod.is_terminal:
-            cause = pod.unschedulable or (pod.events[-1] if pod.events else "") or pod.waiting_reason
-            return f"{said} {pod.name}: {cause or pod.phase}"
-    return said

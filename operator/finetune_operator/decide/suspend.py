@@ -6,12 +6,14 @@ attempt, is deleted. So going on is nothing but creating the Job of the current 
 
 from __future__ import annotations
 
-from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.attempts import closed
+from finetune_job.status.conditions import find
+from finetune_operator.decide.attempts import End, closed
+from finetune_operator.decide.clock import moment_after
 from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.earlier_attempts import delete_earlier_attempts
 from finetune_operator.decide.observed import Observed
-from finetune_operator.decide.stage import ATTEMPT_FIELD, attempt_of, current_role, delete_earlier_attempts
+from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of, current_role
 from finetune_operator.decide.standing import ends_by_itself
 
 
@@ -23,11 +25,21 @@ def suspend(observed: Observed, draft: Draft) -> None:
     attempt = attempt_of(status, role)
     batch_job = observed.batch_job(role, attempt)
     if batch_job is not None and not ends_by_itself(batch_job, observed.pods_of(role, attempt)):
-        if role is Role.TRAIN:
-            draft.set(attempts=closed(status, attempt, draft.now, "Suspended"))
+        draft.set(attempts=closed(status, role, attempt, End("Suspended", draft.now)))
         draft.set(**{ATTEMPT_FIELD[role]: attempt + 1})
+        draft.condition(CONDITION[role], None, Reason.SUSPENDED_BY_USER, message)
         draft.delete(batch_job)
         draft.emit("Normal", Reason.SUSPENDED_BY_USER, f"Attempt {attempt} of {role} is stopped; {message}")
     delete_earlier_attempts(observed, draft)
     draft.condition(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, message)
     draft.condition(ConditionType.READY, False, Reason.SUSPENDED_BY_USER)
+
+
+def resume(observed: Observed, draft: Draft) -> None:
+    """A job that nobody holds back; how long it was held back is added up when it goes on."""
+    status = observed.job.status
+    before = find(status.conditions, ConditionType.SUSPENDED)
+    since = moment_after(before.last_transition_time, 0.0) if before is not None and before.status == "True" else None
+    if since is not None and status.start_time:
+        draft.set(suspended_seconds=status.suspended_seconds + max(int((draft.now - since).total_seconds()), 0))
+    draft.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)

@@ -1,32 +1,34 @@
 """From manifest to frozen plan.
 
 Before the start every pass judges what it sees, so that a job goes on by itself once its profile or claim appears. The freeze
-is one status write with the observed resourceVersion as precondition; the plan's ConfigMap and every other child come after it.
+is one status write with the observed resourceVersion as precondition; the plan's ConfigMap and the first Job come after it, in the
+same pass.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
-from finetune_job.api.status import FineTuneJobStatus, PlanChoice, PlanStatus, StatusFinding
-from finetune_job.plan.digest import canonical_json, plan_sha256
+from finetune_job.api.status import PlanChoice, PlanStatus, StatusFinding
+from finetune_job.plan.digest import canonical_json, plan_sha256, text_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.context import RuleContext
-from finetune_job.rules.rule import UNREADABLE, Finding
+from finetune_job.rules.rule import UNREADABLE
 from finetune_job.status.conditions import find
 from finetune_operator.children.claims import claims_named_by, workspace_claim, workspace_claim_of
+from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.ownership import Owner
 from finetune_operator.children.plan_configmap import plan_configmap
+from finetune_operator.decide.blocked import wait_for_refused_create
 from finetune_operator.decide.clock import timestamp
 from finetune_operator.decide.draft import TEXT_LIMIT, Draft
+from finetune_operator.decide.findings import status_findings
 from finetune_operator.decide.observed import Observed
-from finetune_operator.decide.stage import CONDITION, is_started
+from finetune_operator.decide.stage import CONDITION, attempt_of, is_started
 
-FINDINGS_LIMIT = 64
 LOOK_AGAIN_SECONDS = 30.0
 """For what no watch announces: a claim that somebody creates."""
 TOO_COMPLEX_MESSAGE = (
@@ -36,29 +38,41 @@ TOO_COMPLEX_MESSAGE = (
 )
 
 
-def is_established(status: FineTuneJobStatus) -> bool:
-    """Whether the ConfigMap with the frozen plan has been seen; from here on its loss is a loss."""
-    first = find(status.conditions, ConditionType.FETCHED)
-    return is_started(status) and first is not None and first.reason not in (Reason.NOT_OBSERVED, Reason.PENDING)
+def has_begun(observed: Observed) -> bool:
+    """Whether anything came of the frozen plan: from here on it is never resolved again, and its loss is a loss."""
+    status = observed.job.status
+    conditions = [find(status.conditions, kind) for kind in CONDITION.values()]
+    reached = any(one is not None and one.status == "True" and one.reason != Reason.SKIPPED for one in conditions)
+    stored = observed.plan is not None and status.plan is not None and text_sha256(observed.plan.plan_json) == status.plan.hash
+    tried = any(attempt_of(status, role) for role in CONDITION)
+    return bool(stored or reached or tried or status.attempts or observed.batch_jobs)
 
 
-def validate_stage(observed: Observed, draft: Draft) -> None:
-    """Judge the manifest, freeze the plan, store it."""
+def validate_stage(observed: Observed, draft: Draft) -> FrozenRun | None:
+    """Judge the manifest, freeze the plan and store it. Returns what the first stage may start with, in the same pass.
+
+    The freeze is the status write, and every child comes after it; the ConfigMap is the first of them.
+    """
     plan = _accepted_plan(observed, draft)
-    if plan is None:
-        return
+    if plan is None or plan.placement is None:
+        return None
     draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
-    draft.condition(ConditionType.FINISHED, False, Reason.RUNNING)
-    for stage in CONDITION.values():
-        draft.condition(stage, None, Reason.PENDING)
     status = observed.job.status
     digest = plan_sha256(plan)
     if not is_started(status) or status.plan is None or status.plan.hash != digest:
         # A digest that changed between the freeze and the first child means that the profile was edited in that moment:
         # nothing has run, so the newer plan is frozen instead.
         _freeze(observed, draft, plan, digest)
-    else:
-        _store(observed, draft, plan)
+    if observed.plan is not None:
+        # Of another freeze: its content is not the one of the digest in status.
+        draft.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)
+        draft.wake_after(1.0)
+        return None
+    if wait_for_refused_create(observed, draft, ConditionType.READY):
+        return None
+    _store(observed, draft, plan)
+    job = observed.job
+    return FrozenRun(Owner(job.namespace, job.name, job.uid), plan, plan.placement, digest)
 
 
 def _accepted_plan(observed: Observed, draft: Draft) -> RunPlan | None:
@@ -97,6 +111,8 @@ def _accepted_plan(observed: Observed, draft: Draft) -> RunPlan | None:
         draft.condition(ConditionType.READY, False, Reason.SUSPENDED_BY_USER)
         return None
     draft.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)
+    if not is_started(job.status) and _waits_in_line(observed, draft):
+        return None
     return resolve(JobIdentity(namespace=job.namespace, name=job.name, uid=job.uid), job.spec, profile.spec, profile.name)
 
 
@@ -105,6 +121,21 @@ def _was_too_complex(observed: Observed) -> bool:
     validated = find(observed.job.status.conditions, ConditionType.VALIDATED)
     is_refused = validated is not None and validated.status == "False" and validated.reason == Reason.TOO_COMPLEX
     return is_refused and validated is not None and validated.observed_generation == observed.job.generation
+
+
+def _waits_in_line(observed: Observed, draft: Draft) -> bool:
+    line = observed.line
+    if line is None or line.ahead < line.limit:
+        return False
+    said = (
+        f"{line.ahead} jobs of namespace {observed.job.namespace} are active or came earlier; profile {observed.profile.name} "
+        f"allows {line.limit} active jobs (spec.maxActiveJobs). Place in the line: {line.ahead - line.limit + 1}."
+    )
+    draft.condition(ConditionType.VALIDATED, None, Reason.WAITING_IN_LINE, said)
+    draft.condition(ConditionType.READY, False, Reason.WAITING_IN_LINE, said)
+    draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
+    draft.wake_after(LOOK_AGAIN_SECONDS)
+    return True
 
 
 def _invalid(error: str) -> StatusFinding:
@@ -128,28 +159,22 @@ def _freeze(observed: Observed, draft: Draft, plan: RunPlan, digest: str) -> Non
     choices = [PlanChoice(field=one.field, value=json.dumps(one.value)[:TEXT_LIMIT], reason=one.reason) for one in plan.choices]
     draft.set(plan=PlanStatus(hash=digest, trainer_image=image, choices=choices))
     draft.condition(ConditionType.VALIDATED, True, Reason.ACCEPTED, f"Plan {digest[:12]} is frozen.")
-    draft.condition(ConditionType.READY, False, Reason.PENDING, "The plan is being stored.")
+    draft.condition(ConditionType.FINISHED, False, Reason.RUNNING)
+    for stage in CONDITION.values():
+        draft.condition(stage, None, Reason.PENDING)
     draft.emit("Normal", Reason.ACCEPTED, f"Accepted; plan {digest[:12]} is frozen.")
 
 
 def _store(observed: Observed, draft: Draft, plan: RunPlan) -> None:
-    """Create what every stage needs; once it is seen, hand over to the first role."""
+    """Create what every stage needs, before the Job of the first."""
     job = observed.job
     owner = Owner(job.namespace, job.name, job.uid)
-    if observed.plan is None:
-        draft.create(plan_configmap(owner, canonical_json(plan)))
     if job.spec is not None and observed.profile.spec is not None:
         template = job.spec.workspace.volume_claim_template
         if template is not None and workspace_claim_of(job.spec, job.name) not in observed.claims:
+            # Before the ConfigMap: once that is there, a missing claim is one that somebody has deleted.
             draft.create(workspace_claim(owner, template, job.spec.workspace.retain, observed.profile.spec.storage_class_name))
-            draft.wake_after(1.0)
-            return
-    if observed.plan is not None:
-        if plan.fetch is not None:
-            draft.condition(ConditionType.FETCHED, None, Reason.WAITING_FOR_PODS, "The plan is stored.")
-        else:
-            draft.condition(ConditionType.FETCHED, True, Reason.SKIPPED, "Model and data lie on claims.")
-            draft.condition(ConditionType.PREPARED, None, Reason.WAITING_FOR_PODS, "The plan is stored.")
+    draft.create(plan_configmap(owner, canonical_json(plan)))
 
 
 def missing_claims(observed: Observed, *, template_counts: bool) -> str:
@@ -168,19 +193,3 @@ def missing_claims(observed: Observed, *, template_counts: bool) -> str:
         if claim not in observed.claims and claim != ours
     ]
     return " ".join([*missing, "Create it, or name another."]) if missing else ""
-
-
-def status_findings(findings: Sequence[Finding]) -> list[StatusFinding]:
-    """Findings as they stand in status."""
-    return [
-        StatusFinding(
-            rule=finding.rule,
-            severity=finding.severity,
-            field=finding.field[:TEXT_LIMIT],
-            value=finding.value[:TEXT_LIMIT],
-            message=finding.message[:TEXT_LIMIT],
-            fix=finding.fix[:TEXT_LIMIT],
-            source=finding.source[:TEXT_LIMIT],
-        )
-        for finding in findings[:FINDINGS_LIMIT]
-    ]

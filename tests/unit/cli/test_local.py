@@ -6,6 +6,7 @@ import http.server
 import json
 import signal
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,6 @@ from finetune_cli.local.stages import next_step, roles_of
 from finetune_cli.local.summary import Losses, Summary, losses, summarise
 from finetune_cli.render.summary import summary_text
 from finetune_job.api.job import parse_job
-from finetune_job.api.status import Restarts
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_job.progress import Progress
@@ -134,21 +134,32 @@ def test_results_for_elsewhere_are_published_from_the_workspace():
     assert [use.name for use in claims_of(plan)] == ["models", "data", "workspace"]
 
 
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def test_the_budget_in_a_record_of_the_first_release_is_the_gangs():
+    record = RunRecord.model_validate_json('{"plan_sha256": "x", "restarts": {"counted": 2, "uncounted": 1}}')
+    assert (record.restarts[Role.TRAIN].counted, record.restarts[Role.TRAIN].uncounted) == (2, 1)
+
+
 def test_what_follows_an_end():
     record = RunRecord(plan_sha256="x")
-    done = next_step(record, report(None, Outcome.SUCCEEDED), Role.TRAIN, 3, interrupted=False)
+    done = next_step(record, report(None, Outcome.SUCCEEDED), Role.TRAIN, 3, interrupted=False, now=NOW)
     assert done.record.finished == [Role.TRAIN]
     assert done.exit_code is done.again_after_seconds is None
-    refused = next_step(record, report(None, Outcome.REFUSED), Role.PREFLIGHT, 3, interrupted=False)
+    refused = next_step(record, report(None, Outcome.REFUSED), Role.PREFLIGHT, 3, interrupted=False, now=NOW)
     assert refused.exit_code is ExitCode.REFUSED
-    again = next_step(record, report(FailureClass.INTERNAL), Role.TRAIN, 3, interrupted=False)
+    again = next_step(record, report(FailureClass.INTERNAL), Role.TRAIN, 3, interrupted=False, now=NOW)
     assert again.again_after_seconds == 0
-    assert again.record.restarts == Restarts(counted=1)
-    later = next_step(again.record, report(FailureClass.INTERNAL), Role.TRAIN, 3, interrupted=False)
+    assert (again.record.restarts[Role.TRAIN].counted, list(again.record.restarts)) == (1, [Role.TRAIN])
+    later = next_step(again.record, report(FailureClass.INTERNAL), Role.TRAIN, 3, interrupted=False, now=NOW)
     assert later.again_after_seconds > 0
-    assert next_step(again.record, report(FailureClass.INTERNAL), Role.TRAIN, 1, interrupted=False).exit_code is ExitCode.FAILED
-    assert next_step(record, report(FailureClass.USER_DATA), Role.TRAIN, 3, interrupted=False).exit_code is ExitCode.FAILED
-    stopped = next_step(record, report(FailureClass.PREEMPTED), Role.TRAIN, 3, interrupted=True)
+    assert (
+        next_step(again.record, report(FailureClass.INTERNAL), Role.TRAIN, 1, interrupted=False, now=NOW).exit_code
+        is ExitCode.FAILED
+    )
+    assert next_step(record, report(FailureClass.USER_DATA), Role.TRAIN, 3, interrupted=False, now=NOW).exit_code is ExitCode.FAILED
+    stopped = next_step(record, report(FailureClass.PREEMPTED), Role.TRAIN, 3, interrupted=True, now=NOW)
     assert stopped.exit_code is ExitCode.INTERRUPTED
     assert stopped.record == record
 

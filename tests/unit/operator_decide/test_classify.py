@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome
 from finetune_job.names import Role
-from finetune_operator.decide.advice import ADVICE
 from finetune_operator.decide.classify import EVIDENCE_LIMIT, classify, classify_pod
 from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.restart_policy import POLICY
 from tests.support.builders import T0, after, envelope
 
 
@@ -47,6 +47,18 @@ CASES: dict[str, tuple[PodView, FailureClass | None]] = {
         F.INFRASTRUCTURE,
     ),
     "evicted by the kubelet": (pod(phase="Failed", reason="Evicted"), F.INFRASTRUCTURE),
+    "evicted when its node was lost": (
+        pod(phase="Running", disruption="DeletionByTaintManager", deletion_requested=T0),
+        F.NODE_LOST,
+    ),
+    "collected after its node was removed": (pod(phase="Failed", disruption="DeletionByPodGC"), F.NODE_LOST),
+    "preempted by the scheduler": (pod(phase="Running", disruption="PreemptionByScheduler"), F.INFRASTRUCTURE),
+    "rejected by the device plugin": (pod(phase="Failed", reason="UnexpectedAdmissionError"), F.REJECTED),
+    "rejected for want of cores, and deleted by the Job controller": (
+        pod(phase="Failed", reason="OutOfcpu", deletion_requested=T0),
+        F.REJECTED,
+    ),
+    "ended with its node": (pod(phase="Failed", reason="Terminated"), F.INFRASTRUCTURE),
     "deleted by somebody": (pod(phase="Running", deletion_requested=T0), F.INFRASTRUCTURE),
     "killed at the end of its grace period": (pod(exit_code=137, deletion_requested=after(-60)), F.INFRASTRUCTURE),
     "gone without a trace": (pod(phase="Running", gone=True), F.INFRASTRUCTURE),
@@ -142,7 +154,7 @@ def test_evidence_is_bounded() -> None:
 
 
 def test_every_class_has_its_advice() -> None:
-    assert set(ADVICE) == set(FailureClass)
+    assert {failure for failure in FailureClass if not POLICY[failure].advice} == {FailureClass.PREEMPTED}
 
 
 @given(

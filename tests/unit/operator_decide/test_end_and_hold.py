@@ -48,7 +48,8 @@ def test_a_model_that_fails_its_verification_fails_the_job() -> None:
 
 def test_a_crashed_merge_is_repeated_and_counted() -> None:
     actions = reconcile(observing(a_job()).trained().failed_pod(0, FailureClass.INTERNAL).batch_job_failed().build(), T0)
-    assert (written(actions).merge_attempt, written(actions).restarts.counted) == (1, 1)
+    assert (written(actions).merge_attempt, written(actions).role_restarts.merge.counted) == (1, 1)
+    assert (written(actions).restarts.counted, written(actions).restarts.uncounted) == (0, 0), "not out of the gang's budget"
     assert deleted(actions) == ["Job/tune-merge-0"]
 
 
@@ -66,10 +67,25 @@ STAGES = {
 def test_cancellation_ends_the_job_and_stops_what_runs(stage: str) -> None:
     seen: ObservedBuilder = STAGES[stage](a_job().run(cancel=True))
     actions = reconcile(seen.build(), T0)
-    assert written(actions).phase == "Cancelled"
+    assert condition(actions, ConditionType.SUCCEEDED) == ("False", Reason.CANCELLED)
     assert created(actions) == []
     assert deleted(actions) == [f"Job/{job.name}" for job in seen.batch_jobs]
     assert all(one.outcome != "Running" for one in written(actions).attempts)
+    finished = ("False", Reason.STOPPING) if seen.batch_jobs else ("True", Reason.CANCELLED)
+    assert condition(actions, ConditionType.FINISHED) == finished
+    assert written(actions).phase == ("Stopping" if seen.batch_jobs else "Cancelled")
+
+
+def test_a_job_is_finished_only_once_nothing_of_it_runs() -> None:
+    seen = observing(a_job().run(cancel=True)).training()
+    ended = replace(seen, status=written(reconcile(seen.build(), T0)))
+    assert ended.status.completion_time == ""
+    still = reconcile(ended.batch_job(deleting=True).pod(0, deletion_requested=T0).build(), after(60))
+    assert (still.status is None or still.status.completion_time == "", created(still)) == (True, [])
+    assert "pod tune-train-0-0 on node node-a" in (ended.status.conditions[-3].message)
+    gone = reconcile(replace(ended, batch_jobs=(), pods=()).build(), after(90))
+    assert condition(gone, ConditionType.FINISHED) == ("True", Reason.CANCELLED)
+    assert (written(gone).completion_time, written(gone).phase) == ("2026-01-01T12:01:30Z", "Cancelled")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -97,6 +113,7 @@ def test_a_suspended_job_goes_on_with_a_new_attempt_once_the_old_one_is_gone() -
     suspended = written(reconcile(seen.build(), T0))
     rest = replace(seen, status=suspended, batch_jobs=(), pods=())
     still = reconcile(rest.build(), T0)
+    assert still.status is None
     assert (still.status, created(still)) == (None, [])
     resumed = replace(rest, job=a_job())
     assert created(reconcile(resumed.build(), T0)) == [], "nothing before the live list"
@@ -124,12 +141,13 @@ def test_the_active_deadline_ends_the_job() -> None:
 
 
 def test_the_startup_deadline_ends_the_job_and_says_what_the_pod_waited_for() -> None:
-    job = a_job().run(startupDeadlineSeconds=400)  # the builder's Job is 300 s old
-    waiting = observing(job).prepared().but(service_exists=True).batch_job().pod(0, unschedulable="0/3 nodes: no GPU")
-    assert reconcile(waiting.build(), T0).requeue_after_seconds == 100
-    late = reconcile(waiting.build(), after(100))
+    job = a_job().run(startupDeadlineSeconds=400)  # the builder's Job is 300 s old, and its pod was placed 200 s ago
+    waiting = observing(job).prepared().but(service_exists=True).batch_job()
+    waiting = waiting.pod(0, scheduled=after(-200), waiting_reason="ImagePullBackOff")
+    assert reconcile(waiting.build(), T0).requeue_after_seconds == 200
+    late = reconcile(waiting.build(), after(200))
     assert condition(late, ConditionType.SUCCEEDED) == ("False", Reason.STARTUP_DEADLINE_EXCEEDED)
-    assert "0/3 nodes: no GPU" in message(late, ConditionType.SUCCEEDED)
+    assert "ImagePullBackOff" in message(late, ConditionType.SUCCEEDED)
     assert deleted(late) == ["Job/tune-train-0"]
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from finetune_job.failures import FailureClass, ReportedFinding
 from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.decide.observed import ProfileView
 from finetune_operator.decide.reconcile import reconcile
-from tests.support.builders import T0, a_job, observing
+from tests.support.builders import T0, a_job, a_profile, observing
 from tests.unit.operator_decide.reading import condition, created, deleted, message, written
 
 FINDING = ReportedFinding(
@@ -101,7 +102,11 @@ def test_an_evicted_preflight_is_repeated_without_being_counted() -> None:
     )
     actions = reconcile(seen.build(), T0)
     status = written(actions)
-    assert (status.preflight_attempt, status.restarts.uncounted, status.restarts.counted) == (1, 1, 0)
+    budget = status.role_restarts.preflight
+    assert (status.preflight_attempt, budget.uncounted, budget.counted) == (1, 1, 0)
+    assert [(one.role, one.number, one.outcome, one.failure) for one in status.attempts] == [
+        ("preflight", 0, "Failed", FailureClass.INFRASTRUCTURE)
+    ]
     assert deleted(actions) == ["Job/tune-preflight-0"]
 
 
@@ -112,9 +117,23 @@ def test_a_preflight_job_that_somebody_deletes_is_repeated_under_a_new_number() 
     assert actions.creates == ()
 
 
-def test_out_of_host_memory_ends_the_job() -> None:
+def test_out_of_host_memory_waits_for_a_larger_profile_and_takes_its_resources() -> None:
     seen = observing(a_job()).started().pod(0, exit_code=137, reason="OOMKilled").batch_job_failed()
     actions = reconcile(seen.build(), T0)
-    assert condition(actions, ConditionType.FINISHED) == ("True", Reason.FAILED)
-    assert condition(actions, ConditionType.PREPARED) == ("False", Reason.FAILED)
-    assert "profile with more memory" in message(actions, ConditionType.SUCCEEDED)
+    assert condition(actions, ConditionType.STALLED) == ("True", Reason.PREFLIGHT_STOPPED)
+    assert condition(actions, ConditionType.PREPARED) == ("False", Reason.PREFLIGHT_STOPPED)
+    assert condition(actions, ConditionType.FINISHED)[0] != "True"
+    assert "profile with more memory" in message(actions, ConditionType.STALLED)
+    larger = ProfileView("default", a_profile(resources={"preflight": {"memory": "96Gi"}}))
+    retried = replace(seen, status=written(actions), job=a_job().run(retry=1), profile=larger)
+    again = reconcile(retried.build(), T0)
+    assert (written(again).preflight_attempt, deleted(again)) == (1, ["Job/tune-preflight-0"])
+    gone = replace(retried, status=written(again), batch_jobs=(), pods=()).nothing_left()
+    (job,) = reconcile(gone.build(), T0).creates
+    assert job.body["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"] == "96Gi"
+
+
+def test_the_profile_is_not_looked_at_again_before_the_user_asks() -> None:
+    larger = ProfileView("default", a_profile(resources={"preflight": {"memory": "96Gi"}}))
+    (job,) = reconcile(observing(a_job()).started().but(profile=larger).build(), T0).creates
+    assert job.body["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"] == "8Gi"

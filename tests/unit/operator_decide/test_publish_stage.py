@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from finetune_job.api.status import Restarts, RoleRestarts
 from finetune_job.failures import FailureClass
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.reconcile import reconcile
@@ -27,7 +28,7 @@ def test_a_merge_hands_over_to_the_publication() -> None:
     assert condition(actions, ConditionType.FINISHED)[0] != "True"
     assert written(actions).phase == "Publishing"
     assert written(actions).artifacts == []
-    assert created(reconcile(replace(seen, status=written(actions)).build(), T0)) == ["Job/tune-publish-0"]
+    assert created(actions) == ["Job/tune-publish-0"]
 
 
 def test_results_on_a_claim_need_no_publication() -> None:
@@ -95,9 +96,11 @@ def test_a_destination_that_does_not_answer_is_asked_again_and_never_costs_the_r
     seen = observing(published_job().run(maxRestarts=1)).merged()
     seen = seen.failed_pod(0, FailureClass.DESTINATION_UNAVAILABLE, message="connection reset").batch_job_failed()
     actions = reconcile(seen.build(), T0)
-    assert (written(actions).publish_attempt, written(actions).restarts.counted) == (1, 1)
+    assert (written(actions).publish_attempt, written(actions).role_restarts.publish.uncounted) == (1, 1)
+    assert condition(actions, ConditionType.PUBLISHED) == ("Unknown", Reason.WAITING_FOR_DESTINATION)
     assert deleted(actions) == ["Job/tune-publish-0"]
-    exhausted = reconcile(seen.restarts(counted=1).build(), T0)
+    long_ago = RoleRestarts(publish=Restarts(in_a_row=300, in_a_row_since="2025-12-31T11:59:00Z"))
+    exhausted = reconcile(seen.with_status(role_restarts=long_ago).build(), T0)
     assert deleted(exhausted) == []
     assert condition(exhausted, ConditionType.STALLED) == ("True", Reason.PUBLISH_REFUSED)
     assert condition(exhausted, ConditionType.FINISHED)[0] != "True"
@@ -110,24 +113,23 @@ def test_a_publication_is_suspended_and_cancelled_like_every_role() -> None:
     assert (written(held).publish_attempt, deleted(held)) == (1, ["Job/tune-publish-0"])
     ended = reconcile(replace(seen, job=published_job().run(cancel=True)).build(), T0)
     assert condition(ended, ConditionType.PUBLISHED) == ("False", Reason.CANCELLED)
-    assert (written(ended).phase, deleted(ended)) == ("Cancelled", ["Job/tune-publish-0"])
+    assert (written(ended).phase, deleted(ended)) == ("Stopping", ["Job/tune-publish-0"])
 
 
 @pytest.mark.parametrize("failure", [FailureClass.USER_CONFIG, FailureClass.HOST_OUT_OF_MEMORY, FailureClass.PLAN_MISMATCH])
 def test_no_failure_of_a_publication_ends_the_job(failure: FailureClass) -> None:
     actions = reconcile(observing(published_job()).merged().failed_pod(0, failure).batch_job_failed().build(), T0)
-    advice = "Mend the cause and raise spec.run.retry; the results are kept on the workspace."
+    advice = "Fix the cause and increase spec.run.retry; the results are kept on the workspace."
     assert advice in message(actions, ConditionType.STALLED)
-    assert "Secret" not in message(actions, ConditionType.STALLED)
     assert condition(actions, ConditionType.STALLED) == ("True", Reason.PUBLISH_REFUSED)
     assert condition(actions, ConditionType.FINISHED)[0] != "True"
 
 
 def test_a_secret_that_is_missing_stalls_the_job_until_it_is_there() -> None:
-    event = 'MountVolume.SetUp failed for volume "credentials" : secret "writer" not found'
+    event = 'FailedMount: MountVolume.SetUp failed for volume "credentials" : secret "writer" not found'
     seen = observing(published_job()).merged().batch_job().pod(0, phase="Pending", events=(event,))
     actions = reconcile(seen.build(), T0)
-    assert condition(actions, ConditionType.PUBLISHED) == ("Unknown", Reason.WAITING_FOR_PODS)
+    assert condition(actions, ConditionType.PUBLISHED) == ("Unknown", Reason.MOUNT_FAILED)
     assert 'secret "writer" not found' in message(actions, ConditionType.PUBLISHED)
     late = reconcile(seen.build(), after(24 * 3600))
     assert condition(late, ConditionType.STALLED) == ("True", Reason.STARTUP_DEADLINE_EXCEEDED)
@@ -135,6 +137,8 @@ def test_a_secret_that_is_missing_stalls_the_job_until_it_is_there() -> None:
     assert condition(late, ConditionType.FINISHED)[0] != "True"
     stalled = replace(seen, status=written(late))
     assert reconcile(stalled.build(), after(25 * 3600)).status is None
+    asked = reconcile(replace(stalled, job=published_job().run(retry=1)).build(), after(25 * 3600))
+    assert (written(asked).publish_attempt, deleted(asked)) == (1, ["Job/tune-publish-0"])
     started = reconcile(stalled.running().build(), after(26 * 3600))
     assert condition(started, ConditionType.STALLED) == ("False", Reason.HEALTHY)
     assert condition(started, ConditionType.PUBLISHED) == ("Unknown", Reason.RUNNING)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
+from finetune_job.api.status import Attempt
 from finetune_job.names import PLAN_KEY
 from finetune_job.plan.digest import canonical_json, plan_sha256, text_sha256
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.observed import ProfileView
 from finetune_operator.decide.reconcile import reconcile
-from tests.support.builders import T0, a_job, a_profile, observing
-from tests.unit.operator_decide.reading import condition, created, message, written
+from tests.support.builders import T0, ObservedBuilder, a_job, a_profile, observing
+from tests.unit.operator_decide.reading import condition, created, deleted, message, written
 
 
-def test_the_freeze_is_a_status_write_and_nothing_else() -> None:
+def test_the_freeze_is_one_status_write_and_one_event_and_the_first_children_follow_it_in_the_same_pass() -> None:
     job = a_job()
     actions = reconcile(observing(job).build(), T0)
     status = written(actions)
@@ -25,7 +29,10 @@ def test_the_freeze_is_a_status_write_and_nothing_else() -> None:
     assert chosen["spec.training.learningRate"] == ('"2e-4"', "usual for this method")
     assert len(chosen) == len(job.plan().choices)
     assert condition(actions, ConditionType.VALIDATED) == ("True", Reason.ACCEPTED)
-    assert (actions.creates, actions.deletes) == ((), ())
+    assert created(actions) == ["ConfigMap/tune-plan", "Job/tune-preflight-0"]
+    assert actions.deletes == ()
+    assert [event.reason for event in actions.events] == [Reason.ACCEPTED]
+    assert condition(actions, ConditionType.FETCHED) == ("True", Reason.SKIPPED)
     assert status.observed_generation == 1
 
 
@@ -37,17 +44,18 @@ def test_every_condition_is_there_from_the_first_write() -> None:
 def test_the_config_map_holds_the_bytes_of_the_digest() -> None:
     job = a_job()
     actions = reconcile(observing(job).frozen().build(), T0)
-    assert created(actions) == ["ConfigMap/tune-plan"]
+    assert created(actions) == ["ConfigMap/tune-plan", "Job/tune-preflight-0"]
+    assert actions.status is None or actions.status.plan == observing(job).frozen().status.plan
     text = actions.creates[0].body["data"][PLAN_KEY]
     assert (text, text_sha256(text)) == (canonical_json(job.plan()), plan_sha256(job.plan()))
 
 
-def test_preflight_follows_once_the_config_map_is_seen() -> None:
+def test_an_operator_that_died_after_storing_the_plan_goes_on_with_preflight() -> None:
     frozen = observing(a_job()).frozen()
     stored = replace(frozen, plan_json=canonical_json(a_job().plan()))
     actions = reconcile(stored.build(), T0)
     assert condition(actions, ConditionType.PREPARED) == ("Unknown", Reason.WAITING_FOR_PODS)
-    assert created(reconcile(replace(stored, status=written(actions)).build(), T0)) == ["Job/tune-preflight-0"]
+    assert created(actions) == ["Job/tune-preflight-0"]
 
 
 def test_a_profile_edited_between_freeze_and_first_child_freezes_the_newer_plan() -> None:
@@ -58,7 +66,31 @@ def test_a_profile_edited_between_freeze_and_first_child_freezes_the_newer_plan(
     status = written(actions)
     assert status.plan is not None
     assert status.plan.hash == expected
-    assert actions.creates == ()
+    assert status.start_time == "2026-01-01T11:50:00Z", "the start is written once"
+    assert text_sha256(actions.creates[0].body["data"][PLAN_KEY]) == expected
+
+
+def test_a_plan_of_an_earlier_freeze_is_removed_before_the_newer_one_is_stored() -> None:
+    job = a_job()
+    stale = observing(job).frozen().but(plan_json=canonical_json(job.nodes(2).plan()))
+    actions = reconcile(stale.build(), T0)
+    assert (deleted(actions), created(actions)) == (["ConfigMap/tune-plan"], [])
+    assert actions.requeue_after_seconds is not None
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda seen: seen.with_status(preflight_attempt=1),
+        lambda seen: seen.with_status(attempts=[Attempt(number=0)]),
+        lambda seen: seen.condition(ConditionType.TRAINED, True, Reason.COMPLETED),
+        lambda seen: seen.batch_job(),
+    ],
+)
+def test_once_anything_came_of_a_plan_its_loss_is_a_loss(what: Callable[[ObservedBuilder], ObservedBuilder]) -> None:
+    actions = reconcile(what(observing(a_job()).frozen()).build(), T0)
+    assert condition(actions, ConditionType.STALLED) == ("True", Reason.PLAN_LOST)
+    assert (created(actions), deleted(actions)) == ([], [])
 
 
 def test_a_manifest_that_no_rule_accepts_is_stalled_with_findings() -> None:
@@ -156,13 +188,9 @@ def test_a_job_that_is_suspended_from_the_beginning_is_judged_and_not_frozen() -
 
 def test_a_workspace_template_is_made_into_a_claim_before_the_first_pod() -> None:
     job = a_job().spec("workspace", {"volumeClaimTemplate": {"storage": "10Gi"}})
-    seen = replace(observing(job).frozen(), plan_json=canonical_json(job.plan()), missing_claims=frozenset({"tune-workspace"}))
+    seen = replace(observing(job).frozen(), missing_claims=frozenset({"tune-workspace"}))
     actions = reconcile(seen.build(), T0)
-    assert created(actions) == ["PersistentVolumeClaim/tune-workspace"]
-    assert condition(reconcile(replace(seen, missing_claims=frozenset()).build(), T0), ConditionType.PREPARED) == (
-        "Unknown",
-        Reason.WAITING_FOR_PODS,
-    )
+    assert created(actions) == ["PersistentVolumeClaim/tune-workspace", "ConfigMap/tune-plan", "Job/tune-preflight-0"]
 
 
 def test_a_foreign_object_under_a_childs_name_stalls_the_job() -> None:

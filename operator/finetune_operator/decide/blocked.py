@@ -1,0 +1,80 @@
+"""What keeps a child from being created: an earlier attempt that does not go away, or an API server that refuses it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from finetune_job.names import Role
+from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.decide.attempts import latest_of
+from finetune_operator.decide.clock import moment_after
+from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.earlier_attempts import Remains
+from finetune_operator.decide.observed import LivePod, Observed
+from finetune_operator.decide.pending import is_quota
+from finetune_operator.decide.stage import CONDITION
+
+FIRST_LOOK_SECONDS = 5.0
+LONGEST_LOOK_SECONDS = 60.0
+"""While an earlier attempt disappears, it is looked at after so many seconds, the longer the rarer."""
+QUIET_SECONDS = 30.0
+"""An earlier attempt that takes so long to end is not worth a status write."""
+BLOCKED_SECONDS = 1800.0
+"""A node that does not answer for so long needs a human."""
+
+
+def say_remains(observed: Observed, draft: Draft, role: Role, left: Remains) -> None:
+    """Wait until the earlier attempt is gone, and say so if it takes long or a node does not answer."""
+    latest = latest_of(observed.job.status, role)
+    ended = moment_after(latest.end_time, 0.0) if latest is not None else None
+    waited = (draft.now - ended).total_seconds() if ended is not None else QUIET_SECONDS
+    draft.wake_after(min(max(FIRST_LOOK_SECONDS, waited / 4), LONGEST_LOOK_SECONDS))
+    if left.blocked:
+        _blocked_on_nodes(observed, draft, role, left.blocked)
+    elif waited >= QUIET_SECONDS:
+        draft.condition(CONDITION[role], None, Reason.RESTARTING, left.text)
+        draft.condition(ConditionType.READY, False, Reason.RESTARTING, left.text)
+
+
+def _blocked_on_nodes(observed: Observed, draft: Draft, role: Role, pods: tuple[LivePod, ...]) -> None:
+    place = ", ".join(f"pod {pod.name} on node {pod.node or 'unknown'}" for pod in pods[:4])
+    profile = observed.profile.spec
+    if profile is not None and profile.force_delete_pods_of_lost_nodes:
+        for pod in pods:
+            draft.delete_object("Pod", pod.name, pod.uid, force=True)
+        said = f"{place}: the node does not answer, and the profile has the pod deleted by force."
+    else:
+        said = (
+            f"{place}: the node does not answer, and the old rank may still write checkpoints. Once the node is certainly down, "
+            "add the taint node.kubernetes.io/out-of-service to it, or delete the pod by force."
+        )
+    draft.condition(CONDITION[role], None, Reason.BLOCKED_ON_NODE, said)
+    draft.condition(ConditionType.READY, False, Reason.BLOCKED_ON_NODE, said)
+    draft.warn_once(CONDITION[role], Reason.BLOCKED_ON_NODE, said)
+    since = min(pod.deletion_due for pod in pods if pod.deletion_due is not None)
+    limit = since + timedelta(seconds=BLOCKED_SECONDS)
+    if draft.now >= limit:
+        draft.stall(Reason.BLOCKED_ON_NODE, said)
+    else:
+        draft.wake_at(limit)
+
+
+def wait_for_refused_create(observed: Observed, draft: Draft, kind: ConditionType) -> bool:
+    """Whether the API server has refused a child and is not to be asked again yet; then its words stand in the condition `kind`.
+
+    A quota is waited for; anything else needs a human.
+    """
+    refused = observed.refused
+    if refused is None:
+        return False
+    said = f"{refused.kind} {refused.name} was refused by the API server ({refused.code}): {refused.message}"
+    draft.condition(kind, None, Reason.CREATE_REFUSED, said)
+    draft.condition(ConditionType.READY, False, Reason.CREATE_REFUSED, said)
+    if is_quota(refused.message):
+        draft.warn_once(kind, Reason.CREATE_REFUSED, said)
+    else:
+        draft.stall(Reason.CREATE_REFUSED, said)
+    if draft.now >= refused.retry_at:
+        return False
+    draft.wake_at(refused.retry_at)
+    return True

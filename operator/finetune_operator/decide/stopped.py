@@ -1,0 +1,149 @@
+"""A role that a human has to help: the job is stalled, not failed, and `spec.run.retry` has the role look again.
+
+What is wrong lies in a Secret, on a hub or on a claim as often as in the manifest, and the frozen plan may well be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from finetune_job.api.profile import RoleResources
+from finetune_job.api.status import FineTuneJobStatus, Restarts, StatusFinding
+from finetune_job.failures import USER_FAILURES, ReportedFinding
+from finetune_job.names import Role
+from finetune_job.reasons import ConditionType, Reason
+from finetune_job.status.conditions import find
+from finetune_operator.decide.classify import Failure
+from finetune_operator.decide.draft import TEXT_LIMIT, Draft
+from finetune_operator.decide.findings import FINDINGS_LIMIT
+from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.restarts import with_restarts
+from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
+
+REFUSED = {
+    Role.FETCH: Reason.FETCH_REFUSED,
+    Role.PREFLIGHT: Reason.PREFLIGHT_REFUSED,
+    Role.TRAIN: Reason.TRAIN_STOPPED,
+    Role.MERGE: Reason.MERGE_STOPPED,
+    Role.PUBLISH: Reason.PUBLISH_REFUSED,
+}
+"""Why a role stopped by its own verdict on the job."""
+STOPPED = {**REFUSED, Role.FETCH: Reason.FETCH_STOPPED, Role.PREFLIGHT: Reason.PREFLIGHT_STOPPED}
+"""Why a role stopped for any other cause."""
+_WHAT_TO_DO = {
+    Role.FETCH: "Fix the source or the Secret and increase spec.run.retry, or apply a corrected manifest as a new job.",
+    Role.PREFLIGHT: "Fix the cause and increase spec.run.retry, or apply a corrected manifest as a new job.",
+    Role.TRAIN: "Fix the cause and increase spec.run.retry; the checkpoints are kept on the workspace.",
+    Role.MERGE: "Fix the cause and increase spec.run.retry; what was trained is kept on the workspace.",
+    Role.PUBLISH: "Fix the cause and increase spec.run.retry; the results are kept on the workspace.",
+}
+
+
+def is_stopped(status: FineTuneJobStatus, role: Role) -> bool:
+    """Whether a role has stopped and waits for `spec.run.retry`."""
+    condition = find(status.conditions, CONDITION[role])
+    return condition is not None and condition.reason in (REFUSED[role], STOPPED[role])
+
+
+def keeps_retry(status: FineTuneJobStatus) -> bool:
+    """Whether a role has stopped and nobody has asked for another try. Only then is `spec.run.retry` kept for later."""
+    stalled = find(status.conditions, ConditionType.STALLED)
+    waits = stalled is not None and stalled.status == "True" and stalled.reason == Reason.STARTUP_DEADLINE_EXCEEDED
+    return waits or any(is_stopped(status, role) for role in REFUSED)
+
+
+def stop(observed: Observed, draft: Draft, role: Role, failure: Failure) -> None:
+    """Stall the job with the findings of this role."""
+    findings = failure.findings or (
+        ReportedFinding(
+            rule=f"{role}/{failure.failure}", severity="error", message=failure.message or str(failure.failure), fix=failure.hint
+        ),
+    )
+    draft.find(with_reported(observed, findings, role))
+    errors = [finding for finding in findings if finding.severity == "error"] or list(findings)
+    place = f"{errors[0].field}: " if errors[0].field else ""
+    message = f"{errors[0].rule}: {place}{errors[0].message} {errors[0].fix} {_WHAT_TO_DO[role]}"
+    reason = REFUSED[role] if _is_verdict(failure) else STOPPED[role]
+    draft.condition(CONDITION[role], False, reason, message)
+    draft.stall(reason, message)
+
+
+def stop_for_user(observed: Observed, draft: Draft, role: Role, failure: Failure) -> bool:
+    """Stall the job if only a human can fix what failed. False: it is a failure like others."""
+    if not _is_verdict(failure):
+        return False
+    stop(observed, draft, role, failure)
+    return True
+
+
+def _is_verdict(failure: Failure) -> bool:
+    return failure.refused or failure.failure in USER_FAILURES
+
+
+def wait_for_retry(observed: Observed, draft: Draft, role: Role) -> bool:
+    """Rest while the role is stopped, and begin its next attempt once `spec.run.retry` is increased. False: it is not stopped."""
+    job = observed.job
+    before = find(job.status.conditions, CONDITION[role])
+    if before is None or not is_stopped(job.status, role):
+        return False
+    if not begin_again(observed, draft, role):
+        draft.stall(Reason(before.reason), before.message)
+    return True
+
+
+def begin_again(observed: Observed, draft: Draft, role: Role) -> bool:
+    """Begin the next attempt of a role with a full budget if `spec.run.retry` was increased. False: it was not."""
+    job = observed.job
+    if job.spec is None or job.spec.run.retry <= job.status.retry_handled:
+        return False
+    attempt = attempt_of(job.status, role)
+    said = f"spec.run.retry is {job.spec.run.retry}: {role} runs again."
+    draft.set(
+        **{ATTEMPT_FIELD[role]: attempt + 1},
+        **with_restarts(job.status, role, Restarts()),
+        retry_handled=job.spec.run.retry,
+        findings=_warnings(observed),
+    )
+    draft.condition(CONDITION[role], None, Reason.RESTARTING, said)
+    draft.condition(ConditionType.READY, False, Reason.RESTARTING)
+    draft.emit("Normal", Reason.RESTARTING, said)
+    earlier = observed.batch_job(role, attempt)
+    if earlier is not None:
+        draft.delete(earlier)
+    return True
+
+
+def renewed_resources(observed: Observed, role: Role) -> RoleResources | None:
+    """Resources of a CPU role from the profile as it is now, once the user has asked for another try; None: those of the plan.
+
+    A merge that ran out of memory could otherwise never end well: its plan is frozen.
+    """
+    profile = observed.profile.spec
+    if profile is None or not observed.job.status.retry_handled:
+        return None
+    resources: RoleResources = getattr(profile.resources, role.value)
+    return resources
+
+
+def _warnings(observed: Observed) -> list[StatusFinding]:
+    return [finding for finding in observed.job.status.findings if finding.severity == "warning"]
+
+
+def with_reported(observed: Observed, reported: Sequence[ReportedFinding], role: Role) -> list[StatusFinding]:
+    """What a role found, after the warnings of the rule book, none twice."""
+    found = [
+        StatusFinding(
+            rule=finding.rule[:128],
+            severity="error" if finding.severity == "error" else "warning",
+            field=finding.field[:TEXT_LIMIT],
+            value=finding.value[:TEXT_LIMIT],
+            message=finding.message[:TEXT_LIMIT],
+            fix=finding.fix[:TEXT_LIMIT],
+            source=(finding.source or str(role))[:TEXT_LIMIT],
+        )
+        for finding in reported
+    ]
+    fresh = {(finding.rule, finding.field) for finding in found}
+    kept = [finding for finding in _warnings(observed) if (finding.rule, finding.field) not in fresh]
+    errors = [finding for finding in found if finding.severity == "error"]
+    return [*errors, *kept, *(finding for finding in found if finding.severity == "warning")][:FINDINGS_LIMIT]
