@@ -27,7 +27,8 @@ def phase(conditions: Sequence[Condition]) -> str:
         if succeeded.status == "True":
             return "Succeeded"
         return "Cancelled" if succeeded.reason == Reason.CANCELLED else "Failed"
-    if succeeded is not None and succeeded.status != "Unknown":
+    finished = find(conditions, ConditionType.FINISHED)
+    if finished is not None and finished.reason == Reason.STOPPING:
         return "Stopping"
     if is_true(conditions, ConditionType.STALLED):
         return "Stalled"
