@@ -164,9 +164,13 @@ class ObservedBuilder:
         builder = replace(self, status=status.model_copy(update={"start_time": timestamp(after(-600)), "plan": plan}))
         for stage in CONDITION.values():
             builder = builder.condition(stage, None, Reason.PENDING)
-        return builder.condition(ConditionType.VALIDATED, True, Reason.ACCEPTED).condition(
-            ConditionType.STALLED, False, Reason.HEALTHY
-        )
+        for kind, reason in (
+            (ConditionType.FINISHED, Reason.RUNNING),
+            (ConditionType.STALLED, Reason.HEALTHY),
+            (ConditionType.SUSPENDED, Reason.NOT_SUSPENDED),
+        ):
+            builder = builder.condition(kind, False, reason)
+        return builder.condition(ConditionType.VALIDATED, True, Reason.ACCEPTED)
 
     def fetching(self) -> ObservedBuilder:
         """The plan is stored, fetch comes next."""

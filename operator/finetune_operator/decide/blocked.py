@@ -25,6 +25,9 @@ BLOCKED_SECONDS = 1800.0
 
 def say_remains(observed: Observed, draft: Draft, role: Role, left: Remains) -> None:
     """Wait until the earlier attempt is gone, and say so if it takes long or a node does not answer."""
+    if observed.live is None:
+        draft.wake_after(FIRST_LOOK_SECONDS)
+        return
     latest = latest_of(observed.job.status, role)
     ended = moment_after(latest.end_time, 0.0) if latest is not None else None
     waited = (draft.now - ended).total_seconds() if ended is not None else QUIET_SECONDS

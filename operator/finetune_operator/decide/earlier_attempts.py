@@ -16,7 +16,7 @@ from finetune_operator.decide.observed import LivePod, Observed
 from finetune_operator.decide.stage import CONDITION, attempt_of, current_role, is_ended, is_started
 from finetune_operator.decide.standing import OVERDUE_GRACE
 
-_NEVER_CREATED = frozenset({Reason.NOT_OBSERVED, Reason.PENDING})
+_NEVER_CREATED = frozenset({Reason.NOT_OBSERVED, Reason.PENDING, Reason.CREATE_REFUSED})
 
 
 def delete_earlier_attempts(observed: Observed, draft: Draft) -> None:
