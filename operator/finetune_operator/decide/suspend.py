@@ -31,6 +31,8 @@ def suspend(observed: Observed, draft: Draft) -> None:
         draft.delete(batch_job)
         draft.emit("Normal", Reason.SUSPENDED_BY_USER, f"Attempt {attempt} of {role} is stopped; {message}")
     delete_earlier_attempts(observed, draft)
+    # Whatever needs a human is looked at again when the job goes on.
+    draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
     draft.condition(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, message)
     draft.condition(ConditionType.READY, False, Reason.SUSPENDED_BY_USER)
 
