@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from finetune_cli.manifest import parse_job
+from finetune_job.api.crd import KEY_LENGTH
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.names import API_VERSION, JOB_KIND, PROFILE_KIND
 from finetune_job.rules.admission import CONDITIONS
@@ -124,6 +125,17 @@ def _place(field: str) -> str:
 
 def _is_at(path: str, field: str) -> bool:
     return field == path or field.startswith(f"{path}.") or path == ""
+
+
+@pytest.mark.parametrize("pattern", ["rankPattern", "alphaPattern"])
+def test_keys_have_a_greatest_length_which_a_schema_cannot_say(workload: Workload, pattern: str) -> None:
+    fits, too_long = ({"method.lora": {pattern: {"k" * length: 8}}} for length in (512, 513))
+    assert answer(workload.kube, workload.namespace, job(manifest(fits))) == []
+    assert errors_of(job(manifest(fits))) == set()
+    (cause,) = answer(workload.kube, workload.namespace, job(manifest(too_long)))
+    assert cause["field"] == f"spec.method.lora.{pattern}"
+    assert KEY_LENGTH in cause["message"]
+    assert errors_of(job(manifest(too_long))) == {UNREADABLE}
 
 
 def test_a_plain_manifest_is_taken(workload: Workload) -> None:
