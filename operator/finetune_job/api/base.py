@@ -45,7 +45,7 @@ DECIMAL_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?$"
 """Floats are not allowed in the spec (they do not survive every JSON round trip unchanged): numbers with a fraction are strings."""
 
 
-_LONGEST_DECIMAL = 24
+LONGEST_DECIMAL = 24
 
 
 def _decimal(text: Any) -> Any:
@@ -56,7 +56,7 @@ def _decimal(text: Any) -> Any:
         if text < 0:
             raise ValueError(f'{text} is below 0; write a number such as "0.05" or "2e-4"')
         raise ValueError(f'must be a string, because floats do not survive every JSON round trip; write "{text}" in quotes')
-    if not isinstance(text, str) or len(text) > _LONGEST_DECIMAL:
+    if not isinstance(text, str) or len(text) > LONGEST_DECIMAL:
         return text
     try:
         value = Decimal(text)
@@ -75,7 +75,7 @@ def _decimal(text: Any) -> Any:
 
 
 # The constraints stand first: behind a validator they would not reach the JSON schema, and so not the CRD.
-DecimalString = Annotated[str, StringConstraints(pattern=DECIMAL_PATTERN, max_length=_LONGEST_DECIMAL), BeforeValidator(_decimal)]
+DecimalString = Annotated[str, StringConstraints(pattern=DECIMAL_PATTERN, max_length=LONGEST_DECIMAL), BeforeValidator(_decimal)]
 """A non-negative decimal number, written as a string."""
 
 SIZE_PATTERN = r"^[1-9][0-9]{0,9}(B|KB|MB|GB|TB|Ki|Mi|Gi|Ti)?$"

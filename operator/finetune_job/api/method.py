@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from finetune_job.api.base import DECIMAL_PATTERN, ApiModel, DecimalString, Dtype, ModuleName, PatternKey
+from finetune_job.api.base import DECIMAL_PATTERN, LONGEST_DECIMAL, ApiModel, DecimalString, Dtype, ModuleName, PatternKey
 
 
 class MethodType(StrEnum):
@@ -254,7 +254,7 @@ MethodSettings = Annotated[dict[str, Any], Field(max_length=MAX_SETTINGS), After
 
 def is_decimal(text: str) -> bool:
     """Whether a setting's string is a number with a fraction, written as this API asks for it."""
-    return re.fullmatch(DECIMAL_PATTERN, text) is not None
+    return len(text) <= LONGEST_DECIMAL and re.fullmatch(DECIMAL_PATTERN, text) is not None
 
 
 class MethodSpec(ApiModel):

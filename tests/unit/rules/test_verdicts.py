@@ -574,6 +574,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("method-setting-unknown", settings("FourierFT", nfrequency=8), settings("FourierFT", nFrequency=8), None),
     ("method-setting-unknown", settings("IA3", loraAlpha=8), settings("IA3", feedforwardModules=[]), None),
     ("method-setting-type", settings("LoHa", r="8"), settings("LoHa", r=8), None),
+    ("method-setting-type", settings("LoHa", moduleDropout="0." + "0" * 400), settings("LoHa", moduleDropout="0.1"), None),
     ("method-setting-type", settings("LoHa", moduleDropout=True), settings("LoHa", moduleDropout=0), None),
     ("method-setting-type", settings("VeRA", saveProjection="yes"), settings("VeRA", saveProjection=False), None),
     ("method-setting-type", settings("LoHa", modulesToSave="lm_head"), settings("LoHa", modulesToSave=["lm_head"]), None),
@@ -843,6 +844,15 @@ def test_a_text_of_modules_to_save_is_mended_to_a_list():
     assert finding.rule == "method-setting-range"
     assert applied(spec, finding.changes)["method"]["settings"] == {"modulesToSave": ["lm_head"]}
     assert not judged(applied(spec, finding.changes))
+
+
+@pytest.mark.parametrize("text", ["--5", "-", "9" * 4000, "\u0663", "1_0", " 5"])
+def test_a_text_that_is_no_whole_number_is_not_taken_for_one(text):
+    """`int` raises for some of these, which would end the pass, and reads others as nobody meant them."""
+    spec = manifest(settings("LoHa", r=text))
+    (finding,) = judged(spec)
+    assert finding.rule == "method-setting-type"
+    assert applied(spec, finding.changes)["method"]["settings"] == {}
 
 
 def test_changes_are_told_as_a_manifest_writes_them():

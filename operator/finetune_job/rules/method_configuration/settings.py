@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from finetune_job.api.method import MethodType
@@ -90,10 +91,13 @@ def method_setting_type(context: RuleContext) -> Problem | None:
     )
 
 
+_WHOLE_NUMBER = re.compile("-?[0-9]{1,18}")
+
+
 def _as_meant(value: Any, types: tuple[str, ...]) -> Any:
     """The value that was most likely meant, or None."""
     if isinstance(value, str):
-        if "int" in types and value.lstrip("-").isdecimal():
+        if "int" in types and _WHOLE_NUMBER.fullmatch(value):
             return int(value)
         if "bool" in types and value.lower() in ("true", "false"):
             return value.lower() == "true"
