@@ -1,8 +1,8 @@
 """Runs the test suites one after another and prints the processor minutes of each beside its budget.
 
 `python -m tests.suites [NAME...]`. All suites run even when one fails; the exit code is 1 when any did. The budgets add up to the
-processor minutes of 45 minutes on two cores, cold. A suite above its budget is marked and fails nothing: machines are noisy. Processes
-that do not end with their suite's commands, such as those of a container runtime, are not in its processor minutes.
+processor minutes of 45 minutes on two cores, cold. A suite above its budget is marked and fails nothing: machines are noisy.
+Processes that do not end with their suite's commands, such as those of a container runtime, are not in its processor minutes.
 """
 
 from __future__ import annotations
