@@ -27,6 +27,7 @@ from tests.support.cluster.errors import ClusterError, wait_until
 from tests.support.cluster.node_cluster import NodeCluster
 from tests.support.cluster.processes import run_command
 from tests.support.s3 import REGION, running_s3
+from tests.support.volumes import bound_claim, volume
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM_NAMESPACE = "finetune-system"
@@ -41,7 +42,6 @@ STORAGE_CLASS = "shared"
 RELEASE = "finetune"
 _ROLE_RESOURCES = {"cpu": "100m", "memory": "3Gi", "sharedMemory": "256Mi"}
 """Small requests, so that two training pods and the operator fit on a node of two cores; the kubelet enforces no CPU quota."""
-_VOLUME_SIZE = {"storage": "10Gi"}
 _END_SECONDS = 900.0
 
 
@@ -115,11 +115,11 @@ class Stack:
         )
         for name in CLAIMS:
             (claims / name).mkdir(exist_ok=True)
-            self.apply(_volume(name, claims / name, storage_class=""), _bound_claim(name))
+            self.apply(volume(NAMESPACE, name, claims / name, storage_class=""), bound_claim(NAMESPACE, name))
         for number in range(SHARED_VOLUMES):
             directory = claims / f"shared-{number}"
             directory.mkdir()
-            self.apply(_volume(directory.name, directory, storage_class=STORAGE_CLASS))
+            self.apply(volume(NAMESPACE, directory.name, directory, storage_class=STORAGE_CLASS))
         for path in [claims, *claims.rglob("*")]:
             # hostPath volumes are not given to a pod's group by the kubelet; group 0 stands for it, as on a shared file system.
             path.chmod(0o2775 if path.is_dir() else 0o664)
@@ -264,34 +264,3 @@ def _slowly(condition: Callable[[], Any]) -> Callable[[], Any]:
 def _image_values(reference: str) -> dict[str, str]:
     repository, _, tag = reference.rpartition(":")
     return {"repository": repository, "tag": tag, "pullPolicy": "Never"}
-
-
-def _volume(name: str, directory: Path, *, storage_class: str) -> dict[str, Any]:
-    """A volume on a directory of this machine; without a class it is kept for the claim of its name."""
-    reserved = {} if storage_class else {"claimRef": {"namespace": NAMESPACE, "name": name}}
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": f"{NAMESPACE}-{name}"},
-        "spec": {
-            "capacity": _VOLUME_SIZE,
-            "accessModes": ["ReadWriteMany"],
-            "hostPath": {"path": str(directory)},
-            "storageClassName": storage_class,
-            **reserved,
-        },
-    }
-
-
-def _bound_claim(name: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": name, "namespace": NAMESPACE},
-        "spec": {
-            "accessModes": ["ReadWriteMany"],
-            "storageClassName": "",
-            "volumeName": f"{NAMESPACE}-{name}",
-            "resources": {"requests": _VOLUME_SIZE},
-        },
-    }

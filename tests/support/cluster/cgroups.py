@@ -1,6 +1,7 @@
 """The cgroups below which a node's kubelet puts its pods."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from tests.support.cluster.errors import wait_until
@@ -9,6 +10,8 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 _PREFIX = "finetune-test-"
 
+_CPU_SHARE = 4
+"""Times what one process outside gets: a node's pods all together would else have no more than one compiler beside them."""
 _REMOVE_SECONDS = 60.0
 
 
@@ -31,10 +34,14 @@ def create_node_cgroups(node: str) -> None:
         for name in ("cpuset.cpus", "cpuset.mems"):
             if (hierarchy / name).exists() and not _is_unified(hierarchy):
                 (cgroup / name).write_text((hierarchy / name).read_text())
+        if (cgroup / "cpu.shares").exists():
+            (cgroup / "cpu.shares").write_text(str(_CPU_SHARE * 1024))
         if _is_unified(hierarchy):
             for directory in (hierarchy, cgroup):
                 controllers = (directory / "cgroup.controllers").read_text().split()
                 (directory / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
+            if (cgroup / "cpu.weight").exists():
+                (cgroup / "cpu.weight").write_text(str(_CPU_SHARE * 100))
 
 
 def node_cgroups(node: str = "*") -> list[Path]:
@@ -44,6 +51,16 @@ def node_cgroups(node: str = "*") -> list[Path]:
     """
     candidates = (*CGROUP_ROOT.glob(cgroup_of(node)), *CGROUP_ROOT.glob(f"*/{cgroup_of(node)}"))
     return [path for path in candidates if path.is_dir()]
+
+
+def processes_of_pod(uid: str) -> set[int]:
+    """PIDs, on this machine, of a pod's processes on whichever node."""
+    found: set[int] = set()
+    for cgroup in node_cgroups():
+        for listed in cgroup.glob(f"**/pod{uid}/**/cgroup.procs"):
+            with suppress(OSError):  # its container has just ended
+                found |= set(map(int, listed.read_text().split()))
+    return found
 
 
 def remove_node_cgroups(node: str = "*") -> None:

@@ -129,6 +129,14 @@ class ImageStore:
         rows = [line.split() for line in lines]  # name, media type, digest, size, platforms, labels
         return {row[0]: row[2] for row in rows}
 
+    def tag(self, name: str, other: str) -> None:
+        """Give an image another name as well."""
+        run_command(*self._ctr, "images", "tag", name, other)
+
+    def untag(self, name: str) -> None:
+        """Take a name away from an image that has others."""
+        run_command(*self._ctr, "images", "rm", name)
+
     def blobs(self) -> set[str]:
         """Return the digests of all content, so that an archive may leave it out."""
         return set(run_command(*self._ctr, "content", "ls", "--quiet").split())
