@@ -50,6 +50,10 @@ sweep: COUNT = 1500
 sweep: environment ## Run COUNT combinations of settings end to end: false accepts, false refusals, unexplained
 	$(PYTHON) -m tests.sweep --count $(COUNT) --record
 
+.PHONY: failures
+failures: environment ## Break ranks, pods and nodes of running jobs on two real nodes; prints and keeps the table of what follows
+	$(PYTHON) -m tests.e2e.failures $(if $(ONLY),--only $(ONLY))
+
 .PHONY: cluster
 cluster: environment ## A real control plane and node for a person; prints its KUBECONFIG
 	$(PYTHON) -m tests.support.cluster
@@ -114,6 +118,7 @@ bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB pe
 .PHONY: nightly
 nightly: environment ## What does not fit into `make test`: 100 killed runs, new property examples, every benchmark
 	$(MAKE) kill-test kill-test-merge kill-test-publish RUNS=100
+	$(MAKE) failures
 	$(MAKE) explore
 	$(MAKE) sweep
 	$(PYTHON) -m tests.sweep --slice random --count 300 --seed $$(date +%s)

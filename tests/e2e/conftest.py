@@ -1,4 +1,4 @@
-"""One node for all end-to-end tests; what a machine cannot run is skipped with its reason."""
+"""Two nodes for all end-to-end tests; what a machine cannot run is skipped with its reason."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     reason = unsupported_reason()
     if reason is not None:
         pytest.skip(f"no real node here: {reason}")
-    with Stack() as running:
+    with Stack(nodes=2) as running:
         yield running
         if request.session.testsfailed:
             running.cluster.keep_logs = True

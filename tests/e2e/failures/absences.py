@@ -30,7 +30,7 @@ def _volume(scene: Scene) -> None:
     scene.stack.apply(
         volume(NAMESPACE, scene.name, directory, storage_class="", kind="Directory"), bound_claim(NAMESPACE, scene.name)
     )
-    data = scene.example()["spec"]["data"] | {"source": f"pvc://{scene.name}/train.jsonl"}
+    data = scene.example()["data"] | {"source": f"pvc://{scene.name}/train.jsonl"}
     scene.start({"data": data})
     scene.wait_until_said("MountFailed", str(directory))
     scene.start_clock()
@@ -40,7 +40,7 @@ def _volume(scene: Scene) -> None:
 
 def _secret(scene: Scene) -> None:
     scene.stack.s3.upload(scene.name, {"train.jsonl": (scene.stack.claim("data") / "train.jsonl").read_bytes()})
-    data = scene.example()["spec"]["data"] | {"source": f"s3://{scene.name}/train.jsonl"}
+    data = scene.example()["data"] | {"source": f"s3://{scene.name}/train.jsonl"}
     scene.start({"data": data, "fetch": {"s3SecretRef": {"name": scene.name}}})
     scene.wait_until_said("MountFailed", scene.name)
     scene.start_clock()

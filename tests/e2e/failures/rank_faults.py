@@ -59,8 +59,10 @@ def _bad_data(scene: Scene) -> None:
     file = scene.stack.claim("data") / f"{scene.name}.jsonl"
     file.write_text('{"prompt": 1}\n' * 8)
     scene.at_the_end(file.unlink)
-    data = scene.example()["spec"]["data"] | {"source": f"pvc://data/{file.name}"}
+    data = scene.example()["data"] | {"source": f"pvc://data/{file.name}"}
+    scene.start_clock()
     scene.start({"data": data})
+    scene.wait_until_said("PreflightRefused")
 
 
 def _killed_without_operator(scene: Scene) -> None:
