@@ -23,6 +23,7 @@ SPEC: dict[str, Any] = {
     "parallelism": {"nodes": 2, "processesPerNode": 1, "fsdp": {"version": 2}},
     "checkpoint": {"everySteps": 5},
     "evaluation": {},
+    "merge": {"enabled": False},
     "workspace": {"claimName": "workspace"},
 }
 """A gang of two pods, one on each node, that saves often and trains for some seconds."""
