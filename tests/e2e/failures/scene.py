@@ -41,9 +41,9 @@ class Scene:
         self.name = name
         self._started: float | None = None
         self._attempt_then = -1
-        self._step_then = 0
         self._says: tuple[str, float] | None = None
-        self._next: tuple[float, int] | None = None
+        self._seconds: float | None = None
+        self._resumes = False
         self._undo: list[Callable[[], object]] = []
 
     def kubectl(self, *arguments: str) -> str:
@@ -128,10 +128,8 @@ class Scene:
 
     def start_clock(self) -> None:
         """It breaks now, or is fixed now: the seconds count from here."""
-        lines = self._history()
         self._started = time.monotonic()
-        self._attempt_then = max((line["attempt"] for line in lines), default=-1)
-        self._step_then = max((line["step"] for line in lines), default=0)
+        self._attempt_then = max((line["attempt"] for line in self._history()), default=-1)
 
     def wait_until_said(self, reason: str, text: str = "") -> None:
         """Wait until a condition shows a reason, with a text in its message."""
@@ -154,13 +152,17 @@ class Scene:
     def wait_for_next_step(self) -> None:
         """Wait until an attempt after the fault has trained a step."""
 
-        def trained() -> int | None:
-            steps = [line["step"] for line in self._history() if line["attempt"] > self._attempt_then and line["step"] > 0]
-            return min(steps, default=None)
+        def trained() -> tuple[int, int] | None:
+            """The first new step, and the last one that is kept of earlier attempts."""
+            lines = self._history()
+            new = [line["step"] for line in lines if line["attempt"] > self._attempt_then and line["step"] > 0]
+            kept = [line["step"] for line in lines if line["attempt"] <= self._attempt_then]
+            return (min(new), max(kept, default=0)) if new else None
 
-        first = self.wait(trained, "the next trained step")
+        first, kept = self.wait(trained, "the next trained step")
         assert self._started is not None, "the case never started its clock"
-        self._next = time.monotonic() - self._started, first
+        self._seconds = time.monotonic() - self._started
+        self._resumes = kept > 0 and first == kept + 1
 
     def finish(self) -> Outcome:
         """Wait until the job has ended or needs a human, and say what was seen."""
@@ -179,8 +181,8 @@ class Scene:
                 if one["outcome"] == "Failed"
             ),
             says=self._says[0] if self._says else "",
-            resumes=self._next is not None and 1 < self._next[1] <= self._step_then + 1,
-            seconds=round(self._next[0], 1) if self._next else None,
+            resumes=self._resumes,
+            seconds=None if self._seconds is None else round(self._seconds, 1),
             seconds_until_said=round(self._says[1], 1) if self._says else None,
         )
 
