@@ -20,7 +20,6 @@ LABEL_ATTEMPT = f"{GROUP}/attempt"
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "finetune-operator"
 ANNOTATION_PLAN_SHA256 = f"{GROUP}/plan-sha256"
-ANNOTATION_SPEC_SHA256 = f"{GROUP}/spec-sha256"
 
 PLAN_KEY = "plan.json"
 PLAN_MOUNT = "/plan"

@@ -94,6 +94,17 @@ def test_where_results_go_is_frozen_with_the_rest(workload: Workload, operator: 
             workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"output": change}})
 
 
+def test_queue_and_priority_are_frozen_though_they_stand_in_run(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply(run={"priorityClassName": "low"})
+    operator()
+    workload.wait_for_pods(Role.PREFLIGHT)
+    for change in ({"queueName": "gpus"}, {"priorityClassName": "high"}, {"priorityClassName": None}):
+        (field,) = change
+        with pytest.raises(RefusedError, match=rf"spec\.run\.{field} cannot change after the job has started"):
+            workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": change}})
+    workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"run": {"maxRestarts": 5}}})
+
+
 def test_a_field_that_was_pruned_shows_in_the_effective_settings(workload: Workload, operator: OperatorFactory) -> None:
     workload.apply_leniently(training={"maxSteps": 4, "learningrate": "5e-5"})
     operator()

@@ -40,6 +40,8 @@ _DROPPED = {"title"}
 """Noise that is legal but teaches nobody anything."""
 DRIVING_FIELD = "run"
 """The only part of the spec that may change after the start."""
+FROZEN_FIELDS_OF_RUN = ("queueName", "priorityClassName")
+"""But for these, which are part of the plan."""
 
 
 KEY_LENGTH = f"{UNREADABLE}: the length of keys is bounded"
@@ -165,17 +167,18 @@ def _node(schema: Schema, path: str) -> Schema:
 def _freeze_rules(spec: Schema) -> list[dict[str, str]]:
     """CEL at the root, the only place from which both status and spec are seen. Optional chaining would exceed the cost limit."""
     started = "!has(oldSelf.status) || !has(oldSelf.status.startTime)"
+    frozen = [name for name in spec["properties"] if name != DRIVING_FIELD]
+    frozen += [f"{DRIVING_FIELD}.{name}" for name in FROZEN_FIELDS_OF_RUN]
     rules = [
         {
             "rule": f"{started} || (has(self.spec.{name}) == has(oldSelf.spec.{name}) "
             f"&& (!has(self.spec.{name}) || self.spec.{name} == oldSelf.spec.{name}))",
-            "message": f"{FROZEN.rule}: spec.{name} cannot change after the job has started; only spec.{DRIVING_FIELD} can; "
-            f"{FROZEN.fix}",
+            "message": f"{FROZEN.rule}: spec.{name} cannot change after the job has started; "
+            f"only spec.{DRIVING_FIELD} can, without its {' and '.join(FROZEN_FIELDS_OF_RUN)}; {FROZEN.fix}",
             "fieldPath": f".spec.{name}",
             "reason": "FieldValueForbidden",
         }
-        for name in spec["properties"]
-        if name != DRIVING_FIELD
+        for name in frozen
     ]
     rules.append(
         {

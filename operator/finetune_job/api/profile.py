@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from finetune_job.api.base import ApiModel
 from finetune_job.api.job import ObjectMeta
+from finetune_job.api.pod_settings import NodeLabels, ObjectName, PodsByRole, Quantity
 from finetune_job.api.size import MAX_PROFILE_BYTES, check_size
-
-LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=317)]
-"""Key of a label: a name of at most 63 characters, after a DNS prefix of at most 253 and a slash where it has one."""
-LabelValue = Annotated[str, StringConstraints(max_length=63)]
-Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=24)]
-"""A Kubernetes resource quantity."""
 
 
 class RoleResources(ApiModel):
@@ -86,6 +81,13 @@ class Resources(ApiModel):
     """CPU pod that copies the results to a destination outside the cluster."""
 
 
+class SecretReference(ApiModel):
+    """A Secret by its name."""
+
+    name: ObjectName
+    """Secret."""
+
+
 class Endpoints(ApiModel):
     """Services outside the cluster."""
 
@@ -138,8 +140,12 @@ class FineTuneProfileSpec(ApiModel):
     """User ID of the pods. Unset: the image's, or the one that the platform assigns."""
     fs_group: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
     """Group that owns mounted volumes. Unset: the platform's."""
-    node_selector: Annotated[dict[LabelKey, LabelValue], Field(max_length=32)] | None = None
-    """Node labels that training pods need."""
+    node_selector: NodeLabels | None = None
+    """Node labels that training pods need, beside those of `pods.train.nodeSelector`."""
+    pods: PodsByRole = PodsByRole()
+    """Where pods run and in which queues they wait, by role: tolerations, affinity, scheduler, priority, queue and more."""
+    image_pull_secrets: Annotated[list[SecretReference], Field(max_length=8)] | None = None
+    """Secrets of the job's namespace with which the trainer image is pulled."""
     max_active_jobs: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """How many jobs of one namespace may be active at a time; the others wait, the oldest first. Unset: no limit."""
     force_delete_pods_of_lost_nodes: bool = False
@@ -157,6 +163,13 @@ class FineTuneProfileSpec(ApiModel):
     def _can_be_stored(cls, content: Any) -> Any:
         check_size(content, MAX_PROFILE_BYTES)
         return content
+
+    @model_validator(mode="after")
+    def _accelerators_are_counted_once(self) -> Self:
+        taken = self.gpu.resource_name if self.gpu is not None else ""
+        if taken in (self.pods.train.extra_resources or {}):
+            raise ValueError(f"pods.train.extraResources: {taken!r} is set by gpu.resourceName; remove it here")
+        return self
 
 
 class FineTuneProfile(ApiModel):

@@ -18,7 +18,8 @@ class RunSpec(ApiModel):
     priority_class_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] | None = (
         None
     )
-    """PriorityClass of the training pods, and under a queue its WorkloadPriorityClass. Unset: the profile's, if it names one."""
+    """Priority of the training: under a queue the WorkloadPriorityClass of its Job, without one the PriorityClass of its pods.
+    Unset: the profile's, if it names one."""
     cancel: bool = False
     """End the job for good. Cannot be taken back."""
     retry: Annotated[int, Field(ge=0, le=1_000_000)] = 0

@@ -9,10 +9,10 @@ from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.run import Rehearsal
 from finetune_job.names import DEFAULT_PROFILE, workspace_claim_name
 from finetune_job.plan.choices import Choices
-from finetune_job.plan.placement import Placement
 from finetune_job.plan.resolve_inputs import Places, data_plan, fetch_plan, model_name
 from finetune_job.plan.resolve_method import method_plan
 from finetune_job.plan.resolve_outputs import merge_plan, output_location, publish_plan
+from finetune_job.plan.resolve_placement import placement_of
 from finetune_job.plan.resolve_sharding import fsdp_plan
 from finetune_job.plan.resolve_training import checkpoint_plan, evaluation_plan, training_plan
 from finetune_job.plan.run_plan import JobIdentity, ModelPlan, ParallelismPlan, RunPlan
@@ -54,21 +54,6 @@ def resolve(
         keeps_adapter=spec.output.adapter or not spec.merge.enabled,
         publish=publish_plan(spec, profile, choices),
         rehearses=spec.preflight.rehearsal is Rehearsal.RUN,
-        placement=None if profile is None else _placement(profile_name or spec.profile or DEFAULT_PROFILE, profile),
+        placement=None if profile is None else placement_of(profile_name or spec.profile or DEFAULT_PROFILE, profile, spec.run),
         choices=tuple(choices.made),
-    )
-
-
-def _placement(name: str, profile: FineTuneProfileSpec) -> Placement:
-    return Placement(
-        profile=name,
-        trainer_image=profile.trainer_image,
-        image_pull_policy=profile.image_pull_policy,
-        resources=profile.resources,
-        gpu_resource_name=profile.gpu.resource_name if profile.gpu else None,
-        gpu_memory=profile.gpu.memory if profile.gpu else None,
-        service_account_name=profile.service_account_name,
-        run_as_user=profile.run_as_user,
-        fs_group=profile.fs_group,
-        node_selector=profile.node_selector or {},
     )

@@ -51,6 +51,6 @@ def workspace_claim(
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": metadata(owner, name, spec, owned=retain is RetainPolicy.DELETE),
+        "metadata": metadata(owner, name, owned=retain is RetainPolicy.DELETE),
         "spec": spec,
     }

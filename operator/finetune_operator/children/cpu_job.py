@@ -10,6 +10,7 @@ from finetune_job.names import Role, batch_job_name
 from finetune_operator.children.failure_policy import DISRUPTION_FAILS_THE_JOB
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.ownership import metadata
+from finetune_operator.children.placement import queue_labels
 from finetune_operator.children.pod_template import plan_arguments, pod_template
 
 
@@ -39,10 +40,10 @@ def single_pod_job(
             resources=resources,
         ),
     }
-    name = batch_job_name(run.owner.name, role, attempt)
+    name, queue = batch_job_name(run.owner.name, role, attempt), queue_labels(run.placement, role)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": metadata(run.owner, name, spec, role=role, attempt=attempt, plan_sha256=run.plan_sha256),
+        "metadata": metadata(run.owner, name, role=role, attempt=attempt, plan_sha256=run.plan_sha256, queue=queue),
         "spec": spec,
     }

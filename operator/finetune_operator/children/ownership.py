@@ -1,14 +1,13 @@
-"""What makes an object a child: controller owner reference, labels, and the digest of its own specification."""
+"""What makes an object a child: controller owner reference, labels, and the digest of the plan that it was made from."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from finetune_job.names import (
     ANNOTATION_PLAN_SHA256,
-    ANNOTATION_SPEC_SHA256,
     API_VERSION,
     JOB_KIND,
     LABEL_ATTEMPT,
@@ -19,7 +18,6 @@ from finetune_job.names import (
     MANAGED_BY,
     Role,
 )
-from finetune_job.plan.digest import text_sha256
 
 
 @dataclass(frozen=True)
@@ -56,23 +54,25 @@ def labels(owner: Owner, role: Role | None = None, attempt: int | None = None) -
 def metadata(
     owner: Owner,
     name: str,
-    content: Any,
     *,
     role: Role | None = None,
     attempt: int | None = None,
     plan_sha256: str = "",
+    queue: Mapping[str, str] | None = None,
     owned: bool = True,
 ) -> dict[str, Any]:
-    """Metadata of a child. `content`: the JSON value whose digest the annotation holds, so that drift can be seen."""
-    annotations = {ANNOTATION_SPEC_SHA256: text_sha256(json.dumps(content, sort_keys=True, separators=(",", ":")))}
-    if plan_sha256:
-        annotations[ANNOTATION_PLAN_SHA256] = plan_sha256
+    """Metadata of a child. `queue`: labels by which a queue finds it.
+
+    There is no digest of the child's own content: what stands in a Job is changed by queues and webhooks as they like, and is not
+    ours to compare; the plan is proven by its digest in status.
+    """
     found: dict[str, Any] = {
         "name": name,
         "namespace": owner.namespace,
-        "labels": labels(owner, role, attempt),
-        "annotations": annotations,
+        "labels": {**(queue or {}), **labels(owner, role, attempt)},
     }
+    if plan_sha256:
+        found["annotations"] = {ANNOTATION_PLAN_SHA256: plan_sha256}
     if owned:
         found["ownerReferences"] = [owner_reference(owner)]
     return found

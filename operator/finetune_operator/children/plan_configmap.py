@@ -18,7 +18,7 @@ def plan_configmap(owner: Owner, plan_json: str) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": metadata(owner, plan_configmap_name(owner.name), data, plan_sha256=text_sha256(plan_json)),
+        "metadata": metadata(owner, plan_configmap_name(owner.name), plan_sha256=text_sha256(plan_json)),
         "immutable": True,
         "data": data,
     }

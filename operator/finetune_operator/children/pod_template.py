@@ -1,6 +1,7 @@
 """What the pods of all roles share: one container, the plan, the claims, scratch space, resources, identity.
 
-No settings travel in environment variables: a container reads the plan and nothing else. Credentials are files that the kubelet
+No settings of ours travel in environment variables: a container reads the plan, and the libraries that ranks talk through (NCCL,
+Gloo, UCX) read what the profile says of the network. Credentials are files that the kubelet
 mounts, in the fetch and the publish pod alone. No pod holds Kubernetes credentials.
 """
 
@@ -16,6 +17,7 @@ from finetune_job.plan.sources import input_locations
 from finetune_operator.children.credentials import credentials_volume
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.ownership import labels
+from finetune_operator.children.placement import place
 from finetune_operator.children.security import container_security_context, pod_security_context
 
 CONTAINER_NAME = "trainer"
@@ -98,7 +100,9 @@ def pod_template(
         "containers": [container],
         "volumes": volumes,
     }
-    return {"metadata": {"labels": labels(run.owner, role, attempt)}, "spec": spec}
+    template: dict[str, Any] = {"metadata": {"labels": labels(run.owner, role, attempt)}, "spec": spec}
+    place(template, placement, role)
+    return template
 
 
 def plan_arguments(run: FrozenRun, role: Role, attempt: int) -> list[str]:

@@ -22,4 +22,4 @@ def gang_service(owner: Owner) -> dict[str, Any]:
             {"name": "observe", "port": OBSERVE_PORT, "targetPort": OBSERVE_PORT, "protocol": "TCP"},
         ],
     }
-    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata(owner, service_name(owner.name), spec), "spec": spec}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata(owner, service_name(owner.name)), "spec": spec}

@@ -16,6 +16,7 @@ from finetune_job.names import (
 from finetune_operator.children.failure_policy import DISRUPTION_FAILS_THE_JOB
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.ownership import metadata
+from finetune_operator.children.placement import queue_labels
 from finetune_operator.children.pod_template import INDEX_VARIABLE, index_variable, plan_arguments, pod_template
 
 
@@ -36,8 +37,6 @@ def train_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
     ]
     template = pod_template(run, Role.TRAIN, attempt, arguments=arguments, grace_period_seconds=TRAIN_GRACE_PERIOD_SECONDS)
     template["spec"]["subdomain"] = service_name(owner.name)
-    if run.placement.node_selector:
-        template["spec"]["nodeSelector"] = dict(run.placement.node_selector)
     container = template["spec"]["containers"][0]
     container["env"].append(index_variable())
     container["ports"] = [
@@ -53,10 +52,17 @@ def train_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
         "podFailurePolicy": DISRUPTION_FAILS_THE_JOB,
         "template": template,
     }
-    name = batch_job_name(owner.name, Role.TRAIN, attempt, nodes)
+    name, queue = batch_job_name(owner.name, Role.TRAIN, attempt, nodes), queue_labels(run.placement, Role.TRAIN)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": metadata(owner, name, spec, role=Role.TRAIN, attempt=attempt, plan_sha256=run.plan_sha256),
+        "metadata": metadata(
+            owner,
+            name,
+            role=Role.TRAIN,
+            attempt=attempt,
+            plan_sha256=run.plan_sha256,
+            queue=queue,
+        ),
         "spec": spec,
     }

@@ -16,7 +16,7 @@ UNBOUNDED_FORM = re.compile(r"[*+]|\{\d+,\}")
 OF_KUBERNETES = ("FineTuneJob.apiVersion", "FineTuneJob.kind", "FineTuneJob.metadata", "FineTuneProfile.apiVersion",
                  "FineTuneProfile.kind", "FineTuneProfile.metadata")  # fmt: skip
 """Checked by the API server for every object; a definition may not say more of them."""
-MEASURED_BY_THE_MODELS = ("FineTuneJob.spec.method.settings",)
+MEASURED_BY_THE_MODELS = re.compile(r"FineTuneJob\.spec\.method\.settings|FineTuneProfile\.spec\.pods\.\w+\.affinity\.\w+")
 """No schema can bound what is below a free-form object: `finetune_job.api.size` measures the whole spec before it is read."""
 
 
@@ -43,7 +43,7 @@ def unbounded(node: Schema, path: str) -> Iterator[str]:
 def _unbounded_object(node: Schema, path: str) -> Iterator[str]:
     for name, child in node.get("properties", {}).items():
         yield from unbounded(child, f"{path}.{name}")
-    if node.get("x-kubernetes-preserve-unknown-fields") and path not in MEASURED_BY_THE_MODELS:
+    if node.get("x-kubernetes-preserve-unknown-fields") and not MEASURED_BY_THE_MODELS.fullmatch(path):
         yield f"{path}: free-form"
     if "additionalProperties" in node:
         if "maxProperties" not in node:

@@ -46,10 +46,11 @@ def test_every_field_of_the_spec_is_documented_and_bounded() -> None:
         assert node["type"] != "number", f"{path}: floats do not belong in a spec"
 
 
-def test_every_part_of_the_spec_but_run_is_frozen() -> None:
+def test_every_part_of_the_spec_is_frozen_and_of_run_the_queue_and_the_priority() -> None:
     rules = crd.job_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["x-kubernetes-validations"]
     frozen = {rule["fieldPath"] for rule in rules if "startTime" in rule["rule"]}
-    assert frozen == {f".spec.{info.alias or name}" for name, info in FineTuneJobSpec.model_fields.items() if name != "run"}
+    parts = {f".spec.{info.alias or name}" for name, info in FineTuneJobSpec.model_fields.items() if name != "run"}
+    assert frozen == {*parts, ".spec.run.queueName", ".spec.run.priorityClassName"}
 
 
 def test_every_condition_names_the_rule_that_refuses_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

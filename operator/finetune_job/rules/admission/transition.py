@@ -16,7 +16,7 @@ class Transition:
 
 FROZEN = Transition(
     "frozen-after-start",
-    "The settings of a job that has started are final; only spec.run can change",
+    "The settings of a job that has started are final; only spec.run can change, without its queueName and priorityClassName",
     "create a new job for other settings",
 )
 CANCELLED = Transition("cancel-is-final", "A cancelled job cannot be revived", "create a new job")

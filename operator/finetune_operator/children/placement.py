@@ -1,0 +1,53 @@
+"""Where the pods of a role run and which queue admits them: what the frozen placement says, in the words of Kubernetes and Kueue.
+
+What a queue or an admission webhook puts into a Job or a pod afterwards (suspension, node selectors, tolerations, scheduling gates)
+is theirs: nothing here is ever compared with what exists, or put back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune_job.names import Role
+from finetune_job.plan.placement import Placement
+
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+QUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+
+
+def place(template: dict[str, Any], placement: Placement, role: Role) -> None:
+    """Put the placement of a role into the template of its pods. Labels that stand there already are ours and stay."""
+    pods, metadata, spec = placement.pods.of(role), template["metadata"], template["spec"]
+    metadata["labels"] = {**pods.labels, **metadata["labels"]}
+    if pods.annotations:
+        metadata["annotations"] = dict(pods.annotations)
+    node_selector = {**(placement.node_selector if role is Role.TRAIN else {}), **pods.node_selector}
+    fields: dict[str, Any] = {
+        "nodeSelector": node_selector,
+        "tolerations": list(pods.tolerations),
+        "affinity": pods.affinity,
+        "schedulerName": pods.scheduler_name,
+        "priorityClassName": pods.priority_class_name,
+        "runtimeClassName": pods.runtime_class_name,
+        "imagePullSecrets": [{"name": name} for name in placement.image_pull_secrets],
+        "resourceClaims": list(pods.resource_claims),
+    }
+    spec.update({name: value for name, value in fields.items() if value})
+    (container,) = spec["containers"]
+    container["env"] += list(pods.env)
+    for amounts in (container["resources"]["requests"], container["resources"]["limits"]):
+        amounts.update({**pods.extra_resources, **amounts})
+    if pods.resource_claims:
+        container["resources"]["claims"] = [{"name": claim["name"]} for claim in pods.resource_claims]
+
+
+def queue_labels(placement: Placement, role: Role) -> dict[str, str]:
+    """Labels of a role's Jobs by which Kueue finds their queue and priority; none without a queue.
+
+    They stand on the Jobs and never on the FineTuneJob: there a queue that integrates foreign kinds would hold every role back.
+    """
+    pods = placement.pods.of(role)
+    if pods.queue_name is None:
+        return {}
+    priority = {} if pods.queue_priority_class_name is None else {QUEUE_PRIORITY_LABEL: pods.queue_priority_class_name}
+    return {QUEUE_LABEL: pods.queue_name, **priority}
