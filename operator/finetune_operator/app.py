@@ -23,7 +23,7 @@ from finetune_operator.cluster.lease_object import LeaseObject
 from finetune_operator.cluster.progress_poll import ProgressPoll
 from finetune_operator.cluster.projection import Held, utc_now
 from finetune_operator.cluster.recorder import Recorder
-from finetune_operator.cluster.relist import drop_ghosts, fill
+from finetune_operator.cluster.relist import fill, relist
 from finetune_operator.cluster.unreadable import UnreadableObjects
 from finetune_operator.health import BEAT_SECONDS, Health, health_server
 from finetune_operator.logs import logger
@@ -123,8 +123,8 @@ async def _lead(
         writes_per_second=clockwork.progress_writes_per_second,
     )
     workers = [asyncio.create_task(worker.run()) for _ in range(clockwork.workers)]
-    relist = _relist(api, cache, queue, settings, clockwork, restarted=watches.restarted)
-    others = [asyncio.create_task(poll.run()), asyncio.create_task(relist)]
+    relisting = _relist(api, cache, queue, settings, clockwork, restarted=watches.restarted)
+    others = [asyncio.create_task(poll.run()), asyncio.create_task(relisting)]
     others += [asyncio.create_task(measure_loop_lag(metrics.lagged)), asyncio.create_task(recorder.run())]
     health.is_ready = True
     _log.info("ready", jobs=len(cache.jobs()))
@@ -158,7 +158,7 @@ async def _relist(
         pause = clockwork.first_relist if restarted.is_set() else clockwork.relist
         restarted.clear()
         try:
-            for key in await drop_ghosts(api, cache, settings.namespaces):
+            for key in await relist(api, cache, settings.namespaces):
                 queue.add(key)
         except (ApiError, ApiUnreachableError) as error:
             _log.warning("relist failed", error=str(error))

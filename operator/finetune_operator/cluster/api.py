@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import UTC
 from email.utils import parsedate_to_datetime
@@ -39,6 +39,16 @@ class Answered(NamedTuple):
     """HTTP status; `error` where no answer came."""
     reason: str
     """The server's word for a refusal, as in `AlreadyExists`; empty without one."""
+
+
+class Page(NamedTuple):
+    """Part of a list."""
+
+    items: list[Document]
+    version: str
+    """resourceVersion of the list."""
+    is_first: bool
+    """Whether what came before is void: the list was begun, perhaps for another time."""
 
 
 RequestObserver = Callable[[Answered], None]
@@ -96,14 +106,32 @@ class Api:
         field_selector: str | None = None,
         metadata_only: bool = False,
     ) -> tuple[list[Document], str]:
-        """All objects, fetched in pages, and the resourceVersion of the list. A list that expired midway is begun again."""
+        """All objects, fetched in pages, and the resourceVersion of the list."""
+        items: list[Document] = []
+        version = ""
+        async for page in self.pages(
+            kind, namespace, label_selector=label_selector, field_selector=field_selector, metadata_only=metadata_only
+        ):
+            items = page.items if page.is_first else items + page.items
+            version = page.version
+        return items, version
+
+    async def pages(
+        self,
+        kind: Kind,
+        namespace: str | None = None,
+        *,
+        label_selector: str | None = None,
+        field_selector: str | None = None,
+        metadata_only: bool = False,
+    ) -> AsyncIterator[Page]:
+        """The same page by page, so that no more than one is held. A list that expired midway is begun again."""
         query = {"limit": str(self._page_size)}
         if label_selector:
             query["labelSelector"] = label_selector
         if field_selector:
             query["fieldSelector"] = field_selector
         accept = METADATA_LIST if metadata_only else None
-        items: list[Document] = []
         token, listings = "", 1
         while True:
             page_query = query | ({"continue": token} if token else {})
@@ -111,17 +139,17 @@ class Api:
                 page = await self.request("GET", kind.path(namespace), page_query, verb="LIST", accept=accept)
             except ApiError as error:
                 if error.code == 410 and token and listings < LISTINGS:
-                    items, token, listings = [], "", listings + 1
+                    token, listings = "", listings + 1
                     continue
                 raise
             # A list of nothing comes with `items: null`.
             part, metadata = page.get("items") or [], page.get("metadata")
             if not isinstance(part, list) or not isinstance(metadata, dict) or "resourceVersion" not in metadata:
                 raise ApiUnreachableError(f"LIST {kind.path(namespace)}: the answer is not a list of objects")
-            items += part
+            yield Page(part, str(metadata["resourceVersion"]), is_first=not token)
             token = metadata.get("continue") or ""
             if not token:
-                return items, str(metadata["resourceVersion"])
+                return
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Document | None:
         """The object, or None where there is none."""
@@ -146,15 +174,18 @@ class Api:
         """JSON merge patch; a resourceVersion in its metadata is a precondition."""
         return await self.request("PATCH", kind.path(namespace, name, subresource), body=patch, content_type=MERGE_PATCH)
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        """Delete in the foreground, dependents first. `uid`: precondition; empty: none.
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, force: bool = False) -> Document:
+        """Delete in the foreground, dependents first. `uid`: precondition; empty: none. `force`: without a grace period.
 
-        The policy is always given: the server's default for Jobs orphans their pods.
+        The policy is always given: the server's default for Jobs orphans their pods. Returns the object as long as something
+        holds it, a Status once it is gone.
         """
         options: Document = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         if uid:
             options["preconditions"] = {"uid": uid}
-        await self.request("DELETE", kind.path(namespace, name), body=options)
+        if force:
+            options["gracePeriodSeconds"] = 0
+        return await self.request("DELETE", kind.path(namespace, name), body=options)
 
     async def request(
         self,

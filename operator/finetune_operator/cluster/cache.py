@@ -1,65 +1,77 @@
 """What we know of the cluster: one projection per object, by UID, with an index from owner to owned.
 
-Fed by the first complete list, by every watch event, and by the answers to our own writes; the last is what keeps a pass from
-creating a child twice because its creation has not come back through a watch yet. An object never goes back to an older
-resourceVersion. A pod that was deleted is kept, marked `gone`, as evidence of how it ended: the Job controller deletes the
-others as soon as one rank fails, and what they said must reach the status first.
+Fed by the first complete list, by every watch event, and by the answers to our own writes and reads; the last is what keeps a
+pass from creating a child twice because its creation has not come back through a watch yet. An object never goes back to an
+older resourceVersion. A pod that was deleted is kept, marked `gone`, as evidence of how it ended: the Job controller deletes
+the others as soon as one rank fails, and what they said must reach the status first.
 
-Used from one event loop; the metrics thread only reads whole dictionaries, which the interpreter's lock makes safe.
+Children are watched by a label that anybody may write or take off, so two things are never believed of a label:
+* that an object is ours. Its content is looked at only if its controller is a FineTuneJob (or a Job of one) that is known, of
+  the same namespace; an object that merely says so is kept as a bare key until a pass of that job has looked it up;
+* that an object is gone. What a watch or list no longer shows, and was not being deleted, is in doubt until a pass has looked.
+
+Used from one event loop. The watch thread calls `read` only, and it and the metrics thread read single entries and whole
+dictionaries, which the interpreter's lock makes safe.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES, WATCHED, Kind
-from finetune_operator.cluster.projection import Held, ObjectKey, UnreadableObjectError, object_key, project
+from finetune_operator.cluster.fields import Fields
+from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES, JobKey, Kind
+from finetune_operator.cluster.object_key import ObjectKey, UnreadableObjectError, object_key
+from finetune_operator.cluster.projection import Held, project
+from finetune_operator.cluster.store import Store
 from finetune_operator.cluster.unreadable import UnreadableObjects
+
+__all__ = ["Cache", "Child", "JobKey"]
 
 TOMBSTONE_SECONDS = 900.0
 """How long the UID of a deleted object is remembered, so that a list begun before its deletion cannot bring it back."""
+CONTROLLED = (BATCH_JOBS, CONFIG_MAPS, SERVICES)
+"""Kinds that a FineTuneJob controls itself."""
+CHILD_KINDS = (*CONTROLLED, PODS)
+"""Kinds that are watched by their label."""
 
 
-class JobKey(NamedTuple):
-    """Key of the work queue: a FineTuneJob."""
+class Child(NamedTuple):
+    """An object of a FineTuneJob."""
 
-    namespace: str
-    name: str
+    kind: Kind
+    held: Held
 
 
-class Cache:
-    """Projections of all watched objects."""
+class Cache(Store):
+    """Projections of all watched objects: what to believe of what is seen."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, unreadable: UnreadableObjects | None = None) -> None:
+        super().__init__()
         self._clock = clock
         self._unreadable = unreadable or UnreadableObjects()
-        self._objects: dict[Kind, dict[str, Held]] = {kind: {} for kind in WATCHED}
-        self._owned: dict[Kind, dict[str, set[str]]] = {kind: {} for kind in WATCHED}
-        """Owner UID -> UIDs of that kind."""
-        self._job_uids: dict[JobKey, str] = {}
-        self._profiles: dict[str, str] = {}
-        self._job_of_batch_job: dict[str, str] = {}
-        """UID of a batch Job -> UID of its FineTuneJob, kept while pods of it are known."""
-        self._batch_jobs_of: dict[str, set[str]] = {}
-        """The same the other way round."""
-        self._tombstones: dict[str, float] = {}
+        self._tombstones: dict[str, tuple[int, float]] = {}
+        """UID -> version from which on a state of the object proves that it exists after all; when it was buried."""
+        self.job_gone: Callable[[str], None] = lambda _: None
+        """Called with the UID of a FineTuneJob that is gone, for whoever keeps notes about it."""
 
     def read(self, kind: Kind, document: Any) -> Held | None:
-        """What is kept of an object, whatever stands in it; None where not even its identity can be read.
-
-        The watch thread calls it, too.
-        """
-        try:
-            held = project(kind, document)
-        except UnreadableObjectError as error:
-            self._unreadable.note(kind, document, (str(error),))
+        """What is kept of an object, whatever stands in it; None where it is a stranger's or not even its identity can be read."""
+        key = self.key_of(kind, document)
+        if key is None:
             return None
-        if held.unreadable:
-            self._unreadable.note(kind, document, held.unreadable)
-        return held
+        known = self._objects[kind].get(key.uid)
+        if known is not None and known.key.version >= key.version and not self.is_in_doubt(known) and not known.is_gone:
+            return known
+        if kind not in CHILD_KINDS or self._job_of(kind, key):
+            held = project(kind, document)
+            if held.unreadable:
+                self._unreadable.note(kind, document, held.unreadable)
+            return held
+        says_it_is_ours = key.is_controlled_by(BATCH_JOBS if kind == PODS else JOBS) and not self._is_owner_known(kind, key)
+        return Held(key, is_bare=True) if says_it_is_ours or known is not None else None
 
     def key_of(self, kind: Kind, document: Any) -> ObjectKey | None:
         """Identity and owner of an object, or None where they cannot be read."""
@@ -76,44 +88,103 @@ class Cache:
 
     def apply(self, kind: Kind, held: Held) -> set[JobKey]:
         """Take in a newer state of an object. Returns the jobs to reconcile; none where nothing is new."""
-        uid = held.key.uid
+        uid, version = held.key.uid, held.key.version
         known = self._objects[kind].get(uid)
-        if uid in self._tombstones or (known is not None and known.key.version >= held.key.version):
+        buried = self._tombstones.get(uid)
+        if buried is not None and version < buried[0]:
             return set()
-        self._put(kind, held)
-        if known is not None and replace(known, key=held.key) == held:
+        if known is not None and buried is None and not (known.key.version < version or self._is_shown_again(known, held)):
             return set()
-        return self._concerned(kind, held)
+        self._tombstones.pop(uid, None)
+        was_in_doubt = self._in_doubt.pop(uid, None) is not None
+        if held.is_bare and known is not None and not known.is_bare:
+            # Its owner was taken off, or is gone.
+            self._drop(kind, uid)
+            return self._concerned(kind, known.key)
+        woken = self._put(kind, held)
+        if known is None or was_in_doubt or replace(known, key=replace(known.key, version=version)) != held:
+            woken |= self._concerned(kind, held.key)
+        return woken
 
     def remove(self, kind: Kind, held: Held) -> set[JobKey]:
-        """Take in a deletion; `held` is the last state. Returns the jobs to reconcile."""
-        uid = held.key.uid
-        if uid in self._tombstones:
+        """A watch says that it was deleted; `held` is the last state. Returns the jobs to reconcile.
+
+        It says the same when a label was taken off, and shows the state before that. So a child that nobody had asked to
+        delete is only in doubt: the next pass of its job looks it up.
+        """
+        uid, version = held.key.uid, held.key.version
+        known = self._objects[kind].get(uid)
+        if known is None:
+            if kind in CHILD_KINDS and not self._job_of(kind, held.key):
+                return set()
+            if kind != PODS or held.is_bare or uid in self._tombstones:
+                self._tombstones.setdefault(uid, (version, self._clock()))
+                return set()
+            # Its creation was missed, and what it said at its end is evidence all the same.
+            self._put(kind, known := held)
+        if known.key.version > version or (known.key.version == version and _is_unlabelled(kind, known)):
+            # Shown later than this event: it lives, without the label.
             return set()
-        self._tombstones[uid] = self._clock()
-        if kind == PODS and held.pod is not None and self._job_uid_of_pod(held) in self._objects[JOBS]:
+        if kind not in CHILD_KINDS or held.key.is_deleting or not self._job_of(kind, known.key):
+            return self.bury(kind, held)
+        if not held.is_bare:
+            self._put(kind, held)
+        self._in_doubt[uid] = version
+        return self._concerned(kind, held.key)
+
+    def found(self, kind: Kind, document: Any) -> bool:
+        """A live read has shown the object: that beats whatever a watch or list said. Returns whether it is ours."""
+        held = self.read(kind, document)
+        if held is None or held.is_bare:
+            self._drop(kind, Fields(document).at("metadata").name("uid"))
+            return False
+        self._tombstones.pop(held.key.uid, None)
+        self.apply(kind, held)
+        self._in_doubt.pop(held.key.uid, None)
+        return True
+
+    def found_gone(self, kind: Kind, uid: str) -> None:
+        """A live read has shown that the object does not exist any more."""
+        known = self._objects[kind].get(uid)
+        if known is not None:
+            self.bury(kind, known)
+
+    def bury(self, kind: Kind, held: Held) -> set[JobKey]:
+        """It is gone for certain. Returns the jobs to reconcile."""
+        uid = held.key.uid
+        if uid not in self._objects[kind]:
+            return set()
+        self._tombstones[uid] = (max(held.key.version, self._in_doubt.pop(uid, 0)), self._clock())
+        concerned = self._concerned(kind, held.key)
+        if kind == PODS and held.pod is not None and self._job_of(kind, held.key):
             self._put(kind, replace(held, pod=replace(held.pod, gone=True)))
         else:
-            self._drop(kind, uid)
+            concerned |= self._drop(kind, uid)
         if kind == JOBS:
             self._forget_job(uid)
-        return self._concerned(kind, held)
+        return concerned
 
-    def drop_ghosts(self, kind: Kind, listed: Iterable[str], list_version: str, namespaces: tuple[str, ...] = ()) -> set[JobKey]:
-        """Remove what a complete list at that version does not hold: its deletion was missed."""
-        present = set(listed)
+    def remove_missing(self, kind: Kind, present: set[str], list_version: int, namespaces: tuple[str, ...] = ()) -> set[JobKey]:
+        """Remove what a complete list at that version does not hold. Returns the jobs that this concerns."""
         concerned: set[JobKey] = set()
         for uid, held in list(self._objects[kind].items()):
-            gone = held.pod is not None and held.pod.gone
+            gone = held.is_gone or _is_unlabelled(kind, held) or uid in self._in_doubt
             watched = not namespaces or not kind.namespaced or held.key.namespace in namespaces
-            if uid not in present and not gone and watched and held.key.version <= int(list_version):
-                concerned |= self.remove(kind, held)
+            if uid not in present and not gone and watched and held.key.version <= list_version:
+                concerned |= self._miss(kind, held)
         oldest = self._clock() - TOMBSTONE_SECONDS
-        for uid in [uid for uid, buried in self._tombstones.items() if buried < oldest]:
-            held_pod = self._objects[PODS].get(uid)
-            if held_pod is None:
+        for uid in [uid for uid, (_, buried) in self._tombstones.items() if buried < oldest]:
+            if uid not in self._objects[PODS]:
                 del self._tombstones[uid]
         return concerned
+
+    def is_news(self, kind: Kind, key: ObjectKey) -> bool:
+        """Whether a state of an object of ours is newer than what is known."""
+        known = self._objects[kind].get(key.uid)
+        if known is not None:
+            return known.key.version < key.version
+        ours = kind not in CHILD_KINDS or bool(self._job_of(kind, key))
+        return ours and self._tombstones.get(key.uid, (0, 0.0))[0] <= key.version
 
     def forget_evidence(self, job_uid: str, is_settled: Callable[[Held], bool]) -> None:
         """Drop deleted pods of a job whose outcome no later pass can need, as `is_settled` says."""
@@ -121,103 +192,56 @@ class Cache:
             if held.pod is not None and held.pod.gone and is_settled(held):
                 self._drop(PODS, held.key.uid)
 
-    def job(self, key: JobKey) -> Held | None:
-        """The FineTuneJob of that name."""
-        uid = self._job_uids.get(key)
-        return None if uid is None else self._objects[JOBS].get(uid)
+    def to_look_up(self, job_uid: str) -> list[Child]:
+        """Children whose state only a live read can tell: bare keys, those in doubt, and those whose events never come because
+        they lack the label by which they are watched.
+        """
+        found = [Child(kind, held) for kind in CONTROLLED for held in self._all_owned(kind, job_uid)]
+        found += [
+            Child(PODS, held) for batch_job in self._batch_jobs_of.get(job_uid, ()) for held in self._all_owned(PODS, batch_job)
+        ]
+        return [child for child in found if self.is_in_doubt(child.held) or not (child.held.key.is_labelled or child.held.is_gone)]
 
-    def jobs(self) -> list[Held]:
-        """Every FineTuneJob."""
-        return list(self._objects[JOBS].values())
+    def fingerprint(self, job_uid: str) -> frozenset[tuple[str, int]]:
+        """Changes whenever a Job or pod of that job does."""
+        held = self._all_owned(BATCH_JOBS, job_uid) + self.pods_of(job_uid)
+        return frozenset((one.key.uid, one.key.version) for one in held)
 
-    def job_keys(self) -> list[JobKey]:
-        """Keys of every FineTuneJob."""
-        return list(self._job_uids)
+    def is_in_doubt(self, held: Held) -> bool:
+        """Whether no pass may be made before this object was looked up."""
+        return held.is_bare or held.key.uid in self._in_doubt
 
-    def profile(self, name: str) -> Held | None:
-        """The FineTuneProfile of that name."""
-        uid = self._profiles.get(name)
-        return None if uid is None else self._objects[PROFILES].get(uid)
+    def _miss(self, kind: Kind, held: Held) -> set[JobKey]:
+        """A complete list does not show it. Any state later than the one that we know proves that it exists."""
+        if kind in CHILD_KINDS and not held.key.is_deleting and self._job_of(kind, held.key):
+            self._in_doubt[held.key.uid] = held.key.version + 1
+            return self._concerned(kind, held.key)
+        return self.bury(kind, held)
 
-    def owned(self, kind: Kind, owner_uid: str) -> list[Held]:
-        """Objects whose controller owner has that UID."""
-        objects = self._objects[kind]
-        return [objects[uid] for uid in sorted(self._owned[kind].get(owner_uid, ()))]
-
-    def pods_of(self, job_uid: str) -> list[Held]:
-        """Pods of every batch Job of a FineTuneJob, gone ones included."""
-        return [held for batch_job in sorted(self._batch_jobs_of.get(job_uid, ())) for held in self.owned(PODS, batch_job)]
-
-    def batch_job_uids_of(self, job_uid: str) -> set[str]:
-        """UIDs of every batch Job of a FineTuneJob of which the Job or a pod is known."""
-        return set(self._batch_jobs_of.get(job_uid, ()))
-
-    def has_batch_job(self, uid: str) -> bool:
-        """Whether a batch Job still exists."""
-        return uid in self._objects[BATCH_JOBS]
-
-    def num_objects(self) -> dict[str, int]:
-        """How many objects of each kind are held."""
-        return {kind.name: len(objects) for kind, objects in self._objects.items()}
-
-    def _put(self, kind: Kind, held: Held) -> None:
-        uid = held.key.uid
-        known = self._objects[kind].get(uid)
-        if known is not None and known.key.owner_uid != held.key.owner_uid:
-            self._drop(kind, uid)
-        self._objects[kind][uid] = held
-        if held.key.owner_uid:
-            self._owned[kind].setdefault(held.key.owner_uid, set()).add(uid)
-        if kind == JOBS:
-            self._job_uids[JobKey(held.key.namespace, held.key.name)] = uid
-        elif kind == PROFILES:
-            self._profiles[held.key.name] = uid
-        elif kind == BATCH_JOBS and held.key.owner_uid:
-            self._job_of_batch_job[uid] = held.key.owner_uid
-            self._batch_jobs_of.setdefault(held.key.owner_uid, set()).add(uid)
-
-    def _drop(self, kind: Kind, uid: str) -> None:
-        held = self._objects[kind].pop(uid, None)
-        if held is None:
-            return
-        siblings = self._owned[kind].get(held.key.owner_uid)
-        if siblings is not None:
-            siblings.discard(uid)
-            if not siblings:
-                del self._owned[kind][held.key.owner_uid]
-        if kind == PODS and not self.has_batch_job(held.key.owner_uid) and not self._owned[PODS].get(held.key.owner_uid):
-            self._forget_batch_job(held.key.owner_uid)
-        elif kind == BATCH_JOBS and not self._owned[PODS].get(uid):
-            self._forget_batch_job(uid)
-        elif kind == JOBS and self._job_uids.get(JobKey(held.key.namespace, held.key.name)) == uid:
-            del self._job_uids[JobKey(held.key.namespace, held.key.name)]
-        elif kind == PROFILES and self._profiles.get(held.key.name) == uid:
-            del self._profiles[held.key.name]
-
-    def _forget_batch_job(self, uid: str) -> None:
-        job_uid = self._job_of_batch_job.pop(uid, None)
-        if job_uid is not None:
-            self._batch_jobs_of[job_uid].discard(uid)
-            if not self._batch_jobs_of[job_uid]:
-                del self._batch_jobs_of[job_uid]
+    def _is_shown_again(self, known: Held, held: Held) -> bool:
+        is_same_version = known.key.version == held.key.version
+        return is_same_version and ((known.is_bare and not held.is_bare) or self._in_doubt.get(held.key.uid) == held.key.version)
 
     def _forget_job(self, job_uid: str) -> None:
+        """No watch will tell of what it leaves behind without our label."""
+        for kind, held in self.to_look_up(job_uid):
+            self._drop(kind, held.key.uid)
         self.forget_evidence(job_uid, lambda _: True)
+        self.job_gone(job_uid)
 
-    def _job_uid_of_pod(self, held: Held) -> str:
-        return self._job_of_batch_job.get(held.key.owner_uid, "")
-
-    def _concerned(self, kind: Kind, held: Held) -> set[JobKey]:
-        key = held.key
-        if kind == JOBS:
-            return {JobKey(key.namespace, key.name)}
+    def _concerned(self, kind: Kind, key: ObjectKey) -> set[JobKey]:
         if kind == PROFILES:
             return {
                 JobKey(job.key.namespace, job.key.name)
                 for job in self._objects[JOBS].values()
                 if job.summary is not None and job.summary.profile == key.name and not job.summary.is_finished
             }
-        if kind in (BATCH_JOBS, CONFIG_MAPS, SERVICES) and key.owner_kind == JOBS.name:
-            return {JobKey(key.namespace, key.owner_name)}
-        job = self._objects[JOBS].get(self._job_of_batch_job.get(key.owner_uid, ""))
+        if kind == JOBS:
+            return {JobKey(key.namespace, key.name)}
+        job = self._objects[JOBS].get(self._job_of(kind, key))
         return set() if job is None else {JobKey(job.key.namespace, job.key.name)}
+
+
+def _is_unlabelled(kind: Kind, held: Held) -> bool:
+    """Whether no watch tells of it."""
+    return kind in CHILD_KINDS and not held.key.is_labelled

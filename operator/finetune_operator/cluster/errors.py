@@ -12,6 +12,8 @@ class ApiError(Exception):
         """HTTP status."""
         self.reason = reason
         """Machine-readable, as in `AlreadyExists`; empty where the server gave none."""
+        self.message = message
+        """The server's words."""
         self.retry_after = retry_after
         """Seconds that the server asked to wait; 0: it did not ask."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
@@ -14,8 +15,9 @@ from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.errors import ApiError
 from finetune_operator.cluster.gather import Gathered, Gatherer
-from finetune_operator.cluster.kinds import CHILD_KINDS, JOBS, WATCHED
-from finetune_operator.cluster.projection import belongs_to
+from finetune_operator.cluster.kinds import CHILD_KINDS, DELETED_KINDS, JOBS, WATCHED, Kind
+from finetune_operator.cluster.object_key import belongs_to
+from finetune_operator.cluster.projection import utc_now
 from finetune_operator.cluster.recorder import Recorder
 from finetune_operator.decide.actions import Actions, Create, Delete
 from finetune_operator.decide.observed import JobView
@@ -44,6 +46,7 @@ class Executor:
     cache: Cache
     gatherer: Gatherer
     recorder: Recorder
+    now: Callable[[], datetime] = utc_now
 
     async def execute(self, gathered: Gathered, actions: Actions) -> Outcome:
         """Raises ApiError and ApiUnreachableError; what was done until then stands, and the next pass goes on from there."""
@@ -57,6 +60,8 @@ class Executor:
         for delete in actions.deletes:
             has_effect |= await self._delete(job, delete)
         for create in actions.creates:
+            if not self.gatherer.may_create(job.uid, self.now()):
+                break
             has_effect |= await self._create(job, create)
         for event in actions.events:
             self.recorder.record(job, event)
@@ -83,34 +88,59 @@ class Executor:
 
     async def _delete(self, job: JobView, delete: Delete) -> bool:
         """Whether the server accepted it."""
+        kind = DELETED_KINDS[delete.kind]
         try:
-            await self.api.delete(CHILD_KINDS[delete.kind], job.namespace, delete.name, uid=delete.uid)
+            answer = await self.api.delete(kind, job.namespace, delete.name, uid=delete.uid, force=delete.force)
         except ApiError as error:
             # Gone already, or replaced by another object that took the name: neither is the one that was meant.
             if not (error.is_not_found or error.is_conflict):
                 raise
+            self.cache.found_gone(kind, delete.uid)
             return False
+        if answer.get("kind") == kind.name:
+            self.cache.take(kind, answer)
+        elif delete.uid:
+            self.cache.found_gone(kind, delete.uid)
         return True
 
     async def _create(self, job: JobView, create: Create) -> bool:
-        """Whether the child is new."""
+        """Whether something is different now: the child is new, or it is known now that it may not be."""
         kind = CHILD_KINDS[create.kind]
-        is_new = True
         try:
             made = await self.api.create(kind, job.namespace, create.body)
         except ApiError as error:
+            if is_refused(error):
+                self.gatherer.note_refusal(job.uid, kind, create.name, error, self.now())
+                return True
             if not error.is_already_exists:
                 raise
-            found = await self.api.get(kind, job.namespace, create.name)
-            if found is None:
-                raise
-            if not belongs_to(found, job.uid):
-                self.gatherer.note_conflict(job.uid, kind, create.name)
-                return False
-            made, is_new = found, False
+            return await self._adopt(job, kind, create.name, error)
+        self.gatherer.note_created(job.uid)
         if kind in WATCHED:
             self.cache.take(kind, made)
-        return is_new
+        return True
+
+    async def _adopt(self, job: JobView, kind: Kind, name: str, error: ApiError) -> bool:
+        """The name is taken: by a child that we made, whose answer was lost or whose label was removed, or by a stranger's."""
+        found = await self.api.get(kind, job.namespace, name)
+        if found is None:
+            raise error
+        if not belongs_to(found, job.uid):
+            self.gatherer.note_conflict(job.uid, kind, name)
+            return False
+        self.gatherer.note_created(job.uid)
+        if kind in WATCHED:
+            self.cache.found(kind, found)
+        return False
+
+
+def is_refused(error: ApiError) -> bool:
+    """Whether the server will say the same until somebody changes something: a quota, Pod Security, an admission webhook or policy,
+    a template that is not valid, a namespace that is being deleted. An overload passes by itself, and a taken name is no refusal.
+    """
+    if error.code in (401, 408, 409, 410, 429):
+        return False
+    return 400 <= error.code < 500 or (error.code == 500 and "webhook" in error.message)
 
 
 def status_document(status: FineTuneJobStatus) -> Document:

@@ -1,16 +1,16 @@
 """Cache and a few live reads -> `Observed`, the input of one reconcile pass.
 
-Live reads are made only for what no watch shows: whether claims exist, Events of pods that stay pending, whether a conflicting
-object is still there, and, before a later attempt, lists without label selector: a filtered watch reports a deletion when
-somebody merely removes the label, and a Job that still runs must never be mistaken for one that is gone.
+Live reads are made only for what no watch shows: children that are in doubt (`live_reads`), whether claims exist, Events of pods
+that stay pending, whether a conflicting object is still there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
+from random import random
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,28 +23,28 @@ from finetune_job.status.stored import read_status
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.errors import ApiError
 from finetune_operator.cluster.fields import Fields
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, EVENTS, JOBS, PODS, PROFILES, SERVICES, Kind
-from finetune_operator.cluster.projection import Held, ObjectKey, belongs_to, labelled_job_uid
+from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, EVENTS, JOBS, PROFILES, SERVICES, Kind
+from finetune_operator.cluster.live_reads import LiveReads
+from finetune_operator.cluster.notes import JobNotes, refusal
+from finetune_operator.cluster.object_key import belongs_to
+from finetune_operator.cluster.projection import Held
 from finetune_operator.decide.earlier_attempts import needs_live_list
-from finetune_operator.decide.observed import (
-    ConfigMapView,
-    JobView,
-    LiveChildren,
-    LiveJob,
-    LivePod,
-    Observed,
-    PodView,
-    ProfileView,
-)
-from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_terminal
+from finetune_operator.decide.observed import ConfigMapView, JobView, Line, Observed, PodView, ProfileView
+from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 
 CLAIM_SEEN_SECONDS = 60.0
 """How long a claim that was there is believed to be there still."""
+MOST_CLAIMS_SEEN = 10_000
 MISSING_RETRY_SECONDS = 15.0
 """How soon to look again for a claim that is missing or a conflict that stands in the way: no watch would tell."""
+VANISHING_RETRY_SECONDS = 3.0
 PENDING_RETRY_SECONDS = 15.0
 """How often the Events of a pending pod are read."""
+LINE_SECONDS = 30.0
+LONGEST_LINE_SECONDS = 300.0
+"""How soon to look at one's place in the line again, by how far back that is: one's turn is told, one's place is not."""
 EVENTS_PER_POD = 5
 LONGEST_EVENT = 1024
 """Characters of an event's message: what the API server takes of a new one."""
@@ -64,23 +64,40 @@ class Gathered:
 
 
 class Gatherer:
-    """Reads for one pass. Remembers claims seen and conflicts met; both are only hints that live reads renew."""
+    """Reads for one pass. What it remembers from pass to pass are hints that live reads renew."""
 
-    def __init__(self, api: Api, cache: Cache, pending_events_after: float) -> None:
+    def __init__(self, api: Api, cache: Cache, pending_events_after: float, draw: Callable[[], float] = random) -> None:
         self._api = api
         self._cache = cache
+        self._live = LiveReads(api, cache)
         self._pending_events_after = pending_events_after
+        self._draw = draw
         self._claims_seen: dict[tuple[str, str], datetime] = {}
-        self._conflicts: dict[str, set[tuple[Kind, str]]] = {}
-        self._progress: dict[str, Progress] = {}
+        self._notes: dict[str, JobNotes] = {}
+        """By UID of the job."""
+        cache.job_gone = self._forget
 
     def note_conflict(self, job_uid: str, kind: Kind, name: str) -> None:
         """A create met an object that is not ours."""
-        self._conflicts.setdefault(job_uid, set()).add((kind, name))
+        self._notes_of(job_uid).conflicts.add((kind, name))
 
     def note_progress(self, job_uid: str, progress: Progress) -> None:
         """Rank 0 had something new to tell; the next pass may write it."""
-        self._progress[job_uid] = progress
+        self._notes_of(job_uid).progress = progress
+
+    def note_refusal(self, job_uid: str, kind: Kind, name: str, error: ApiError, now: datetime) -> None:
+        """The API server refused a create, and will for a while."""
+        notes = self._notes_of(job_uid)
+        notes.refused = refusal(notes.refused, (kind.name, name), error, now, self._draw)
+
+    def note_created(self, job_uid: str) -> None:
+        """A create went well: nothing is refused any more."""
+        self._notes_of(job_uid).refused = None
+
+    def may_create(self, job_uid: str, now: datetime) -> bool:
+        """Whether a create of that job is to be tried now."""
+        refused = self._notes_of(job_uid).refused
+        return refused is None or now >= refused.retry_at
 
     async def gather(self, key: JobKey, now: datetime) -> Gathered | None:
         """Everything about one job, or None where it does not exist (any more)."""
@@ -92,23 +109,60 @@ class Gatherer:
         job = _job_view(held, document)
         cpu_seconds = time.thread_time() - begun
         self._forget_settled_evidence(job)
+        notes = self._notes_of(job.uid)
         revisits: list[float] = []
-        claims = await self._claims(job, now, revisits)
-        uid = held.key.uid
-        observed = Observed(
-            job=job,
-            profile=self._profile(job.spec, document),
+        look_up_again = await self._live.look_up(job, notes, now)
+        if look_up_again is not None and not is_terminal(job.status):
+            revisits.append(look_up_again)
+        profile = self._profile(job.spec, document)
+        vanishing, conflicts = await self._conflicts(job, notes, revisits)
+        observed = self._with_children(
+            Observed(
+                job=job,
+                profile=profile,
+                claims=await self._claims(job, now, revisits),
+                vanishing=vanishing,
+                conflicts=conflicts,
+                refused=notes.refused,
+                line=self._line(held, job, profile, revisits),
+                progress=notes.progress,
+            )
+        )
+        notes.progress = None
+        if notes.refused is not None and now < notes.refused.retry_at:
+            revisits.append((notes.refused.retry_at - now).total_seconds())
+        if needs_live_list(observed):
+            live = await self._live.children(job, notes, now)
+            observed = replace(self._with_children(observed), live=live)
+        observed = replace(observed, pods=await self._with_events(job, observed.pods, now, revisits))
+        return Gathered(observed, document.get("status") or {}, min(revisits, default=None), cpu_seconds)
+
+    def _notes_of(self, job_uid: str) -> JobNotes:
+        """Of a job that is gone none are kept."""
+        return self._notes.setdefault(job_uid, JobNotes()) if self._cache.has_job(job_uid) else JobNotes()
+
+    def _forget(self, job_uid: str) -> None:
+        self._notes.pop(job_uid, None)
+
+    def _with_children(self, observed: Observed) -> Observed:
+        """As the cache knows them now."""
+        uid = observed.job.uid
+        return replace(
+            observed,
             batch_jobs=tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None),
-            pods=await self._pods(job, now, revisits),
+            pods=tuple(item.pod for item in self._cache.pods_of(uid) if item.pod is not None),
             plan=next((_config_map_view(item) for item in self._cache.owned(CONFIG_MAPS, uid)), None),
             service_exists=bool(self._cache.owned(SERVICES, uid)),
-            claims=claims,
-            conflicts=await self._standing_conflicts(job, revisits),
-            progress=self._progress.pop(uid, None),
         )
-        if needs_live_list(observed):
-            observed = replace(observed, live=await self._live_children(job))
-        return Gathered(observed, document.get("status") or {}, min(revisits, default=None), cpu_seconds)
+
+    def _line(self, held: Held, job: JobView, profile: ProfileView, revisits: list[float]) -> Line | None:
+        limit = profile.spec.max_active_jobs if profile.spec is not None else None
+        if limit is None or is_started(job.status):
+            return None
+        ahead = self._cache.lines.ahead_of(held)
+        if ahead >= limit:
+            revisits.append(min(LINE_SECONDS + ahead - limit, LONGEST_LINE_SECONDS))
+        return Line(limit=limit, ahead=ahead)
 
     def _profile(self, spec: FineTuneJobSpec | None, document: Document) -> ProfileView:
         given = document.get("spec") or {}
@@ -134,16 +188,21 @@ class Gatherer:
                     self._claims_seen.pop(place, None)
                     revisits.append(MISSING_RETRY_SECONDS)
                     continue
-                self._claims_seen[place] = now
+                self._note_claim(place, now)
             present.add(claim)
         return frozenset(present)
 
-    async def _pods(self, job: JobView, now: datetime, revisits: list[float]) -> tuple[PodView, ...]:
+    def _note_claim(self, place: tuple[str, str], now: datetime) -> None:
+        self._claims_seen[place] = now
+        if len(self._claims_seen) > MOST_CLAIMS_SEEN:
+            is_old = {one: (now - seen).total_seconds() > CLAIM_SEEN_SECONDS for one, seen in self._claims_seen.items()}
+            self._claims_seen = {one: seen for one, seen in self._claims_seen.items() if not is_old[one]}
+
+    async def _with_events(
+        self, job: JobView, known: tuple[PodView, ...], now: datetime, revisits: list[float]
+    ) -> tuple[PodView, ...]:
         pods = []
-        for held in self._cache.pods_of(job.uid):
-            pod = held.pod
-            if pod is None:
-                continue
+        for pod in known:
             if pod.phase == "Pending" and not pod.gone and not is_ended(job.status):
                 young = self._pending_events_after - (now - pod.created).total_seconds()
                 if young > 0:
@@ -160,37 +219,21 @@ class Gatherer:
         told.sort(key=lambda event: event.text("lastTimestamp", 32) or event.text("eventTime", 32))
         return tuple(f"{event.text('reason', 128)}: {event.text('message', LONGEST_EVENT)}" for event in told[-EVENTS_PER_POD:])
 
-    async def _standing_conflicts(self, job: JobView, revisits: list[float]) -> tuple[str, ...]:
-        standing = set()
-        for kind, name in self._conflicts.pop(job.uid, set()):
+    async def _conflicts(self, job: JobView, notes: JobNotes, revisits: list[float]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What has the name of a child and is not ours: what an earlier job of this name has left and is going, and the rest."""
+        vanishing: set[tuple[Kind, str]] = set()
+        standing: set[tuple[Kind, str]] = set()
+        for kind, name in notes.conflicts:
             document = await self._api.get(kind, job.namespace, name)
-            if document is not None and not belongs_to(document, job.uid):
-                standing.add((kind, name))
-        if standing:
-            self._conflicts[job.uid] = standing
-            revisits.append(MISSING_RETRY_SECONDS)
-        return tuple(sorted(f"{kind.name}/{name}" for kind, name in standing))
-
-    async def _live_children(self, job: JobView) -> LiveChildren:
-        batch_jobs, _ = await self._api.list(BATCH_JOBS, job.namespace)
-        ours = [_live_job(key, item) for key, item in self._readable(BATCH_JOBS, batch_jobs) if key.owner_uid == job.uid]
-        known = {one.uid for one in ours} | self._cache.batch_job_uids_of(job.uid)
-        pods, _ = await self._api.list(PODS, job.namespace)
-        running = [
-            _live_pod(key, item)
-            for key, item in self._readable(PODS, pods)
-            if (key.owner_uid in known or labelled_job_uid(item) == job.uid)
-            and Fields(item).at("status").text("phase", 32) not in ("Succeeded", "Failed")
-        ]
-        return LiveChildren(
-            batch_jobs=tuple(sorted(ours, key=lambda one: one.name)), running_pods=tuple(sorted(running, key=lambda one: one.name))
-        )
-
-    def _readable(self, kind: Kind, documents: list[Document]) -> Iterator[tuple[ObjectKey, Document]]:
-        for document in documents:
-            key = self._cache.key_of(kind, document)
-            if key is not None:
-                yield key, document
+            key = None if document is None else self._cache.key_of(kind, document)
+            if document is None or key is None or belongs_to(document, job.uid):
+                continue
+            is_of_namesake = key.is_controlled_by(JOBS) and key.owner_name == job.name
+            (vanishing if key.is_deleting and is_of_namesake else standing).add((kind, name))
+        notes.conflicts = vanishing | standing
+        if notes.conflicts:
+            revisits.append(VANISHING_RETRY_SECONDS if vanishing else MISSING_RETRY_SECONDS)
+        return _named(vanishing), _named(standing)
 
     def _forget_settled_evidence(self, job: JobView) -> None:
         """Gone pods are needed until the outcome of their attempt stands in the status."""
@@ -234,18 +277,8 @@ def _job_view(held: Held, document: Document) -> JobView:
     )
 
 
-def _live_job(key: ObjectKey, document: Document) -> LiveJob:
-    return LiveJob(name=key.name, uid=key.uid, deleting=Fields(document).at("metadata").has("deletionTimestamp"))
-
-
-def _live_pod(key: ObjectKey, document: Document) -> LivePod:
-    fields = Fields(document)
-    return LivePod(
-        name=key.name,
-        uid=key.uid,
-        node=fields.at("spec").name("nodeName"),
-        deletion_due=fields.at("metadata").time("deletionTimestamp"),
-    )
+def _named(objects: set[tuple[Kind, str]]) -> tuple[str, ...]:
+    return tuple(sorted(f"{kind.name}/{name}" for kind, name in objects))
 
 
 def _config_map_view(held: Held) -> ConfigMapView:

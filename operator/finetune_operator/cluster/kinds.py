@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from finetune_job.names import (
     GROUP,
@@ -14,6 +15,14 @@ from finetune_job.names import (
     PROFILE_PLURAL,
     VERSION,
 )
+
+
+class JobKey(NamedTuple):
+    """Key of the work queue: a FineTuneJob."""
+
+    namespace: str
+    name: str
+
 
 CHILDREN_SELECTOR = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
 
@@ -64,6 +73,8 @@ WATCHED = (PROFILES, JOBS, BATCH_JOBS, PODS, CONFIG_MAPS, SERVICES)
 """Profiles before jobs and owners before children: the order of the first list."""
 CHILD_KINDS = {kind.name: kind for kind in (BATCH_JOBS, CONFIG_MAPS, SERVICES, CLAIMS)}
 """What may be created for a job."""
+DELETED_KINDS = {**CHILD_KINDS, PODS.name: PODS}
+"""What may be deleted of a job: a pod only if its node is lost."""
 
 
 def selector_of(kind: Kind) -> str | None:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from finetune_job.names import DEFAULT_PROFILE, LABEL_JOB_UID, LABEL_MANAGED_BY, MANAGED_BY, PLAN_KEY, Role
+from finetune_job.names import DEFAULT_PROFILE, PLAN_KEY, Role
 from finetune_operator.children.pod_template import CONTAINER_NAME
 from finetune_operator.cluster.fields import Fields
-from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, Kind
+from finetune_operator.cluster.object_key import Document, ObjectKey, key_of
 from finetune_operator.decide.observed import BatchJobView, JobConditionView, PodView
 
-Document = Mapping[str, Any]
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
-LONGEST_UID = 64
 LONGEST_REASON = 256
 LONGEST_MESSAGE = 2048
 TERMINATION_MESSAGE = 4096
@@ -31,32 +29,6 @@ LONGEST_GRACE_SECONDS = 366 * 86_400
 DEEPEST = 64
 """Levels of a manifest that are looked at. Ours have ten, and what recurses over a thousand of them costs a pass its stack."""
 _BATCH_JOB_NAME = re.compile(r".+-(fetch|preflight|train|merge|publish)-([0-9]{1,9})")
-
-
-class UnreadableObjectError(Exception):
-    """An object without a UID, a name or a version that can be read."""
-
-
-@dataclass(frozen=True)
-class ObjectKey:
-    """What every kept object is found and compared by."""
-
-    uid: str
-    namespace: str
-    name: str
-    version: int
-    """resourceVersion; comparable as a number within one kind."""
-    owner_uid: str = ""
-    """UID of the controller owner; empty without one."""
-    owner_kind: str = ""
-    owner_group: str = ""
-    owner_name: str = ""
-    is_labelled: bool = True
-    """Whether it carries the label by which children are watched; the events of one without it never come."""
-
-    def is_controlled_by(self, kind: Kind) -> bool:
-        """Whether its controller owner says that it is of that kind."""
-        return bool(self.owner_uid) and self.owner_kind == kind.name and self.owner_group == kind.group
 
 
 @dataclass(frozen=True)
@@ -69,8 +41,17 @@ class Held:
     batch_job: BatchJobView | None = None
     pod: PodView | None = None
     summary: JobSummary | None = None
-    unreadable: tuple[str, ...] = ()
+    max_active_jobs: int | None = None
+    """Of a profile."""
+    is_bare: bool = False
+    """Only the key was read: it says that it is ours, and its owner is not known (yet)."""
+    unreadable: tuple[str, ...] = field(default=(), compare=False)
     """Paths of values that could not be read and are taken for absent."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is kept as evidence only: a pod that was deleted."""
+        return self.pod is not None and self.pod.gone
 
     def document(self) -> dict[str, Any]:
         """The raw parts."""
@@ -92,6 +73,11 @@ class JobSummary:
     is_finished: bool
     is_training: bool
     """Prepared, not trained, not finished: rank 0 may have progress to tell."""
+    created: datetime | None = None
+    is_started: bool = False
+    """The plan is frozen."""
+    is_waiting: bool = False
+    """Not started, and nothing but its turn is needed: neither suspended nor cancelled, and no human has to act first."""
 
 
 def utc_now() -> datetime:
@@ -99,58 +85,17 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-def object_key(document: Document) -> ObjectKey:
-    """Identity, version and controller owner. Raises UnreadableObjectError."""
-    return _object_key(Fields(document))
-
-
-def _object_key(fields: Fields) -> ObjectKey:
-    metadata = fields.at("metadata")
-    uid, name, version = metadata.name("uid", LONGEST_UID), metadata.name("name"), metadata.digits("resourceVersion")
-    if not uid or not name or version is None:
-        raise UnreadableObjectError("metadata.uid, metadata.name or metadata.resourceVersion")
-    owner = next((item for item in metadata.items("ownerReferences") if item.flag("controller")), Fields(None))
-    owner_uid = owner.name("uid", LONGEST_UID)
-    return ObjectKey(
-        uid=uid,
-        namespace=metadata.name("namespace"),
-        name=name,
-        version=version,
-        owner_uid=owner_uid,
-        owner_kind=owner.name("kind") if owner_uid else "",
-        owner_group=owner.name("apiVersion").rpartition("/")[0] if owner_uid else "",
-        owner_name=owner.name("name") if owner_uid else "",
-        is_labelled=metadata.at("labels").text(LABEL_MANAGED_BY, 64) == MANAGED_BY,
-    )
-
-
-def belongs_to(document: Document, job_uid: str) -> bool:
-    """Whether an object is a child of that job.
-
-    By its controller owner; a claim that outlives the job has none on purpose and is told by its label.
-    """
-    key = object_key(document)
-    if key.owner_uid:
-        return key.owner_uid == job_uid and key.is_controlled_by(JOBS)
-    is_claim = document.get("kind") == "PersistentVolumeClaim"
-    return is_claim and labelled_job_uid(document) == job_uid
-
-
-def labelled_job_uid(document: Document) -> str:
-    """UID of the FineTuneJob by the object's own label, which anybody may write."""
-    return Fields(document).at("metadata").at("labels").name(LABEL_JOB_UID, LONGEST_UID)
-
-
 def project(kind: Kind, document: Document) -> Held:
     """What the cache keeps of an object. Raises UnreadableObjectError."""
     fields = Fields(document)
-    key = _object_key(fields)
+    key = key_of(fields)
     match kind.name:
         case "FineTuneJob":
             summary = _summary(fields)
             return Held(key, _compressed(fields, document, "spec", "status"), summary=summary, unreadable=fields.notes)
         case "FineTuneProfile":
-            return Held(key, _compressed(fields, document, "spec"), unreadable=fields.notes)
+            limit = fields.at("spec").integer("maxActiveJobs")
+            return Held(key, _compressed(fields, document, "spec"), max_active_jobs=limit, unreadable=fields.notes)
         case "ConfigMap":
             plan = fields.at("data").text(PLAN_KEY, 2**20)
             return Held(key, zlib.compress(json.dumps({"plan": plan}).encode()), unreadable=fields.notes)
@@ -201,6 +146,7 @@ def _summary(fields: Fields) -> JobSummary:
     def holds(kind: str) -> bool:
         return conditions.get(kind, ("", ""))[0] == "True"
 
+    started, run = bool(status.text("startTime", 32)), fields.at("spec").at("run")
     return JobSummary(
         profile=fields.at("spec").name("profile") or DEFAULT_PROFILE,
         phase=status.text("phase", LONGEST_REASON) or "Pending",
@@ -212,6 +158,9 @@ def _summary(fields: Fields) -> JobSummary:
         attempt=status.integer("attempt") or 0,
         is_finished=holds("Finished"),
         is_training=holds("Prepared") and not holds("Trained") and not holds("Finished"),
+        created=fields.at("metadata").time("creationTimestamp"),
+        is_started=started,
+        is_waiting=not (started or holds("Finished") or holds("Stalled") or run.flag("suspend") or run.flag("cancel")),
     )
 
 
@@ -224,7 +173,7 @@ def _role_and_attempt(batch_job_name: str) -> tuple[Role, int] | None:
 def batch_job_view(document: Document) -> BatchJobView | None:
     """A batch Job; None where its name does not say what it is for. Raises UnreadableObjectError."""
     fields = Fields(document)
-    return _batch_job_view(_object_key(fields), fields)
+    return _batch_job_view(key_of(fields), fields)
 
 
 def _batch_job_view(key: ObjectKey, fields: Fields) -> BatchJobView | None:
@@ -258,7 +207,7 @@ def _batch_job_view(key: ObjectKey, fields: Fields) -> BatchJobView | None:
 def pod_view(document: Document) -> PodView | None:
     """A pod; None where the name of its Job does not say what it is for. Raises UnreadableObjectError."""
     fields = Fields(document)
-    return _pod_view(_object_key(fields), fields)
+    return _pod_view(key_of(fields), fields)
 
 
 def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:

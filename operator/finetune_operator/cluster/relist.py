@@ -1,6 +1,7 @@
-"""The first complete list, and the later ones that drop objects whose deletion the watches missed.
+"""The first complete list, and the later ones that repair what the watches missed.
 
-After an expired watch kopf lists anew but never compares, so an object deleted in the gap would stay for ever.
+After an expired watch kopf lists again but never compares, so an object deleted in the gap would stay for ever; and an event that
+got lost on the way is made good here, too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import WATCHED, Kind, selector_of
+from finetune_operator.cluster.object_key import ObjectKey
+
+MOST_SINGLE_READS = 100
+"""More objects than so many that were missed are fetched with all others of their kind."""
 
 
 def scopes(kind: Kind, namespaces: tuple[str, ...]) -> tuple[str | None, ...]:
@@ -20,17 +25,48 @@ async def fill(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> None:
     """Take every watched object into the cache."""
     for kind in WATCHED:
         for namespace in scopes(kind, namespaces):
-            items, _ = await api.list(kind, namespace, label_selector=selector_of(kind))
-            for item in items:
-                cache.take(kind, item)
+            await _take_all(api, cache, kind, namespace)
 
 
-async def drop_ghosts(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> set[JobKey]:
-    """Drop what no longer exists. Returns the jobs that this concerns. Only metadata travels."""
+async def relist(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> set[JobKey]:
+    """Find what was missed. Returns the jobs that this concerns. Only metadata travels, and what turns out to be news."""
     concerned: set[JobKey] = set()
     for kind in WATCHED:
         for namespace in scopes(kind, namespaces):
-            items, version = await api.list(kind, namespace, label_selector=selector_of(kind), metadata_only=True)
-            listed = [Fields(item).at("metadata").name("uid") for item in items]
-            concerned |= cache.drop_ghosts(kind, listed, version, () if namespace is None else (namespace,))
+            concerned |= await _relist(api, cache, kind, namespace)
+    return concerned
+
+
+async def _take_all(api: Api, cache: Cache, kind: Kind, namespace: str | None) -> set[JobKey]:
+    concerned: set[JobKey] = set()
+    async for page in api.pages(kind, namespace, label_selector=selector_of(kind)):
+        for item in page.items:
+            concerned |= cache.take(kind, item)
+    return concerned
+
+
+async def _relist(api: Api, cache: Cache, kind: Kind, namespace: str | None) -> set[JobKey]:
+    present: set[str] = set()
+    newer: list[ObjectKey] = []
+    version = 0
+    async for page in api.pages(kind, namespace, label_selector=selector_of(kind), metadata_only=True):
+        if page.is_first:
+            present.clear()
+            newer.clear()
+        for item in page.items:
+            key = cache.key_of(kind, item)
+            # One that cannot be read is left as it is known.
+            present.add(Fields(item).at("metadata").name("uid") if key is None else key.uid)
+            if key is not None and cache.is_news(kind, key):
+                newer.append(key)
+        version = int(page.version)
+    concerned = cache.remove_missing(kind, present, version, () if namespace is None else (namespace,))
+    # Most of it has come through the watches by now: what is left was missed.
+    newer = [key for key in newer if cache.is_news(kind, key)]
+    if len(newer) > MOST_SINGLE_READS:
+        return concerned | await _take_all(api, cache, kind, namespace)
+    for key in newer:
+        if cache.is_news(kind, key):
+            document = await api.get(kind, key.namespace or None, key.name)
+            concerned |= set() if document is None else cache.take(kind, document)
     return concerned

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from finetune_operator.cluster.api import Page
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.kinds import Kind
 
@@ -35,6 +36,10 @@ class FakeApi:
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], Document] = {}
         self.calls: list[tuple[str, str, str]] = []
+        self.deletes: list[tuple[str, str, str, bool]] = []
+        """Kind, name, UID precondition, and whether by force."""
+        self.deletes_slowly = False
+        """Whether something holds what is deleted, as a finalizer does."""
         self.fail: dict[str, list[Exception]] = {}
         self._numbers = itertools.count(1)
 
@@ -48,10 +53,19 @@ class FakeApi:
         self.objects[kind.name, metadata.get("namespace", ""), metadata["name"]] = stored
         return copy.deepcopy(stored)
 
-    async def list(self, kind: Kind, namespace: str | None = None, **_: Any) -> tuple[list[Document], str]:
+    async def list(
+        self, kind: Kind, namespace: str | None = None, *, metadata_only: bool = False, **selectors: str | None
+    ) -> tuple[list[Document], str]:
         self._called("list", kind, "")
         found = [item for (name, place, _), item in self.objects.items() if name == kind.name and namespace in (None, place)]
+        found = [item for item in found if _is_selected(item, selectors)]
+        if metadata_only:
+            found = [{"metadata": item["metadata"]} for item in found]
         return copy.deepcopy(found), str(next(self._numbers))
+
+    async def pages(self, kind: Kind, namespace: str | None = None, **options: Any) -> AsyncIterator[Page]:
+        items, version = await self.list(kind, namespace, **options)
+        yield Page(items, version, is_first=True)
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Document | None:
         self._called("get", kind, name)
@@ -79,19 +93,39 @@ class FakeApi:
         stored["status"] = {**stored.get("status", {}), **part}
         return self.put(kind, stored)
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, force: bool = False) -> Document:
         self._called("delete", kind, name)
+        self.deletes.append((kind.name, name, uid, force))
         stored = self.objects.get((kind.name, namespace, name))
         if stored is None:
             raise ApiError("delete", 404, "NotFound", "gone")
         if uid and stored["metadata"]["uid"] != uid:
             raise ApiError("delete", 409, "Conflict", "another UID")
+        if self.deletes_slowly:
+            stored["metadata"]["deletionTimestamp"] = "2026-01-02T03:05:00Z"
+            return self.put(kind, stored)
         del self.objects[kind.name, namespace, name]
+        return {"kind": "Status", "status": "Success"}
 
     def _called(self, verb: str, kind: Kind, name: str) -> None:
         self.calls.append((verb, kind.name, name))
         if self.fail.get(verb):
             raise self.fail[verb].pop(0)
+
+
+def _is_selected(document: Document, selectors: Mapping[str, str | None]) -> bool:
+    labels = document["metadata"].get("labels") or {} if document.get("metadata") else {}
+    for term in (selectors.get("label_selector") or "").split(","):
+        if term and labels.get(term.partition("=")[0]) != term.partition("=")[2]:
+            return False
+    for term in (selectors.get("field_selector") or "").split(","):
+        path, _, wanted = term.partition("=")
+        value: Any = document
+        for step in path.rstrip("!").split("."):
+            value = value.get(step, "") if isinstance(value, dict) else ""
+        if term and (value == wanted) == path.endswith("!"):
+            return False
+    return True
 
 
 class FakeLeases:

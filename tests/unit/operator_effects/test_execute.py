@@ -1,5 +1,7 @@
 import asyncio
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,17 +12,17 @@ from finetune_job.api.status import Attempt, FineTuneJobStatus, PlanStatus
 from finetune_job.reasons import Reason
 from finetune_job.status.conditions import initial_conditions
 from finetune_operator.cluster.cache import Cache, JobKey
-from finetune_operator.cluster.errors import ApiUnreachableError
+from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.execute import Executor, Outcome, merge_patch, status_document
 from finetune_operator.cluster.gather import Gathered, Gatherer
-from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS
-from finetune_operator.cluster.projection import project, utc_now
+from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS
 from finetune_operator.cluster.recorder import Recorder
 from finetune_operator.decide.actions import Actions, Create, Delete, Emit
 from tests.unit.operator_effects import objects
 from tests.unit.operator_effects.fakes import Clock, FakeApi
 
 KEY = JobKey("team", "tune")
+NOW = datetime(2026, 1, 2, 3, 5, tzinfo=UTC)
 STATUS = FineTuneJobStatus(
     observed_generation=1, conditions=initial_conditions(generation=1, now="2026-01-02T03:04:05Z"), phase="Pending"
 )
@@ -33,14 +35,20 @@ ALL = Actions(
 
 
 @dataclass
+class Time:
+    now: datetime = NOW
+
+
+@dataclass
 class Scene:
     api: FakeApi
     cache: Cache
     gatherer: Gatherer
     executor: Executor
+    time: Time
 
     async def gathered(self) -> Gathered:
-        found = await self.gatherer.gather(KEY, utc_now())
+        found = await self.gatherer.gather(KEY, self.time.now)
         assert found is not None
         self.api.calls.clear()
         return found
@@ -53,9 +61,10 @@ def scene() -> Scene:
     api: Any = FakeApi()
     cache = Cache(Clock())
     for kind, document in ((JOBS, objects.finetune_job()), (BATCH_JOBS, objects.batch_job())):
-        cache.apply(kind, project(kind, api.put(kind, document)))
+        cache.take(kind, api.put(kind, document))
     gatherer = Gatherer(api, cache, 5.0)
-    return Scene(api, cache, gatherer, Executor(api, cache, gatherer, Recorder(api, "test")))
+    time = Time()
+    return Scene(api, cache, gatherer, Executor(api, cache, gatherer, Recorder(api, "test"), now=lambda: time.now), time)
 
 
 def test_status_first_then_deletes_creates_and_events() -> None:
@@ -75,7 +84,7 @@ def test_created_child_is_known_before_any_watch_tells_of_it() -> None:
     async def scenario() -> None:
         stage = scene()
         await stage.executor.execute(await stage.gathered(), ALL)
-        again = await stage.gatherer.gather(KEY, utc_now())
+        again = await stage.gatherer.gather(KEY, NOW)
         assert again is not None
         assert "tune-train-1" in [job.name for job in again.observed.batch_jobs]
 
@@ -158,6 +167,34 @@ def test_foreign_object_with_the_childs_name_is_a_conflict_until_it_is_gone() ->
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("changed", "deleting", "told"),
+    [
+        ({}, True, "vanishing"),
+        ({}, False, "conflicts"),
+        ({"name": "another"}, True, "conflicts"),
+        ({"apiVersion": "batch/v1", "kind": "CronJob"}, True, "conflicts"),
+    ],
+)
+def test_what_an_earlier_job_of_this_name_has_left_is_told_apart(changed: dict[str, str], deleting: bool, told: str) -> None:
+    async def scenario() -> None:
+        stage = scene()
+        left = objects.batch_job(attempt=1)
+        left["metadata"]["ownerReferences"][0] |= {"uid": "earlier-job"} | changed
+        if deleting:
+            left["metadata"]["deletionTimestamp"] = objects.CREATED
+        stage.api.put(BATCH_JOBS, left)
+        await stage.executor.execute(await stage.gathered(), Actions(creates=ALL.creates))
+        observed = (await stage.gathered()).observed
+        expected = {"vanishing": (), "conflicts": ()} | {told: ("Job/tune-train-1",)}
+        assert {"vanishing": observed.vanishing, "conflicts": observed.conflicts} == expected
+        del stage.api.objects["Job", "team", "tune-train-1"]
+        observed = (await stage.gathered()).observed
+        assert (observed.vanishing, observed.conflicts) == ((), ())
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("uid", ["tune-train-0-uid", "the-uid-of-an-earlier-one"])
 def test_delete_that_meets_nothing_or_another_object_counts_as_done(uid: str) -> None:
     async def scenario() -> None:
@@ -167,6 +204,190 @@ def test_delete_that_meets_nothing_or_another_object_counts_as_done(uid: str) ->
             del stage.api.objects["Job", "team", "tune-train-0"]
         outcome = await stage.executor.execute(gathered, Actions(deletes=(Delete("Job", "tune-train-0", uid),)))
         assert outcome is Outcome.REPEATED
+
+    asyncio.run(scenario())
+
+
+def test_every_delete_has_the_uid_as_its_precondition_and_the_force_that_was_decided() -> None:
+    async def scenario() -> None:
+        stage = scene()
+        lost = objects.pod(attempt=0)
+        stage.api.put(PODS, lost)
+        deletes = (
+            Delete("Job", "tune-train-0", "tune-train-0-uid"),
+            Delete("Pod", "tune-train-0-0", "tune-train-0-0-uid", force=True),
+        )
+        await stage.executor.execute(await stage.gathered(), Actions(deletes=deletes))
+        assert stage.api.deletes == [
+            ("Job", "tune-train-0", "tune-train-0-uid", False),
+            ("Pod", "tune-train-0-0", "tune-train-0-0-uid", True),
+        ]
+
+    asyncio.run(scenario())
+
+
+def test_object_of_the_same_name_is_not_deleted_in_the_place_of_the_one_that_was_meant() -> None:
+    async def scenario() -> None:
+        stage = scene()
+        gathered = await stage.gathered()
+        stage.api.objects["Job", "team", "tune-train-0"]["metadata"]["uid"] = "its-successor"
+        delete = Delete("Job", "tune-train-0", "tune-train-0-uid")
+        assert await stage.executor.execute(gathered, Actions(deletes=(delete,))) is Outcome.REPEATED
+        assert ("Job", "team", "tune-train-0") in stage.api.objects
+        # Known to be gone now, so that no later pass deletes it again.
+        assert (await stage.gathered()).observed.batch_jobs == ()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["held by a finalizer", "gone at once"])
+def test_deletion_is_known_before_any_watch_tells_of_it(is_held: bool) -> None:
+    async def scenario() -> None:
+        stage = scene()
+        stage.api.deletes_slowly = is_held
+        delete = Delete("Job", "tune-train-0", "tune-train-0-uid")
+        assert await stage.executor.execute(await stage.gathered(), Actions(deletes=(delete,))) is Outcome.ACTED
+        left = (await stage.gathered()).observed.batch_jobs
+        assert [job.deleting for job in left] == ([True] if is_held else [])
+
+    asyncio.run(scenario())
+
+
+def test_failed_delete_ends_the_pass_before_anything_is_created() -> None:
+    async def scenario() -> None:
+        stage = scene()
+        gathered = await stage.gathered()
+        stage.api.fail["delete"] = [ApiError("delete", 403, "Forbidden", "not allowed")]
+        with pytest.raises(ApiError):
+            await stage.executor.execute(gathered, ALL)
+        assert ("create", "Job") not in stage.writes()
+
+    asyncio.run(scenario())
+
+
+CREATE = Actions(creates=ALL.creates)
+MESSAGE = 'jobs.batch "tune-train-1" is forbidden: exceeded quota: jobs, requested: count/jobs.batch=1, used: 3, limited: 3'
+
+
+def refused(code: int, reason: str = "Forbidden", message: str = MESSAGE, retry_after: float = 0.0) -> ApiError:
+    return ApiError("POST jobs", code, reason, message, retry_after)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (403, MESSAGE),
+        (403, "unable to create new content in namespace team because it is being terminated"),
+        (404, 'namespaces "team" not found'),
+        (422, 'Job.batch "tune-train-1" is invalid: spec.template.spec.containers[0].image: Required value'),
+        (400, 'admission webhook "policy.example" denied the request: no'),
+        (413, "Request entity too large"),
+        (500, 'Internal error occurred: failed calling webhook "policy.example": connection refused'),
+    ],
+)
+def test_refused_create_is_told_to_the_next_pass_and_not_tried_before_its_time(code: int, message: str) -> None:
+    async def scenario() -> None:
+        stage = scene()
+        gathered = await stage.gathered()
+        stage.api.fail["create"] = [refused(code, message=message)]
+        assert await stage.executor.execute(gathered, CREATE) is Outcome.ACTED
+        again = await stage.gathered()
+        told = again.observed.refused
+        assert told is not None
+        assert (told.kind, told.name, told.code, told.message, told.tries) == ("Job", "tune-train-1", code, message, 1)
+        assert again.revisit_after_seconds is not None
+        assert 0 < again.revisit_after_seconds <= 5.0
+        assert await stage.executor.execute(again, CREATE) is Outcome.REPEATED
+        assert stage.writes() == []
+        stage.time.now = told.retry_at
+        assert await stage.executor.execute(again, CREATE) is Outcome.ACTED
+        assert (await stage.gathered()).observed.refused is None
+
+    asyncio.run(scenario())
+
+
+def test_refusals_are_tried_again_less_and_less_often_and_what_follows_is_not_tried_at_all() -> None:
+    async def scenario() -> None:
+        stage = scene()
+        both = Actions(creates=(Create(objects.batch_job(attempt=1)), Create(objects.batch_job(attempt=2))))
+        pauses = []
+        for tries in range(1, 12):
+            gathered = await stage.gathered()
+            stage.api.fail["create"] = [refused(403)]
+            await stage.executor.execute(gathered, both)
+            assert len(stage.writes()) == 1
+            told = (await stage.gathered()).observed.refused
+            assert told is not None
+            assert (told.tries, told.since) == (tries, NOW)
+            pauses.append((told.retry_at - stage.time.now).total_seconds())
+            stage.time.now = told.retry_at
+        assert pauses[0] == 5.0
+        assert 0.75 * 300 <= pauses[-1] <= 300.0
+        assert all(1.4 <= later / earlier <= 2.7 for earlier, later in pairwise(pauses[:7]))
+
+    asyncio.run(scenario())
+
+
+def test_server_that_names_a_pause_is_left_alone_for_it() -> None:
+    async def scenario() -> None:
+        stage = scene()
+        gathered = await stage.gathered()
+        stage.api.fail["create"] = [refused(403, retry_after=60.0)]
+        await stage.executor.execute(gathered, CREATE)
+        told = (await stage.gathered()).observed.refused
+        assert told is not None
+        assert told.retry_at == NOW + timedelta(seconds=60)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "error", [refused(429), refused(500, message="etcdserver: timeout"), refused(409, "Conflict"), refused(401)]
+)
+def test_what_passes_by_itself_is_no_refusal(error: ApiError) -> None:
+    async def scenario() -> None:
+        stage = scene()
+        gathered = await stage.gathered()
+        stage.api.fail["create"] = [error]
+        with pytest.raises(ApiError):
+            await stage.executor.execute(gathered, CREATE)
+        assert (await stage.gathered()).observed.refused is None
+
+    asyncio.run(scenario())
+
+
+def test_name_that_is_taken_and_free_again_is_tried_later() -> None:
+    async def scenario() -> None:
+        stage = scene()
+        gathered = await stage.gathered()
+        stage.api.fail["create"] = [ApiError("create", 409, "AlreadyExists", "taken")]
+        with pytest.raises(ApiError):
+            await stage.executor.execute(gathered, CREATE)
+
+    asyncio.run(scenario())
+
+
+def test_own_child_without_its_label_is_known_after_one_create() -> None:
+    """The watch said that it was deleted: the create that follows must not be repeated without end."""
+
+    async def scenario() -> None:
+        stage = scene()
+        bare = objects.batch_job(attempt=1)
+        bare["metadata"]["labels"] = {}
+        stage.api.put(BATCH_JOBS, bare)
+        await stage.executor.execute(await stage.gathered(), CREATE)
+        assert "tune-train-1" in [job.name for job in (await stage.gathered()).observed.batch_jobs]
+
+    asyncio.run(scenario())
+
+
+def test_job_that_was_deleted_and_made_again_is_not_written_to() -> None:
+    async def scenario() -> None:
+        stage = scene()
+        gathered = await stage.gathered()
+        stage.api.fail["patch"] = [ApiError("patch", 409, "Conflict", "another UID")]
+        stage.api.objects.clear()
+        assert await stage.executor.execute(gathered, ALL) is Outcome.GONE
 
     asyncio.run(scenario())
 

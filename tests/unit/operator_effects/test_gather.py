@@ -2,7 +2,10 @@ import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
+
 from finetune_job.progress import Progress
+from finetune_operator.cluster import gather as module
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.gather import CLAIM_SEEN_SECONDS, Gathered, Gatherer
 from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, EVENTS, JOBS, PODS, PROFILES, Kind
@@ -24,7 +27,7 @@ class Scene:
     def add(self, kind: Kind, document: dict[str, Any], *, seen: bool = True) -> None:
         made = self.api.put(kind, document)
         if seen:
-            self.cache.apply(kind, project(kind, made))
+            self.cache.take(kind, made)
 
     def gather(self, now: datetime = NOW) -> Gathered:
         self.api.calls.clear()
@@ -130,7 +133,14 @@ def test_events_are_read_only_of_pods_that_stay_pending() -> None:
     scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
     scene.add(BATCH_JOBS, objects.batch_job())
     scene.add(PODS, objects.pod())
-    event = {"metadata": objects.metadata("e", "e-uid"), "reason": "FailedMount", "message": 'secret "s" not found'}
+    about = {"uid": "tune-train-0-0-uid"}
+    event = {
+        "metadata": objects.metadata("e", "e-uid"),
+        "involvedObject": about,
+        "type": "Warning",
+        "reason": "FailedMount",
+        "message": 'secret "s" not found',
+    }
     scene.add(EVENTS, event, seen=False)
     created = datetime.fromisoformat(objects.CREATED)
     young = scene.gather(created + timedelta(seconds=1))
@@ -145,8 +155,9 @@ def test_evidence_stays_while_its_attempt_is_current_and_goes_after() -> None:
     scene = Scene()
     scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
     scene.add(BATCH_JOBS, objects.batch_job())
-    scene.cache.remove(PODS, project(PODS, objects.pod(version=100)))
-    scene.cache.remove(BATCH_JOBS, project(BATCH_JOBS, objects.batch_job(version=101)))
+    for kind, document in ((PODS, objects.pod(version=100)), (BATCH_JOBS, objects.batch_job(version=101))):
+        document["metadata"]["deletionTimestamp"] = objects.CREATED
+        scene.cache.remove(kind, project(kind, document))
     assert [pod.gone for pod in scene.gather().observed.pods] == [True]
     scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
     assert scene.gather().observed.pods == ()
@@ -158,3 +169,34 @@ def test_progress_is_handed_out_once() -> None:
     scene.gatherer.note_progress("job-uid", Progress(attempt=0, step=1, total_steps=4))
     assert scene.gather().observed.progress is not None
     assert scene.gather().observed.progress is None
+
+
+def test_what_was_noted_of_a_job_goes_with_it() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    scene.gatherer.note_progress("job-uid", Progress(attempt=0, step=1, total_steps=4))
+    scene.gatherer.note_conflict("job-uid", BATCH_JOBS, "tune-train-0")
+    assert list(scene.gatherer._notes) == ["job-uid"]
+    held = scene.cache.job(KEY)
+    assert held is not None
+    scene.cache.remove(JOBS, held)
+    assert scene.gatherer._notes == {}
+    # A rank that answers late, and a create that comes back late.
+    scene.gatherer.note_progress("job-uid", Progress(attempt=0, step=2, total_steps=4))
+    scene.gatherer.note_created("job-uid")
+    assert scene.gatherer._notes == {}
+
+
+def test_claims_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_CLAIMS_SEEN", 3)
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    for name in ("models", "data", "workspace"):
+        scene.add(CLAIMS, claim(name), seen=False)
+    scene.gather()
+    scene.add(CLAIMS, claim("results"), seen=False)
+    scene.gather(NOW + timedelta(seconds=CLAIM_SEEN_SECONDS - 1))
+    assert len(scene.gatherer._claims_seen) == 4
+    del scene.api.objects["PersistentVolumeClaim", "team", "models"]
+    scene.gather(NOW + timedelta(seconds=3 * CLAIM_SEEN_SECONDS))
+    assert ("team", "models") not in scene.gatherer._claims_seen

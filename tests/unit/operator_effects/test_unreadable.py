@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES, WATCHED, Kind
-from finetune_operator.cluster.relist import drop_ghosts, fill
+from finetune_operator.cluster.relist import fill, relist
 from finetune_operator.cluster.unreadable import REMEMBERED, UnreadableObjects
 from tests.unit.operator_effects import objects
 from tests.unit.operator_effects.fakes import Clock, FakeApi
@@ -129,7 +129,7 @@ def test_first_list_and_relist_pass_over_what_cannot_be_read() -> None:
 
     async def scenario() -> None:
         await fill(api, cache, ())
-        await drop_ghosts(api, cache, ())
+        await relist(api, cache, ())
 
     asyncio.run(scenario())
     assert [held.key.uid for held in cache.pods_of("job-uid")] == [pod["metadata"]["uid"]]

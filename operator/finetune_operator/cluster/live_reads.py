@@ -1,0 +1,118 @@
+"""Reads of what no watch shows, before a pass: children of which it is not certain that they exist, and what runs at all.
+
+A filtered watch reports a deletion when somebody merely removes the label, and tells nothing of that object from then on; and a
+Job that still runs must never be mistaken for one that is gone.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from finetune_operator.cluster.api import Api
+from finetune_operator.cluster.cache import Cache
+from finetune_operator.cluster.fields import Fields
+from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS, Kind
+from finetune_operator.cluster.notes import JobNotes, Listed
+from finetune_operator.cluster.object_key import ObjectKey, labelled_job_uid
+from finetune_operator.decide.observed import JobView, LiveChildren, LiveJob, LivePod
+
+UNWATCHED_SECONDS = 15.0
+"""How often an object is read of which no watch tells because its label was removed."""
+LISTED_SECONDS = 60.0
+"""How long a live list is believed while no event has changed anything of what it showed."""
+STILL_RUNS = "status.phase!=Succeeded,status.phase!=Failed"
+
+
+class LiveReads:
+    """Takes what it reads into the cache."""
+
+    def __init__(self, api: Api, cache: Cache) -> None:
+        self._api = api
+        self._cache = cache
+
+    async def look_up(self, job: JobView, notes: JobNotes, now: datetime) -> float | None:
+        """Make certain of every child that the watches do not show. Returns in how many seconds to do it again."""
+        unwatched = False
+        looked_up, notes.looked_up = notes.looked_up, {}
+        for kind, held in self._cache.to_look_up(job.uid):
+            key = held.key
+            last = looked_up.get(key.uid)
+            is_due = last is None or (now - last).total_seconds() >= UNWATCHED_SECONDS
+            if is_due or self._cache.is_in_doubt(held):
+                last = now
+                unwatched |= await self._read(kind, key) and not self._cache.is_watched(kind, key.uid)
+            else:
+                unwatched = True
+            notes.looked_up[key.uid] = last or now
+        return UNWATCHED_SECONDS if unwatched else None
+
+    async def _read(self, kind: Kind, key: ObjectKey) -> bool:
+        """Whether the object exists and is ours."""
+        document = await self._api.get(kind, key.namespace, key.name)
+        found = None if document is None else self._cache.key_of(kind, document)
+        if found is None or found.uid != key.uid:
+            self._cache.found_gone(kind, key.uid)
+            return False
+        return self._cache.found(kind, document)
+
+    async def children(self, job: JobView, notes: JobNotes, now: datetime) -> LiveChildren:
+        """Lists without label selector, filtered by owner UID. Only metadata travels."""
+        listed = notes.listed
+        if listed is not None and self._holds(listed, job, now):
+            return listed.children
+        batch_jobs = [key for key, _ in await self._list(BATCH_JOBS, job.namespace) if _is_controlled_by(key, job.uid)]
+        for key in batch_jobs:
+            if not self._cache.is_known(BATCH_JOBS, key):
+                await self._read(BATCH_JOBS, key)
+        known = {key.uid for key in batch_jobs} | self._cache.batch_job_uids_of(job.uid)
+        pods = [
+            await self._live_pod(key, item)
+            for key, item in await self._list(PODS, job.namespace, field_selector=STILL_RUNS)
+            if (key.owner_uid in known or labelled_job_uid(item) == job.uid) and not _has_ended(item)
+        ]
+        children = LiveChildren(
+            batch_jobs=tuple(sorted((LiveJob(key.name, key.uid, key.is_deleting) for key in batch_jobs), key=_name)),
+            running_pods=tuple(sorted((pod for pod in pods if pod is not None), key=_name)),
+        )
+        shown = [(BATCH_JOBS, one.uid) for one in children.batch_jobs] + [(PODS, one.uid) for one in children.running_pods]
+        is_watched = all(self._cache.is_watched(kind, uid) for kind, uid in shown)
+        notes.listed = Listed(children, self._cache.fingerprint(job.uid), now, is_watched)
+        return children
+
+    def _holds(self, listed: Listed, job: JobView, now: datetime) -> bool:
+        if listed.children == LiveChildren():
+            # That nothing runs is looked at each time that something is to be created by it.
+            return False
+        age = (now - listed.at).total_seconds()
+        is_young = age < (LISTED_SECONDS if listed.is_watched else UNWATCHED_SECONDS)
+        return is_young and listed.fingerprint == self._cache.fingerprint(job.uid)
+
+    async def _list(self, kind: Kind, namespace: str, **selector: str) -> list[tuple[ObjectKey, Any]]:
+        items, _ = await self._api.list(kind, namespace, metadata_only=True, **selector)
+        keyed = [(self._cache.key_of(kind, item), item) for item in items]
+        return [(key, item) for key, item in keyed if key is not None]
+
+    async def _live_pod(self, key: ObjectKey, metadata: Any) -> LivePod | None:
+        due = Fields(metadata).at("metadata").time("deletionTimestamp")
+        known = self._cache.pod(key)
+        if known is not None and known.node:
+            return LivePod(key.name, key.uid, known.node, due)
+        document = await self._api.get(PODS, key.namespace, key.name)
+        if document is None:
+            return None
+        self._cache.take(PODS, document)
+        return LivePod(key.name, key.uid, Fields(document).at("spec").name("nodeName"), due)
+
+
+def _is_controlled_by(key: ObjectKey, job_uid: str) -> bool:
+    return key.owner_uid == job_uid and key.is_controlled_by(JOBS)
+
+
+def _has_ended(pod: Any) -> bool:
+    """For servers that give more than was asked for."""
+    return Fields(pod).at("status").text("phase", 32) in ("Succeeded", "Failed")
+
+
+def _name(one: LiveJob | LivePod) -> str:
+    return one.name

@@ -1,0 +1,66 @@
+"""What is remembered of a FineTuneJob from pass to pass, apart from the cluster's own objects; it goes when the job goes.
+
+All of it may be lost at any time: a new leader learns it again by the answers that it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from finetune_job.progress import Progress
+from finetune_operator.cluster.errors import ApiError
+from finetune_operator.cluster.kinds import Kind
+from finetune_operator.decide.observed import LiveChildren, RefusedCreate
+
+FIRST_RETRY_SECONDS = 5.0
+LONGEST_RETRY_SECONDS = 300.0
+LONGEST_MESSAGE = 1024
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A live list, and the state of the cache that it was made in."""
+
+    children: LiveChildren
+    fingerprint: frozenset[tuple[str, int]]
+    at: datetime
+    is_watched: bool
+    """Whether an event will come for everything that it shows."""
+
+
+@dataclass
+class JobNotes:
+    """Of one job."""
+
+    conflicts: set[tuple[Kind, str]] = field(default_factory=set)
+    """What creates met that is not ours."""
+    progress: Progress | None = None
+    refused: RefusedCreate | None = None
+    listed: Listed | None = None
+    looked_up: dict[str, datetime] = field(default_factory=dict)
+    """UID of an object of which no watch tells -> when it was read last."""
+
+
+def refusal(
+    before: RefusedCreate | None, child: tuple[str, str], error: ApiError, now: datetime, draw: Callable[[], float]
+) -> RefusedCreate:
+    """What to note of a create that the server refused, once more. `child`: kind and name.
+
+    `draw`: from 0 to 1, so that jobs that were refused together are not tried together.
+    """
+    kind, name = child
+    tries = 1 if before is None else before.tries + 1
+    longest = min(FIRST_RETRY_SECONDS * 2.0 ** min(tries - 1, 16), LONGEST_RETRY_SECONDS)
+    pause = max(longest * (0.75 + 0.25 * draw()), FIRST_RETRY_SECONDS, error.retry_after)
+    is_same = before is not None and (before.kind, before.name, before.code) == (kind, name, error.code)
+    return RefusedCreate(
+        kind=kind,
+        name=name,
+        code=error.code,
+        message=error.message[:LONGEST_MESSAGE],
+        since=before.since if before is not None and is_same else now,
+        tries=tries,
+        retry_at=now + timedelta(seconds=pause),
+    )

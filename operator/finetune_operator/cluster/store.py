@@ -1,0 +1,175 @@
+"""The objects that the cache holds, with an index from owner to owned and the lines of waiting jobs.
+
+What an object says about itself is taken for granted here, but for its owner: an index entry proves nothing, `job_of` does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS, PROFILES, WATCHED, JobKey, Kind
+from finetune_operator.cluster.line import Lines
+from finetune_operator.cluster.object_key import ObjectKey
+from finetune_operator.cluster.projection import Held
+from finetune_operator.decide.observed import PodView
+
+MOST_BARE_KEYS = 10_000
+"""Objects whose owner is not known (yet); the relist finds one that was forgotten and turns out to be ours."""
+
+
+class Store:
+    """Objects by kind and UID."""
+
+    def __init__(self) -> None:
+        self._objects: dict[Kind, dict[str, Held]] = {kind: {} for kind in WATCHED}
+        self._owned: dict[Kind, dict[str, set[str]]] = {kind: {} for kind in WATCHED}
+        """Owner UID -> UIDs of that kind."""
+        self._job_uids: dict[JobKey, str] = {}
+        self._profiles: dict[str, str] = {}
+        self._job_of_batch_job: dict[str, str] = {}
+        """UID of a batch Job -> UID of its FineTuneJob, kept while pods of it are known."""
+        self._batch_jobs_of: dict[str, set[str]] = {}
+        """The same the other way round."""
+        self._bare: OrderedDict[str, Kind] = OrderedDict()
+        self._in_doubt: dict[str, int] = {}
+        """UID of an object that no watch shows any more -> version of the event that said so."""
+        self.lines = Lines()
+
+    def job(self, key: JobKey) -> Held | None:
+        """The FineTuneJob of that name."""
+        uid = self._job_uids.get(key)
+        return None if uid is None else self._objects[JOBS].get(uid)
+
+    def has_job(self, uid: str) -> bool:
+        """Whether a FineTuneJob exists."""
+        return uid in self._objects[JOBS]
+
+    def jobs(self) -> list[Held]:
+        """Every FineTuneJob."""
+        return list(self._objects[JOBS].values())
+
+    def job_keys(self) -> list[JobKey]:
+        """Keys of every FineTuneJob."""
+        return list(self._job_uids)
+
+    def profile(self, name: str) -> Held | None:
+        """The FineTuneProfile of that name."""
+        uid = self._profiles.get(name)
+        return None if uid is None else self._objects[PROFILES].get(uid)
+
+    def owned(self, kind: Kind, owner_uid: str) -> list[Held]:
+        """Objects whose controller owner has that UID, as far as that is proved."""
+        return [held for held in self._all_owned(kind, owner_uid) if not held.is_bare]
+
+    def pods_of(self, job_uid: str) -> list[Held]:
+        """Pods of every batch Job of a FineTuneJob, gone ones included."""
+        return [held for batch_job in sorted(self._batch_jobs_of.get(job_uid, ())) for held in self.owned(PODS, batch_job)]
+
+    def batch_job_uids_of(self, job_uid: str) -> set[str]:
+        """UIDs of every batch Job of a FineTuneJob of which the Job or a pod is known."""
+        return set(self._batch_jobs_of.get(job_uid, ()))
+
+    def is_known(self, kind: Kind, key: ObjectKey) -> bool:
+        """Whether this state of the object, or a later one, is held."""
+        held = self._objects[kind].get(key.uid)
+        return held is not None and not held.is_bare and held.key.version >= key.version
+
+    def is_watched(self, kind: Kind, uid: str) -> bool:
+        """Whether the object is held and has the label by which events of it come."""
+        held = self._objects[kind].get(uid)
+        return held is not None and held.key.is_labelled and uid not in self._in_doubt
+
+    def pod(self, key: ObjectKey) -> PodView | None:
+        """The pod, if it is held."""
+        held = self._objects[PODS].get(key.uid)
+        return None if held is None else held.pod
+
+    def num_objects(self) -> dict[str, int]:
+        """How many objects of each kind are held."""
+        return {kind.name: len(objects) for kind, objects in self._objects.items()}
+
+    def job_key_of(self, kind: Kind, uid: str) -> JobKey | None:
+        """The FineTuneJob of a known Job or pod."""
+        held = self._objects[kind].get(uid)
+        job = None if held is None else self._objects[JOBS].get(self._job_of(kind, held.key))
+        return None if job is None else JobKey(job.key.namespace, job.key.name)
+
+    def _all_owned(self, kind: Kind, owner_uid: str) -> list[Held]:
+        objects = self._objects[kind]
+        return [objects[uid] for uid in sorted(self._owned[kind].get(owner_uid, ()))]
+
+    def _job_of(self, kind: Kind, key: ObjectKey) -> str:
+        """UID of the FineTuneJob that a child belongs to by its controller reference; empty where that is not proved.
+
+        References do not reach over namespaces: whoever writes one in another is not its child.
+        """
+        if kind == PODS:
+            job_uid = self._job_of_batch_job.get(key.owner_uid, "") if key.is_controlled_by(BATCH_JOBS) else ""
+        else:
+            job_uid = key.owner_uid if key.is_controlled_by(JOBS) else ""
+        job = self._objects[JOBS].get(job_uid)
+        return job_uid if job is not None and job.key.namespace == key.namespace else ""
+
+    def _is_owner_known(self, kind: Kind, key: ObjectKey) -> bool:
+        """Whether the object that it names as its controller is known; then it is ours already, or a stranger's."""
+        return key.owner_uid in (self._job_of_batch_job if kind == PODS else self._objects[JOBS])
+
+    def _put(self, kind: Kind, held: Held) -> set[JobKey]:
+        uid = held.key.uid
+        known = self._objects[kind].get(uid)
+        if known is not None and known.key.owner_uid != held.key.owner_uid:
+            self._drop(kind, uid)
+        self._objects[kind][uid] = held
+        if held.key.owner_uid:
+            self._owned[kind].setdefault(held.key.owner_uid, set()).add(uid)
+        self._bare.pop(uid, None)
+        if held.is_bare:
+            self._put_bare(kind, uid)
+        elif kind == JOBS:
+            self._job_uids[JobKey(held.key.namespace, held.key.name)] = uid
+            return self.lines.put(held)
+        elif kind == PROFILES:
+            self._profiles[held.key.name] = uid
+            self.lines.limit(held.key.name, held.max_active_jobs)
+        elif kind == BATCH_JOBS:
+            self._job_of_batch_job[uid] = held.key.owner_uid
+            self._batch_jobs_of.setdefault(held.key.owner_uid, set()).add(uid)
+        return set()
+
+    def _put_bare(self, kind: Kind, uid: str) -> None:
+        self._bare[uid] = kind
+        if len(self._bare) > MOST_BARE_KEYS:
+            oldest, its_kind = self._bare.popitem(last=False)
+            self._drop(its_kind, oldest)
+
+    def _drop(self, kind: Kind, uid: str) -> set[JobKey]:
+        held = self._objects[kind].pop(uid, None)
+        self._bare.pop(uid, None)
+        self._in_doubt.pop(uid, None)
+        if held is None:
+            return set()
+        owner_uid = held.key.owner_uid
+        siblings = self._owned[kind].get(owner_uid)
+        if siblings is not None:
+            siblings.discard(uid)
+            if not siblings:
+                del self._owned[kind][owner_uid]
+        if kind == PODS and owner_uid not in self._objects[BATCH_JOBS] and not self._owned[PODS].get(owner_uid):
+            self._forget_batch_job(owner_uid)
+        elif kind == BATCH_JOBS and not self._owned[PODS].get(uid):
+            self._forget_batch_job(uid)
+        elif kind == JOBS:
+            if self._job_uids.get(JobKey(held.key.namespace, held.key.name)) == uid:
+                del self._job_uids[JobKey(held.key.namespace, held.key.name)]
+            return self.lines.drop(uid)
+        elif kind == PROFILES and self._profiles.get(held.key.name) == uid:
+            del self._profiles[held.key.name]
+            self.lines.limit(held.key.name, None)
+        return set()
+
+    def _forget_batch_job(self, uid: str) -> None:
+        job_uid = self._job_of_batch_job.pop(uid, None)
+        if job_uid is not None:
+            self._batch_jobs_of[job_uid].discard(uid)
+            if not self._batch_jobs_of[job_uid]:
+                del self._batch_jobs_of[job_uid]
