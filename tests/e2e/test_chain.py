@@ -55,7 +55,8 @@ def test_it_succeeds_with_a_verified_merged_model(stack: Stack, undisturbed: dic
 def test_each_stage_ran_once(stack: Stack, undisturbed: dict[str, Any]) -> None:
     names = sorted(job["metadata"]["name"] for job in stack.batch_jobs("undisturbed"))
     assert names == ["undisturbed-merge-0", "undisturbed-preflight-0", "undisturbed-train-0"]
-    assert undisturbed["job"]["status"]["restarts"] == {"counted": 0, "uncounted": 0}
+    restarts = undisturbed["job"]["status"]["restarts"]
+    assert (restarts["counted"], restarts["uncounted"]) == (0, 0)
 
 
 def test_the_training_pods_are_hardened(undisturbed: dict[str, Any]) -> None:
@@ -90,9 +91,10 @@ def test_a_killed_rank_restarts_the_gang_once_and_changes_no_byte(stack: Stack, 
     job = stack.wait_for_condition(name, "Finished", "Stalled")
     assert condition_of(job, "Succeeded").get("status") == "True", json.dumps(job["status"], indent=2)
     assert job["status"]["attempt"] == 1
-    assert [attempt["outcome"] for attempt in job["status"]["attempts"]] == ["Failed", "Succeeded"]
-    assert job["status"]["attempts"][0]["evidence"]
-    assert sum(job["status"]["restarts"].values()) == 1
+    attempts = [attempt for attempt in job["status"]["attempts"] if attempt["role"] == Role.TRAIN]
+    assert [attempt["outcome"] for attempt in attempts] == ["Failed", "Succeeded"]
+    assert attempts[0]["evidence"][0]["node"]
+    assert job["status"]["restarts"]["counted"] + job["status"]["restarts"]["uncounted"] == 1
     # It went on from its checkpoint: the steps of the history are in order, and not all of them ran twice.
     history = stack.workspace(name) / "history.jsonl"
     steps = [line["step"] for line in map(json.loads, history.read_text().splitlines()) if "loss" in line]

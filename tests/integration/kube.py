@@ -22,6 +22,7 @@ PLURALS = {
     "Namespace": "/api/v1/namespaces",
     "ServiceAccount": "/api/v1/{}serviceaccounts",
     "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/{}rolebindings",
+    "ResourceQuota": "/api/v1/{}resourcequotas",
     "Lease": "/apis/coordination.k8s.io/v1/{}leases",
 }
 

@@ -1,5 +1,7 @@
 """A FineTuneJob on a real API server, its Jobs run by the real Job controller, its pods by the test."""
 
+import time
+
 import pytest
 
 from finetune_job.failures import FailureClass
@@ -29,7 +31,11 @@ def test_job_goes_from_apply_to_succeeded(workload: Workload, operator: Operator
     workload.wait_for("Succeeded")
     assert workload.condition("Finished")["status"] == "True"
     assert workload.status()["phase"] == "Succeeded"
-    assert [attempt["outcome"] for attempt in workload.status()["attempts"]] == ["Succeeded"]
+    assert [(attempt["role"], attempt["number"], attempt["outcome"]) for attempt in workload.status()["attempts"]] == [
+        ("preflight", 0, "Succeeded"),
+        ("train", 0, "Succeeded"),
+        ("merge", 0, "Succeeded"),
+    ]
     assert "finalizers" not in workload.job()["metadata"]
     workload.wait(
         lambda: any(event["involvedObject"]["name"] == "tune" for event in workload.kube.list("Event", workload.namespace)),
@@ -155,20 +161,20 @@ def test_failed_rank_is_recorded_before_the_one_restart(workload: Workload, oper
     for pod in (first, second):
         workload.set_running(pod)
     workload.wait_for("Ready", "True", "Running")
-    workload.fail(second, FailureClass.DISK_FULL, "no space left on the workspace", rank=1)
+    workload.fail(second, FailureClass.INTERNAL, "no such device", rank=1)
     workload.wait(lambda: workload.status().get("attempt") == 1, "the number of the next attempt in status")
-    attempt = workload.status()["attempts"][0]
-    assert (attempt["outcome"], attempt["failure"]) == ("Failed", "DiskFull")
-    assert any("no space left" in evidence.get("message", "") for evidence in attempt["evidence"])
+    (attempt,) = workload.attempts(Role.TRAIN)
+    assert (attempt["outcome"], attempt["failure"], attempt["counted"]) == ("Failed", "Internal", True)
+    assert any("no such device" in evidence.get("message", "") for evidence in attempt["evidence"])
     workload.succeed(Role.TRAIN, 1, nodes=2)
     workload.wait_for("Trained")
     workload.succeed(Role.MERGE)
     workload.wait_for("Succeeded")
     names = [job["metadata"]["name"] for job in workload.batch_jobs(Role.TRAIN)]
     assert names == ["tune-train-1"]
-    status = workload.status()
-    assert [item["number"] for item in status["attempts"]] == [0, 1]
-    assert status["restarts"] == {"counted": 1, "uncounted": 0}
+    assert [item["number"] for item in workload.attempts(Role.TRAIN)] == [0, 1]
+    restarts = workload.status()["restarts"]
+    assert (restarts["counted"], restarts["uncounted"]) == (1, 0)
 
 
 def test_evidence_of_a_deleted_pod_reaches_the_status(workload: Workload, operator: OperatorFactory) -> None:
@@ -182,7 +188,7 @@ def test_evidence_of_a_deleted_pod_reaches_the_status(workload: Workload, operat
     workload.fail(pod, FailureClass.NON_FINITE, "the loss is NaN at step 2")
     workload.kube.delete("Pod", workload.namespace, pod["metadata"]["name"])
     workload.wait_for("Finished")
-    attempt = workload.status()["attempts"][0]
+    (attempt,) = workload.attempts(Role.TRAIN)
     assert attempt["failure"] == "NonFinite"
     assert attempt["evidence"][0]["pod"] == pod["metadata"]["name"]
     assert workload.condition("Succeeded")["status"] == "False"
@@ -222,3 +228,77 @@ def test_suspended_job_gives_back_its_pods_and_goes_on(workload: Workload, opera
     workload.wait_for("Suspended", "False")
     workload.wait(lambda: workload.batch_jobs(Role.TRAIN), "a new attempt")
     assert workload.status()["restarts"]["counted"] == 0
+
+
+def test_a_quota_on_jobs_is_said_and_waited_for(workload: Workload, operator: OperatorFactory) -> None:
+    quota = {"metadata": {"name": "no-jobs"}, "spec": {"hard": {"count/jobs.batch": "0"}}}
+    workload.kube.create("ResourceQuota", workload.namespace, quota)
+    workload.wait(
+        lambda: (workload.kube.get("ResourceQuota", workload.namespace, "no-jobs") or {}).get("status", {}).get("hard"), "the quota"
+    )
+    workload.apply()
+    operator()
+    refused = workload.wait_for("Prepared", "Unknown", "CreateRefused")
+    assert "exceeded quota: no-jobs" in refused["message"]
+    assert workload.condition("Stalled")["status"] == "False", "capacity is waited for"
+    workload.wait(
+        lambda: [event for event in workload.kube.list("Event", workload.namespace) if event["reason"] == "CreateRefused"],
+        "an event with the server's words",
+    )
+    workload.kube.delete("ResourceQuota", workload.namespace, "no-jobs")
+    workload.wait_for_pods(Role.PREFLIGHT)
+
+
+def test_a_quota_on_pods_is_said_from_the_events_of_the_job(workload: Workload, operator: OperatorFactory) -> None:
+    quota = {"metadata": {"name": "no-pods"}, "spec": {"hard": {"pods": "0"}}}
+    workload.kube.create("ResourceQuota", workload.namespace, quota)
+    workload.wait(
+        lambda: (workload.kube.get("ResourceQuota", workload.namespace, "no-pods") or {}).get("status", {}).get("hard"), "the quota"
+    )
+    workload.apply()
+    operator()
+    refused = workload.wait_for("Prepared", "Unknown", "CreateRefused")
+    assert "exceeded quota: no-pods" in refused["message"]
+    workload.kube.delete("ResourceQuota", workload.namespace, "no-pods")
+    workload.wait_for_pods(Role.PREFLIGHT)
+
+
+def test_a_job_made_anew_under_its_old_name_waits_for_what_the_old_one_leaves(
+    workload: Workload, operator: OperatorFactory
+) -> None:
+    first = workload.apply()
+    operator()
+    (pod,) = workload.wait_for_pods(Role.PREFLIGHT)
+    (job,) = workload.batch_jobs(Role.PREFLIGHT)
+    # As a node that is slow to end its pods does: the old Job is still there, and being deleted.
+    workload.kube.patch("Job", workload.namespace, job["metadata"]["name"], {"metadata": {"finalizers": ["finetune.dev/test"]}})
+    workload.kube.delete("FineTuneJob", workload.namespace, "tune")
+    workload.wait(lambda: workload.kube.get("FineTuneJob", workload.namespace, "tune") is None, "the old job to be gone")
+    second = workload.apply()
+    assert second["metadata"]["uid"] != first["metadata"]["uid"]
+    workload.wait_for("Ready", "False", "Pending")
+    assert workload.condition("Stalled")["status"] == "False", "it is no conflict"
+    workload.kube.patch("Job", workload.namespace, job["metadata"]["name"], {"metadata": {"finalizers": None}})
+    (fresh,) = workload.wait_for_pods(Role.PREFLIGHT)
+    assert fresh["metadata"]["uid"] != pod["metadata"]["uid"]
+
+
+def test_jobs_of_a_namespace_wait_in_line_and_the_oldest_goes_first(workload: Workload, operator: OperatorFactory) -> None:
+    name = f"{workload.namespace}-line"
+    profile = {"metadata": {"name": name}, "spec": {"trainerImage": "registry.test/trainer:1", "maxActiveJobs": 1}}
+    workload.kube.create("FineTuneProfile", "", profile)
+    try:
+        for number in range(3):
+            workload.apply(f"tune-{number}", profile=name, output={"destination": f"pvc://results/{number}"})
+            time.sleep(1.1)  # creation times have whole seconds, and the oldest is to go first
+        operator()
+        workload.wait_for("Validated", name="tune-0")
+        second = workload.wait_for("Ready", "False", "WaitingInLine", name="tune-1")
+        assert "Place in the line: 1." in second["message"]
+        assert "Place in the line: 2." in workload.wait_for("Ready", "False", "WaitingInLine", name="tune-2")["message"]
+        workload.kube.patch("FineTuneJob", workload.namespace, "tune-0", {"spec": {"run": {"cancel": True}}})
+        workload.wait_for("Finished", name="tune-0")
+        workload.wait_for("Validated", name="tune-1")
+        assert workload.condition("Validated", "tune-2")["reason"] == "WaitingInLine"
+    finally:
+        workload.kube.delete("FineTuneProfile", "", name)

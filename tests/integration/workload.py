@@ -90,6 +90,10 @@ class Workload:
         """Batch Jobs of a role."""
         return self.kube.list("Job", self.namespace, f"{LABEL_JOB}={name},{LABEL_ROLE}={role}")
 
+    def attempts(self, role: Role, name: str = "tune") -> list[Document]:
+        """The recorded attempts of a role."""
+        return [attempt for attempt in self.status(name).get("attempts", ()) if attempt["role"] == role]
+
     def pods(self, role: Role, attempt: int = 0, name: str = "tune") -> list[Document]:
         """Pods of a role and attempt by completion index, without those that are being deleted."""
         found = self.kube.list("Pod", self.namespace, f"{LABEL_JOB}={name},{LABEL_ROLE}={role},{LABEL_ATTEMPT}={attempt}")
