@@ -96,8 +96,9 @@ class Gatherer:
 
     def may_create(self, job_uid: str, now: datetime) -> bool:
         """Whether a create of that job is to be tried now."""
-        refused = self._notes_of(job_uid).refused
-        return refused is None or now >= refused.retry_at
+        notes = self._notes_of(job_uid)
+        # The children of a pass need each other in their order: a Job must not meet a stranger's ConfigMap.
+        return not notes.conflicts and (notes.refused is None or now >= notes.refused.retry_at)
 
     async def gather(self, key: JobKey, now: datetime) -> Gathered | None:
         """Everything about one job, or None where it does not exist (any more)."""

@@ -167,6 +167,22 @@ def test_foreign_object_with_the_childs_name_is_a_conflict_until_it_is_gone() ->
     asyncio.run(scenario())
 
 
+def test_nothing_is_created_after_a_name_that_is_taken() -> None:
+    """A Job must not start with a stranger's ConfigMap for its plan."""
+
+    async def scenario() -> None:
+        stage = scene()
+        foreign = objects.batch_job(attempt=1)
+        foreign["metadata"]["ownerReferences"][0]["uid"] = "another-job"
+        stage.api.put(BATCH_JOBS, foreign)
+        creates = (*ALL.creates, Create(objects.batch_job(attempt=2)))
+        await stage.executor.execute(await stage.gathered(), Actions(creates=creates))
+        assert stage.writes() == [("create", "Job")]
+        assert ("Job", "team", "tune-train-2") not in stage.api.objects
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("changed", "deleting", "told"),
     [
