@@ -88,8 +88,10 @@ class RoleStage:
         if stands.state is State.ABSENT:
             self.create(lambda: [build()])
         elif stands.state is State.SUCCEEDED:
-            self.close("Succeeded")
-            return succeeded(stands)
+            done = succeeded(stands)
+            if not self.draft.has_value("attempts"):
+                self.close("Succeeded")
+            return done
         elif stands.failure is not None:
             if not refused(stands.failure):
                 self.fail(stands.failure, stands.batch_job)

@@ -143,6 +143,10 @@ def _failed(job: BatchJobView, pods: tuple[PodView, ...], num_pods: int, now: da
         return Standing(State.FAILED, job, pods, failure=failure)
     signs = [one.time for one in known] + ([target.since] if target is not None and target.since is not None else [])
     until = min(signs, default=now) + timedelta(seconds=EVIDENCE_GRACE_SECONDS)
+    # A pod that does not end when it is told to is on a lost node, and that is the cause. Nothing is lost by waiting: the next
+    # attempt has to wait for this pod as well.
+    due = [pod.deletion_due for pod in pods if pod.deletion_due is not None and not pod.is_terminal]
+    until = max([until, *(moment + OVERDUE_GRACE for moment in due)])
     if now >= until or not signs:
         return Standing(State.FAILED, job, pods, failure=failure)
     return Standing(State.FAILING, job, pods, look_again=until)

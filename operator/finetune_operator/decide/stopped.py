@@ -13,6 +13,7 @@ from finetune_job.failures import USER_FAILURES, ReportedFinding
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.status.conditions import find
+from finetune_operator.decide.attempts import End, closed
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.draft import TEXT_LIMIT, Draft
 from finetune_operator.decide.findings import FINDINGS_LIMIT
@@ -62,7 +63,11 @@ def stop(observed: Observed, draft: Draft, role: Role, failure: Failure) -> None
     draft.find(with_reported(observed, findings, role))
     errors = [finding for finding in findings if finding.severity == "error"] or list(findings)
     place = f"{errors[0].field}: " if errors[0].field else ""
-    message = f"{errors[0].rule}: {place}{errors[0].message} {errors[0].fix} {_WHAT_TO_DO[role]}"
+    said = f"{errors[0].rule}: {place}{errors[0].message} {errors[0].fix}".rstrip()
+    message = f"{said}{'' if said.endswith('.') else '.'} {_WHAT_TO_DO[role]}"
+    if not draft.has_value("attempts"):
+        attempt = attempt_of(observed.job.status, role)
+        draft.set(attempts=closed(observed.job.status, role, attempt, End("Failed", draft.now, failure)))
     reason = REFUSED[role] if _is_verdict(failure) else STOPPED[role]
     draft.condition(CONDITION[role], False, reason, message)
     draft.stall(reason, message)

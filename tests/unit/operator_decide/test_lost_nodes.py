@@ -38,6 +38,19 @@ def test_a_pod_that_is_still_there_after_its_grace_period_is_on_a_lost_node() ->
     assert written(late).attempts[0].failure is FailureClass.NODE_LOST
 
 
+def test_a_survivor_that_only_lost_its_collective_is_not_counted_while_a_pod_does_not_end() -> None:
+    """Survivors notice a dead node before Kubernetes does. The Job controller has asked the other pod to end, and it does not."""
+    seen = observing(a_job().nodes(2)).training().failed_pod(1, FailureClass.COLLECTIVE).batch_job_failed()
+    seen = seen.pod(0, deletion_requested=T0, deletion_due=after(150), node="node-x")
+    waiting = reconcile(seen.build(), after(100))
+    assert waiting.status is None or waiting.status.attempt == 0
+    assert waiting.requeue_after_seconds == 80
+    late = written(reconcile(seen.build(), after(180)))
+    assert (late.attempts[0].failure, late.restarts.counted, late.restarts.uncounted) == (FailureClass.NODE_LOST, 0, 1)
+    ended = written(reconcile(seen.pod(0, exit_code=50, finished=after(2)).build(), after(3)))
+    assert (ended.attempts[0].failure, ended.restarts.counted) == (FailureClass.COLLECTIVE, 1), "a healthy node ends its pod"
+
+
 def test_a_pod_that_is_being_evicted_may_save_first() -> None:
     seen = observing(a_job().nodes(2)).training()
     seen = seen.pod(0, disruption="EvictionByEvictionAPI", deletion_requested=T0, deletion_due=after(150))

@@ -49,6 +49,20 @@ def test_a_refusal_stalls_the_job_and_says_what_to_change() -> None:
     assert [finding.rule for finding in actions.news] == ["preflight/target-modules"]
     assert "preflight/target-modules: " in actions.events[-1].message
     assert (actions.creates, actions.deletes) == ((), ())
+    (attempt,) = written(actions).attempts
+    assert (attempt.role, attempt.outcome, attempt.failure, attempt.counted) == (
+        "preflight",
+        "Failed",
+        FailureClass.USER_CONFIG,
+        False,
+    )
+    assert attempt.end_time
+
+
+def test_sentences_of_a_refusal_do_not_run_together() -> None:
+    finding = FINDING.model_copy(update={"fix": 'write {"prompt": "...", "completion": "..."}'})
+    said = message(reconcile(observing(a_job()).started().refused(finding).build(), T0), ConditionType.STALLED)
+    assert '"completion": "..."}. Fix the cause' in said
 
 
 @pytest.mark.parametrize("failure", [FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL])
