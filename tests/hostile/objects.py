@@ -13,7 +13,6 @@ from typing import Any
 
 from finetune_job.names import (
     ANNOTATION_PLAN_SHA256,
-    ANNOTATION_SPEC_SHA256,
     API_VERSION,
     JOB_KIND,
     LABEL_ATTEMPT,
@@ -141,7 +140,7 @@ class Forger:
         return {name: value for name, value in labels.items() if self.random.random() < 0.85}
 
     def _annotations(self) -> Document:
-        names = (INDEX, ANNOTATION_PLAN_SHA256, ANNOTATION_SPEC_SHA256, "finetune.dev/other")
+        names = (INDEX, ANNOTATION_PLAN_SHA256, "finetune.dev/other")
         found = {name: self.random.choice(TEXTS) for name in names if self.random.random() < 0.4}
         if self._one_in(HUGE_ONE_IN):
             found["finetune.dev/huge"] = "x" * 150_000
@@ -168,7 +167,7 @@ class Forger:
 
 def _deep(random: Random) -> Any:
     value: Any = 1
-    for _ in range(random.choice((9, 70, 3000))):
+    for _ in range(random.choice((9, 70, 900))):
         value = [value]
     return value
 
