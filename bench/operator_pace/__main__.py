@@ -56,12 +56,13 @@ def main() -> int:
     parser.add_argument("--idle-seconds", type=float, default=300.0, help="how long the pending jobs are only watched")
     parser.add_argument("--steady-seconds", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=20.0, help="newcomers a second among the pending")
+    parser.add_argument("--operator-log", type=Path, help="where the operator's log is kept; unset: nowhere")
     parser.add_argument("--keep-results", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     load, begun = os.getloadavg(), time.monotonic()
     with MeasuredPlane() as plane:
         arguments = (f"--lease-namespace={SYSTEM}", f"--lease-name={RELEASE}", "--identity=bench")
-        operator = OperatorProcess(plane.operator_kubeconfig, plane.run.path / "operator.log", *arguments)
+        operator = OperatorProcess(plane.operator_kubeconfig, options.operator_log or plane.run.path / "operator.log", *arguments)
         with operator:
             results = asyncio.run(measure(plane, operator, options))
         api_server_cpu = cpu_seconds(plane.api_server.process.pid)
