@@ -27,7 +27,7 @@ class ApiModel(BaseModel):
     @classmethod
     def _empty_is_unset(cls, content: Any) -> Any:
         """A null where the schema has a default is that default, as the API server has it (`fetch:` with nothing below it)."""
-        if not isinstance(content, dict):
+        if not isinstance(content, dict) or None not in content.values():
             return content
         defaulted = {info.alias for info in cls.model_fields.values() if not info.is_required() and info.default is not None}
         return {name: value for name, value in content.items() if value is not None or name not in defaulted}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pydantic import ValidationError
 
@@ -21,6 +22,12 @@ class PlanLost:
     message: str
 
 
+REMEMBERED = 256
+"""Plans that are held parsed: every pass over a started job reads its plan, and a plan never changes."""
+_digest = lru_cache(REMEMBERED)(text_sha256)
+_read = lru_cache(REMEMBERED)(read_launch_plan)
+
+
 def frozen_plan(observed: Observed) -> FrozenRun | PlanLost:
     """The plan of a job that has started, or what became of it."""
     expected = observed.job.status.plan
@@ -29,11 +36,11 @@ def frozen_plan(observed: Observed) -> FrozenRun | PlanLost:
         return PlanLost("status.plan is missing although the job has started.")
     if observed.plan is None:
         return PlanLost(f"ConfigMap {name} with the frozen plan is gone. Restore it with the content of digest {expected.hash}.")
-    digest = text_sha256(observed.plan.plan_json)
+    digest = _digest(observed.plan.plan_json)
     if digest != expected.hash:
         return PlanLost(f"ConfigMap {name} holds content of digest {digest}; the run started with {expected.hash}. Restore that.")
     try:
-        plan = read_launch_plan(observed.plan.plan_json)
+        plan = _read(observed.plan.plan_json)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
