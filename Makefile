@@ -92,6 +92,12 @@ kill-test-publish: environment ## Kill publications RUNS times for each kind of 
 	$(PYTHON) -m tests.kill.publish --kills $(RUNS)
 	$(PYTHON) -m tests.kill.publish_hub --runs $(RUNS)
 
+.PHONY: bench-operator
+bench-operator: JOBS = 1000
+bench-operator: environment ## Pace and cost of the operator with JOBS jobs on a real API server, against bench/operator_thresholds.json
+	$(PYTHON) -m tests.support.cluster.binaries
+	$(PYTHON) -m bench.operator_pace --jobs $(JOBS) --keep-results
+
 .PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu bench-prepare bench-prepare-memory bench-preflight bench-memory bench-validate
 bench-merge: environment ## Merge of a 1.1B model against PEFT and a plain copy: time and memory, RUNS rounds
 	$(PYTHON) -m bench.merge --pairs $(RUNS)
@@ -122,6 +128,8 @@ nightly: environment ## What does not fit into `make test`: 100 killed runs, new
 	$(MAKE) explore
 	$(MAKE) sweep
 	$(PYTHON) -m tests.sweep --slice random --count 300 --seed $$(date +%s)
+	$(MAKE) bench-operator JOBS=1000
+	$(MAKE) bench-operator JOBS=5000
 	$(MAKE) bench-merge bench-trainer bench-prepare bench-chain bench-gpu RUNS=3
 
 .PHONY: clean

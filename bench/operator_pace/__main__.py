@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.operator_pace import scenarios
 from bench.operator_pace.client import Client
-from bench.operator_pace.measuring import cpu_seconds
+from bench.operator_pace.measuring import calibration_ms, cpu_seconds
 from bench.operator_pace.plane import MeasuredPlane
 from bench.operator_pace.report import exceeded, table
 from tests.integration.conftest import RELEASE, SYSTEM
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--operator-log", type=Path, help="where the operator's log is kept; unset: nowhere")
     parser.add_argument("--keep-results", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
-    load, begun = os.getloadavg(), time.monotonic()
+    load, begun, calibration = os.getloadavg(), time.monotonic(), calibration_ms()
     with MeasuredPlane() as plane:
         arguments = (f"--lease-namespace={SYSTEM}", f"--lease-name={RELEASE}", "--identity=bench")
         operator = OperatorProcess(plane.operator_kubeconfig, options.operator_log or plane.run.path / "operator.log", *arguments)
@@ -69,6 +69,8 @@ def main() -> int:
     results["machine"] = {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
+        "calibration_ms_before": calibration,
+        "calibration_ms_after": calibration_ms(),
         "load_before": load[0],
         "load_after": os.getloadavg()[0],
         "api_server_cpu_seconds": api_server_cpu,
