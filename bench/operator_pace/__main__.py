@@ -35,17 +35,27 @@ async def measure(plane: MeasuredPlane, operator: OperatorProcess, options: argp
     async with Client(plane.kubeconfig) as client:
         num_jobs: int = options.jobs
         stage = scenarios.Stage(plane, client, operator, num_jobs, patience=120.0 + num_jobs)
-        await scenarios.ready(stage)
-        if "floor" in options.only:
-            await scenarios.floor(stage)
-        if "burst" in options.only:
-            await scenarios.burst(stage)
-        if "restart" in options.only:
-            await scenarios.restart(stage)
-        if "pending" in options.only:
-            num_pending = min(num_jobs, 1000)
-            await scenarios.pending(stage, num_pending, options.idle_seconds, options.steady_seconds, options.rate)
+        work = asyncio.create_task(_all(stage, options))
+        watchdog = asyncio.create_task(scenarios.died(stage))
+        done, _ = await asyncio.wait((work, watchdog), return_when=asyncio.FIRST_COMPLETED)
+        for task in (work, watchdog):
+            task.cancel()
+        for task in done:
+            task.result()
         return stage.results
+
+
+async def _all(stage: scenarios.Stage, options: argparse.Namespace) -> None:
+    await scenarios.ready(stage)
+    if "floor" in options.only:
+        await scenarios.floor(stage)
+    if "burst" in options.only:
+        await scenarios.burst(stage)
+    if "restart" in options.only:
+        await scenarios.restart(stage)
+    if "pending" in options.only:
+        num_pending = min(stage.num_jobs, 1000)
+        await scenarios.pending(stage, num_pending, options.idle_seconds, options.steady_seconds, options.rate)
 
 
 def main() -> int:

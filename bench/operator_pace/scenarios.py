@@ -59,6 +59,8 @@ class Stage:
     num_jobs: int
     patience: float
     """Seconds for anything that all jobs have to reach."""
+    is_restarting: bool = False
+    """Whether the harness has ended the operator."""
     results: Results = field(default_factory=dict)
 
     @property
@@ -96,6 +98,7 @@ async def floor(stage: Stage) -> None:
     batch_job = await first(stage.client, BATCH_JOBS, "model-life")
     config_map = await first(stage.client, CONFIG_MAPS, "model-life", but="kube-root-ca.crt")
     status = (await first(stage.client, JOBS, "model-life"))["status"]
+    stage.is_restarting = True
     stage.operator.terminate()
     stage.plane.make_namespace("floor")
     await in_parallel(stage.num_jobs, lambda number: stage.client.create(JOBS.format("floor"), manifest(f"job-{number}")))
@@ -115,7 +118,22 @@ async def floor(stage: Stage) -> None:
         await stage.client.request("DELETE", collection.format("floor"), {"propagationPolicy": "Background"})
     await stage.client.request("DELETE", JOBS.format("model-life"))
     stage.operator.start()
+    stage.is_restarting = False
     await ready(stage)
+
+
+class OperatorDiedError(Exception):
+    """The operator ended by itself."""
+
+
+async def died(stage: Stage) -> None:
+    """Watch that the operator runs. Raises OperatorDiedError with the end of its log; restarts of the harness are no death."""
+    while True:
+        await asyncio.sleep(1.0)
+        code = None if stage.is_restarting else stage.operator.process.poll()
+        if code is not None:
+            end = "\n".join(stage.operator.log.read_text().splitlines()[-5:])
+            raise OperatorDiedError(f"the operator ended with {code}:\n{end}")
 
 
 async def first(client: Client, collection: str, namespace: str, but: str = "") -> Document:
@@ -190,8 +208,10 @@ CHILD_CREATES = ("create configmaps", "create services", "create jobs")
 
 async def restart(stage: Stage) -> None:
     """Kill the operator and start it on all that is there."""
+    stage.is_restarting = True
     stage.operator.kill()
     stage.operator.start()
+    stage.is_restarting = False
     seconds = await ready(stage)
     await asyncio.sleep(5)
     stage.results["restart"] = {"ready_seconds": seconds, "rss_mb": rss_mb(stage.pid)}
