@@ -21,8 +21,13 @@ STACK_BYTES = 64 << 20
 """Of threads: json's decoder and encoder need about half a kilobyte for each level."""
 
 
+SWITCH_SECONDS = 0.001
+"""The threads of the lease and of the watches share the interpreter with the main loop, and get it after so long."""
+
+
 def main() -> int:
     """Returns the exit code."""
+    sys.setswitchinterval(SWITCH_SECONDS)
     sys.setrecursionlimit(FRAMES_PER_LEVEL * DEEPEST_OBJECT)
     threading.stack_size(STACK_BYTES)
     settings = parse_settings()

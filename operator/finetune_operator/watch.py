@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -22,6 +23,7 @@ from finetune_operator.cluster.access import session_for_kopf
 from finetune_operator.cluster.kinds import WATCHED, Kind, selector_of
 from finetune_operator.cluster.projection import Held
 from finetune_operator.cluster.relist import scopes
+from finetune_operator.kopf_storage import NoDiffBase, NoProgress
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
@@ -35,6 +37,8 @@ WORKER_LIMIT = 100
 """Objects that kopf handles at a time; more makes its loop stall for longer in a burst."""
 IDLE_SECONDS = 0.1
 """How long a worker waits for another event of its object. Throughput from cold is limit / idle, so this is short."""
+MOST_AT_ONCE = 200
+"""Events that the main loop takes in without doing anything else: some milliseconds."""
 PAGE_SIZE = 500
 SILENCE_SECONDS = 120.0
 """How long kopf may let a kind unwatched without a list of anything being answered."""
@@ -75,6 +79,8 @@ class Watches:
         self.restarted = asyncio.Event()
         """Set in the main loop after each time that kopf was started again: deletions may have been missed. To be cleared there."""
         self.num_restarts = 0
+        self._inbox: deque[tuple[Kind, bool, Held]] = deque()
+        """Events between kopf's thread, which appends, and the main loop, which takes."""
 
     def start(self) -> None:
         """Begin to watch."""
@@ -154,9 +160,24 @@ class Watches:
         async def on_event(event: dict[str, Any], **_: Any) -> None:
             held = self._read(kind, event["object"])
             if held is not None:
-                self._main.call_soon_threadsafe(self._sink, kind, event["type"] == "DELETED", held)
+                self._inbox.append((kind, event["type"] == "DELETED", held))
+                if len(self._inbox) == 1:
+                    # Waking the main loop costs a system call and a change of threads: once for all that is there then.
+                    self._main.call_soon_threadsafe(self._hand_over)
 
         return on_event
+
+    def _hand_over(self) -> None:
+        """In the main loop: what has come, in its order.
+
+        An event that finds the inbox empty wakes the loop; one that finds others is handed over after them.
+        """
+        try:
+            for _ in range(min(len(self._inbox), MOST_AT_ONCE)):
+                self._sink(*self._inbox.popleft())
+        finally:
+            if self._inbox:
+                self._main.call_soon(self._hand_over)
 
 
 class Answers:
@@ -205,6 +226,8 @@ def _settings() -> kopf.OperatorSettings:
     settings.queueing.idle_timeout = IDLE_SECONDS
     settings.watching.chunk_size = PAGE_SIZE
     settings.process.ultimate_exiting_timeout = None
+    settings.persistence.diffbase_storage = NoDiffBase()
+    settings.persistence.progress_storage = NoProgress()
     for kind in WATCHED:
         selector = selector_of(kind)
         if selector is not None:

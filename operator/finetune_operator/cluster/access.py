@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import kopf
@@ -24,7 +26,18 @@ async def load_configuration() -> Configuration:
     else:
         config.load_incluster_config(client_configuration=configuration)
     configuration.connection_pool_maxsize = CONNECTIONS
+    # Otherwise aiohttp looks up proxies and reads ~/.netrc in a thread for every request: a seventh of all CPU time.
+    configuration.client_session_kwargs = {"trust_env": False}
+    configuration.proxy = configuration.proxy or proxy_from_environment(configuration.host)
     return configuration
+
+
+def proxy_from_environment(url: str) -> str | None:
+    """The proxy that the environment names for this server, or None."""
+    parts = urlsplit(url)
+    if parts.hostname is None or proxy_bypass(parts.hostname):
+        return None
+    return getproxies().get(parts.scheme)
 
 
 async def session_for_kopf(on_answer: Callable[[URL, int], None]) -> kopf.AiohttpSession:
@@ -45,7 +58,7 @@ async def session_for_kopf(on_answer: Callable[[URL, int], None]) -> kopf.Aiohtt
         # Unbounded: every watch holds a connection for as long as it lasts.
         connector=aiohttp.TCPConnector(limit=0, ssl=RESTClientObject(configuration).ssl_context),
         headers={"Authorization": f"{scheme.capitalize()} {secret.strip()}"} if token else {},
-        trust_env=True,
+        proxy=configuration.proxy,
         trace_configs=[tracing],
     )
     return kopf.AiohttpSession(server=configuration.host, aiohttp_session=session)
