@@ -21,6 +21,10 @@ class Remembered(Generic[K, V]):
         """Results held."""
         return len(self._results)
 
+    def forget(self, key: K) -> None:
+        """The result of that key does not hold any more."""
+        self._results.pop(key, None)
+
     def get(self, key: K, make: Callable[[], V]) -> V:
         """The result of that key, made if it is not held. What `make` raises is not remembered."""
         if key in self._results:

@@ -7,31 +7,28 @@ that stay pending, whether a conflicting object is still there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from random import random
 from typing import Any
 
-from pydantic import ValidationError
-
-from finetune_job.api.job import FineTuneJob, FineTuneJobSpec, parse_job
-from finetune_job.api.profile import FineTuneProfile
+from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.names import DEFAULT_PROFILE
 from finetune_job.progress import Progress
-from finetune_job.status.stored import read_status
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.errors import ApiError
 from finetune_operator.cluster.fields import Fields
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, EVENTS, JOBS, PROFILES, SERVICES, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, EVENTS, JOBS, SERVICES, Kind
 from finetune_operator.cluster.live_reads import LiveReads
 from finetune_operator.cluster.notes import JobNotes, refusal
 from finetune_operator.cluster.object_key import belongs_to
 from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.reading import Reader
 from finetune_operator.decide.earlier_attempts import needs_live_list
-from finetune_operator.decide.observed import ConfigMapView, JobView, Line, Observed, PodView, ProfileView
+from finetune_operator.decide.observed import JobView, Line, Observed, PodView, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 
 CLAIM_SEEN_SECONDS = 60.0
@@ -69,6 +66,7 @@ class Gatherer:
     def __init__(self, api: Api, cache: Cache, pending_events_after: float, draw: Callable[[], float] = random) -> None:
         self._api = api
         self._cache = cache
+        self._reader = Reader()
         self._live = LiveReads(api, cache)
         self._pending_events_after = pending_events_after
         self._draw = draw
@@ -106,8 +104,7 @@ class Gatherer:
         if held is None:
             return None
         begun = time.thread_time()
-        document = held.document()
-        job = _job_view(held, document)
+        job, raw_spec, raw_status = self._reader.job(held)
         cpu_seconds = time.thread_time() - begun
         self._forget_settled_evidence(job)
         notes = self._notes_of(job.uid)
@@ -115,7 +112,7 @@ class Gatherer:
         look_up_again = await self._live.look_up(job, notes, now)
         if look_up_again is not None and not is_terminal(job.status):
             revisits.append(look_up_again)
-        profile = self._profile(job.spec, document)
+        profile = self._profile(job.spec, raw_spec)
         vanishing, conflicts = await self._conflicts(job, notes, revisits)
         observed = self._with_children(
             Observed(
@@ -136,7 +133,7 @@ class Gatherer:
             live = await self._live.children(job, notes, now)
             observed = replace(self._with_children(observed), live=live)
         observed = replace(observed, pods=await self._with_events(job, observed.pods, now, revisits))
-        return Gathered(observed, document.get("status") or {}, min(revisits, default=None), cpu_seconds)
+        return Gathered(observed, raw_status, min(revisits, default=None), cpu_seconds)
 
     def _notes_of(self, job_uid: str) -> JobNotes:
         """Of a job that is gone none are kept."""
@@ -152,7 +149,7 @@ class Gatherer:
             observed,
             batch_jobs=tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None),
             pods=tuple(item.pod for item in self._cache.pods_of(uid) if item.pod is not None),
-            plan=next((_config_map_view(item) for item in self._cache.owned(CONFIG_MAPS, uid)), None),
+            plan=next((self._reader.plan(item) for item in self._cache.owned(CONFIG_MAPS, uid)), None),
             service_exists=bool(self._cache.owned(SERVICES, uid)),
         )
 
@@ -165,17 +162,10 @@ class Gatherer:
             revisits.append(min(LINE_SECONDS + ahead - limit, LONGEST_LINE_SECONDS))
         return Line(limit=limit, ahead=ahead)
 
-    def _profile(self, spec: FineTuneJobSpec | None, document: Document) -> ProfileView:
-        given = document.get("spec") or {}
-        name = (spec.profile if spec is not None else given.get("profile")) or DEFAULT_PROFILE
+    def _profile(self, spec: FineTuneJobSpec | None, raw_spec: Mapping[str, Any]) -> ProfileView:
+        name = (spec.profile if spec is not None else raw_spec.get("profile")) or DEFAULT_PROFILE
         held = self._cache.profile(str(name))
-        if held is None:
-            return ProfileView(name=str(name))
-        try:
-            profile = FineTuneProfile.model_validate(_envelope(held.document(), PROFILES))
-        except ValidationError as error:
-            return ProfileView(name=str(name), error=_lines(error))
-        return ProfileView(name=str(name), spec=profile.spec)
+        return ProfileView(name=str(name)) if held is None else self._reader.profile(held)
 
     async def _claims(self, job: JobView, now: datetime, revisits: list[float]) -> frozenset[str]:
         if job.spec is None or is_ended(job.status):
@@ -252,40 +242,5 @@ class Gatherer:
         self._cache.forget_evidence(job.uid, is_settled)
 
 
-def _envelope(document: Document, kind: Kind) -> Document:
-    return document | {"apiVersion": kind.api_version, "kind": kind.name}
-
-
-def _job_view(held: Held, document: Document) -> JobView:
-    spec, error = None, ""
-    try:
-        # Status is read apart: an older operator must not refuse a manifest for what a newer one reported.
-        parsed: FineTuneJob = parse_job({name: value for name, value in _envelope(document, JOBS).items() if name != "status"})
-        spec = parsed.spec
-    except ValidationError as refusal:
-        error = _lines(refusal)
-    metadata: dict[str, Any] = document["metadata"]
-    return JobView(
-        namespace=held.key.namespace,
-        name=held.key.name,
-        uid=held.key.uid,
-        generation=metadata.get("generation") or 0,
-        resource_version=str(held.key.version),
-        spec=spec,
-        spec_error=error,
-        status=read_status(document.get("status")),
-        deleting="deletionTimestamp" in metadata,
-    )
-
-
 def _named(objects: set[tuple[Kind, str]]) -> tuple[str, ...]:
     return tuple(sorted(f"{kind.name}/{name}" for kind, name in objects))
-
-
-def _config_map_view(held: Held) -> ConfigMapView:
-    return ConfigMapView(name=held.key.name, uid=held.key.uid, plan_json=held.document()["plan"])
-
-
-def _lines(error: ValidationError) -> str:
-    """One line per wrong field."""
-    return "\n".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())

@@ -1,0 +1,114 @@
+"""What the cache keeps compressed -> what decisions look at. Everything is parsed once for each version of its object.
+
+Passes come in groups (a Job, its pods and their states change within seconds), and most of them see the same manifest, status,
+profile and plan as the one before. All of these are immutable once parsed, so they are shared.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from finetune_job.api.job import FineTuneJob, FineTuneJobSpec, parse_job
+from finetune_job.api.profile import FineTuneProfile
+from finetune_job.status.stored import read_status
+from finetune_operator.cluster.kinds import JOBS, PROFILES, Kind
+from finetune_operator.cluster.object_key import Document
+from finetune_operator.cluster.projection import Held
+from finetune_operator.decide.observed import ConfigMapView, JobView, ProfileView
+from finetune_operator.remembered import Remembered
+
+RECENT_JOBS = 256
+"""Jobs whose document and status are kept as they were read; about 20 kB each."""
+RECENT_SPECS = 1024
+PROFILES_AT_A_TIME = 64
+
+
+class ReadJob(NamedTuple):
+    """A FineTuneJob as the cache has it."""
+
+    view: JobView
+    raw_spec: dict[str, Any]
+    raw_status: dict[str, Any]
+    """As it is on the server, for the patch."""
+
+
+class _Spec(NamedTuple):
+    raw: Document
+    spec: FineTuneJobSpec | None
+    error: str
+
+
+class Reader:
+    """Reads jobs, profiles and plans out of what is held."""
+
+    def __init__(self) -> None:
+        self._jobs: Remembered[tuple[str, int], ReadJob] = Remembered(RECENT_JOBS)
+        self._specs: Remembered[str, _Spec] = Remembered(RECENT_SPECS)
+        """By UID of the job; most new versions of a job have the same spec."""
+        self._profiles: Remembered[tuple[str, int], ProfileView] = Remembered(PROFILES_AT_A_TIME)
+        self._plans: Remembered[tuple[str, int], ConfigMapView] = Remembered(RECENT_JOBS)
+
+    def job(self, held: Held) -> ReadJob:
+        """The job; a manifest that does not parse has no spec, and the reason."""
+        return self._jobs.get((held.key.uid, held.key.version), lambda: self._read_job(held))
+
+    def profile(self, held: Held) -> ProfileView:
+        """The profile; one that does not parse has no spec, and the reason."""
+        return self._profiles.get((held.key.uid, held.key.version), lambda: _read_profile(held))
+
+    def plan(self, held: Held) -> ConfigMapView:
+        """The ConfigMap with the frozen plan."""
+        return self._plans.get(
+            (held.key.uid, held.key.version),
+            lambda: ConfigMapView(name=held.key.name, uid=held.key.uid, plan_json=held.document()["plan"]),
+        )
+
+    def _read_job(self, held: Held) -> ReadJob:
+        document = held.document()
+        metadata: dict[str, Any] = document["metadata"]
+        raw = document.get("spec") or {}
+        spec = self._specs.get(held.key.uid, lambda: _read_spec(document))
+        if spec.raw != raw:
+            self._specs.forget(held.key.uid)
+            spec = self._specs.get(held.key.uid, lambda: _read_spec(document))
+        view = JobView(
+            namespace=held.key.namespace,
+            name=held.key.name,
+            uid=held.key.uid,
+            generation=metadata.get("generation") or 0,
+            resource_version=str(held.key.version),
+            spec=spec.spec,
+            spec_error=spec.error,
+            status=read_status(document.get("status")),
+            deleting="deletionTimestamp" in metadata,
+        )
+        return ReadJob(view, raw, document.get("status") or {})
+
+
+def _read_spec(document: Document) -> _Spec:
+    raw = document.get("spec") or {}
+    try:
+        # Status is read apart: an older operator must not refuse a manifest for what a newer one reported.
+        parsed: FineTuneJob = parse_job({name: value for name, value in _envelope(document, JOBS).items() if name != "status"})
+    except ValidationError as refusal:
+        return _Spec(raw, None, _lines(refusal))
+    return _Spec(raw, parsed.spec, "")
+
+
+def _read_profile(held: Held) -> ProfileView:
+    try:
+        profile = FineTuneProfile.model_validate(_envelope(held.document(), PROFILES))
+    except ValidationError as error:
+        return ProfileView(name=held.key.name, error=_lines(error))
+    return ProfileView(name=held.key.name, spec=profile.spec)
+
+
+def _envelope(document: Document, kind: Kind) -> dict[str, Any]:
+    return {**document, "apiVersion": kind.api_version, "kind": kind.name}
+
+
+def _lines(error: ValidationError) -> str:
+    """One line per wrong field."""
+    return "\n".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
