@@ -279,13 +279,14 @@ def test_a_job_made_anew_under_its_old_name_waits_for_what_the_old_one_leaves(
     workload.wait_for("Ready", "False", "Pending")
     assert workload.condition("Stalled")["status"] == "False", "it is no conflict"
     workload.kube.patch("Job", workload.namespace, job["metadata"]["name"], {"metadata": {"finalizers": None}})
-    (fresh,) = workload.wait_for_pods(Role.PREFLIGHT)
-    assert fresh["metadata"]["uid"] != pod["metadata"]["uid"]
+    old = pod["metadata"]["uid"]
+    workload.wait(lambda: [one for one in workload.pods(Role.PREFLIGHT) if one["metadata"]["uid"] != old], "a pod of the new job")
 
 
 def test_jobs_of_a_namespace_wait_in_line_and_the_oldest_goes_first(workload: Workload, operator: OperatorFactory) -> None:
     name = f"{workload.namespace}-line"
-    profile = {"metadata": {"name": name}, "spec": {"trainerImage": "registry.test/trainer:1", "maxActiveJobs": 1}}
+    kind = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile"}
+    profile = {**kind, "metadata": {"name": name}, "spec": {"trainerImage": "registry.test/trainer:1", "maxActiveJobs": 1}}
     workload.kube.create("FineTuneProfile", "", profile)
     try:
         for number in range(3):
