@@ -240,27 +240,28 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
         exit_code=ended.integer("exitCode"),
         reason=ended.text("reason", LONGEST_REASON) or status.text("reason", LONGEST_REASON),
         termination_message=ended.last_of_text("message", TERMINATION_MESSAGE),
-        waiting_reason=waiting,
+        waiting_reason=waiting.text("reason", LONGEST_REASON),
+        waiting_message=waiting.text("message", LONGEST_MESSAGE),
         unschedulable=scheduled.text("message", LONGEST_MESSAGE) if scheduled.text("status", 16) == "False" else "",
         pod_ip=status.name("podIP", 64),
         node=fields.at("spec").name("nodeName"),
     )
 
 
-def _container_states(status: Fields) -> tuple[Fields, str]:
-    """The state of our container, and why one waits: until it runs, an init container that failed or waits stands for it."""
+def _container_states(status: Fields) -> tuple[Fields, Fields]:
+    """The state of our container, and the one in which a container waits: an init container stands for ours until that runs."""
     states = {item.name("name"): item.at("state") for item in status.items("containerStatuses")}
     # The kubelet sorts by name, so that a container which somebody injected may come first.
     state = states.get(CONTAINER_NAME) or next(iter(states.values()), Fields(None))
     if state.has("running") or state.has("terminated"):
-        return state, ""
+        return state, Fields(None)
     for initial in status.items("initContainerStatuses"):
         begun = initial.at("state")
         if begun.at("terminated").integer("exitCode"):
             state = begun
         elif begun.has("waiting"):
-            return state, begun.at("waiting").text("reason", LONGEST_REASON)
-    return state, state.at("waiting").text("reason", LONGEST_REASON)
+            return state, begun.at("waiting")
+    return state, state.at("waiting")
 
 
 def _deletion_requested(metadata: Fields) -> datetime | None:

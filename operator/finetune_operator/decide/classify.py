@@ -26,11 +26,12 @@ _SIGKILL = 137
 _SIGTERM = 143
 OVERDUE = "DeletionOverdue"
 """Stands in for the reason of `DisruptionTarget` where a pod is still there after its grace period."""
-_NODE_LOST = {
+NODE_LOST = {
     "DeletionByTaintManager": "its node stopped answering",
     "DeletionByPodGC": "its node is gone",
     OVERDUE: "it was to end and is still there after its grace period, so its node does not answer",
 }
+"""Reasons of `DisruptionTarget` that mean a lost node, and what to say."""
 _ENDED_BY_KUBELET = frozenset({"Evicted", "Preempting", "Shutdown", "NodeShutdown", "Terminated"})
 """Reasons of a failed pod that had been accepted; all others are those of an admission that the kubelet refused."""
 
@@ -113,8 +114,8 @@ def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureCl
         return FailureClass.HOST_OUT_OF_MEMORY, False, "The kernel killed a process: the container's memory limit was reached."
     if reported is FailureClass.INTERNAL:
         return reported, False, str(reported)
-    if pod.disruption in _NODE_LOST:
-        return FailureClass.NODE_LOST, False, f"The pod on node {pod.node or 'unknown'} is lost: {_NODE_LOST[pod.disruption]}."
+    if pod.disruption in NODE_LOST:
+        return FailureClass.NODE_LOST, False, f"The pod on node {pod.node or 'unknown'} is lost: {NODE_LOST[pod.disruption]}."
     if pod.disruption:
         return FailureClass.INFRASTRUCTURE, False, f"The pod was disrupted ({pod.disruption}) on node {pod.node or 'unknown'}."
     if pod.phase == "Failed" and pod.exit_code is None and pod.reason:

@@ -115,6 +115,8 @@ class PodView:
     termination_message: str = ""
     waiting_reason: str = ""
     """Of a container that does not run yet: `ImagePullBackOff`, `ContainerCreating`, ..."""
+    waiting_message: str = ""
+    """What the kubelet says of it: with an image that cannot be pulled, its name and the registry's words."""
     unschedulable: str = ""
     """Message of the condition `PodScheduled` while it is False."""
     events: tuple[str, ...] = ()

@@ -63,7 +63,8 @@ def _trouble(pod: PodView, said: str) -> Pending | None:
         return Pending(Reason.UNSCHEDULABLE, f"{said} {pod.name}: {pod.unschedulable}", is_capacity=True)
     place = f"{pod.name} on node {pod.node or 'unknown'}"
     if pod.waiting_reason in _IMAGE:
-        text = f"{said} {place}: {pod.waiting_reason}. {_latest(pod)}".rstrip()
+        pulls = [text for text in pod.events if "pull" in text and "image" in text and "BackOff" not in text]
+        text = f"{said} {place}: {pod.waiting_reason}. {pod.waiting_message or (pulls[-1] if pulls else _latest(pod))}".rstrip()
         return Pending(Reason.IMAGE_PULL_FAILED, text, failure=FailureClass.IMAGE_PULL)
     mounts = [text for text in pod.events if text.startswith(_MOUNT_EVENTS)]
     if mounts or pod.waiting_reason in _MOUNT_STATES:

@@ -9,7 +9,7 @@ from enum import Enum
 from finetune_job.failures import FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_job.names import Role
 from finetune_job.reasons import Reason
-from finetune_operator.decide.classify import OVERDUE, Failure, classify, failures_of
+from finetune_operator.decide.classify import NODE_LOST, OVERDUE, Failure, classify, failures_of
 from finetune_operator.decide.observed import BatchJobView, Observed, PodView
 from finetune_operator.decide.pending import Pending, pending
 
@@ -91,7 +91,7 @@ def standing(observed: Observed, role: Role, attempt: int, num_pods: int, *, was
     if len(started) < num_pods:
         return Standing(State.WAITING, job, pods, pending=pending(job, pods, num_pods))
     overdue = [pod.deletion_due + OVERDUE_GRACE for pod in pods if pod.deletion_due is not None and not pod.is_terminal]
-    return Standing(State.RUNNING, job, pods, look_again=min(overdue, default=None))
+    return Standing(State.RUNNING, job, pods, look_again=min((moment for moment in overdue if moment > now), default=None))
 
 
 def _belongs_to_earlier_life(pod: PodView, start: datetime) -> bool:
@@ -101,7 +101,7 @@ def _belongs_to_earlier_life(pod: PodView, start: datetime) -> bool:
 
 def _marked_if_overdue(pod: PodView, now: datetime) -> PodView:
     """A pod that was to be gone and is not is on a node that does not answer."""
-    if pod.is_terminal or pod.disruption or pod.deletion_due is None or now < pod.deletion_due + OVERDUE_GRACE:
+    if pod.is_terminal or pod.disruption in NODE_LOST or pod.deletion_due is None or now < pod.deletion_due + OVERDUE_GRACE:
         return pod
     return replace(pod, disruption=OVERDUE)
 

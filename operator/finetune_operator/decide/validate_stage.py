@@ -45,7 +45,8 @@ def has_begun(observed: Observed) -> bool:
     reached = any(one is not None and one.status == "True" and one.reason != Reason.SKIPPED for one in conditions)
     stored = observed.plan is not None and status.plan is not None and text_sha256(observed.plan.plan_json) == status.plan.hash
     tried = any(attempt_of(status, role) for role in CONDITION)
-    return bool(stored or reached or tried or status.attempts or observed.batch_jobs)
+    found = observed.live is not None and (observed.live.batch_jobs or observed.live.running_pods)
+    return bool(stored or reached or tried or status.attempts or observed.batch_jobs or found)
 
 
 def validate_stage(observed: Observed, draft: Draft) -> FrozenRun | None:

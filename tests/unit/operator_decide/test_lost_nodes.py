@@ -51,6 +51,13 @@ def test_a_survivor_that_only_lost_its_collective_is_not_counted_while_a_pod_doe
     assert (ended.attempts[0].failure, ended.restarts.counted) == (FailureClass.COLLECTIVE, 1), "a healthy node ends its pod"
 
 
+@pytest.mark.parametrize("disruption", ["EvictionByEvictionAPI", "PreemptionByScheduler", "TerminationByKubelet"])
+def test_a_pod_that_was_evicted_from_a_node_that_then_stopped_answering_is_lost(disruption: str) -> None:
+    seen = observing(a_job()).training().pod(0, disruption=disruption, deletion_requested=after(-150), deletion_due=T0)
+    assert reconcile(seen.build(), after(29)).requeue_after_seconds == 1
+    assert written(reconcile(seen.build(), after(31))).attempts[0].failure is FailureClass.NODE_LOST
+
+
 def test_a_pod_that_is_being_evicted_may_save_first() -> None:
     seen = observing(a_job().nodes(2)).training()
     seen = seen.pod(0, disruption="EvictionByEvictionAPI", deletion_requested=T0, deletion_due=after(150))

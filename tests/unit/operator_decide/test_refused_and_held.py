@@ -72,6 +72,20 @@ def test_pods_that_the_api_server_refuses_are_said_from_the_events_of_the_job(ev
     assert (condition(late, ConditionType.SUCCEEDED)[0] == "Unknown") is is_quota, "a quota is waited for, a policy is not"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"waiting_message": 'Back-off pulling image "registry.example/absent:1": ErrImagePull: not found'},
+        {"events": ('Failed: Failed to pull image "registry.example/absent:1": not found', "Failed: Error: ImagePullBackOff")},
+    ],
+)
+def test_an_image_that_cannot_be_pulled_is_named_with_the_cause(words: dict[str, object]) -> None:
+    seen = observing(a_job()).started().batch_job().pod(0, waiting_reason="ImagePullBackOff", **words)
+    said = message(reconcile(seen.build(), T0), ConditionType.PREPARED)
+    assert '"registry.example/absent:1"' in said
+    assert "not found" in said
+
+
 def test_a_missing_secret_is_said_at_once() -> None:
     event = 'FailedMount: MountVolume.SetUp failed for volume "credentials": secret "writer" not found'
     seen = observing(a_job()).started().batch_job(created=after(-6)).pod(0, events=(event,), waiting_reason="ContainerCreating")

@@ -11,7 +11,7 @@ from finetune_job.api.status import Attempt
 from finetune_job.names import PLAN_KEY
 from finetune_job.plan.digest import canonical_json, plan_sha256, text_sha256
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.observed import ProfileView
+from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod, ProfileView
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, ObservedBuilder, a_job, a_profile, observing
 from tests.unit.operator_decide.reading import condition, created, deleted, message, written
@@ -85,6 +85,8 @@ def test_a_plan_of_an_earlier_freeze_is_removed_before_the_newer_one_is_stored()
         lambda seen: seen.with_status(attempts=[Attempt(number=0)]),
         lambda seen: seen.condition(ConditionType.TRAINED, True, Reason.COMPLETED),
         lambda seen: seen.batch_job(),
+        lambda seen: seen.but(live=LiveChildren(batch_jobs=(LiveJob("tune-preflight-0", "uid"),))),
+        lambda seen: seen.but(live=LiveChildren(running_pods=(LivePod("tune-preflight-0-x", "uid"),))),
     ],
 )
 def test_once_anything_came_of_a_plan_its_loss_is_a_loss(what: Callable[[ObservedBuilder], ObservedBuilder]) -> None:

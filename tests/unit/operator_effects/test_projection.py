@@ -43,11 +43,12 @@ def test_pod_that_cannot_start() -> None:
     status = {
         "phase": "Pending",
         "conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}],
-        "containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff"}}}],
+        "containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "image a:1 not found"}}}],
     }
     view = pod_view(objects.pod(status=status))
     assert view is not None
     assert (view.waiting_reason, view.unschedulable, view.exit_code) == ("ImagePullBackOff", "0/3 nodes are available", None)
+    assert view.waiting_message == "image a:1 not found"
 
 
 def test_evicted_pod_without_containers_tells_the_pods_reason() -> None:
