@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import suppress
 
 from kubernetes.aio.client.configuration import Configuration
 
 from finetune_operator.cluster.access import load_configuration
-from finetune_operator.cluster.api import Api
+from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.claims import CLAIM_LABEL, Rivals, claim_metadata, claim_name
 from finetune_operator.cluster.discovery import wait_for_crds
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.execute import Executor
+from finetune_operator.cluster.fence import Fence
 from finetune_operator.cluster.gather import Gatherer
 from finetune_operator.cluster.in_flight import InFlight
-from finetune_operator.cluster.kinds import Kind
-from finetune_operator.cluster.lease import Elector, LeaseThread, LeaseTiming
+from finetune_operator.cluster.kinds import LEASES, Kind
+from finetune_operator.cluster.leadership import Candidacy, LeadershipThread
+from finetune_operator.cluster.lease import Elector, LeaseTiming
 from finetune_operator.cluster.lease_object import LeaseObject
 from finetune_operator.cluster.progress_poll import ProgressPoll
 from finetune_operator.cluster.projection import Held, utc_now
@@ -50,22 +53,20 @@ async def run(settings: Settings, clockwork: Clockwork) -> int:
     _log.info("listening", address=server.address[0], port=server.address[1], identity=settings.identity)
     beat = asyncio.create_task(_beat(health))
     configuration = await load_configuration()
-    lease = LeaseThread(lambda: _elector(configuration, settings, clockwork))
-    api = _leaders_api(configuration, clockwork, metrics, lease)
+    leadership = LeadershipThread(lambda: _candidacy(configuration, settings, clockwork), health.standing_by)
+    api = _leaders_api(configuration, clockwork, metrics, leadership.fence)
     try:
         if not await _unless(stopping, _wait_for_crds(configuration, clockwork, metrics)):
             return 0
-        # A standby is ready: it has nothing to catch up with until it leads, and a rolling update waits for readiness.
-        health.is_ready = True
-        lease.start()
-        if not await _unless(stopping, lease.held.wait()):
+        leadership.start()
+        if not await _unless(stopping, leadership.held.wait()):
             return 0
         _log.info("leading", identity=settings.identity)
         return await _lead(settings, clockwork, api, health=health, metrics=metrics, stopping=stopping)
     finally:
         # Whoever takes over must not meet a write of ours, so the lease goes back last.
         await api.close()
-        await lease.stop()
+        await leadership.stop()
         beat.cancel()
         server.stop()
 
@@ -78,14 +79,14 @@ async def _wait_for_crds(configuration: Configuration, clockwork: Clockwork, met
         await api.close()
 
 
-def _leaders_api(configuration: Configuration, clockwork: Clockwork, metrics: Metrics, lease: LeaseThread) -> Api:
+def _leaders_api(configuration: Configuration, clockwork: Clockwork, metrics: Metrics, fence: Fence) -> Api:
     return Api(
         configuration,
         in_flight=InFlight(clockwork.requests_in_flight),
         request_timeout=clockwork.request_timeout,
         page_size=clockwork.list_page_size,
         observer=metrics.request,
-        fence=lease.fence,
+        fence=fence,
     )
 
 
@@ -197,10 +198,21 @@ async def _first_of(*things: Awaitable[object]) -> None:
             task.cancel()
 
 
-async def _elector(
-    configuration: Configuration, settings: Settings, clockwork: Clockwork
-) -> tuple[Elector, Callable[[], Awaitable[None]]]:
+async def _candidacy(configuration: Configuration, settings: Settings, clockwork: Clockwork) -> Candidacy:
     api = Api(configuration, request_timeout=clockwork.lease_renew_deadline / 2)
-    store = LeaseObject(api, settings.lease_namespace, settings.lease_name)
+    release = f"{settings.lease_namespace}/{settings.lease_name}"
+    lease = LeaseObject(api, settings.lease_namespace, settings.lease_name)
+    claim = LeaseObject(api, settings.claim_namespace, claim_name(release), claim_metadata(settings.namespaces))
+
+    async def read_claims() -> list[Document]:
+        return (await api.list(LEASES, settings.claim_namespace, label_selector=f"{CLAIM_LABEL}=true"))[0]
+
     timing = LeaseTiming(clockwork.lease_duration, clockwork.lease_renew_deadline, clockwork.lease_retry)
-    return Elector(store, settings.identity, timing), api.close
+    claim_timing = LeaseTiming(clockwork.claim_duration, clockwork.claim_renew_deadline, clockwork.claim_retry)
+    return Candidacy(
+        lease=Elector(lease, settings.identity, timing),
+        claim=Elector(claim, release, claim_timing),
+        rivals=Rivals(read_claims, release, settings.namespaces),
+        retry=clockwork.lease_retry,
+        close=api.close,
+    )

@@ -14,6 +14,8 @@ BEAT_SECONDS = 5.0
 STALL_SECONDS = 120.0
 """A main loop silent for this long will not recover; a burst of objects stalls it for a few seconds at most."""
 
+WAITING = "waiting for the CustomResourceDefinitions or the first complete list"
+
 
 class Health:
     """What the probes answer. Written by the main loop, read by the server's thread."""
@@ -23,8 +25,15 @@ class Health:
         self._beat = clock()
         self.is_ready = False
         """Standing by, or working with a complete cache."""
-        self.why_not_ready = "waiting for the CustomResourceDefinitions or the first complete list"
+        self.why_not_ready = WAITING
         self.is_leading = False
+
+    def standing_by(self, refusal: str) -> None:
+        """A standby is ready: it has nothing to catch up with until it leads, and a rolling update waits for readiness. One that
+        may not serve at all, for the reason given, is not.
+        """
+        self.is_ready = not refusal
+        self.why_not_ready = refusal or WAITING
 
     def beat(self) -> None:
         """The main loop is alive."""

@@ -1,7 +1,6 @@
-"""One active replica: a small elector on a `coordination.k8s.io` Lease, in a thread and event loop of its own.
+"""A small elector on a `coordination.k8s.io` Lease.
 
-Its own loop, because a stall of the main loop must not lose the lease; and the process ends when the lease is lost, because
-a replica that only believes that it leads would write beside the one that does. `hold` gives up after `renew_deadline`,
+`hold` gives up after `renew_deadline`,
 which is shorter than the duration after which others may take over, so there is always a gap between two holders.
 Other holders' clocks are not trusted: a lease counts as expired when its record has not changed for its duration as seen here.
 """
@@ -10,11 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -67,6 +63,8 @@ class Elector:
         self._timing = timing
         self._clock = clock
         self._sleep = sleep
+        self._lease: Document | None = None
+        """As we wrote it last; a renewal needs no read."""
         self._renewed = -math.inf
         """When the last renewal that succeeded was begun. When its answer came says nothing: others count from the write."""
         self._seen: tuple[object, float] | None = None
@@ -115,6 +113,7 @@ class Elector:
     async def release(self) -> None:
         """Give the lease back if it is ours, so that a standby need not wait for it to expire."""
         self._renewed = -math.inf
+        self._lease = None
         try:
             async with asyncio.timeout(self._timing.renew_deadline):
                 # Read first: a renewal may have been cut off after it was written, and its answer never seen.
@@ -127,35 +126,36 @@ class Elector:
 
     async def _try_to_take(self) -> bool:
         started = self._clock()
-        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        if self._lease is not None:
+            known, self._lease = self._lease, None
+            try:
+                await self._write(known, started)
+                return True
+            except ApiError as error:
+                # Another's write, or one of ours whose answer was lost; or the Lease was deleted.
+                if error.code not in {404, 409}:
+                    raise
         lease = await self._store.read()
-        spec: Document = {} if lease is None else dict(lease.get("spec") or {})
         holder = "" if lease is None else _holder(lease)
-        if lease is not None and holder and holder != self._identity and not self._is_expired(spec):
+        if lease is not None and holder and holder != self._identity and not self._is_expired(dict(lease.get("spec") or {})):
             return False
+        await self._write(lease, started)
+        return True
+
+    async def _write(self, lease: Document | None, started: float) -> None:
+        """Raises ApiError with a conflict where somebody else was faster: the lease is not ours then, whoever that was."""
+        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        spec: Document = {} if lease is None else dict(lease.get("spec") or {})
+        is_renewal = lease is not None and _holder(lease) == self._identity
         changed: Document = {
             "holderIdentity": self._identity,
             "leaseDurationSeconds": int(self._timing.duration),
             "renewTime": now,
-            "acquireTime": spec.get("acquireTime", now) if holder == self._identity else now,
-            "leaseTransitions": int(spec.get("leaseTransitions") or 0) + (lease is not None and holder != self._identity),
+            "acquireTime": spec.get("acquireTime", now) if is_renewal else now,
+            "leaseTransitions": int(spec.get("leaseTransitions") or 0) + (lease is not None and not is_renewal),
         }
-        try:
-            await (self._store.create(changed) if lease is None else self._store.replace(lease | {"spec": changed}))
-        except ApiError as error:
-            if error.code != 409:
-                raise
-            if holder != self._identity or not await self._is_still_ours():
-                return False
+        self._lease = await (self._store.create(changed) if lease is None else self._store.replace(lease | {"spec": changed}))
         self._renewed = started
-        return True
-
-    async def _is_still_ours(self) -> bool:
-        """After a lost race for a lease that we held: our own earlier write may have come through without an answer, and since
-        this attempt began.
-        """
-        lease = await self._store.read()
-        return lease is not None and _holder(lease) == self._identity
 
     def _is_expired(self, spec: Document) -> bool:
         record = (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
@@ -168,71 +168,3 @@ class Elector:
 
 def _holder(lease: Document) -> str:
     return str((lease.get("spec") or {}).get("holderIdentity") or "")
-
-
-class LeaseThread:
-    """Runs an elector beside the main loop. `on_lost` ends the process; a test may give another."""
-
-    def __init__(
-        self,
-        make_elector: Callable[[], Awaitable[tuple[Elector, Callable[[], Awaitable[None]]]]],
-        on_lost: Callable[[], None] = lambda: os._exit(1),
-    ) -> None:
-        self._make_elector = make_elector
-        """Made inside the thread, because connections belong to an event loop; the second value closes them."""
-        self._on_lost = on_lost
-        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
-        self._elector: Elector | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._is_stopped = threading.Event()
-        self._main = asyncio.get_running_loop()
-        self.held = asyncio.Event()
-        """Set in the main loop once the lease is ours."""
-
-    def fence(self) -> None:
-        """Raise NotLeadingError unless the lease is ours beyond doubt. May be called from any thread."""
-        if self._elector is None:
-            raise NotLeadingError("not sent: this replica does not hold the lease")
-        self._elector.fence()
-
-    def start(self) -> None:
-        """Begin to compete."""
-        self._thread.start()
-
-    async def stop(self) -> None:
-        """Stop competing, release a held lease and wait for the thread's end."""
-        self._is_stopped.set()
-        if not self._thread.is_alive():
-            return
-        if self._loop is not None and self._task is not None:
-            # It may end by itself between any check here and the call.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._task.cancel)
-        await asyncio.to_thread(self._thread.join, 15.0)
-
-    def _run(self) -> None:
-        asyncio.run(self._compete())
-
-    async def _compete(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        if self._is_stopped.is_set():
-            return
-        try:
-            self._elector, close = await self._make_elector()
-            try:
-                await self._elector.acquire()
-                self._main.call_soon_threadsafe(self.held.set)
-                await self._elector.hold()
-                _log.error("lease lost: another replica may work from now on, this one ends")
-                self._on_lost()
-            except asyncio.CancelledError:
-                await self._elector.release()
-            finally:
-                await close()
-        except asyncio.CancelledError:
-            return
-        except Exception:  # noqa: BLE001 - whatever it is, nobody renews the lease any more
-            _log.exception("lease thread failed: this replica ends")
-            self._on_lost()

@@ -5,14 +5,15 @@ It does not end when the lease is lost, so that nothing but the fence stops it: 
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
 
 from kubernetes.aio.client.configuration import Configuration
 
-from finetune_operator.cluster.api import Api
+from finetune_operator.cluster.api import Api, Document
+from finetune_operator.cluster.claims import Rivals
 from finetune_operator.cluster.errors import ApiUnreachableError
 from finetune_operator.cluster.kinds import CONFIG_MAPS
-from finetune_operator.cluster.lease import Elector, LeaseThread, LeaseTiming
+from finetune_operator.cluster.leadership import Candidacy, LeadershipThread
+from finetune_operator.cluster.lease import Elector, LeaseTiming
 from finetune_operator.cluster.lease_object import LeaseObject
 
 TIMING = LeaseTiming(duration=2, renew_deadline=1.2, retry=0.2)
@@ -20,15 +21,20 @@ WRITERS = 8
 TRIES_AFTER_THE_LOSS = 200
 
 
+async def no_claims() -> list[Document]:
+    return []
+
+
 async def main(server: str) -> None:
     lost = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    async def make() -> tuple[Elector, Callable[[], Awaitable[None]]]:
+    async def make() -> Candidacy:
         api = Api(Configuration(host=server), request_timeout=TIMING.renew_deadline / 2)
-        return Elector(LeaseObject(api, "system", "release"), "first", TIMING), api.close
+        lease = Elector(LeaseObject(api, "system", "release"), "first", TIMING)
+        return Candidacy(lease=lease, claim=lease, rivals=Rivals(no_claims, "release", ()), retry=0.2, close=api.close)
 
-    lease = LeaseThread(make, on_lost=lambda: loop.call_soon_threadsafe(lost.set))
+    lease = LeadershipThread(make, on_lost=lambda: loop.call_soon_threadsafe(lost.set))
     api = Api(Configuration(host=server), fence=lease.fence)
     lease.start()
     await lease.held.wait()

@@ -1,11 +1,10 @@
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from finetune_operator.cluster.errors import ApiError, NotLeadingError
-from finetune_operator.cluster.lease import Elector, LeaseThread, LeaseTiming
+from finetune_operator.cluster.lease import Elector, LeaseTiming
 from tests.unit.operator_effects.fakes import Clock, Document, FakeLeases
 
 TIMING = LeaseTiming(duration=15, renew_deadline=10, retry=2)
@@ -129,7 +128,7 @@ def test_holder_notices_that_another_has_taken_over() -> None:
     holder = elector(leases, "holder", clock)
     asyncio.run(holder.acquire())
     assert leases.lease is not None
-    leases.lease["spec"]["holderIdentity"] = "other"
+    leases._store(leases.lease | {"spec": leases.lease["spec"] | {"holderIdentity": "other"}})
     started = clock.now
     asyncio.run(holder.hold())
     assert clock.now - started <= 2 * TIMING.retry
@@ -153,41 +152,6 @@ def test_holder_survives_a_short_outage() -> None:
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(holder.hold())
     assert leases.holder == "holder"
-
-
-def test_thread_tells_the_main_loop_and_releases_on_stop() -> None:
-    leases = FakeLeases()
-
-    async def make() -> tuple[Elector, Callable[[], Awaitable[None]]]:
-        async def close() -> None:
-            pass
-
-        return Elector(leases, "me", LeaseTiming(15, 10, 0.01)), close
-
-    async def scenario() -> None:
-        lease = LeaseThread(make, on_lost=lambda: pytest.fail("lost"))
-        lease.start()
-        async with asyncio.timeout(60):
-            await lease.held.wait()
-        assert leases.holder == "me"
-        await lease.stop()
-        assert leases.holder == ""
-
-    asyncio.run(scenario())
-
-
-def test_thread_that_fails_ends_the_replica() -> None:
-    lost = threading.Event()
-
-    async def make() -> tuple[Elector, Callable[[], Awaitable[None]]]:
-        raise RuntimeError("no credentials")
-
-    async def scenario() -> None:
-        lease = LeaseThread(make, on_lost=lost.set)
-        lease.start()
-        assert await asyncio.to_thread(lost.wait, 60)
-
-    asyncio.run(scenario())
 
 
 def test_lost_race_for_a_new_lease_is_not_believed_won() -> None:
@@ -270,10 +234,10 @@ def test_call_that_never_ends_does_not_keep_the_holder() -> None:
     class Hanging(FakeLeases):
         hangs = False
 
-        async def read(self) -> Document | None:
+        async def replace(self, lease: Document) -> Document:
             if self.hangs:
                 await asyncio.Event().wait()
-            return await super().read()
+            return await super().replace(lease)
 
     async def scenario() -> None:
         leases = Hanging()
@@ -313,10 +277,17 @@ def test_refusals_are_waited_out_by_a_standby_and_end_a_holder_in_time(code: int
         left = 3
 
         async def read(self) -> Document | None:
+            self.refuse()
+            return await super().read()
+
+        async def replace(self, lease: Document) -> Document:
+            self.refuse()
+            return await super().replace(lease)
+
+        def refuse(self) -> None:
             if self.left:
                 self.left -= 1
-                raise ApiError("read", code, "Refused", "because")
-            return await super().read()
+                raise ApiError("any", code, "Refused", "because")
 
     leases, clock = Refusing(), Clock()
     holder = elector(leases, "holder", clock)
@@ -375,45 +346,27 @@ def test_fence_is_closed_before_the_lease_is_ours_and_from_the_deadline_on_and_a
         holder.fence()
 
 
-def test_thread_that_is_stopped_before_it_has_begun_ends_and_its_fence_is_closed() -> None:
-    leases = FakeLeases()
+def test_renewal_is_one_request_and_survives_the_lease_being_deleted() -> None:
+    class Counting(FakeLeases):
+        reads = 0
 
-    async def make() -> tuple[Elector, Callable[[], Awaitable[None]]]:
-        return elector(leases, "me", Clock()), asyncio.Event().wait
+        async def read(self) -> Document | None:
+            self.reads += 1
+            return await super().read()
 
-    async def scenario() -> None:
-        lease = LeaseThread(make, on_lost=lambda: pytest.fail("lost"))
-        with pytest.raises(NotLeadingError):
-            lease.fence()
-        await lease.stop()
-        lease.start()
-        await asyncio.to_thread(lease._thread.join, 30)
-        assert not lease._thread.is_alive()
-        with pytest.raises(NotLeadingError):
-            lease.fence()
+        async def replace(self, lease: Document) -> Document:
+            if self.lease is None:
+                raise ApiError("replace", 404, "NotFound", "deleted")
+            return await super().replace(lease)
 
-    asyncio.run(scenario())
-    assert leases.holder == ""
-
-
-def test_thread_whose_lease_is_lost_says_so() -> None:
-    leases, lost = EventfulLeases(), threading.Event()
-
-    async def make() -> tuple[Elector, Callable[[], Awaitable[None]]]:
-        async def close() -> None:
-            pass
-
-        return Elector(leases, "me", LeaseTiming(15, 10, 0.01)), close
-
-    async def scenario() -> None:
-        lease = LeaseThread(make, on_lost=lost.set)
-        lease.start()
-        async with asyncio.timeout(60):
-            await lease.held.wait()
-        lease.fence()
-        leases.take("other")
-        assert await asyncio.to_thread(lost.wait, 60)
-        await lease.stop()
-        assert leases.holder == "other"
-
-    asyncio.run(scenario())
+    leases, clock = Counting(), Clock()
+    holder = Elector(leases, "holder", TIMING, clock=clock, sleep=sleeping(clock, 20))
+    asyncio.run(holder.acquire())
+    with pytest.raises(GaveUpError):
+        asyncio.run(holder.hold())
+    assert leases.reads == 1
+    leases.lease = None
+    holder._sleep = sleeping(clock, 5)
+    with pytest.raises(GaveUpError):
+        asyncio.run(holder.hold())
+    assert leases.holder == "holder"
