@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 
 from kubernetes.aio.client.configuration import Configuration
 
+from finetune_operator.background import Relisting, keep_trying
 from finetune_operator.cluster.access import load_configuration
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.claims import CLAIM_LABEL, Rivals, claim_metadata, claim_name
 from finetune_operator.cluster.discovery import wait_for_crds
-from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.fence import Fence
 from finetune_operator.cluster.gather import Gatherer
@@ -108,7 +107,8 @@ async def _lead(
     health.is_ready = False
     health.is_leading = True
     metrics.observe_state(cache, queue, health)
-    if not await _unless(stopping, fill(api, cache, settings.namespaces)):
+    first_list = keep_trying("first list", lambda: fill(api, cache, settings.namespaces), metrics.failed)
+    if not await _unless(stopping, first_list):
         return 0
     watches = Watches(settings.namespaces, cache.read, take_in)
     watches.start()
@@ -124,9 +124,22 @@ async def _lead(
         writes_per_second=clockwork.progress_writes_per_second,
     )
     workers = [asyncio.create_task(worker.run()) for _ in range(clockwork.workers)]
-    relisting = _relist(api, cache, queue, settings, clockwork, restarted=watches.restarted)
-    others = [asyncio.create_task(poll.run()), asyncio.create_task(relisting)]
-    others += [asyncio.create_task(measure_loop_lag(metrics.lagged)), asyncio.create_task(recorder.run())]
+    relisting = Relisting(
+        compare=lambda: relist(api, cache, settings.namespaces),
+        job_keys=cache.job_keys,
+        queue=queue,
+        first=clockwork.first_relist,
+        period=clockwork.relist,
+        restarted=watches.restarted,
+        failed=metrics.failed,
+    )
+    beside: dict[str, Callable[[], Awaitable[object]]] = {
+        "progress poll": poll.run,
+        "relist": relisting.run,
+        "loop lag": lambda: measure_loop_lag(metrics.lagged),
+        "events": recorder.run,
+    }
+    others = [asyncio.create_task(keep_trying(name, work, metrics.failed)) for name, work in beside.items()]
     health.is_ready = True
     _log.info("ready", jobs=len(cache.jobs()))
     await _first_of(stopping.wait(), watches.ended.wait(), *workers, *others)
@@ -145,31 +158,6 @@ async def _lead(
     for failure in failures:
         _log.error("task failed", error=repr(failure))
     return 0 if orderly and not failures else 1
-
-
-async def _relist(
-    api: Api, cache: Cache, queue: WorkQueue[JobKey], settings: Settings, clockwork: Clockwork, *, restarted: asyncio.Event
-) -> None:
-    pause = clockwork.first_relist
-    while True:
-        # Deletions during a gap of the watches are seen by nobody else.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(pause):
-                await restarted.wait()
-        pause = clockwork.first_relist if restarted.is_set() else clockwork.relist
-        restarted.clear()
-        try:
-            for key in await relist(api, cache, settings.namespaces):
-                queue.add(key)
-        except (ApiError, ApiUnreachableError) as error:
-            _log.warning("relist failed", error=str(error))
-        except Exception:  # noqa: BLE001
-            # What it would have found is found by the next one; work on all jobs must not end for it.
-            _log.exception("relist failed unexpectedly")
-        # Spread over the pause: every job is looked at once in a while even if each event about it was lost.
-        keys = cache.job_keys()
-        for place, key in enumerate(keys):
-            queue.add_after(key, pause * (place + 1) / (len(keys) + 1))
 
 
 async def _beat(health: Health) -> None:

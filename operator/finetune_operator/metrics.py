@@ -110,6 +110,12 @@ class Metrics:
             buckets=PASS_BUCKETS,
             registry=self.registry,
         )
+        self._failures = Counter(
+            "finetune_background_failures",
+            "Failures of what goes on beside the passes, by task; each was begun again.",
+            ["task"],
+            registry=self.registry,
+        )
         self._events_dropped = Counter(
             "finetune_events_dropped",
             "Kubernetes Events that were left out because too many waited to be written.",
@@ -149,6 +155,10 @@ class Metrics:
     def lagged(self, seconds: float) -> None:
         """The event loop was late."""
         self._loop_lag.observe(seconds)
+
+    def failed(self, task: str) -> None:
+        """Something beside the passes failed and is begun again."""
+        self._failures.labels(task).inc()
 
     def event_dropped(self) -> None:
         """A Kubernetes Event was left out."""
