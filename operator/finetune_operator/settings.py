@@ -49,7 +49,7 @@ class Clockwork:
     crd_poll: float = 2.0
     lease_duration: float = 15.0
     lease_renew_deadline: float = 10.0
-    """A holder that could not renew for this long ends itself, before any other may believe the lease expired."""
+    """A holder that could not renew for this long sends nothing, before any other may believe the lease expired."""
     lease_retry: float = 2.0
     claim_duration: float = 60.0
     claim_renew_deadline: float = 40.0

@@ -1,8 +1,8 @@
 """A small elector on a `coordination.k8s.io` Lease.
 
-`hold` gives up after `renew_deadline`,
-which is shorter than the duration after which others may take over, so there is always a gap between two holders.
-Other holders' clocks are not trusted: a lease counts as expired when its record has not changed for its duration as seen here.
+Others may take over once the record has not changed for `duration`; our own requests stop at `renew_deadline` already, which is
+shorter, so there is always a gap between two holders. Others' clocks are not trusted: a lease counts as expired when its record
+has not changed for its duration as seen here.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class LeaseTiming:
 
     duration: float
     renew_deadline: float
+    """Age of the lease from which on we send nothing, and the longest that one renewal may take."""
     retry: float
 
 
@@ -97,18 +98,17 @@ class Elector:
             await self._sleep(self._timing.retry)
 
     async def hold(self) -> None:
-        """Renew until that has failed for `renew_deadline` or somebody else holds the lease; returning means it is lost."""
+        """Renew until somebody else has had the lease. While the API server is away nobody can take it: then the fence is closed,
+        and it opens again with the first renewal that succeeds.
+        """
         while True:
             await self._sleep(self._timing.retry)
-            left = self._timing.renew_deadline - self.age
-            if left <= 0:
-                return
             try:
-                async with asyncio.timeout(left):
-                    if not await self._try_to_take():
+                async with asyncio.timeout(self._timing.renew_deadline):
+                    if not await self._try_to_renew():
                         return
             except (ApiError, ApiUnreachableError, TimeoutError) as error:
-                _log.warning("lease not renewed", error=str(error) or "no answer in time")
+                _log.warning("lease not renewed", error=str(error) or "no answer in time", age_seconds=round(self.age, 1))
 
     async def release(self) -> None:
         """Give the lease back if it is ours, so that a standby need not wait for it to expire."""
@@ -126,6 +126,15 @@ class Elector:
 
     async def _try_to_take(self) -> bool:
         started = self._clock()
+        lease = await self._store.read()
+        holder = "" if lease is None else _holder(lease)
+        if lease is not None and holder and holder != self._identity and not self._is_expired(dict(lease.get("spec") or {})):
+            return False
+        await self._write(lease, started)
+        return True
+
+    async def _try_to_renew(self) -> bool:
+        started = self._clock()
         if self._lease is not None:
             known, self._lease = self._lease, None
             try:
@@ -136,8 +145,7 @@ class Elector:
                 if error.code not in {404, 409}:
                     raise
         lease = await self._store.read()
-        holder = "" if lease is None else _holder(lease)
-        if lease is not None and holder and holder != self._identity and not self._is_expired(dict(lease.get("spec") or {})):
+        if lease is not None and _holder(lease) != self._identity:
             return False
         await self._write(lease, started)
         return True

@@ -1,0 +1,98 @@
+"""One release for a namespace, one replica of a release, and a server that goes away: on a real API server, with real processes."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from finetune_job.names import Role
+from tests.integration.conftest import RELEASE, SYSTEM, Installed, OperatorFactory
+from tests.integration.operator_process import OperatorProcess
+from tests.integration.workload import Workload
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.errors import wait_until
+
+pytestmark = pytest.mark.integration
+AWAY_SECONDS = 30
+"""Longer than the lease lasts, and than kopf has patience by default."""
+
+
+def another_release(installed: Installed, log: Path, *arguments: str) -> OperatorProcess:
+    """As administrator: the chart gives a release rights to its own Leases only."""
+    lease = (f"--lease-namespace={SYSTEM}", "--lease-name=another", "--identity=another")
+    return OperatorProcess(installed.cluster.kubeconfig, log, *lease, *arguments)
+
+
+def test_second_release_refuses_the_namespaces_of_the_first_and_serves_them_after_it(
+    installed: Installed, workload: Workload, operator: OperatorFactory, tmp_path: Path
+) -> None:
+    first = operator()
+    first.wait_for_line("ready")
+    with another_release(installed, tmp_path / "another.log") as second:
+        reason = second.wait_for_line("refusing to serve")["reason"]
+        assert reason.startswith(f"release {SYSTEM}/{RELEASE} serves namespace {workload.namespace} already")
+        status, text = second.fetch("/readyz")
+        assert (status, text.strip()) == (503, reason)
+        assert second.fetch("/healthz")[0] == 200
+        workload.apply()
+        workload.wait_for_pods(Role.PREFLIGHT)
+        assert not second.lines("leading")
+        assert first.terminate() == 0
+        second.wait_for_line("leading")
+        workload.succeed(Role.PREFLIGHT)
+        workload.wait_for_pods(Role.TRAIN)
+        assert second.terminate() == 0
+
+
+def test_releases_of_different_namespaces_serve_side_by_side(
+    installed: Installed, workload: Workload, operator: OperatorFactory, tmp_path: Path
+) -> None:
+    operator().wait_for_line("ready")
+    with another_release(installed, tmp_path / "another.log", "--namespace=default") as second:
+        second.wait_for_line("ready")
+        assert not second.lines("refusing to serve")
+        assert second.terminate() == 0
+
+
+def test_leader_that_was_stopped_until_another_led_ends_without_a_write(workload: Workload, operator: OperatorFactory) -> None:
+    first = operator("first")
+    first.wait_for_line("ready")
+    second = operator("second")
+    wait_until(lambda: second.fetch("/readyz")[0] == 200, "the standby to be ready", 60)
+    workload.apply()
+    workload.wait_for_pods(Role.PREFLIGHT)
+    decided = len(first.lines("decided"))
+    first.process.send_signal(signal.SIGSTOP)
+    second.wait_for_line("ready")
+    workload.succeed(Role.PREFLIGHT)
+    workload.wait_for_pods(Role.TRAIN)
+    first.process.send_signal(signal.SIGCONT)
+    assert first.process.wait(120) == 1
+    assert first.lines("lease lost: another replica may work from now on, this one ends")
+    assert len(first.lines("decided")) == decided
+    assert len(workload.batch_jobs(Role.TRAIN)) == 1
+
+
+def test_api_server_that_is_away_ends_nothing(installed: Installed, workload: Workload, operator: OperatorFactory) -> None:
+    if not isinstance(installed.cluster, ControlPlane):
+        pytest.skip("the API server of an existing cluster is not ours to stop")
+    server = next(item for item in installed.cluster.components if item.name == "kube-apiserver")
+    process = operator()
+    process.wait_for_line("ready")
+    workload.apply()
+    (pod,) = workload.wait_for_pods(Role.PREFLIGHT)
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        wait_until(
+            lambda: any(line["age_seconds"] > AWAY_SECONDS for line in process.lines("lease not renewed")),
+            f"the lease to be {AWAY_SECONDS} s old",
+            120,
+        )
+        assert process.fetch("/healthz")[0] == 200
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    assert pod["metadata"]["uid"]
+    workload.succeed(Role.PREFLIGHT)
+    workload.wait_for_pods(Role.TRAIN)
+    assert process.process.poll() is None
+    assert len(process.lines("leading")) == 1
