@@ -41,7 +41,7 @@ class WatchedServer:
     async def running(self, kubeconfig: Path) -> AsyncIterator[None]:
         """Serve, and write a kubeconfig that leads here."""
         application = web.Application()
-        application.router.add_get("/{path:.*}", self._answer)
+        application.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(application, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
