@@ -7,10 +7,13 @@ cannot run nodes.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from tests.e2e.failures import absences, node_faults, rank_faults
 from tests.e2e.failures.case import Case, Outcome
@@ -46,8 +49,13 @@ def play(stack: Stack, case: Case, logs: Path) -> tuple[Outcome | None, list[str
     return outcome, differences
 
 
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(f"failures: ended by {signal.Signals(number).name}")
+
+
 def main() -> int:
     """Returns the exit code."""
+    signal.signal(signal.SIGTERM, _end)  # an orderly end, which removes the nodes
     names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.failures", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")

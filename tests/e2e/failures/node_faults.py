@@ -112,7 +112,7 @@ def _taint(scene: Scene) -> dict[str, Any]:
 def tainted_tolerated(scene: Scene) -> None:
     """Train on a tainted node with a profile that tolerates the taint."""
     tolerations = [{"key": _ACCELERATOR, "operator": "Exists", "effect": "NoSchedule"}]
-    scene.start(profile=_taint(scene) | {"tolerations": tolerations})
+    scene.start(profile=_taint(scene) | {"pods": {"train": {"tolerations": tolerations}}})
     scene.start_clock()
     scene.wait_for_next_step()
 

@@ -29,7 +29,9 @@ SPEC: dict[str, Any] = {
 """A gang of two pods, one on each node, that saves often and trains for some seconds."""
 _ENOUGH_STEPS = 7
 """After the first checkpoint."""
-_PATIENCE_SECONDS = 900.0
+_PATIENCE_SECONDS = 480.0
+_DETAILS_SECONDS = 30.0
+"""For a message to say more than its first version."""
 _POLL_SECONDS = 0.1
 
 
@@ -132,15 +134,19 @@ class Scene:
         self._attempt_then = max((line["attempt"] for line in self._history()), default=-1)
 
     def wait_until_said(self, reason: str, text: str = "") -> None:
-        """Wait until a condition shows a reason, with a text in its message."""
+        """Wait until a condition shows a reason; its message must have this text, then or soon."""
         start = self._started if self._started is not None else time.monotonic()
 
-        def said() -> bool:
-            conditions = self.status().get("conditions", [])
-            return any(one["reason"] == reason and text in one.get("message", "") for one in conditions)
+        def messages() -> list[str]:
+            return [one.get("message", "") for one in self.status().get("conditions", []) if one["reason"] == reason]
 
-        self.wait(said, f"a condition to say {reason} {text}".rstrip())
-        self._says = reason, time.monotonic() - start
+        self.wait(messages, f"a condition to say {reason}")
+        seconds = time.monotonic() - start
+        try:
+            self.wait(lambda: any(text in message for message in messages()), f"{reason} to name {text}", _DETAILS_SECONDS)
+        except ClusterError:
+            reason = f"{reason} without a word of {text}"
+        self._says = reason, seconds
 
     def wait_until_failed(self, failure: str) -> None:
         """Wait until status has an attempt that failed with a class."""
@@ -193,7 +199,7 @@ class Scene:
         status: dict[str, Any] = (found or {}).get("status", {})
         return status
 
-    def wait(self, condition: Callable[[], Any], what: str) -> Any:
+    def wait(self, condition: Callable[[], Any], what: str, seconds: float = _PATIENCE_SECONDS) -> Any:
         """Wait for a condition, asked ten times a second; when it does not come, the error shows the job's status."""
 
         def slowly() -> Any:
@@ -201,7 +207,7 @@ class Scene:
             return condition()
 
         try:
-            return wait_until(slowly, f"{what} of {self.name}", _PATIENCE_SECONDS)
+            return wait_until(slowly, f"{what} of {self.name}", seconds)
         except ClusterError as error:
             raise ClusterError(f"{error}\n{json.dumps(self.status(), indent=2)}") from error
 
