@@ -78,10 +78,10 @@ def main() -> int:
             if differences:
                 wrong[case.name] = differences
                 stack.cluster.keep_logs = True
+            elif outcome is not None and not arguments.no_record:
+                record({case.name: outcome}, CASES)
             print(f"{case.name}: {'; '.join(differences) or 'as expected'} ({time.monotonic() - start:.0f} s)", flush=True)
     print(f"\n{table(outcomes, chosen)}\n")
-    if not arguments.no_record:
-        record({name: outcome for name, outcome in outcomes.items() if name not in wrong}, CASES)
     if wrong:
         print(f"failures: not as expected: {', '.join(wrong)}; see {logs}", file=sys.stderr)
         return 1
