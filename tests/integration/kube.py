@@ -104,10 +104,10 @@ class Kube:
         path = self.path(kind, namespace, name, subresource)
         return self.request("PATCH", path, patch, "application/merge-patch+json")
 
-    def delete(self, kind: str, namespace: str, name: str) -> None:
-        """Delete in the background; no error where it is gone."""
+    def delete(self, kind: str, namespace: str, name: str, policy: str = "Background") -> None:
+        """Delete, in the background unless told otherwise; no error where it is gone."""
         try:
-            self.request("DELETE", self.path(kind, namespace, name), {"propagationPolicy": "Background"})
+            self.request("DELETE", self.path(kind, namespace, name), {"propagationPolicy": policy})
         except RefusedError as refusal:
             if refusal.code != 404:
                 raise

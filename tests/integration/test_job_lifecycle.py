@@ -303,3 +303,41 @@ def test_jobs_of_a_namespace_wait_in_line_and_the_oldest_goes_first(workload: Wo
         assert workload.condition("Validated", "tune-2")["reason"] == "WaitingInLine"
     finally:
         workload.kube.delete("FineTuneProfile", "", name)
+
+
+@pytest.mark.parametrize("policy", ["Orphan", "Background", "Foreground"])
+def test_a_gangs_job_that_somebody_deletes_is_made_again_and_no_pod_of_the_old_one_stays(
+    workload: Workload, operator: OperatorFactory, policy: str
+) -> None:
+    workload.apply()
+    operator()
+    workload.succeed(Role.PREFLIGHT)
+    (pod,) = workload.wait_for_pods(Role.TRAIN)
+    workload.set_running(pod)
+    workload.wait_for("Ready", "True", "Running")
+    workload.kube.delete("Job", workload.namespace, "tune-train-0", policy)
+    (fresh,) = workload.wait_for_pods(Role.TRAIN, 1)
+    assert fresh["metadata"]["uid"] != pod["metadata"]["uid"]
+    assert workload.kube.get("Pod", workload.namespace, pod["metadata"]["name"]) is None, "two gangs"
+    (attempt, _) = (*workload.attempts(Role.TRAIN), None)
+    assert (attempt["outcome"], attempt["failure"], attempt["counted"]) == ("Failed", "Infrastructure", False)
+
+
+def test_a_label_taken_off_stops_nothing(workload: Workload, operator: OperatorFactory) -> None:
+    workload.apply()
+    process = operator()
+    workload.wait_for_pods(Role.PREFLIGHT)
+    for kind, name in (("Job", "tune-preflight-0"), ("ConfigMap", "tune-plan")):
+        label = {"metadata": {"labels": {"app.kubernetes.io/managed-by": None}}}
+        workload.kube.patch(kind, workload.namespace, name, label)
+    workload.succeed(Role.PREFLIGHT)
+    workload.wait_for("Prepared")
+    (pod,) = workload.wait_for_pods(Role.TRAIN)
+    workload.set_running(pod)
+    workload.wait_for("Ready", "True", "Running")
+    workload.kube.patch("Job", workload.namespace, "tune-train-0", {"metadata": {"labels": {"app.kubernetes.io/managed-by": None}}})
+    workload.fail(pod, FailureClass.INTERNAL, "boom")
+    workload.succeed(Role.TRAIN, 1)
+    workload.succeed(Role.MERGE)
+    workload.wait_for("Succeeded")
+    assert len(process.lines("decided")) < 40, "no pass repeats itself"

@@ -50,9 +50,10 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 - apiGroups: [""]
   resources: [configmaps, services]
   verbs: [get, list, watch, create, delete]
+# Deleted only if a Job left them behind, or by force where a profile allows it for nodes that are lost.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [get, list, watch, delete]
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, create]
