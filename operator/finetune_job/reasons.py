@@ -1,5 +1,7 @@
 """Condition types and reasons: every word that may stand in `status.conditions`, in events and in metric labels."""
 
+from __future__ import annotations
+
 from enum import StrEnum
 
 
@@ -40,6 +42,15 @@ STAGES = (
 
 class Reason(StrEnum):
     """Why a condition is as it is."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Reason | None:
+        """A reason that another release wrote stays what it is: it equals none of these, and no pass ends over it."""
+        if not isinstance(value, str):
+            return None
+        other = str.__new__(cls, value)
+        other._name_ = other._value_ = value
+        return other
 
     NOT_OBSERVED = "NotObserved"
     """First sight of the object."""

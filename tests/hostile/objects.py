@@ -30,10 +30,9 @@ Document = dict[str, Any]
 INDEX = "batch.kubernetes.io/job-completion-index"
 ROLES = (*map(str, Role), "", "Train", "nobody", "x" * 63)
 NUMBERS = ("0", "1", "7", "00", "1_0", "0x1", "1e9", "9" * 63, "1.5", "", "63")
-TEXTS = (
-    "\u00b2", "9" * 5000, "-1", "\u0663", "1_000", "NaN", "0x10", "", " 1", "1\n", "\x00", "\u202e", "x" * 60_000,
-    "\U0001f4a5" * 9000, "[" * 20_000, '{"a":' * 9_000,
-)  # fmt: skip
+TEXTS = ("\u00b2", "9" * 5000, "-1", "\u0663", "1_000", "NaN", "0x10", "", " 1", "1\n", "\x00", "\u202e", "[" * 900, '{"a":' * 900)
+LONG_TEXTS = ("x" * 60_000, "\U0001f4a5" * 9000, "[" * 20_000, '{"a":' * 9_000)
+LONG_ONE_IN = 25
 TIMES = ("2030-01-01T00:00:00Z", "0001-01-01T00:00:00Z", "9999-12-31T23:59:59Z", "1970-01-01T00:00:00Z")
 HUGE_ONE_IN = 120
 """One of so many objects is as large as the API server lets it be."""
@@ -141,7 +140,8 @@ class Forger:
 
     def _annotations(self) -> Document:
         names = (INDEX, ANNOTATION_PLAN_SHA256, "finetune.dev/other")
-        found = {name: self.random.choice(TEXTS) for name in names if self.random.random() < 0.4}
+        texts = LONG_TEXTS if self._one_in(LONG_ONE_IN) else TEXTS
+        found = {name: self.random.choice(texts) for name in names if self.random.random() < 0.4}
         if self._one_in(HUGE_ONE_IN):
             found["finetune.dev/huge"] = "x" * 150_000
         return found

@@ -10,9 +10,9 @@ from typing import Any
 
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.cluster.gather import _job_view
 from finetune_operator.cluster.kinds import JOBS
 from finetune_operator.cluster.projection import project
+from finetune_operator.cluster.reading import Reader
 from finetune_operator.decide.observed import Observed, ProfileView
 from finetune_operator.decide.reconcile import reconcile
 from tests.hostile.manifests import spoil, status_schema, value_of
@@ -66,7 +66,7 @@ def test_every_pass_ends_in_a_decision() -> None:
         document = job_with(random, status_of(random))
         try:
             held = project(JOBS, document)
-            job = _job_view(held, held.document())
+            job = Reader().job(held).view
             actions = reconcile(Observed(job=job, profile=profile, claims=CLAIMS), NOW)
         except Exception as error:
             error.add_note(f"HOSTILE_SEED={SEED}, status {number}: {document['status']}")

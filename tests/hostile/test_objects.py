@@ -11,9 +11,9 @@ import time
 from collections import Counter
 from random import Random
 
-from finetune_operator.cluster.gather import _job_view
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, SERVICES, Kind
 from finetune_operator.cluster.projection import Held, project
+from finetune_operator.cluster.reading import Reader
 from finetune_operator.decide.observed import Observed, ProfileView
 from finetune_operator.decide.reconcile import reconcile
 from tests.hostile.objects import Document, Forger, Target
@@ -39,7 +39,7 @@ def forged(forger: Forger, kind: Kind, number: int) -> Document:
 
 
 def judged(held: Held) -> None:
-    view = _job_view(held, held.document())
+    view = Reader().job(held).view
     reconcile(Observed(job=view, profile=PROFILE), T0)
 
 

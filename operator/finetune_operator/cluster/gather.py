@@ -104,7 +104,7 @@ class Gatherer:
         if held is None:
             return None
         begun = time.thread_time()
-        job, raw_spec, raw_status = self._reader.job(held)
+        job, raw_spec, raw_status, _ = self._reader.job(held)
         cpu_seconds = time.thread_time() - begun
         self._forget_settled_evidence(job)
         notes = self._notes_of(job.uid)

@@ -55,6 +55,11 @@ class Held:
         """Whether it is kept as evidence only: a pod that was deleted."""
         return self.pod is not None and self.pod.gone
 
+    @property
+    def size(self) -> int:
+        """Bytes of the raw parts."""
+        return len(zlib.decompress(self.compressed)) if self.compressed else 0
+
     def document(self) -> dict[str, Any]:
         """The raw parts."""
         decoded: dict[str, Any] = json.loads(zlib.decompress(self.compressed))

@@ -23,6 +23,9 @@ RECENT_JOBS = 256
 """Jobs whose document and status are kept as they were read; about 20 kB each."""
 RECENT_SPECS = 1024
 PROFILES_AT_A_TIME = 64
+LARGEST_KEPT = 64 << 10
+"""Bytes of JSON. What is larger is read again each time: a thousand manifests of a tenant may be a megabyte of objects each."""
+_MOST_LINES, _LONGEST_LINE = 32, 1024
 
 
 class ReadJob(NamedTuple):
@@ -32,6 +35,7 @@ class ReadJob(NamedTuple):
     raw_spec: dict[str, Any]
     raw_status: dict[str, Any]
     """As it is on the server, for the patch."""
+    is_large: bool
 
 
 class _Spec(NamedTuple):
@@ -52,7 +56,12 @@ class Reader:
 
     def job(self, held: Held) -> ReadJob:
         """The job; a manifest that does not parse has no spec, and the reason."""
-        return self._jobs.get((held.key.uid, held.key.version), lambda: self._read_job(held))
+        key = (held.key.uid, held.key.version)
+        read = self._jobs.get(key, lambda: self._read_job(held))
+        if read.is_large:
+            self._jobs.forget(key)
+            self._specs.forget(held.key.uid)
+        return read
 
     def profile(self, held: Held) -> ProfileView:
         """The profile; one that does not parse has no spec, and the reason."""
@@ -60,10 +69,11 @@ class Reader:
 
     def plan(self, held: Held) -> ConfigMapView:
         """The ConfigMap with the frozen plan."""
-        return self._plans.get(
-            (held.key.uid, held.key.version),
-            lambda: ConfigMapView(name=held.key.name, uid=held.key.uid, plan_json=held.document()["plan"]),
-        )
+        key = (held.key.uid, held.key.version)
+        plan = self._plans.get(key, lambda: ConfigMapView(name=held.key.name, uid=held.key.uid, plan_json=held.document()["plan"]))
+        if held.size > LARGEST_KEPT:
+            self._plans.forget(key)
+        return plan
 
     def _read_job(self, held: Held) -> ReadJob:
         document = held.document()
@@ -84,7 +94,7 @@ class Reader:
             status=read_status(document.get("status")),
             deleting="deletionTimestamp" in metadata,
         )
-        return ReadJob(view, raw, document.get("status") or {})
+        return ReadJob(view, raw, document.get("status") or {}, held.size > LARGEST_KEPT)
 
 
 def _read_spec(document: Document) -> _Spec:
@@ -110,5 +120,7 @@ def _envelope(document: Document, kind: Kind) -> dict[str, Any]:
 
 
 def _lines(error: ValidationError) -> str:
-    """One line per wrong field."""
-    return "\n".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
+    """One line per wrong field, of the first of them."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"[:_LONGEST_LINE] for item in found[:_MOST_LINES]]
+    return "\n".join(lines if len(found) <= _MOST_LINES else [*lines, f"and {len(found) - _MOST_LINES} more"])

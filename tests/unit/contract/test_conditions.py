@@ -54,3 +54,13 @@ def test_the_phase_says_where_a_job_is(true: list[str], reasons: dict[str, str],
         conditions = with_condition(conditions, kind, status, reason, "", generation=1, now=T0)
         assert is_true(conditions, kind) is status
     assert phase(conditions) == expected
+
+
+def test_a_reason_of_another_release_is_kept_as_it_is() -> None:
+    other = Reason("InventedLater")
+    assert other == "InventedLater"
+    assert f"{other}" == "InventedLater"
+    assert other not in list(Reason)
+    before = initial_conditions(generation=1, now=T0)
+    conditions = with_condition(before, ConditionType.TRAINED, False, other, "", generation=1, now=T0)
+    assert [condition.reason for condition in conditions if condition.type == ConditionType.TRAINED] == ["InventedLater"]

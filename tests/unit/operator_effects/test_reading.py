@@ -103,3 +103,20 @@ def test_only_so_many_are_kept() -> None:
         reader.job(project(JOBS, objects.finetune_job(version=1, uid=f"job-{number}")))
     assert len(reader._jobs) == reading.RECENT_JOBS
     assert len(reader._specs) == reading.RECENT_SPECS
+
+
+def test_what_is_large_is_read_again_each_time_and_never_kept(parsed: list[str]) -> None:
+    """A tenant with a thousand manifests at the limit would otherwise take the operator's memory."""
+    large = {**objects.finetune_job()["spec"], "data": {"source": "pvc://data/a", "format": "Chat", "chatTemplate": "x" * 65_536}}
+    reader, held = Reader(), project(JOBS, {**objects.finetune_job(status=STATUS), "spec": large})
+    assert reader.job(held).view.spec == reader.job(held).view.spec is not None
+    assert parsed == ["parse_job", "read_status"] * 2
+    assert len(reader._jobs) == 0
+    assert len(reader._specs) == 0
+
+
+def test_reasons_of_a_manifest_are_bounded() -> None:
+    wrong = {**objects.finetune_job()["spec"], **{f"surprise{number}": 1 for number in range(5000)}}
+    error = Reader().job(project(JOBS, {**objects.finetune_job(), "spec": wrong})).view.spec_error
+    assert error.count("\n") == 32
+    assert error.endswith("and 4968 more")
