@@ -45,6 +45,7 @@ SUITES = (
     Suite("pitfalls", 2.0, ((*ON_BOTH_CORES, "tests/pitfalls"),)),
     Suite("sweep", 8.0, ((sys.executable, "-m", "tests.sweep", "--count", "300"),)),
     Suite("hostile", 2.0, ((*ON_BOTH_CORES, "tests/hostile"),)),
+    Suite("simulation", 2.5, ((*PYTEST, "-n", "2", "tests/simulation"),)),
     Suite("cluster-binaries", 12.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
     Suite(
         "kill",
