@@ -1,8 +1,9 @@
 """How many requests may be under way at a time: as many as the API server can take, found by trying.
 
 API Priority and Fairness gives every client seats, and says 429 with Retry-After to those who want more. So there is no fixed
-rate to set per cluster: the limit starts high, is halved when the server says "later", and grows by one for each round of
-requests that went well.
+rate to set per cluster: the limit starts high, is halved when the server says "later" or answers slowly or not at all, and grows
+by one for each round of requests that went well. Slowness counts because requests that wait at a busy server gain nothing, and
+hold up those of others, and the renewal of our own lease.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from contextlib import asynccontextmanager
 
 MOST = 50
 LEAST = 2
+SLOW_SECONDS = 2.0
+"""An answer that takes longer comes from a server with too much to do; it takes milliseconds on one that has not."""
 HALVE_SECONDS = 1.0
 """Refusals within so long of the last halving are answers to the same overload."""
 
@@ -55,8 +58,15 @@ class InFlight:
                 raise
         else:
             self._num_running += 1
+        begun = self._clock()
         try:
             yield
+        except TimeoutError:
+            self.was_too_much()
+            raise
+        else:
+            if self._clock() - begun > SLOW_SECONDS:
+                self.was_too_much()
         finally:
             self._leave()
 

@@ -121,3 +121,29 @@ def test_request_that_fails_gives_its_place_back() -> None:
         assert limit.num_running == 0
 
     run(scenario)
+
+
+def test_slow_answer_and_none_at_all_halve_the_limit_and_a_broken_connection_does_not() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        limit = InFlight(most=40, clock=clock)
+
+        async def request(seconds: float, end: Exception | None = None) -> None:
+            async with limit.slot():
+                clock.now += seconds
+                if end is not None:
+                    raise end
+
+        await request(2.0)
+        assert limit.limit == 40
+        await request(2.1)
+        assert limit.limit == 20
+        with pytest.raises(TimeoutError):
+            await request(1.0, TimeoutError())
+        assert limit.limit == 10
+        with pytest.raises(ConnectionResetError):
+            await request(30.0, ConnectionResetError())
+        assert limit.limit == 10
+        assert limit.num_running == 0
+
+    run(scenario)
