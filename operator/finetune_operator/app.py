@@ -111,6 +111,7 @@ async def _lead(
     if not await _unless(stopping, first_list):
         return 0
     watches = Watches(settings.namespaces, cache.read, take_in)
+    metrics.observe_watches(watches.ages, lambda: watches.num_restarts)
     watches.start()
     for key in cache.job_keys():
         queue.add(key, urgency(cache.job(key)))

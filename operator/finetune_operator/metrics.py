@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from finetune_operator.cluster.api import Answered
@@ -175,9 +175,33 @@ class Metrics:
         """Something in an object of that kind could not be read."""
         self._unreadable.labels(kind).inc()
 
+    def observe_watches(self, ages: Callable[[], dict[str, float]], num_restarts: Callable[[], int]) -> None:
+        """Read these at every scrape."""
+        self.registry.register(WatchCollector(ages, num_restarts))
+
     def observe_state(self, cache: Cache, queue: WorkQueue[JobKey], health: Health) -> None:
         """Count these at every scrape."""
         self.registry.register(StateCollector(cache, queue, health))
+
+
+class WatchCollector(Collector):
+    """How old the news of the watches is."""
+
+    def __init__(self, ages: Callable[[], dict[str, float]], num_restarts: Callable[[], int]) -> None:
+        self._ages = ages
+        self._num_restarts = num_restarts
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance: registering must not count."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All figures, as of now."""
+        ages: dict[tuple[str, ...], float] = {(kind,): seconds for kind, seconds in self._ages().items()}
+        yield _gauge("finetune_watch_age_seconds", "Time since an event of this kind came.", ("kind",), ages)
+        yield CounterMetricFamily(
+            "finetune_watch_restarts", "How often the watches were started again.", value=self._num_restarts()
+        )
 
 
 class StateCollector(Collector):
@@ -226,7 +250,7 @@ class StateCollector(Collector):
         yield GaugeMetricFamily("finetune_leading", "1 while this replica holds the lease.", value=float(self._health.is_leading))
 
 
-def _gauge(name: str, text: str, labels: tuple[str, ...], values: Tally[tuple[str, ...]]) -> GaugeMetricFamily:
+def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, text, labels=labels)
     for key, value in sorted(values.items()):
         family.add_metric(key, value)

@@ -79,8 +79,14 @@ class Watches:
         self.restarted = asyncio.Event()
         """Set in the main loop after each time that kopf was started again: deletions may have been missed. To be cleared there."""
         self.num_restarts = 0
+        self._heard = {kind.name: time.monotonic() for kind in WATCHED}
         self._inbox: deque[tuple[Kind, bool, Held]] = deque()
         """Events between kopf's thread, which appends, and the main loop, which takes."""
+
+    def ages(self) -> dict[str, float]:
+        """Seconds since an event of each kind came."""
+        now = time.monotonic()
+        return {name: now - heard for name, heard in list(self._heard.items())}
 
     def start(self) -> None:
         """Begin to watch."""
@@ -158,6 +164,7 @@ class Watches:
 
     def _handler(self, kind: Kind) -> Callable[..., Any]:
         async def on_event(event: dict[str, Any], **_: Any) -> None:
+            self._heard[kind.name] = time.monotonic()
             held = self._read(kind, event["object"])
             if held is not None:
                 self._inbox.append((kind, event["type"] == "DELETED", held))

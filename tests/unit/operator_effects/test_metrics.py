@@ -67,6 +67,16 @@ def test_series_follow_their_objects() -> None:
     assert not [key for key in samples(metrics) if key[0] in ("finetune_jobs", "finetune_attempts")]
 
 
+def test_watches_are_read_at_every_scrape() -> None:
+    metrics, ages, restarts = Metrics(), {"Pod": 2.5}, [0]
+    metrics.observe_watches(lambda: ages, lambda: restarts[0])
+    assert samples(metrics)["finetune_watch_age_seconds", (("kind", "Pod"),)] == 2.5
+    ages["Pod"], restarts[0] = 0.5, 3
+    found = samples(metrics)
+    assert found["finetune_watch_age_seconds", (("kind", "Pod"),)] == 0.5
+    assert found["finetune_watch_restarts_total", ()] == 3
+
+
 def test_a_pod_that_invents_ids_of_rules_makes_no_more_series_than_there_may_be() -> None:
     metrics = Metrics()
     for number in range(MOST_RULES + 100):

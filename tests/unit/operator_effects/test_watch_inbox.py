@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.cluster.kinds import JOBS, Kind
+from finetune_operator.cluster.kinds import JOBS, WATCHED, Kind
 from finetune_operator.cluster.projection import Held, project
 from finetune_operator.watch import MOST_AT_ONCE, Watches
 from tests.unit.operator_effects import objects
@@ -52,6 +52,19 @@ def received(number: int, broken_at: int = -1) -> list[int]:
 
 def test_all_events_arrive_in_order() -> None:
     assert received(NUM_EVENTS) == list(range(1, NUM_EVENTS + 1))
+
+
+def test_age_of_a_kind_starts_again_with_each_event() -> None:
+    async def scenario() -> None:
+        watches = Watches(("team",), project, lambda _kind, _is_deleted, _held: None)
+        before = watches.ages()
+        assert set(before) == {kind.name for kind in WATCHED}
+        watches._heard = dict.fromkeys(before, -1e9)
+        send(watches, 1)
+        young = [name for name, seconds in watches.ages().items() if seconds < 60]
+        assert young == [JOBS.name]
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("broken_at", [1, 5, MOST_AT_ONCE])
