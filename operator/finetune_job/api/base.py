@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, StringConstraints, model_validator
@@ -179,6 +180,7 @@ class BucketPath(BaseModel):
     """A key, or what stands before the keys; empty for the whole bucket."""
 
 
+@lru_cache(1024)
 def parse_source(source: str) -> ClaimPath | HubPath | BucketPath:
     """Split a `Source`."""
     scheme, _, rest = source.partition("://")

@@ -9,12 +9,16 @@ from finetune_job.reasons import ConditionType, Reason
 
 ConditionStatus = bool | None
 """True, False, or None for Unknown."""
+_ORDER = {kind: place for place, kind in enumerate(ConditionType)}
 _WORDS = {True: "True", False: "False", None: "Unknown"}
 
 
 def find(conditions: Sequence[Condition], kind: ConditionType) -> Condition | None:
     """The condition of a type, if it is there."""
-    return next((condition for condition in conditions if condition.type is kind), None)
+    for condition in conditions:
+        if condition.type is kind:
+            return condition
+    return None
 
 
 def is_true(conditions: Sequence[Condition], kind: ConditionType) -> bool:
@@ -37,19 +41,21 @@ def with_condition(
     before = find(conditions, kind)
     word = _WORDS[status]
     unchanged = before is not None and before.status == word
+    said = (str(reason), message[:4096], generation)
+    if unchanged and before is not None and (before.reason, before.message, before.observed_generation) == said:
+        return list(conditions)
     after = Condition.model_validate(
         {
             "type": kind,
             "status": word,
-            "reason": str(reason),
-            "message": message[:4096],
-            "observedGeneration": generation,
+            "reason": said[0],
+            "message": said[1],
+            "observedGeneration": said[2],
             "lastTransitionTime": before.last_transition_time if before is not None and unchanged else now,
         }
     )
     others = [condition for condition in conditions if condition.type is not kind]
-    order = list(ConditionType)
-    return sorted([*others, after], key=lambda condition: order.index(condition.type))
+    return sorted([*others, after], key=lambda condition: _ORDER[condition.type])
 
 
 def initial_conditions(*, generation: int, now: str) -> list[Condition]:
