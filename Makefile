@@ -41,6 +41,15 @@ test: environment ## All tests, as in CI, with the minutes of each suite
 test-unit test-pitfalls test-integration test-e2e lint types: environment ## One suite
 	$(PYTHON) -m tests.suites $(patsubst test-%,%,$@)
 
+.PHONY: mutants
+mutants: environment ## Break the operator in one line, 150 times and more: each time a unit test must fail
+	$(PYTHON) -m tests.mutants
+
+.PHONY: simulate
+simulate: SEEDS = 500
+simulate: environment ## Walks of the operator through a simulated cluster that nobody has taken before
+	$(PYTHON) -m tests.simulation --first $$(date +%s) --seeds $(SEEDS)
+
 .PHONY: explore
 explore: environment ## Property tests with examples that nobody has tried before
 	HYPOTHESIS_PROFILE=explore $(VENV)/bin/pytest -q -n 2 --dist loadfile tests/unit tests/hostile
@@ -125,6 +134,7 @@ bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB pe
 nightly: environment ## What does not fit into `make test`: 100 killed runs, new property examples, every benchmark
 	$(MAKE) kill-test kill-test-merge kill-test-publish RUNS=100
 	$(MAKE) failures
+	$(MAKE) mutants simulate
 	$(MAKE) explore
 	$(MAKE) sweep
 	$(PYTHON) -m tests.sweep --slice random --count 300 --seed $$(date +%s)

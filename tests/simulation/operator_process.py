@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from finetune_job.progress import Progress
-from finetune_operator.app import _relist
+from finetune_operator.background import Relisting, keep_trying
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.gather import Gathered, Gatherer
 from finetune_operator.cluster.in_flight import InFlight
 from finetune_operator.cluster.kinds import WATCHED, Kind, selector_of
 from finetune_operator.cluster.recorder import Recorder
-from finetune_operator.cluster.relist import fill
-from finetune_operator.settings import Clockwork, parse_settings
+from finetune_operator.cluster.relist import fill, relist
+from finetune_operator.settings import Clockwork
 from finetune_operator.worker import Worker, urgency
 from finetune_operator.workqueue import WorkQueue
 from tests.simulation.api_server import ApiServer, Change, Document, labels_match
@@ -133,25 +133,27 @@ class OperatorProcess:
         recorder = Recorder(api, "simulated", is_busy=lambda: len(self.queue) > 0, clock=loop.time)
         executor = Executor(api, self.cache, self.gatherer, recorder, now=loop.now)
         worker = Worker(self.queue, self.gatherer, executor, self.observer, loop.now, cpu_clock=lambda: 0.0)
-        self._settings = parse_settings([])
         self._restarted = asyncio.Event()
+        relisting = Relisting(
+            compare=lambda: relist(api, self.cache, ()),
+            job_keys=self.cache.job_keys,
+            queue=self.queue,
+            first=clockwork.first_relist,
+            period=clockwork.relist,
+            restarted=self._restarted,
+            failed=_unheard,
+        )
 
         async def work() -> None:
-            while True:
-                try:
-                    await fill(api, self.cache, ())
-                    break
-                except Exception as error:
-                    if isinstance(error, AssertionError):
-                        raise
-                    await asyncio.sleep(1.0)
+            await keep_trying("first list", lambda: fill(api, self.cache, ()), _unheard)
             for watch in self.watches.values():
                 watch.list_again()
             for key in self.cache.job_keys():
                 self.queue.add(key, urgency(self.cache.job(key)))
             self.is_synced = True
-            relist = _relist(api, self.cache, self.queue, self._settings, clockwork, restarted=self._restarted)
-            await asyncio.gather(relist, recorder.run(), *(worker.run() for _ in range(WORKERS)))
+            beside = {"relist": relisting.run, "events": recorder.run}
+            others = [keep_trying(name, task, _unheard) for name, task in beside.items()]
+            await asyncio.gather(*others, *(worker.run() for _ in range(WORKERS)))
 
         self._task = loop.create_task(work())
 
@@ -199,3 +201,7 @@ class OperatorProcess:
         """What a poll of rank 0 does."""
         self.gatherer.note_progress(uid, progress)
         self.queue.add(key)
+
+
+def _unheard(_: str) -> None:
+    """Failures of what goes on beside the workers are expected here: its requests fail."""

@@ -1,0 +1,60 @@
+"""The set of mutants fits the sources, and what does not fit or survives is told."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.__main__ import choose, report
+from tests.mutants.run import Verdict, relevant_tests
+from tests.mutants.set import PACKAGE, Mutant, outdated, read_set
+
+MUTANT = Mutant("group/one", "health.py", "return 1", "return 2", "one is one")
+
+
+def test_there_are_enough_mutants_of_every_part() -> None:
+    mutants = read_set()
+    assert len(mutants) >= 150
+    parts = {mutant.file.split("/")[0] for mutant in mutants}
+    assert {"decide", "children", "cluster", "worker.py", "workqueue.py", "watch.py", "health.py", "metrics.py"} <= parts
+
+
+def test_every_mutant_fits_the_sources_and_can_be_compiled() -> None:
+    mutants = read_set()
+    assert outdated(mutants) == []
+    for mutant in mutants:
+        compile(mutant.applied((PACKAGE / mutant.file).read_text(encoding="utf-8")), mutant.id, "exec")
+        assert mutant.old != mutant.new, mutant.id
+
+
+@pytest.mark.parametrize("source", ["return 3", "return 1 or return 1"])
+def test_a_mutant_whose_text_is_gone_or_not_alone_is_an_error(tmp_path: Path, source: str) -> None:
+    (tmp_path / "health.py").write_text(source, encoding="utf-8")
+    (problem,) = outdated([MUTANT], tmp_path)
+    assert "group/one" in problem
+
+
+def test_a_mutant_of_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    assert outdated([MUTANT], tmp_path) == ["group/one: there is no health.py"]
+
+
+def test_an_id_that_occurs_twice_is_an_error(tmp_path: Path) -> None:
+    entry = '[[mutant]]\nid = "a"\nfile = "x"\nold = "1"\nnew = "2"\nbreaks = "p"\n'
+    (tmp_path / "one.toml").write_text(entry + entry, encoding="utf-8")
+    with pytest.raises(ValueError, match="occur twice: a"):
+        read_set(tmp_path)
+
+
+@pytest.mark.parametrize(("killed", "code"), [(95, 0), (94, 1)])
+def test_fewer_than_the_floor_fail(killed: int, code: int) -> None:
+    assert report([Verdict(MUTANT, number < killed, "", 0.0) for number in range(100)], 0.95) == code
+
+
+def test_a_sample_is_the_same_for_the_same_seed() -> None:
+    mutants = read_set()
+    assert choose(mutants, [], 5, 1) == choose(mutants, [], 5, 1) != choose(mutants, [], 5, 2)
+    assert {mutant.id.split("/")[0] for mutant in choose(mutants, ["lease/"], 0, 0)} == {"lease"}
+
+
+def test_relevant_tests_the_same_name_come_first() -> None:
+    assert relevant_tests("cluster/lease.py")[0] == "tests/unit/operator_effects/test_lease.py"
+    assert all(path.startswith(("tests/unit/operator_decide", "tests/unit/releases")) for path in relevant_tests("decide/stage.py"))
