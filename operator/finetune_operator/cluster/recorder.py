@@ -34,6 +34,10 @@ MESSAGE_LIMIT = 1024
 LONGEST_WAIT = 10.0
 """So many seconds events give way to passes that wait; then they are written whatever waits."""
 LOOK_SECONDS = 0.1
+UNREACHABLE_SECONDS = 5.0
+"""Pause after an event that got no answer."""
+MOST_TRIES = 10
+"""So often an event that gets no answer is tried: for an API server that restarts."""
 
 
 @dataclass
@@ -42,6 +46,7 @@ class _Waiting:
     event: Emit
     noted: float
     times: int = 1
+    tries: int = 0
 
 
 class Recorder:
@@ -98,20 +103,20 @@ class Recorder:
                 oldest = next(iter(self._waiting.values()))
                 if self._is_busy() and self._clock() - oldest.noted < LONGEST_WAIT:
                     await asyncio.sleep(LOOK_SECONDS)
-                else:
-                    await self.write_next()
+                elif not await self.write_next():
+                    await asyncio.sleep(UNREACHABLE_SECONDS)
 
     async def flush(self, seconds: float) -> None:
         """Write what waits, for so many seconds at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._waiting:
-                    await self.write_next()
+                while self._waiting and await self.write_next():
+                    pass
 
-    async def write_next(self) -> None:
-        """Write the event that waits longest, if any does."""
+    async def write_next(self) -> bool:
+        """Write the event that waits longest, if any does. False: the API server does not answer, and the event waits on."""
         if not self._waiting:
-            return
+            return True
         name, waiting = self._waiting.popitem(last=False)
         job, event = waiting.job, waiting.event
         count = self._counts.pop(name, 0) + waiting.times
@@ -120,8 +125,18 @@ class Recorder:
             self._counts.popitem(last=False)
         try:
             await self._write(job, event, name, count, is_first=count == waiting.times, now=utc_now())
-        except (ApiError, ApiUnreachableError) as error:
+        except ApiUnreachableError as error:
+            waiting.tries += 1
+            if waiting.tries < MOST_TRIES and name not in self._waiting:
+                self._counts[name] = count - waiting.times
+                self._waiting[name] = waiting
+                self._waiting.move_to_end(name, last=False)
+                return False
+            self._dropped()
             _log.warning("event not written", namespace=job.namespace, job=job.name, reason=str(event.reason), error=str(error))
+        except ApiError as error:
+            _log.warning("event not written", namespace=job.namespace, job=job.name, reason=str(event.reason), error=str(error))
+        return True
 
     async def _write(self, job: JobView, event: Emit, name: str, count: int, *, is_first: bool, now: datetime) -> None:
         time = now.isoformat(timespec="seconds").replace("+00:00", "Z")

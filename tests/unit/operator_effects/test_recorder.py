@@ -4,11 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
-
 from finetune_job.reasons import Reason
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
-from finetune_operator.cluster.recorder import LONGEST_WAIT, Recorder
+from finetune_operator.cluster.recorder import LONGEST_WAIT, MOST_TRIES, Recorder
 from finetune_operator.decide.actions import Emit
 from finetune_operator.decide.observed import JobView
 from tests.unit.operator_effects.fakes import Clock, FakeApi
@@ -131,11 +129,30 @@ def test_event_of_an_earlier_process_is_counted_up_from_what_it_left() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("error", [ApiUnreachableError("reset"), ApiError("POST", 403, "Forbidden", "quota")])
-def test_event_that_cannot_be_written_holds_up_no_other(error: Exception) -> None:
+def test_event_without_an_answer_waits_in_its_place_and_is_given_up_in_the_end() -> None:
+    async def scenario(api: Any) -> None:
+        dropped: list[int] = []
+        recorder = Recorder(api, "test", dropped=lambda: dropped.append(1))
+        recorder.record(JOB, EVENT)
+        recorder.record(JOB, Emit("Normal", Reason.COMPLETED, "done"))
+        api.fail["create"] = [ApiUnreachableError("away")]
+        assert not await recorder.write_next()
+        await recorder.flush(60)
+        assert [(item["reason"], item["count"]) for item in api.objects.values()] == [("Restarting", 1), ("Completed", 1)]
+        recorder.record(JOB, Emit("Normal", Reason.FINDING, "never"))
+        api.fail["create"] = [ApiUnreachableError("away")] * MOST_TRIES
+        for _ in range(MOST_TRIES):
+            assert dropped == []
+            await recorder.write_next()
+        assert (recorder.num_waiting, dropped) == (0, [1])
+
+    run(scenario)
+
+
+def test_event_that_is_refused_holds_up_no_other() -> None:
     async def scenario(api: Any) -> None:
         recorder = Recorder(api, "test")
-        api.fail["create"] = [error]
+        api.fail["create"] = [ApiError("POST", 403, "Forbidden", "quota")]
         recorder.record(JOB, EVENT)
         recorder.record(JOB, Emit("Normal", Reason.COMPLETED, "done"))
         await recorder.flush(60)
