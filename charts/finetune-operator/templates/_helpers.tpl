@@ -54,6 +54,10 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, delete]
+# Why Kueue holds a Job back. Where Kueue is not installed this names nothing.
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [list]
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, create]

@@ -27,6 +27,7 @@ from finetune_operator.cluster.notes import JobNotes, refusal
 from finetune_operator.cluster.object_key import belongs_to
 from finetune_operator.cluster.projection import Held
 from finetune_operator.cluster.reading import Reader
+from finetune_operator.cluster.workloads import Workloads
 from finetune_operator.decide.earlier_attempts import needs_live_list
 from finetune_operator.decide.observed import JobView, Line, Observed, PodView, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
@@ -67,6 +68,7 @@ class Gatherer:
         self._api = api
         self._cache = cache
         self._reader = Reader()
+        self._workloads = Workloads(api)
         self._live = LiveReads(api, cache)
         self._pending_events_after = pending_events_after
         self._draw = draw
@@ -133,6 +135,8 @@ class Gatherer:
             live = await self._live.children(job, notes, now)
             observed = replace(self._with_children(observed), live=live)
         observed = replace(observed, pods=await self._with_events(job, observed.pods, now, revisits))
+        told = await self._workloads.told(observed.batch_jobs, job.namespace, now, revisits)
+        observed = replace(observed, batch_jobs=told)
         return Gathered(observed, raw_status, min(revisits, default=None), cpu_seconds)
 
     def _notes_of(self, job_uid: str) -> JobNotes:

@@ -1,0 +1,122 @@
+"""Why Kueue holds a Job back, in its own words: from the Workload that it keeps for each Job.
+
+Workloads are not watched: where Kueue is not installed there is no such resource, and where it is, a Job's own `suspend` tells when
+something changes. So the Workload of a Job that is suspended is read by the UID of the Job, every 15 seconds at first and every
+minute while nothing changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+from finetune_operator.cluster.api import Api, Document
+from finetune_operator.cluster.errors import ApiError
+from finetune_operator.cluster.fields import Fields
+from finetune_operator.cluster.kinds import Kind
+from finetune_operator.decide.observed import BatchJobView
+
+WORKLOADS = tuple(Kind("kueue.x-k8s.io", version, "workloads", "Workload") for version in ("v1beta2", "v1beta1"))
+"""Newest first: releases of Kueue serve one of them or both."""
+JOB_UID_LABEL = "kueue.x-k8s.io/job-uid"
+FIRST_LOOK_SECONDS = 15.0
+LONGEST_LOOK_SECONDS = 60.0
+ABSENT_SECONDS = 300.0
+"""How long it is believed that Workloads do not exist, or are not ours to read."""
+FORGET_SECONDS = 600.0
+LONGEST_MESSAGE = 1024
+_NO_WORKLOADS = (403, 404)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What was read last of the Workload of a Job."""
+
+    said: str
+    at: datetime
+    pause_seconds: float
+
+
+class Workloads:
+    """Reads the Workloads of suspended Jobs, and remembers what it read until it is due again."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._looks: dict[str, _Look] = {}
+        """By UID of the Job."""
+        self._kind: Kind | None = None
+        self._absent_until: datetime | None = None
+
+    async def told(
+        self, batch_jobs: tuple[BatchJobView, ...], namespace: str, now: datetime, revisits: list[float]
+    ) -> tuple[BatchJobView, ...]:
+        """The same Jobs, the suspended ones with the words of their queue. `revisits`: when to look again is added to it."""
+        found = []
+        for job in batch_jobs:
+            if not job.suspended or job.deleting or job.has("Complete", "Failed"):
+                self._looks.pop(job.uid, None)
+                found.append(job)
+                continue
+            look = await self._look(job.uid, namespace, now)
+            revisits.append(max(look.pause_seconds - (now - look.at).total_seconds(), 1.0))
+            found.append(replace(job, queue=look.said))
+        return tuple(found)
+
+    async def _look(self, uid: str, namespace: str, now: datetime) -> _Look:
+        before = self._looks.get(uid)
+        if before is not None and (now - before.at).total_seconds() < before.pause_seconds:
+            return before
+        workload = await self._workload(uid, namespace, now)
+        said = reason_of(workload) if workload is not None else ""
+        unchanged = before is not None and before.said == said
+        pause = min(before.pause_seconds * 2, LONGEST_LOOK_SECONDS) if unchanged and before is not None else FIRST_LOOK_SECONDS
+        horizon = now - timedelta(seconds=FORGET_SECONDS)
+        for other in [key for key, look in self._looks.items() if look.at < horizon]:
+            del self._looks[other]
+        look = _Look(said, now, pause)
+        self._looks[uid] = look
+        return look
+
+    async def _workload(self, uid: str, namespace: str, now: datetime) -> Document | None:
+        if self._absent_until is not None and now < self._absent_until:
+            return None
+        for kind in (self._kind,) if self._kind is not None else WORKLOADS:
+            try:
+                items, _ = await self._api.list(kind, namespace, label_selector=f"{JOB_UID_LABEL}={uid}")
+            except ApiError as error:
+                if error.code not in _NO_WORKLOADS:
+                    # Such as a conversion webhook of Kueue's that is away: no reason to leave the job alone.
+                    return None
+                self._kind = None
+                continue
+            self._kind, self._absent_until = kind, None
+            return items[0] if items else None
+        self._absent_until = now + timedelta(seconds=ABSENT_SECONDS)
+        return None
+
+
+def reason_of(workload: Document) -> str:
+    """Why this Workload does not run: what evicted it, and what it waits for now."""
+    fields = Fields(workload)
+    status = fields.at("status")
+    conditions = {item.text("type", 64): item for item in status.items("conditions")}
+    said = []
+    evicted = conditions.get("Evicted")
+    if evicted is not None and evicted.text("status", 16) == "True":
+        said.append(_told("Evicted", evicted))
+    if fields.at("spec").has("active") and not fields.at("spec").flag("active"):
+        return " ".join([*said, "The Workload is deactivated; set its spec.active to true."])
+    for kind in ("QuotaReserved", "Admitted"):
+        waiting = conditions.get(kind)
+        if waiting is not None and waiting.text("status", 16) == "False":
+            said.append(_told(kind, waiting))
+            break
+    checks = [check for check in status.items("admissionChecks") if check.text("state", 16) not in ("", "Ready")]
+    said += [f"Check {one.text('name', 253)} is {one.text('state', 16)}: {one.text('message', 512)}" for one in checks]
+    queue = fields.at("spec").name("queueName")
+    return f"Queue {queue}: {' '.join(said)}" if said and queue else " ".join(said)
+
+
+def _told(kind: str, condition: Fields) -> str:
+    message = condition.text("message", LONGEST_MESSAGE)
+    return f"{kind} ({condition.text('reason', 128)}): {message}".rstrip(": ")
