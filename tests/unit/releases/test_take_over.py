@@ -16,13 +16,11 @@ from finetune_operator.children.ownership import Owner
 from tests.releases.recorded import RELEASES, SCENARIOS, has_succeeded, recording, stages, taken_over
 from tests.support.builders import UID
 
-STORED = pytest.mark.xfail(reason="a plan that is stored is resolved again until the first stage has begun", strict=False)
-STAGES = [pytest.param(*one, marks=STORED) if one[2] == "stored" else one for one in stages()]
 RESTARTED = ("train-failing", "train-restarting")
 """Stages in which the gang has failed, so that its Job is to be deleted and made again."""
 
 
-@pytest.mark.parametrize(("release", "scenario", "stage"), STAGES)
+@pytest.mark.parametrize(("release", "scenario", "stage"), stages())
 def test_a_job_of_any_release_is_carried_to_its_end(release: str, scenario: str, stage: str) -> None:
     cluster = taken_over(release, scenario, stage)
     before = cluster.status
@@ -46,7 +44,7 @@ def test_a_job_of_any_release_is_carried_to_its_end(release: str, scenario: str,
     assert cluster.status.attempt == (1 if stage in RESTARTED else before.attempt)
 
 
-@pytest.mark.parametrize(("release", "scenario", "stage"), [one for one in STAGES if "frozen" not in one])
+@pytest.mark.parametrize(("release", "scenario", "stage"), [one for one in stages() if "frozen" not in one])
 def test_what_follows_is_what_the_release_itself_created(release: str, scenario: str, stage: str) -> None:
     """Names, arguments and mounts that the trainer image of the plan understands: the image is the one that the release froze."""
     recorded = recording(release)[scenario]
