@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from finetune_job.api.job import FineTuneJob, FineTuneJobSpec, parse_job
 from finetune_job.api.profile import FineTuneProfile
+from finetune_job.api.started_spec import spec_of_started_job
 from finetune_job.status.stored import read_status
 from finetune_operator.cluster.kinds import JOBS, PROFILES, Kind
 from finetune_operator.cluster.object_key import Document
@@ -83,15 +84,18 @@ class Reader:
         if spec.raw != raw:
             self._specs.forget(held.key.uid)
             spec = self._specs.get(held.key.uid, lambda: _read_spec(document))
+        status = read_status(document.get("status"))
+        # What a release bounds that an earlier one took must not stop a job that has started: it follows its plan.
+        readable = spec.spec if spec.spec is not None or not status.start_time else spec_of_started_job(raw)
         view = JobView(
             namespace=held.key.namespace,
             name=held.key.name,
             uid=held.key.uid,
             generation=metadata.get("generation") or 0,
             resource_version=str(held.key.version),
-            spec=spec.spec,
+            spec=readable,
             spec_error=spec.error,
-            status=read_status(document.get("status")),
+            status=status,
             deleting="deletionTimestamp" in metadata,
         )
         return ReadJob(view, raw, document.get("status") or {}, held.size > LARGEST_KEPT)
