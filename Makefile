@@ -136,6 +136,8 @@ nightly: environment ## What does not fit into `make test`: 100 killed runs, new
 	$(MAKE) failures
 	$(MAKE) mutants simulate
 	$(MAKE) explore
+	$(PYTHON) -m tests.support.cluster.binaries
+	$(PYTHON) -m tests.idle
 	$(MAKE) sweep
 	$(PYTHON) -m tests.sweep --slice random --count 300 --seed $$(date +%s)
 	$(MAKE) bench-operator JOBS=1000

@@ -1,0 +1,89 @@
+"""A control plane of a test's own with the chart installed and the operator's requests written down.
+
+For what would disturb other tests: an empty cluster, or one with tens of thousands of objects. It ends with all that it holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+
+import yaml
+
+from tests.integration.kube import Kube
+from tests.integration.operator_process import OperatorProcess
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.errors import wait_until
+from tests.support.cluster.processes import Component
+
+CHART = Path(__file__).parents[2] / "charts" / "finetune-operator"
+SYSTEM = "finetune-system"
+RELEASE = "finetune-operator"
+
+
+class AuditedPlane(ControlPlane):
+    """Context manager: `kube` acts as administrator; `operator` gives operators with the chart's rights, to be entered."""
+
+    def __enter__(self) -> AuditedPlane:
+        super().__enter__()
+        try:
+            self._install()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)
+
+    def start(self, name: str, *arguments: str | Path) -> Component:
+        """The API server gets its audit log."""
+        if name == "kube-apiserver":
+            self._audit_log = self.run.path / "audit.log"
+            policy = self.run.path / "audit-policy.yaml"
+            policy.write_text(json.dumps(_AUDIT_POLICY))
+            arguments = (*arguments, f"--audit-policy-file={policy}", f"--audit-log-path={self._audit_log}")
+        return super().start(name, *arguments)
+
+    def operator(self, log: Path, identity: str = "test") -> OperatorProcess:
+        """An operator for all namespaces."""
+        lease = (f"--lease-namespace={SYSTEM}", f"--lease-name={RELEASE}", f"--identity={identity}")
+        return OperatorProcess(self._operator_kubeconfig, log, *lease)
+
+    def requests(self) -> Counter[str]:
+        """The operator's requests so far, watches among them, as `get leases`."""
+        found = Counter[str]()
+        for line in self._audit_log.read_text().splitlines() if self._audit_log.exists() else ():
+            entry = json.loads(line)
+            found[f"{entry['verb']} {(entry.get('objectRef') or {}).get('resource') or entry['requestURI']}"] += 1
+        return found
+
+    def _install(self) -> None:
+        self.helm(
+            *("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM, "--create-namespace"),
+            *("--set", "replicas=0", "--wait", "--timeout", "3m"),
+        )
+        self.kube = Kube(self.kubeconfig)
+        wait_until(lambda: self.kube.get("ServiceAccount", SYSTEM, RELEASE), "the chart's ServiceAccount", 60)
+        wait_until(lambda: self.kube.get("FineTuneProfile", "", "default"), "the default profile", 60)
+        token = self.kubectl("create", "token", RELEASE, "--namespace", SYSTEM, "--duration", "2h").strip()
+        config = yaml.safe_load(self.kubeconfig.read_text())
+        config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
+        self._operator_kubeconfig = self.run.path / "operator-kubeconfig"
+        self._operator_kubeconfig.write_text(json.dumps(config))
+
+
+_AUDIT_POLICY = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    # A watch is told of when it begins, anything else when it is answered.
+    "omitStages": ["RequestReceived"],
+    "rules": [
+        {"level": "Metadata", "users": [f"system:serviceaccount:{SYSTEM}:{RELEASE}"], "verbs": ["watch"],
+         "omitStages": ["ResponseComplete"]},
+        {"level": "Metadata", "users": [f"system:serviceaccount:{SYSTEM}:{RELEASE}"]},
+        {"level": "None"},
+    ],
+}  # fmt: skip
