@@ -86,6 +86,12 @@ format: environment ## Format the sources
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
+.PHONY: chaos
+chaos: JOBS = 200
+chaos: environment ## Kill the operator around every write, and put it into bad weather, with JOBS jobs on a real control plane
+	$(PYTHON) -m tests.support.cluster.binaries
+	$(PYTHON) -m tests.chaos --jobs $(JOBS)
+
 .PHONY: kill-test
 kill-test: RUNS = 100
 kill-test: environment ## Kill training runs at random moments, RUNS with SIGKILL and RUNS with SIGTERM, and compare their bytes
@@ -133,6 +139,7 @@ bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB pe
 .PHONY: nightly
 nightly: environment ## What does not fit into `make test`: 100 killed runs, new property examples, every benchmark
 	$(MAKE) kill-test kill-test-merge kill-test-publish RUNS=100
+	$(MAKE) chaos
 	$(MAKE) failures
 	$(MAKE) mutants simulate
 	$(MAKE) explore
