@@ -2,6 +2,7 @@
 
 A look at the lease before a request is not enough: between the look and the bytes the request waits for a connection and for
 its turn in the event loop, and a process that is stopped there sends it when it goes on. So the socket itself looks again.
+What is left are the instructions between that look and the system call; for these there are preconditions and fixed names.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from finetune_operator.cluster.lease import Elector, LeaseTiming
 from finetune_operator.cluster.lease_object import LeaseObject
 
 TIMING = LeaseTiming(duration=2, renew_deadline=1.2, retry=0.2)
-WRITERS = 8
+WRITERS = 40
 TRIES_AFTER_THE_LOSS = 200
 
 

@@ -125,7 +125,7 @@ def test_fence_that_closes_between_the_look_and_the_bytes_sends_nothing() -> Non
     asyncio.run(scenario())
 
 
-def test_stopped_leader_writes_nothing_when_it_goes_on() -> None:
+def test_stopped_leader_begins_no_write_when_it_goes_on() -> None:
     """Stopped in the middle of a burst until another holds the lease. CLOCK_MONOTONIC goes on meanwhile, or this would fail."""
 
     async def scenario() -> None:
@@ -152,7 +152,8 @@ def test_stopped_leader_writes_nothing_when_it_goes_on() -> None:
                     if process.returncode is None:
                         process.kill()
                         await process.wait()
-                assert server.writes == before
+                # At most the one whose system call the only sending thread had begun when it was stopped after its last look.
+                assert server.writes - before <= 1
                 assert server.lease is not None
                 assert server.lease["spec"]["holderIdentity"] == "standby"
 
