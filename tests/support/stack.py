@@ -230,8 +230,8 @@ class Stack:
                 write(f"\n$ kubectl {' '.join(arguments)}\n{self.cluster.kubectl(*arguments)[-20000:]}\n")
             except ClusterError as error:
                 write(f"{error}\n")
-        logs = sorted(self.directory.glob("claims/*/*/logs/**/*"))
-        logs = [log for log in logs if log.is_file()]
+        logs = [log for log in self.directory.glob("claims/*/*/logs/**/*") if log.is_file()]
+        logs.sort(key=lambda log: log.stat().st_mtime)
         for log in logs[-6:]:
             write(f"\n--- {log.relative_to(self.directory)}\n{log.read_text(errors='replace')[-3000:]}\n")
         kept = Path(tempfile.gettempdir()) / f"finetune-stack-logs-{os.getpid()}"
