@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.failures import FailureClass
+from finetune_job.reasons import Reason
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import Kind
-from finetune_operator.decide import reconcile, role_stage, validate_stage
+from finetune_operator.decide import finish, reconcile, role_stage
+from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.finish import finish_failed
+from finetune_operator.decide.restart_policy import POLICY, Retry, Verdict
+from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.worker import Worker
 from tests.simulation.walk import walk
 
 WALKS = 25
 STEPS = 120
-_request, _delete, _condition, _freeze = Api.request, Api.delete, Draft.condition, validate_stage._freeze
+_request, _delete, _status = Api.request, Api.delete, Draft._status
 
 
 async def _delete_without_precondition(self: Api, kind: Kind, namespace: str, name: str, **options: Any) -> Any:
@@ -38,11 +45,16 @@ def _always_at_once(self: Worker, key: Any, outcome: Any) -> Any:
     return outcome
 
 
-def _freeze_again(observed: Any, draft: Draft, *arguments: Any) -> None:
-    _freeze(observed, draft, *arguments)
-    draft.set(start_time=(draft.now + timedelta(seconds=1)).strftime("%Y-%m-%dT%H:%M:%SZ"))
+def _always_failed(self: RoleStage, failure: Failure, _: Any) -> None:
+    finish_failed(self.observed, self.draft, Reason.FAILED, failure.text)
 
 
+def _always_new(self: Draft) -> FineTuneJobStatus:
+    status = _status(self)
+    return status.model_copy(update={"suspended_seconds": status.suspended_seconds + 1})
+
+
+COUNTED_EVICTIONS = {FailureClass.INFRASTRUCTURE: replace(POLICY[FailureClass.INFRASTRUCTURE], retry=Retry.COUNTED)}
 BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "a delete without a precondition": (
         "deleted without a precondition",
@@ -51,14 +63,30 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "a delete that orphans": ("deleted without its pods", lambda: patch.object(Api, "request", _delete_and_orphan)),
     "no look at what really runs": (
         "two live gangs|is created while",
-        lambda: patch.object(role_stage, "left_of_earlier_attempts", lambda *_: ""),
+        lambda: patch.object(role_stage, "remains", lambda *_: None),
     ),
     "passes without a pause": ("spin", lambda: patch.object(Worker, "_settle", _always_at_once)),
     "a job that never ends": (
         "after the end|changed after|a new attempt|although .* is True|spin|moved",
-        lambda: patch.object(reconcile, "is_terminal", lambda _: False),
+        lambda: patch.multiple(reconcile, is_terminal=lambda _: False, is_ended=lambda _: False),
     ),
-    "a start that is written twice": ("the start is written once", lambda: patch.object(validate_stage, "_freeze", _freeze_again)),
+    "restarts without a budget": (
+        "counted restarts",
+        lambda: patch.object(role_stage, "verdict", lambda *_: Verdict.RESTART_COUNTED),
+    ),
+    "an eviction that is counted": (
+        "nothing failed by its own fault|without a fault of its own",
+        lambda: patch.dict(POLICY, COUNTED_EVICTIONS),
+    ),
+    "a later role that ends the job": (
+        "trained, and ended with Failed",
+        lambda: patch.object(RoleStage, "fail", _always_failed),
+    ),
+    "a status that is never the same": ("status writes within a minute|spin", lambda: patch.object(Draft, "_status", _always_new)),
+    "an end that leaves what runs": (
+        "runs although its job has ended|no rest|has not ended|calls in eight minutes",
+        lambda: patch.multiple(finish, stop_running=lambda *_: None, still_running=lambda _: ""),
+    ),
     "events that are not heard": (
         "no rest|does not say so|has not ended|no status",
         lambda: patch.object(Cache, "apply", lambda *_: set()),

@@ -1,0 +1,45 @@
+"""Claims: whose word counts, and who may write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune_job.api.output import RetainPolicy, VolumeClaimTemplate
+from finetune_operator.children.claims import workspace_claim
+from finetune_operator.children.merge_job import merge_job
+from finetune_operator.children.preflight_job import preflight_job
+from finetune_operator.children.train_job import train_job
+from tests.support.builders import a_job
+from tests.unit.operator_children.test_children import OWNER, pod_spec, run_of
+
+
+@pytest.mark.parametrize(
+    ("user", "profile", "chosen"),
+    [("fast", "slow", "fast"), ("fast", None, "fast"), (None, "slow", "slow"), (None, None, None)],
+)
+def test_the_users_storage_class_comes_before_the_profiles(user: str | None, profile: str | None, chosen: str | None) -> None:
+    template = VolumeClaimTemplate(storage="10Gi", storage_class_name=user)
+    claim = workspace_claim(OWNER, template, RetainPolicy.KEEP, profile)
+    assert claim["spec"].get("storageClassName") == chosen
+
+
+def read_only(body: dict[str, Any]) -> dict[str, bool]:
+    """Claim -> whether its mount is read-only."""
+    pod = pod_spec(body)
+    claims = {one["name"]: one["persistentVolumeClaim"]["claimName"] for one in pod["volumes"] if "persistentVolumeClaim" in one}
+    (container,) = pod["containers"]
+    return {claims[mount["name"]]: mount.get("readOnly", False) for mount in container["volumeMounts"] if mount["name"] in claims}
+
+
+def test_inputs_are_mounted_read_only() -> None:
+    run = run_of(a_job())
+    assert read_only(preflight_job(run, 0)) == {"models": True, "data": True, "results": False, "scratch": False}
+    assert read_only(train_job(run, 0)) == {"models": True, "scratch": False}
+    assert read_only(merge_job(run, 0)) == {"models": True, "data": True, "results": False, "scratch": False}
+
+
+def test_a_single_pod_is_never_replaced_by_the_job_controller() -> None:
+    spec = merge_job(run_of(a_job()), 0)["spec"]
+    assert (spec["backoffLimit"], spec["podReplacementPolicy"], spec["completions"]) == (0, "Failed", 1)
