@@ -23,6 +23,7 @@ PLURALS = {
     "ServiceAccount": "/api/v1/{}serviceaccounts",
     "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/{}rolebindings",
     "ResourceQuota": "/api/v1/{}resourcequotas",
+    "Workload": "/apis/kueue.x-k8s.io/v1beta2/{}workloads",
     "Lease": "/apis/coordination.k8s.io/v1/{}leases",
 }
 
