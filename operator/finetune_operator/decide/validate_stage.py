@@ -29,6 +29,10 @@ from finetune_operator.decide.findings import status_findings
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.stage import CONDITION, attempt_of, is_started
 
+NEAR_PLACES = 10
+"""Places in the line of a namespace that are told exactly."""
+FAR_LOOK_AGAIN_SECONDS = 300.0
+"""For those further behind; the job whose turn it is is woken."""
 LOOK_AGAIN_SECONDS = 30.0
 """For what no watch announces: a claim that somebody creates."""
 TOO_COMPLEX_MESSAGE = (
@@ -128,14 +132,18 @@ def _waits_in_line(observed: Observed, draft: Draft) -> bool:
     line = observed.line
     if line is None or line.ahead < line.limit:
         return False
+    place = line.ahead - line.limit + 1
+    is_near = place <= NEAR_PLACES
+    # Far behind, a place that moves is not worth a status write for each of thousands of jobs.
+    told = str(place) if is_near else f"about {float(f'{place:.1g}'):.0f}"
     said = (
-        f"{line.ahead} jobs of namespace {observed.job.namespace} are active or came earlier; profile {observed.profile.name} "
-        f"allows {line.limit} active jobs (spec.maxActiveJobs). Place in the line: {line.ahead - line.limit + 1}."
+        f"Profile {observed.profile.name} allows {line.limit} active jobs in namespace {observed.job.namespace} "
+        f"(spec.maxActiveJobs). Place in the line: {told}."
     )
     draft.condition(ConditionType.VALIDATED, None, Reason.WAITING_IN_LINE, said)
     draft.condition(ConditionType.READY, False, Reason.WAITING_IN_LINE, said)
     draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
-    draft.wake_after(LOOK_AGAIN_SECONDS)
+    draft.wake_after(LOOK_AGAIN_SECONDS if is_near else FAR_LOOK_AGAIN_SECONDS)
     return True
 
 

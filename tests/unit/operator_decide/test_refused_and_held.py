@@ -125,6 +125,17 @@ def test_a_job_waits_in_the_line_of_its_namespace_and_sees_its_place(ahead: int,
         assert actions.requeue_after_seconds is not None
 
 
+def test_far_behind_in_the_line_a_moving_place_is_not_written_each_time() -> None:
+    first = reconcile(observing(a_job()).but(line=Line(limit=2, ahead=2345)).build(), T0)
+    assert "Place in the line: about 2000." in message(first, ConditionType.READY)
+    moved = reconcile(observing(a_job()).but(status=written(first), line=Line(limit=2, ahead=2100)).build(), after(300))
+    assert moved.status is None
+    assert moved.requeue_after_seconds == 300
+    near = reconcile(observing(a_job()).but(line=Line(limit=2, ahead=11)).build(), T0)
+    assert "Place in the line: 10." in message(near, ConditionType.READY)
+    assert near.requeue_after_seconds == 30
+
+
 def test_a_started_job_is_not_sent_back_to_the_line() -> None:
     seen = observing(a_job()).frozen().but(line=Line(limit=1, ahead=5))
     assert created(reconcile(seen.build(), T0)) == ["ConfigMap/tune-plan", "Job/tune-preflight-0"]
