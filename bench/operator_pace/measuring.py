@@ -112,10 +112,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def calibration_ms() -> float:
-    """CPU time of a fixed piece of Python work: about 50 on an idle core of the machine that the thresholds were set on.
-
-    Neighbours on a shared machine make every CPU second of the operator cost more, and this one as well.
-    """
+    """CPU time of a fixed piece of Python work. Neighbours on a shared machine make it longer, as all CPU time."""
     document = {str(number): list(range(20)) for number in range(100)}
     times = []
     for _ in range(5):

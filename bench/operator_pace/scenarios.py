@@ -181,6 +181,8 @@ async def burst(stage: Stage) -> None:
     number = len(names)
     calls = to_first_child.calls + rest.calls
     lives = timeline.lives.values()
+    children = sum(count for call, count in calls.items() if call in CHILD_CREATES)
+    transitions = sum(life.num_transitions for life in lives)
     stage.results["burst"] = {
         "all_created_seconds": created,
         "all_first_children_seconds": all_begun,
@@ -193,9 +195,10 @@ async def burst(stage: Stage) -> None:
         "cpu_ms_per_life": (to_first_child.cpu_seconds + rest.cpu_seconds) / number * 1e3,
         "writes_to_first_child": to_first_child.num_writes / number,
         "writes_per_life": (to_first_child.num_writes + rest.num_writes) / number,
-        "transitions_per_life": sum(life.num_transitions for life in lives) / number,
+        "transitions_per_life": transitions / number,
+        "writes_over_children_and_transitions": (to_first_child.num_writes + rest.num_writes - children - transitions) / number,
         "status_writes_per_life": calls["patch finetunejobs/status"] / number,
-        "children_per_life": sum(count for call, count in calls.items() if call in CHILD_CREATES) / number,
+        "children_per_life": children / number,
         "calls_per_life": {call: count / number for call, count in sorted(calls.items())},
         "loop_lag_p99_seconds": bound_of(lags, lag, 0.99),
         "loop_lag_most_seconds": bound_of(lags, lag, 1.0),
