@@ -14,6 +14,7 @@ from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.claims import CLAIM_LABEL, Rivals, claim_metadata, claim_name
 from finetune_operator.cluster.discovery import wait_for_crds
+from finetune_operator.cluster.event_watch import EventWatch
 from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.fence import Fence
 from finetune_operator.cluster.gather import Gatherer
@@ -27,6 +28,7 @@ from finetune_operator.cluster.projection import Held, utc_now
 from finetune_operator.cluster.recorder import Recorder
 from finetune_operator.cluster.relist import fill, relist
 from finetune_operator.cluster.unreadable import UnreadableObjects
+from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.health import BEAT_SECONDS, Health, health_server
 from finetune_operator.logs import logger
 from finetune_operator.loop_lag import measure_loop_lag
@@ -96,13 +98,19 @@ async def _lead(
     queue: WorkQueue[JobKey] = WorkQueue(
         retry_first=clockwork.retry_first, retry_longest=clockwork.retry_longest, waited=metrics.waited
     )
-    gatherer = Gatherer(api, cache, clockwork.pending_events_after)
+    warnings = WarningEvents(cache)
+    gatherer = Gatherer(api, cache, clockwork.pending_events_after, warnings)
     recorder = Recorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
     executor = Executor(api, cache, gatherer, recorder)
 
     def take_in(kind: Kind, deleted: bool, held: Held) -> None:
         for key in cache.remove(kind, held) if deleted else cache.apply(kind, held):
             queue.add(key, urgency(cache.job(key)))
+
+    def take_warning(event: Document) -> None:
+        key = warnings.take(event)
+        if key is not None:
+            queue.add(key)
 
     health.is_ready = False
     health.is_leading = True
@@ -139,6 +147,7 @@ async def _lead(
         "relist": relisting.run,
         "loop lag": lambda: measure_loop_lag(metrics.lagged),
         "events": recorder.run,
+        "watch of events": EventWatch(api, settings.namespaces, take_warning).run,
     }
     others = [asyncio.create_task(keep_trying(name, work, metrics.failed)) for name, work in beside.items()]
     health.is_ready = True

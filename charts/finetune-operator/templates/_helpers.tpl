@@ -63,5 +63,5 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
   verbs: [get, create]
 - apiGroups: [""]
   resources: [events]
-  verbs: [get, list, create, patch]
+  verbs: [get, watch, create, patch]
 {{- end -}}

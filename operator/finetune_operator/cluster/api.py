@@ -7,12 +7,9 @@ ten times the time of plain JSON, and the cache keeps projections of its own.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from datetime import UTC
-from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
@@ -20,25 +17,13 @@ import aiohttp
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
+from finetune_operator.cluster.answers import Answered, Document, document_of, refusal_of, resource_of, retry_after_seconds
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.fence import Fence, FencedConnections
 from finetune_operator.cluster.in_flight import InFlight
 from finetune_operator.cluster.kinds import Kind
 
-Document = dict[str, Any]
-
-
-class Answered(NamedTuple):
-    """One request that was sent, for the metrics."""
-
-    verb: str
-    """HTTP method, or LIST."""
-    resource: str
-    """Plural and subresource, as in `jobs` or `finetunejobs/status`."""
-    code: str
-    """HTTP status; `error` where no answer came."""
-    reason: str
-    """The server's word for a refusal, as in `AlreadyExists`; empty without one."""
+__all__ = ["Answered", "Api", "Document", "Page", "resource_of", "retry_after_seconds"]
 
 
 class Page(NamedTuple):
@@ -57,8 +42,6 @@ ATTEMPTS = 5
 """How often one request is sent at most while the server says "later"."""
 LISTINGS = 3
 """How often a list that expires midway is begun."""
-SHORTEST_RETRY_AFTER = 0.1
-LONGEST_RETRY_AFTER = 30.0
 LATER = (429, 500, 503, 504)
 """Answers that may come with Retry-After."""
 OVERLOADED = (429, 503)
@@ -224,9 +207,9 @@ class Api:
                 self._observer(Answered(verb, resource, str(response.status), ""))
                 if self._in_flight is not None:
                     self._in_flight.went_well()
-                return _document(f"{verb} {path}", content)
+                return document_of(f"{verb} {path}", content)
             asked = retry_after_seconds(response.headers.get("Retry-After"), self._clock())
-            refusal = _refusal(verb, path, response.status, asked, content)
+            refusal = refusal_of(verb, path, response.status, asked, content)
             self._observer(Answered(verb, resource, str(response.status), refusal.reason))
             if self._in_flight is not None and refusal.code in OVERLOADED:
                 self._in_flight.was_too_much()
@@ -235,35 +218,34 @@ class Api:
             await self._sleep(refusal.retry_after)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
+    async def stream(self, path: str, query: Mapping[str, str], longest_silence: float) -> AsyncIterator[bytes]:
+        """Chunks of an answer that goes on for long. It takes no place among the requests under way.
+
+        Raises the same as `request`, and ApiUnreachableError after so many seconds without a byte.
+        """
+        verb, resource = "WATCH", resource_of(path)
+        url = f"{self._client.configuration.host}{path}?{urlencode(query)}"
+        headers = {"Accept": "application/json", "User-Agent": self._client.user_agent}
+        timeout = aiohttp.ClientTimeout(sock_connect=self._timeout.total, sock_read=longest_silence)
+        try:
+            await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, "GET", None)
+            self._fence()
+            answer = await self._client.rest_client.request("GET", url, headers=headers, _request_timeout=timeout)
+            async with answer.response as response:
+                if response.status != 200:
+                    asked = retry_after_seconds(response.headers.get("Retry-After"), self._clock())
+                    refusal = refusal_of(verb, path, response.status, asked, await response.read())
+                    self._observer(Answered(verb, resource, str(response.status), refusal.reason))
+                    raise refusal
+                self._observer(Answered(verb, resource, "200", ""))
+                async for chunk in response.content.iter_any():
+                    yield chunk
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._observer(Answered(verb, resource, "error", ""))
+            raise ApiUnreachableError(f"{verb} {path}: {type(error).__name__}: {error}") from error
+
     def _slot(self) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self._in_flight is None else self._in_flight.slot()
-
-
-def retry_after_seconds(value: str | None, now: float) -> float:
-    """Seconds to wait by a Retry-After header, in seconds or as a date, within bounds; 0 where none can be read.
-
-    `now`: seconds since the epoch.
-    """
-    text = (value or "").strip()
-    if text.isascii() and text.isdigit():
-        # Longer numbers are cut before they are read: past the bound their size does not matter.
-        seconds = float(text[:9])
-    else:
-        try:
-            moment = parsedate_to_datetime(text)
-        except (ValueError, TypeError, IndexError, OverflowError):
-            return 0.0
-        seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - now
-    return min(max(seconds, SHORTEST_RETRY_AFTER), LONGEST_RETRY_AFTER)
-
-
-def resource_of(path: str) -> str:
-    """Plural and subresource of a path: what the metrics count by. Empty for paths that are no resource's."""
-    parts = path.split("/")[1:]
-    parts = parts[2:] if parts[0] == "api" else parts[3:] if parts[0] == "apis" else []
-    if len(parts) > 2 and parts[0] == "namespaces":
-        parts = parts[2:]
-    return "/".join([*parts[:1], *parts[2:3]])
 
 
 def _unobserved(_: Answered) -> None:
@@ -272,23 +254,3 @@ def _unobserved(_: Answered) -> None:
 
 def _unfenced() -> None:
     """For clients that need no lease."""
-
-
-def _document(request: str, content: bytes) -> Document:
-    """An answer that is not a JSON object came from something between us and the API server."""
-    try:
-        document = json.loads(content)
-    except ValueError as error:
-        raise ApiUnreachableError(f"{request}: the answer is not JSON: {content[:100]!r}") from error
-    if not isinstance(document, dict):
-        raise ApiUnreachableError(f"{request}: the answer is not an object: {content[:100]!r}")
-    return document
-
-
-def _refusal(verb: str, path: str, code: int, retry_after: float, content: bytes) -> ApiError:
-    try:
-        status = json.loads(content)
-        reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
-    except (ValueError, AttributeError):
-        reason, message = "", content.decode(errors="replace")[:500]
-    return ApiError(f"{verb} {path}", code, reason, message, retry_after)

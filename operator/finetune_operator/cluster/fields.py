@@ -40,6 +40,11 @@ class Fields:
         """Paths of what could not be read so far."""
         return tuple(self._notes)
 
+    @property
+    def raw(self) -> dict[str, Any]:
+        """The object as it is."""
+        return self._raw
+
     def note(self, name: str = "") -> None:
         """Say that a value, or this object itself, cannot be read."""
         path = self._below(name) if name else self._path

@@ -1,7 +1,7 @@
 """Cache and a few live reads -> `Observed`, the input of one reconcile pass.
 
-Live reads are made only for what no watch shows: children that are in doubt (`live_reads`), whether claims exist, Events of pods
-that stay pending, whether a conflicting object is still there.
+Live reads are made only for what no watch shows: children that are in doubt (`live_reads`), whether claims exist, whether a
+conflicting object is still there.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from finetune_operator.children.claims import claims_named_by
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.errors import ApiError
-from finetune_operator.cluster.fields import Fields
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, EVENTS, JOBS, SERVICES, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, SERVICES, Kind
 from finetune_operator.cluster.live_reads import LiveReads
 from finetune_operator.cluster.notes import JobNotes, refusal
 from finetune_operator.cluster.object_key import belongs_to
 from finetune_operator.cluster.projection import Held
 from finetune_operator.cluster.reading import Reader
+from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.cluster.workloads import Workloads
 from finetune_operator.decide.earlier_attempts import needs_live_list
-from finetune_operator.decide.observed import JobView, Line, Observed, PodView, ProfileView
+from finetune_operator.decide.observed import JobView, Line, Observed, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 
 CLAIM_SEEN_SECONDS = 60.0
@@ -38,14 +38,9 @@ MOST_CLAIMS_SEEN = 10_000
 MISSING_RETRY_SECONDS = 15.0
 """How soon to look again for a claim that is missing or a conflict that stands in the way: no watch would tell."""
 VANISHING_RETRY_SECONDS = 3.0
-PENDING_RETRY_SECONDS = 15.0
-"""How often the Events of a pending pod are read."""
 LINE_SECONDS = 30.0
 LONGEST_LINE_SECONDS = 300.0
 """How soon to look at one's place in the line again, by how far back that is: one's turn is told, one's place is not."""
-EVENTS_PER_POD = 5
-LONGEST_EVENT = 1024
-"""Characters of an event's message: what the API server takes of a new one."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +59,16 @@ class Gathered:
 class Gatherer:
     """Reads for one pass. What it remembers from pass to pass are hints that live reads renew."""
 
-    def __init__(self, api: Api, cache: Cache, pending_events_after: float, draw: Callable[[], float] = random) -> None:
+    def __init__(
+        self,
+        api: Api,
+        cache: Cache,
+        pending_events_after: float,
+        warnings: WarningEvents | None = None,
+        draw: Callable[[], float] = random,
+    ) -> None:
         self._api = api
+        self._warnings = warnings or WarningEvents(cache)
         self._cache = cache
         self._reader = Reader()
         self._workloads = Workloads(api)
@@ -134,7 +137,7 @@ class Gatherer:
         if needs_live_list(observed):
             live = await self._live.children(job, notes, now)
             observed = replace(self._with_children(observed), live=live)
-        observed = replace(observed, pods=await self._with_events(job, observed.pods, now, revisits))
+        observed = self._with_events(observed, now, revisits)
         told = await self._workloads.told(observed.batch_jobs, job.namespace, now, revisits)
         observed = replace(observed, batch_jobs=told)
         return Gathered(observed, raw_status, min(revisits, default=None), cpu_seconds)
@@ -193,26 +196,21 @@ class Gatherer:
             is_old = {one: (now - seen).total_seconds() > CLAIM_SEEN_SECONDS for one, seen in self._claims_seen.items()}
             self._claims_seen = {one: seen for one, seen in self._claims_seen.items() if not is_old[one]}
 
-    async def _with_events(
-        self, job: JobView, known: tuple[PodView, ...], now: datetime, revisits: list[float]
-    ) -> tuple[PodView, ...]:
+    def _with_events(self, observed: Observed, now: datetime, revisits: list[float]) -> Observed:
+        """Warning events of Jobs and of pods that have been pending for a while: in their first seconds they say what passes."""
+        job = observed.job
+        if is_ended(job.status):
+            return observed
+        batch_jobs = tuple(replace(one, events=self._warnings.about(job.namespace, one.uid)) for one in observed.batch_jobs)
         pods = []
-        for pod in known:
-            if pod.phase == "Pending" and not pod.gone and not is_ended(job.status):
-                young = self._pending_events_after - (now - pod.created).total_seconds()
-                if young > 0:
-                    revisits.append(young + 0.1)
-                else:
-                    revisits.append(PENDING_RETRY_SECONDS)
-                    pod = replace(pod, events=await self._warnings(job.namespace, pod.uid))
-            pods.append(pod)
-        return tuple(pods)
-
-    async def _warnings(self, namespace: str, uid: str) -> tuple[str, ...]:
-        events, _ = await self._api.list(EVENTS, namespace, field_selector=f"involvedObject.uid={uid},type=Warning")
-        told = [Fields(event) for event in events]
-        told.sort(key=lambda event: event.text("lastTimestamp", 32) or event.text("eventTime", 32))
-        return tuple(f"{event.text('reason', 128)}: {event.text('message', LONGEST_EVENT)}" for event in told[-EVENTS_PER_POD:])
+        for pod in observed.pods:
+            events = self._warnings.about(job.namespace, pod.uid) if pod.phase == "Pending" and not pod.gone else ()
+            young = self._pending_events_after - (now - pod.created).total_seconds()
+            if events and young > 0:
+                revisits.append(young + 0.1)
+                events = ()
+            pods.append(replace(pod, events=events))
+        return replace(observed, batch_jobs=batch_jobs, pods=tuple(pods))
 
     async def _conflicts(self, job: JobView, notes: JobNotes, revisits: list[float]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What has the name of a child and is not ours: what an earlier job of this name has left and is going, and the rest."""

@@ -7,9 +7,10 @@ import pytest
 from finetune_job.progress import Progress
 from finetune_operator.cluster import gather as module
 from finetune_operator.cluster.cache import Cache, JobKey
-from finetune_operator.cluster.gather import CLAIM_SEEN_SECONDS, Gathered, Gatherer
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, EVENTS, JOBS, PODS, PROFILES, Kind
+from finetune_operator.cluster.gather import CLAIM_SEEN_SECONDS, MISSING_RETRY_SECONDS, Gathered, Gatherer
+from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, JOBS, PODS, PROFILES, Kind
 from finetune_operator.cluster.projection import project
+from finetune_operator.cluster.warning_events import WarningEvents
 from tests.unit.operator_effects import objects
 from tests.unit.operator_effects.fakes import Clock, FakeApi
 
@@ -22,7 +23,8 @@ class Scene:
     def __init__(self) -> None:
         self.api: Any = FakeApi()
         self.cache = Cache(Clock())
-        self.gatherer = Gatherer(self.api, self.cache, 5.0)
+        self.warnings = WarningEvents(self.cache)
+        self.gatherer = Gatherer(self.api, self.cache, 5.0, self.warnings)
 
     def add(self, kind: Kind, document: dict[str, Any], *, seen: bool = True) -> None:
         made = self.api.put(kind, document)
@@ -128,27 +130,42 @@ def test_no_live_lists_without_need() -> None:
     assert "list" not in [verb for verb, _, _ in scene.api.calls]
 
 
-def test_events_are_read_only_of_pods_that_stay_pending() -> None:
+def warning(kind: str, uid: str, reason: str, message: str, namespace: str = "team") -> dict[str, Any]:
+    return {
+        "metadata": {"name": "e", "namespace": namespace},
+        "type": "Warning",
+        "involvedObject": {"kind": kind, "uid": uid, "namespace": namespace},
+        "reason": reason,
+        "message": message,
+        "lastTimestamp": objects.CREATED,
+    }
+
+
+def test_events_of_pods_that_stay_pending_are_told_without_a_read() -> None:
     scene = Scene()
     scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
     scene.add(BATCH_JOBS, objects.batch_job())
     scene.add(PODS, objects.pod())
-    about = {"uid": "tune-train-0-0-uid"}
-    event = {
-        "metadata": objects.metadata("e", "e-uid"),
-        "involvedObject": about,
-        "type": "Warning",
-        "reason": "FailedMount",
-        "message": 'secret "s" not found',
-    }
-    scene.add(EVENTS, event, seen=False)
     created = datetime.fromisoformat(objects.CREATED)
+    assert scene.gather(created + timedelta(seconds=60)).revisit_after_seconds == MISSING_RETRY_SECONDS  # for the claims only
+    assert scene.warnings.take(warning("Pod", "tune-train-0-0-uid", "FailedMount", 'secret "s" not found')) == KEY
     young = scene.gather(created + timedelta(seconds=1))
     assert young.observed.pods[0].events == ()
     assert young.revisit_after_seconds is not None
     assert young.revisit_after_seconds <= 4.2
     old = scene.gather(created + timedelta(seconds=6))
     assert old.observed.pods[0].events == ('FailedMount: secret "s" not found',)
+    assert "Event" not in [kind for _, kind, _ in scene.api.calls]
+    scene.add(PODS, objects.pod(status={"phase": "Running"}))
+    assert scene.gather(created + timedelta(seconds=7)).observed.pods[0].events == ()
+
+
+def test_events_of_a_job_whose_pods_may_not_be_created_are_told() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    scene.add(BATCH_JOBS, objects.batch_job())
+    scene.warnings.take(warning("Job", "tune-train-0-uid", "FailedCreate", "exceeded quota: pods"))
+    assert scene.gather().observed.batch_jobs[0].events == ("FailedCreate: exceeded quota: pods",)
 
 
 def test_evidence_stays_while_its_attempt_is_current_and_goes_after() -> None:

@@ -1,0 +1,74 @@
+"""Answers of the API server, and of what is between us and it."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
+
+from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
+
+Document = dict[str, Any]
+SHORTEST_RETRY_AFTER = 0.1
+LONGEST_RETRY_AFTER = 30.0
+
+
+class Answered(NamedTuple):
+    """One request that was sent, for the metrics."""
+
+    verb: str
+    """HTTP method, or LIST."""
+    resource: str
+    """Plural and subresource, as in `jobs` or `finetunejobs/status`."""
+    code: str
+    """HTTP status; `error` where no answer came."""
+    reason: str
+    """The server's word for a refusal, as in `AlreadyExists`; empty without one."""
+
+
+def retry_after_seconds(value: str | None, now: float) -> float:
+    """Seconds to wait by a Retry-After header, in seconds or as a date, within bounds; 0 where none can be read.
+
+    `now`: seconds since the epoch.
+    """
+    text = (value or "").strip()
+    if text.isascii() and text.isdigit():
+        # Longer numbers are cut before they are read: past the bound their size does not matter.
+        seconds = float(text[:9])
+    else:
+        try:
+            moment = parsedate_to_datetime(text)
+        except (ValueError, TypeError, IndexError, OverflowError):
+            return 0.0
+        seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - now
+    return min(max(seconds, SHORTEST_RETRY_AFTER), LONGEST_RETRY_AFTER)
+
+
+def resource_of(path: str) -> str:
+    """Plural and subresource of a path: what the metrics count by. Empty for paths that are no resource's."""
+    parts = path.split("/")[1:]
+    parts = parts[2:] if parts[0] == "api" else parts[3:] if parts[0] == "apis" else []
+    if len(parts) > 2 and parts[0] == "namespaces":
+        parts = parts[2:]
+    return "/".join([*parts[:1], *parts[2:3]])
+
+
+def document_of(request: str, content: bytes) -> Document:
+    """An answer that is not a JSON object came from something between us and the API server."""
+    try:
+        document = json.loads(content)
+    except ValueError as error:
+        raise ApiUnreachableError(f"{request}: the answer is not JSON: {content[:100]!r}") from error
+    if not isinstance(document, dict):
+        raise ApiUnreachableError(f"{request}: the answer is not an object: {content[:100]!r}")
+    return document
+
+
+def refusal_of(verb: str, path: str, code: int, retry_after: float, content: bytes) -> ApiError:
+    try:
+        status = json.loads(content)
+        reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
+    except (ValueError, AttributeError):
+        reason, message = "", content.decode(errors="replace")[:500]
+    return ApiError(f"{verb} {path}", code, reason, message, retry_after)

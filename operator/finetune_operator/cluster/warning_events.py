@@ -1,0 +1,83 @@
+"""Texts of Warning events about our Jobs and pods: what no status of theirs says, such as a Secret that is missing or a quota.
+
+Anybody who may write events can write any number of them about anything. So only texts about Jobs and pods that are known stay
+for long, the newest few of each, and both kinds of memory are bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from finetune_operator.cluster.cache import Cache
+from finetune_operator.cluster.fields import Fields
+from finetune_operator.cluster.kinds import BATCH_JOBS, PODS, JobKey
+from finetune_operator.cluster.object_key import LONGEST_UID
+
+PER_OBJECT = 5
+LONGEST_TEXT = 1024
+"""Characters of an event's message: what the API server takes of a new one."""
+MOST_CHARACTERS = 8 << 20
+MOST_CHARACTERS_OF_OTHERS = 1 << 20
+"""About objects that are not known: most are strangers', a few are ours and only not seen yet."""
+
+
+class WarningEvents:
+    """Fed by the watch of events; read by passes."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._ours = _Texts(MOST_CHARACTERS)
+        self._others = _Texts(MOST_CHARACTERS_OF_OTHERS)
+
+    def take(self, event: Any) -> JobKey | None:
+        """Take in an event. Returns the job to reconcile by it: the first time that an object has something of this reason."""
+        fields = Fields(event)
+        about = fields.at("involvedObject")
+        kind = {PODS.name: PODS, BATCH_JOBS.name: BATCH_JOBS}.get(about.text("kind", 64))
+        uid, namespace = about.name("uid", LONGEST_UID), fields.at("metadata").name("namespace")
+        if kind is None or not uid or fields.text("type", 16) != "Warning":
+            return None
+        # An event may name any UID, but it stands in the namespace of who wrote it.
+        key = self._cache.job_key_of(kind, uid)
+        if key is not None and key.namespace != namespace:
+            return None
+        reason, message = fields.text("reason", 128), fields.text("message", LONGEST_TEXT)
+        times = (fields.text("lastTimestamp", 32), fields.at("series").text("lastObservedTime", 32), fields.text("eventTime", 32))
+        texts = self._others if key is None else self._ours
+        is_new = texts.put((namespace, uid), reason, f"{reason}: {message}", max(times))
+        return key if is_new else None
+
+    def about(self, namespace: str, uid: str) -> tuple[str, ...]:
+        """Texts about an object, latest last."""
+        found = self._ours.get((namespace, uid)) | self._others.get((namespace, uid))
+        return tuple(text for _, text in sorted((time, text) for text, (time, _) in found.items())[-PER_OBJECT:])
+
+
+class _Texts:
+    """Of each object text -> (time, reason); what was said longest ago goes first once there is too much."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_object: OrderedDict[tuple[str, str], dict[str, tuple[str, str]]] = OrderedDict()
+        self._size = 0
+
+    def get(self, of: tuple[str, str]) -> dict[str, tuple[str, str]]:
+        return self._by_object.get(of, {})
+
+    def put(self, of: tuple[str, str], reason: str, text: str, time: str) -> bool:
+        """Returns whether nothing of that reason was known."""
+        known = self._by_object.setdefault(of, {})
+        self._by_object.move_to_end(of)
+        is_new = all(one != reason for _, one in known.values())
+        if text not in known:
+            self._size += len(text)
+        known[text] = (time, reason)
+        while len(known) > PER_OBJECT:
+            oldest = min(known, key=lambda one: known[one][0])
+            del known[oldest]
+            self._size -= len(oldest)
+        while self._size > self._most:
+            _, texts = self._by_object.popitem(last=False)
+            self._size -= sum(map(len, texts))
+        return is_new
