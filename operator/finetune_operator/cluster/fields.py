@@ -8,12 +8,15 @@ is read as absent and its path is noted; nothing here raises.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 MOST_NOTES = 4
 """Unreadable values noted of one object; more would only make the log line longer."""
+SHORT = 32
+"""Characters of texts that are reasons, types and phases: every object has the same few."""
 MOST_ITEMS = 128
 """Entries of a list that are looked at."""
 LARGEST_NUMBER = 2**63 - 1
@@ -70,7 +73,8 @@ class Fields:
 
     def text(self, name: str, longest: int) -> str:
         """A text, cut to its first characters; empty where there is none."""
-        return self._text(name)[:longest]
+        value = self._text(name)[:longest]
+        return sys.intern(value) if len(value) <= SHORT else value
 
     def last_of_text(self, name: str, longest: int) -> str:
         """A text, cut to its last characters."""
@@ -82,7 +86,8 @@ class Fields:
         if len(value) > longest:
             self.note(name)
             return ""
-        return value
+        # The same names and UIDs stand in thousands of objects.
+        return sys.intern(value)
 
     def flag(self, name: str) -> bool:
         """A boolean; absent is false."""

@@ -18,7 +18,7 @@ class UnreadableObjectError(Exception):
     """An object without a UID, a name or a version that can be read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ObjectKey:
     """What every kept object is found and compared by."""
 

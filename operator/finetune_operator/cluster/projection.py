@@ -33,7 +33,7 @@ DEEPEST = 64
 _BATCH_JOB_NAME = re.compile(r".+-(fetch|preflight|train|merge|publish)-([0-9]{1,9})")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Held:
     """One object of the cache."""
 
@@ -66,7 +66,7 @@ class Held:
         return decoded
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class JobSummary:
     """What metrics and polls need of a FineTuneJob without parsing it again."""
 

@@ -29,6 +29,8 @@ class Served:
         self.paths: list[str] = []
         self.taken: list[Any] = []
         self.pauses: list[float] = []
+        self.is_asked_once = False
+        """Whether no namespace is watched a second time."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(dict(request.query))
@@ -50,6 +52,7 @@ class Served:
                 self.pauses.append(seconds)
                 if not self.answers:
                     over.set()
+                if not self.answers or self.is_asked_once:
                     await asyncio.Event().wait()
 
             watching = asyncio.create_task(EventWatch(api, namespaces, self.taken.append, sleep).run())
@@ -75,6 +78,7 @@ def test_warnings_are_watched_and_continued_from_the_last_one() -> None:
 
 def test_served_namespaces_are_watched_one_by_one() -> None:
     served = Served(line("BOOKMARK", 1), line("BOOKMARK", 2))
+    served.is_asked_once = True
     served.run("a", "b")
     assert sorted(served.paths) == ["/api/v1/namespaces/a/events", "/api/v1/namespaces/b/events"]
 
