@@ -91,7 +91,7 @@ class Invariants:
         recent = [one for one in life.status_writes if now - one < 60.0]
         self._expect(len(recent) <= STATUS_WRITES_PER_MINUTE, f"{life.name}: {len(recent)} status writes within a minute")
         self._progress_of_status(life, before_status, status, after["spec"])
-        self._end_is_final(life, before_status, status, after["spec"])
+        self._end_is_final(uid, before_status, status, after["spec"])
 
     def _progress_of_status(self, life: Life, before: Document, after: Document, spec: Document) -> None:
         for role, name in ATTEMPT_FIELDS.items():
@@ -132,7 +132,8 @@ class Invariants:
     def _was_recorded(self, status: Document, role: str, number: int) -> bool:
         return any(item.get("role", "train") == role and item["number"] == number for item in status.get("attempts") or ())
 
-    def _end_is_final(self, life: Life, before: Document, after: Document, spec: Document) -> None:
+    def _end_is_final(self, uid: str, before: Document, after: Document, spec: Document) -> None:
+        life = self.lives[uid]
         if life.outcome is not None:
             self._expect(
                 _essence(life.outcome, "Succeeded") == _essence(after, "Succeeded"),
@@ -143,6 +144,9 @@ class Invariants:
         elif _state(after, "Succeeded") in ("True", "False") or _state(after, "Finished") == "True":
             life.outcome = after
             self._outcome_is_allowed(life, after, spec)
+        if _state(before, "Finished") != "True" and _state(after, "Finished") == "True":
+            alive = [name for name, job_uid in self._alive() if self.place_of_job[job_uid][0] == uid]
+            self._expect(not alive, f"{life.name}: Finished while these can run: {alive}")
         if _state(before, "Finished") == "True":
             self._expect(
                 _essence(before, "Finished") == _essence(after, "Finished"), f"{life.name}: Finished changed after the end"

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 
-from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.failures import FailureClass
 from finetune_job.reasons import Reason
 from finetune_operator.cluster.api import Api
@@ -18,7 +17,6 @@ from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import Kind
 from finetune_operator.decide import finish, reconcile, role_stage
 from finetune_operator.decide.classify import Failure
-from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.finish import finish_failed
 from finetune_operator.decide.restart_policy import POLICY, Retry, Verdict
 from finetune_operator.decide.role_stage import RoleStage
@@ -27,7 +25,7 @@ from tests.simulation.walk import walk
 
 WALKS = 25
 STEPS = 120
-_request, _delete, _status = Api.request, Api.delete, Draft._status
+_request, _delete = Api.request, Api.delete
 
 
 async def _delete_without_precondition(self: Api, kind: Kind, namespace: str, name: str, **options: Any) -> Any:
@@ -47,11 +45,6 @@ def _always_at_once(self: Worker, key: Any, outcome: Any) -> Any:
 
 def _always_failed(self: RoleStage, failure: Failure, _: Any) -> None:
     finish_failed(self.observed, self.draft, Reason.FAILED, failure.text)
-
-
-def _always_new(self: Draft) -> FineTuneJobStatus:
-    status = _status(self)
-    return status.model_copy(update={"suspended_seconds": status.suspended_seconds + 1})
 
 
 COUNTED_EVICTIONS = {FailureClass.INFRASTRUCTURE: replace(POLICY[FailureClass.INFRASTRUCTURE], retry=Retry.COUNTED)}
@@ -82,9 +75,8 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
         "trained, and ended with Failed",
         lambda: patch.object(RoleStage, "fail", _always_failed),
     ),
-    "a status that is never the same": ("status writes within a minute|spin", lambda: patch.object(Draft, "_status", _always_new)),
     "an end that leaves what runs": (
-        "runs although its job has ended|no rest|has not ended|calls in eight minutes",
+        "Finished while these can run",
         lambda: patch.multiple(finish, stop_running=lambda *_: None, still_running=lambda _: ""),
     ),
     "events that are not heard": (

@@ -43,3 +43,15 @@ def test_inputs_are_mounted_read_only() -> None:
 def test_a_single_pod_is_never_replaced_by_the_job_controller() -> None:
     spec = merge_job(run_of(a_job()), 0)["spec"]
     assert (spec["backoffLimit"], spec["podReplacementPolicy"], spec["completions"]) == (0, "Failed", 1)
+
+
+def test_a_foreground_deletion_of_the_job_waits_for_its_children() -> None:
+    (owner,) = train_job(run_of(a_job()), 0)["metadata"]["ownerReferences"]
+    assert owner == {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "name": "tune",
+        "uid": OWNER.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }

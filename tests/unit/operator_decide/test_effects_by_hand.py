@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from finetune_job.api.status import Attempt, FineTuneJobStatus
+from finetune_job.api.status import Attempt, FineTuneJobStatus, PlanStatus
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.attempts import End, closed
 from finetune_operator.decide.observed import ConfigMapView
 from finetune_operator.decide.reconcile import reconcile
+from finetune_operator.decide.stage import is_started
 from tests.support.builders import T0, a_job, after, envelope, observing
 from tests.unit.operator_decide.reading import created, written
 
@@ -65,3 +66,16 @@ def test_the_end_of_an_attempt_leaves_the_records_of_other_roles_alone() -> None
         (Role.FETCH, 0, "Succeeded"),
         (Role.TRAIN, 0, "Failed"),
     ]
+
+
+def test_a_pod_that_the_job_controller_deletes_is_no_sign_of_a_failing_job() -> None:
+    """Without a condition of the Job: a deletion may be the start of a suspension, whose SIGTERM ends the ranks with a code."""
+    seen = observing(a_job()).training().pod(0, exit_code=143, deletion_requested=after(-1))
+    actions = reconcile(seen.build(), T0)
+    assert actions.status is None or actions.status.attempt == 0
+    assert actions.deletes == ()
+
+
+def test_started_means_that_the_plan_is_frozen_too() -> None:
+    assert not is_started(FineTuneJobStatus(start_time="2026-01-01T11:00:00Z"))
+    assert is_started(FineTuneJobStatus(start_time="2026-01-01T11:00:00Z", plan=PlanStatus(hash="a" * 64)))
