@@ -14,9 +14,10 @@ from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.gather import Gathered, Gatherer
 from finetune_operator.cluster.in_flight import InFlight
-from finetune_operator.cluster.kinds import WATCHED, Kind, selector_of
+from finetune_operator.cluster.kinds import EVENTS, WATCHED, Kind, selector_of
 from finetune_operator.cluster.recorder import Recorder
 from finetune_operator.cluster.relist import fill, relist
+from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.settings import Clockwork
 from finetune_operator.worker import Worker, urgency
 from finetune_operator.workqueue import WorkQueue
@@ -128,7 +129,9 @@ class OperatorProcess:
         api = simulated_api(self._wire, page_size=3, in_flight=in_flight, clock=lambda: loop.now().timestamp())
         self.cache = Cache(clock=loop.time)
         self.queue: WorkQueue[JobKey] = WorkQueue(retry_first=clockwork.retry_first, retry_longest=clockwork.retry_longest)
-        self.gatherer = _Gatherer(api, self.cache, clockwork.pending_events_after, random.Random(f"jitter {seed}").random)
+        self.warnings = WarningEvents(self.cache)
+        draw = random.Random(f"jitter {seed}").random
+        self.gatherer = _Gatherer(api, self.cache, clockwork.pending_events_after, self.warnings, draw)
         self.gatherer.observer = self.observer
         recorder = Recorder(api, "simulated", is_busy=lambda: len(self.queue) > 0, clock=loop.time)
         executor = Executor(api, self.cache, self.gatherer, recorder, now=loop.now)
@@ -174,6 +177,11 @@ class OperatorProcess:
         """A change of the server, for the watches."""
         if self.is_alive and self.is_synced and change.kind in self.watches:
             self.watches[change.kind].saw(change)
+        elif self.is_alive and change.kind == EVENTS and change.after is not None and change.after.get("type") == "Warning":
+            # Hints that come at once or never.
+            key = self.warnings.take(change.after)
+            if key is not None:
+                self.queue.add(key)
 
     def deliver(self, kind: Kind, uid: str, *, latest_only: bool = False) -> None:
         """Hand the pending events of an object to the cache, as the sink of the watches does."""
