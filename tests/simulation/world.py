@@ -259,7 +259,7 @@ class World:
         before = self.invariants.num_calls
         await self.rest(8, succeed=True, quiet=True)
         calls = self.invariants.num_calls - before
-        limit = 120 + 20 * len(self.server.all(JOBS))
+        limit = 120 + 60 * len(self.server.all(JOBS))
         assert calls <= limit, f"{calls} calls in eight minutes in which nothing happened; {limit} are enough"
 
     def _says_so(self, job: Document, *, healed: bool = False) -> None:
