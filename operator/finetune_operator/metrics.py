@@ -234,10 +234,10 @@ class StateCollector(Collector):
                     failures[failure, "true" if counted else "false"] += 1
         yield _gauge("finetune_jobs", "FineTuneJobs by phase.", ("namespace", "phase"), phases)
         yield _gauge("finetune_job_conditions", "FineTuneJobs by condition.", ("condition", "status", "reason"), conditions)
-        yield _gauge("finetune_attempts", "Recorded training attempts of existing jobs by outcome.", ("outcome",), attempts)
+        yield _gauge("finetune_attempts", "Recorded attempts of existing jobs, of all roles, by outcome.", ("outcome",), attempts)
         yield _gauge(
             "finetune_attempt_failures",
-            "Failed training attempts of existing jobs by class, and whether they counted against maxRestarts.",
+            "Failed attempts of existing jobs, of all roles, by class, and whether they counted against maxRestarts.",
             ("class", "counted"),
             failures,
         )

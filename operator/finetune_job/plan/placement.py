@@ -73,7 +73,7 @@ class PlacedPods(PlacementModel):
 class Placement(PlacementModel):
     """What the profile decided at the start; later changes of the profile do not touch a run that has started."""
 
-    ADDED = frozenset({"pods", "image_pull_secrets", "force_delete_pods_of_lost_nodes"})
+    ADDED = frozenset({"pods", "image_pull_secrets"})
     profile: str
     trainer_image: str
     image_pull_policy: str
@@ -89,5 +89,3 @@ class Placement(PlacementModel):
     pods: PlacedPods = PlacedPods()
     image_pull_secrets: tuple[str, ...] = ()
     """Secrets with which the trainer image is pulled."""
-    force_delete_pods_of_lost_nodes: bool = False
-    """Whether pods on a node that stopped answering are deleted by force."""

@@ -30,7 +30,6 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Place
             publish=_placed(pods.publish or pods.cpu),
         ),
         image_pull_secrets=tuple(one.name for one in profile.image_pull_secrets or ()),
-        force_delete_pods_of_lost_nodes=profile.force_delete_pods_of_lost_nodes,
     )
 
 

@@ -41,6 +41,7 @@ def say_remains(observed: Observed, draft: Draft, role: Role, left: Remains) -> 
 
 def _blocked_on_nodes(observed: Observed, draft: Draft, role: Role, pods: tuple[LivePod, ...]) -> None:
     place = ", ".join(f"pod {pod.name} on node {pod.node or 'unknown'}" for pod in pods[:4])
+    # The profile as it is now, not as it was frozen: whoever takes this back means it at once.
     profile = observed.profile.spec
     if profile is not None and profile.force_delete_pods_of_lost_nodes:
         for pod in pods:

@@ -151,14 +151,9 @@ def test_a_placement_that_forges_our_labels_is_overruled() -> None:
     assert job["spec"]["template"]["metadata"]["labels"]["finetune.dev/role"] == "train"
 
 
-def test_whether_lost_pods_are_deleted_by_force_is_frozen_with_the_rest() -> None:
-    assert run_of(a_job()).placement.force_delete_pods_of_lost_nodes is False
-    assert run_of(a_job().with_profile(forceDeletePodsOfLostNodes=True)).placement.force_delete_pods_of_lost_nodes is True
-
-
 def test_a_plan_that_asks_for_nothing_new_is_written_as_before() -> None:
     """So that trainer images of the releases before read it: they refuse fields that they do not know."""
-    for new in ("pods", "image_pull_secrets", "force_delete_pods_of_lost_nodes"):
+    for new in ("pods", "image_pull_secrets"):
         assert new not in canonical_json(a_job().plan())
     asked = a_job().run(queueName="gpus").plan().placement
     assert asked is not None
