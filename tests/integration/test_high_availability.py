@@ -61,6 +61,8 @@ def test_leader_that_was_stopped_until_another_led_ends_without_a_write(workload
     wait_until(lambda: second.fetch("/readyz")[0] == 200, "the standby to be ready", 60)
     workload.apply()
     workload.wait_for_pods(Role.PREFLIGHT)
+    # No node has room for the pod: once that is said and logged, the leader has nothing more to do.
+    wait_until(lambda: any("Unschedulable" in str(line) for line in first.lines("decided")), "the leader to be at rest", 60)
     decided = len(first.lines("decided"))
     first.process.send_signal(signal.SIGSTOP)
     second.wait_for_line("ready")
