@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from finetune_job.names import (
@@ -46,7 +47,7 @@ def finetune_job(version: int = 1, status: Document | None = None, uid: str = "j
         "apiVersion": API_VERSION,
         "kind": JOB_KIND,
         "metadata": metadata("tune", uid, version, generation=1),
-        "spec": SPEC | spec,
+        "spec": copy.deepcopy(SPEC) | spec,  # some tests break what they are given
         **({"status": status} if status is not None else {}),
     }
 
