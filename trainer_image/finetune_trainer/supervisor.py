@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -217,6 +218,9 @@ def end_after_verdict(context: RunContext, ranks: range, agent: subprocess.Popen
 def _read_output(agent: subprocess.Popen[bytes], path: Path) -> str:
     tail = b""
     kept: CappedFile | None = None
+    with suppress(OSError):
+        # An agent that says nothing leaves an empty file, so that nobody looks for a missing one.
+        kept = CappedFile(path)
     for line in agent.stdout or ():
         tail = (tail + line)[-OUTPUT_TAIL_BYTES:]
         show("torchrun", [line.rstrip(b"\n")])
