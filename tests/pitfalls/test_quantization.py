@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bitsandbytes.functional import has_avx512bf16
 from pydantic import ValidationError
 
 from finetune_job.api.output import MergeBase
@@ -198,10 +199,16 @@ def test_gradients_are_those_of_the_unpacked_weights(storage, dtype, version):
     ],
     ids=["fsdp2-bytes", "ddp-bytes", "fsdp2-bfloat16", "fsdp1-bfloat16"],
 )
-def test_an_evaluation_on_a_cpu_makes_later_gradients_wrong(case):
-    """Evaluation repacks the weights for a kernel that has no backward pass, and nothing packs them back; no error."""
-    found = observe(case)
-    assert not found.failed
-    assert found.gradient_error is not None
-    assert found.gradient_error > 0.5
+def test_an_evaluation_makes_later_gradients_wrong_on_a_cpu_with_the_fast_kernel(case):
+    """Evaluation repacks the weights for a kernel that has no backward pass, and nothing packs them back; no error.
+
+    Only CPUs with AVX512-BF16 have that kernel. On any other, the same case must train.
+    """
+    if has_avx512bf16():
+        found = observe(case)
+        assert not found.failed
+        assert found.gradient_error is not None
+        assert found.gradient_error > 0.5
+    else:
+        trains(case)
     trains(replace(case, evaluate_first=False))

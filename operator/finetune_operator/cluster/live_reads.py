@@ -69,7 +69,7 @@ class LiveReads:
         pods = [
             await self._live_pod(key, item)
             for key, item in await self._list(PODS, job.namespace, field_selector=STILL_RUNS)
-            if (key.owner_uid in known or labelled_job_uid(item) == job.uid) and not _has_ended(item)
+            if (key.owner_uid in known or (labelled_job_uid(item) == job.uid and _may_be_ours(key))) and not _has_ended(item)
         ]
         children = LiveChildren(
             batch_jobs=tuple(sorted((LiveJob(key.name, key.uid, key.is_deleting) for key in batch_jobs), key=_name)),
@@ -97,16 +97,21 @@ class LiveReads:
         due = Fields(metadata).at("metadata").time("deletionTimestamp")
         known = self._cache.pod(key)
         if known is not None and known.node:
-            return LivePod(key.name, key.uid, known.node, due)
+            return LivePod(key.name, key.uid, known.node, due, orphaned=not key.owner_uid)
         document = await self._api.get(PODS, key.namespace, key.name)
         if document is None:
             return None
         self._cache.take(PODS, document)
-        return LivePod(key.name, key.uid, Fields(document).at("spec").name("nodeName"), due)
+        return LivePod(key.name, key.uid, Fields(document).at("spec").name("nodeName"), due, orphaned=not key.owner_uid)
 
 
 def _is_controlled_by(key: ObjectKey, job_uid: str) -> bool:
     return key.owner_uid == job_uid and key.is_controlled_by(JOBS)
+
+
+def _may_be_ours(key: ObjectKey) -> bool:
+    """Whether a pod with our label and an unknown controller can be of a Job that is gone. A ReplicaSet's pod holds nobody up."""
+    return not key.owner_uid or key.is_controlled_by(BATCH_JOBS)
 
 
 def _has_ended(pod: Any) -> bool:

@@ -66,9 +66,10 @@ def remains(observed: Observed, draft: Draft, role: Role, nodes: int) -> Remains
             draft.delete_object("Job", job.name, job.uid)
     pods = observed.live.running_pods
     if not others:
-        # Their Job is gone without them: somebody deleted it with the policy Orphan.
+        # Their Job is gone without them: somebody deleted it with the policy Orphan. What still has a controller, the garbage
+        # collector deletes, or it is not ours: a label proves nothing.
         for pod in pods:
-            if pod.deletion_due is None:
+            if pod.orphaned and pod.deletion_due is None:
                 draft.delete_object("Pod", pod.name, pod.uid)
     left = [f"Job {job.name}" for job in others] + [f"pod {pod.name}" for pod in pods]
     if not left:

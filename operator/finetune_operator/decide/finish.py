@@ -40,7 +40,9 @@ def conclude(observed: Observed, draft: Draft) -> None:
     """A pass over a job whose outcome is decided: finished as soon as nothing of it runs."""
     succeeded = find(observed.job.status.conditions, ConditionType.SUCCEEDED)
     if succeeded is not None:
-        _finish(observed, draft, Reason(succeeded.reason), succeeded.message)
+        # Another release, or whoever edited the status, may have written a word that this one does not know.
+        known = next((reason for reason in Reason if reason == succeeded.reason), Reason.FAILED)
+        _finish(observed, draft, known, succeeded.message)
 
 
 def _end(observed: Observed, draft: Draft, succeeded: bool, reason: Reason, message: str) -> None:

@@ -158,6 +158,8 @@ class LivePod:
     node: str = ""
     deletion_due: datetime | None = None
     """`deletionTimestamp`: when its grace period is over; None: nobody has asked for its deletion."""
+    orphaned: bool = False
+    """Nothing controls it, so nobody else will ever delete it."""
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,17 @@ def test_the_end_is_final_whatever_is_left_or_asked_for(stage: str) -> None:
         assert deleted(actions) == [f"Job/{one.name}" for one in seen.batch_jobs], "an operator that died here deletes them later"
 
 
+def test_an_outcome_in_words_of_another_release_still_comes_to_its_end() -> None:
+    seen = observing(a_job().run(cancel=True)).training()
+    status = written(reconcile(seen.build(), T0))
+    foreign = [
+        one.model_copy(update={"reason": "WordOfAnotherRelease"}) if one.type is ConditionType.SUCCEEDED else one
+        for one in status.conditions
+    ]
+    ended = replace(seen, status=status.model_copy(update={"conditions": foreign}), batch_jobs=(), pods=())
+    assert condition(reconcile(ended.build(), T0), ConditionType.FINISHED)[0] == "True"
+
+
 def test_suspension_closes_the_attempt_passes_the_number_on_and_deletes_the_job() -> None:
     actions = reconcile(observing(a_job().run(suspend=True)).training().build(), T0)
     status = written(actions)

@@ -122,12 +122,15 @@ def test_a_job_whose_label_was_taken_off_is_found_by_the_live_list_and_deleted_b
 
 
 def test_pods_that_somebody_orphaned_are_deleted_by_uid() -> None:
-    seen = observing(a_job()).prepared().attempt(1).but(live=LiveChildren(running_pods=(LivePod("tune-train-0-0-x", "uid-9"),)))
+    orphan = LivePod("tune-train-0-0-x", "uid-9", orphaned=True)
+    seen = observing(a_job()).prepared().attempt(1).but(live=LiveChildren(running_pods=(orphan,)))
     actions = reconcile(seen.build(), T0)
     assert [(one.kind, one.uid, one.force) for one in actions.deletes] == [("Pod", "uid-9", False)]
     assert created(actions) == []
-    ending = seen.but(live=LiveChildren(running_pods=(LivePod("tune-train-0-0-x", "uid-9", deletion_due=after(100)),)))
+    ending = seen.but(live=LiveChildren(running_pods=(replace(orphan, deletion_due=after(100)),)))
     assert deleted(reconcile(ending.build(), T0)) == []
+    controlled = seen.but(live=LiveChildren(running_pods=(replace(orphan, orphaned=False),)))
+    assert deleted(reconcile(controlled.build(), T0)) == [], "a label alone gets nothing deleted"
 
 
 def test_a_first_job_that_was_to_be_created_before_is_looked_for_first() -> None:

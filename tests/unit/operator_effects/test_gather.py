@@ -123,6 +123,20 @@ def test_orphaned_pod_of_a_job_that_is_gone_is_still_seen() -> None:
     assert [pod.name for pod in live.running_pods] == ["tune-train-0-0"]
 
 
+def test_what_the_live_list_shows_tells_orphans_from_what_others_control() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    orphan, foreign = (objects.pod(attempt=0, status={"phase": "Running"}) for _ in range(2))
+    orphan["metadata"] |= {"name": "orphan", "uid": "orphan-uid", "ownerReferences": []}
+    foreign["metadata"] |= {"name": "foreign", "uid": "foreign-uid"}
+    foreign["metadata"]["ownerReferences"] = [objects.owner("ReplicaSet", "web", "web-uid", "apps/v1")]
+    for pod in (orphan, foreign):
+        scene.add(PODS, pod, seen=False)
+    live = scene.gather().observed.live
+    assert live is not None
+    assert [(pod.name, pod.orphaned) for pod in live.running_pods] == [("orphan", True)]
+
+
 def test_no_live_lists_without_need() -> None:
     scene = Scene()
     scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
