@@ -46,16 +46,20 @@ async def measure(plane: MeasuredPlane, operator: OperatorProcess, options: argp
 
 
 async def _all(stage: scenarios.Stage, options: argparse.Namespace) -> None:
+    num_pending = min(stage.num_jobs, 1000)
     await scenarios.ready(stage)
-    if "floor" in options.only:
-        await scenarios.floor(stage)
-    if "burst" in options.only:
-        await scenarios.burst(stage)
-    if "restart" in options.only:
-        await scenarios.restart(stage)
-    if "pending" in options.only:
-        num_pending = min(stage.num_jobs, 1000)
-        await scenarios.pending(stage, num_pending, options.idle_seconds, options.steady_seconds, options.rate)
+    for name, scenario in (
+        ("floor", lambda: scenarios.floor(stage)),
+        ("burst", lambda: scenarios.burst(stage)),
+        ("restart", lambda: scenarios.restart(stage)),
+        ("pending", lambda: scenarios.pending(stage, num_pending, options.idle_seconds, options.steady_seconds, options.rate)),
+    ):
+        if name in options.only:
+            known = set(stage.results)
+            await scenario()
+            # At once: a later scenario that fails must not take these figures with it.
+            new = {key: value for key, value in stage.results.items() if key not in known}
+            print(table(new, stage.num_jobs), flush=True)
 
 
 def main() -> int:

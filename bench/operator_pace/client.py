@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator
@@ -66,9 +67,25 @@ class Client:
         return await self.request("PATCH", f"{collection}/{name}/status", {"status": status}, MERGE_PATCH)
 
     async def watch(self, collection: str, *, metadata_only: bool = False) -> AsyncIterator[Document]:
-        """Events of a collection from its beginning, until the connection ends."""
+        """Events of a collection from its beginning, over any number of connections. Raises RefusedError."""
         headers = {"Accept": METADATA} if metadata_only else {}
         timeout = aiohttp.ClientTimeout(total=None)
-        async with self._session.get(f"{self._host}{collection}?watch=1", headers=headers, timeout=timeout) as response:
-            async for line in response.content:
-                yield json.loads(line)
+        query = "watch=1"
+        while True:
+            try:
+                async with self._session.get(f"{self._host}{collection}?{query}", headers=headers, timeout=timeout) as response:
+                    # An API server that has just started says 429 until its caches are filled.
+                    if response.status not in (200, 429):
+                        raise RefusedError(f"watch {collection}: {response.status}: {(await response.read())[:500]!r}")
+                    async for line in response.content:
+                        event = json.loads(line)
+                        if response.status != 200:
+                            continue
+                        if event["type"] == "ERROR":
+                            raise RefusedError(f"watch {collection}: {event['object']}")
+                        query = f"watch=1&resourceVersion={event['object']['metadata']['resourceVersion']}"
+                        yield event
+            except aiohttp.ClientConnectionError:
+                pass
+            # The server ends watches, those of slow readers first.
+            await asyncio.sleep(0.1)

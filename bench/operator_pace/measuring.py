@@ -13,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.operator_process import OperatorProcess
 
+LONGEST_BATCH_SECONDS = 1.5
+"""The API server writes its audit log in batches, and the last of them after a second."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -65,8 +67,7 @@ class Meter:
 
     def _calls(self) -> Counter[str]:
         calls: Counter[str] = Counter()
-        # The API server writes the log in batches, the last of them after half a minute.
-        self._wait_for_the_batch()
+        time.sleep(LONGEST_BATCH_SECONDS)
         with self._audit_log.open("rb") as log:
             log.seek(self._offset)
             content = log.read()
@@ -78,14 +79,6 @@ class Meter:
             if verb != "watch":
                 calls["/".join(filter(None, (f"{verb} {target.get('resource', '-')}", target.get("subresource", ""))))] += 1
         return calls
-
-    def _wait_for_the_batch(self) -> None:
-        if not self._audit_log.exists():
-            return
-        size, deadline = -1, time.monotonic() + 5
-        while size != self._audit_log.stat().st_size and time.monotonic() < deadline:
-            size = self._audit_log.stat().st_size
-            time.sleep(0.2)
 
 
 def histogram(operator: OperatorProcess, name: str) -> dict[float, float]:

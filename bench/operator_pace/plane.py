@@ -52,6 +52,8 @@ class MeasuredPlane(ControlPlane):
             arguments = (
                 *arguments,
                 *(f"--audit-policy-file={policy}", f"--audit-log-path={self.audit_log}", "--audit-log-mode=batch"),
+                "--audit-log-batch-max-wait=1s",
+                "--profiling=true",
                 # So much may be said in one go that the harness itself is never told to wait.
                 *("--max-requests-inflight=1000", "--max-mutating-requests-inflight=500"),
             )

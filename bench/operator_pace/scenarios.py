@@ -74,13 +74,13 @@ class Stage:
         self.plane.make_namespace(name)
         player = Player(self.client, name, pending=pending)
         timeline = Timeline(self.client, name, player.take)
-        tasks = [asyncio.create_task(timeline.run()), asyncio.create_task(player.run())]
-        try:
-            yield timeline, player
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(timeline.run()), group.create_task(player.run())]
+            try:
+                yield timeline, player
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     async def submit(self, namespace: str, timeline: Timeline, name: str) -> None:
         """Create one job."""

@@ -12,6 +12,7 @@ from finetune_operator.background import Relisting, keep_trying
 from finetune_operator.cluster.access import load_configuration
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.child_watch import ChildWatch
 from finetune_operator.cluster.claims import CLAIM_LABEL, Rivals, claim_metadata, claim_name
 from finetune_operator.cluster.discovery import wait_for_crds
 from finetune_operator.cluster.event_watch import EventWatch
@@ -115,11 +116,12 @@ async def _lead(
     health.is_ready = False
     health.is_leading = True
     metrics.observe_state(cache, queue, health)
-    first_list = keep_trying("first list", lambda: fill(api, cache, settings.namespaces), metrics.failed)
+    watches = Watches(settings.namespaces, cache.read, take_in)
+    children = ChildWatch(api, settings.namespaces, cache.read, take_in, begun_anew=watches.restarted.set)
+    first_list = keep_trying("first list", lambda: fill(api, cache, settings.namespaces, children.begin_from), metrics.failed)
     if not await _unless(stopping, first_list):
         return 0
-    watches = Watches(settings.namespaces, cache.read, take_in)
-    metrics.observe_watches(watches.ages, lambda: watches.num_restarts)
+    metrics.observe_watches(lambda: watches.ages() | children.ages(), lambda: watches.num_restarts)
     watches.start()
     for key in cache.job_keys():
         queue.add(key, urgency(cache.job(key)))
@@ -147,6 +149,7 @@ async def _lead(
         "relist": relisting.run,
         "loop lag": lambda: measure_loop_lag(metrics.lagged),
         "events": recorder.run,
+        "watch of children": children.run,
         "watch of events": EventWatch(api, settings.namespaces, take_warning).run,
     }
     others = [asyncio.create_task(keep_trying(name, work, metrics.failed)) for name, work in beside.items()]

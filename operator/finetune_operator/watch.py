@@ -1,4 +1,4 @@
-"""kopf's watches, in a thread of their own: every event becomes a projection and is handed to the main loop.
+"""kopf's watches of what users write, in a thread of their own: every event becomes a projection for the main loop.
 
 Their own thread and loop, because kopf stalls its loop for seconds in a burst of objects, installs signal handlers where it
 runs in the main thread, and cancels every task of its loop when it ends. kopf is used for nothing else: no finalizers, no
@@ -20,18 +20,14 @@ import kopf
 from yarl import URL
 
 from finetune_operator.cluster.access import session_for_kopf
-from finetune_operator.cluster.kinds import WATCHED, Kind, selector_of
+from finetune_operator.cluster.child_watch import ReadObject, WatchSink
+from finetune_operator.cluster.kinds import WRITTEN_BY_USERS, Kind
 from finetune_operator.cluster.projection import Held
 from finetune_operator.cluster.relist import scopes
 from finetune_operator.kopf_storage import NoDiffBase, NoProgress
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
-ReadObject = Callable[[Kind, Any], Held | None]
-"""Called in the watch thread."""
-WatchSink = Callable[[Kind, bool, Held], None]
-"""Called in the main loop with the kind, whether the object was deleted, and its state."""
-
 REQUEST_TIMEOUT_SECONDS = 30.0
 WORKER_LIMIT = 100
 """Objects that kopf handles at a time; more makes its loop stall for longer in a burst."""
@@ -64,7 +60,10 @@ class ErrorBackoffs:
 
 
 class Watches:
-    """Runs kopf until `stop`. `ended` is set in the main loop when the thread ends for whatever reason."""
+    """Runs kopf until `stop`: `read` is called in its thread, `sink` in the main loop.
+
+    `ended` is set in the main loop when the thread ends for whatever reason.
+    """
 
     def __init__(self, namespaces: tuple[str, ...], read: ReadObject, sink: WatchSink) -> None:
         self._namespaces = namespaces
@@ -79,7 +78,7 @@ class Watches:
         self.restarted = asyncio.Event()
         """Set in the main loop after each time that kopf was started again: deletions may have been missed. To be cleared there."""
         self.num_restarts = 0
-        self._heard = {kind.name: time.monotonic() for kind in WATCHED}
+        self._heard = {kind.name: time.monotonic() for kind in WRITTEN_BY_USERS}
         self._inbox: deque[tuple[Kind, bool, Held]] = deque()
         """Events between kopf's thread, which appends, and the main loop, which takes."""
 
@@ -131,7 +130,7 @@ class Watches:
         self._stop = asyncio.Event()
         if self._is_stopped.is_set():
             return
-        expected = {kind.path(namespace) for kind in WATCHED for namespace in scopes(kind, self._namespaces)}
+        expected = {kind.path(namespace) for kind in WRITTEN_BY_USERS for namespace in scopes(kind, self._namespaces)}
         answers = Answers(expected, time.monotonic)
         tasks = await kopf.spawn_tasks(
             registry=self._registry(answers.note),
@@ -158,7 +157,7 @@ class Watches:
             return await session_for_kopf(on_answer)
 
         kopf.on.login(registry=registry)(login)
-        for kind in WATCHED:
+        for kind in WRITTEN_BY_USERS:
             kopf.on.event(kind.group, kind.version, kind.plural, id="watch", registry=registry)(self._handler(kind))
         return registry
 
@@ -235,8 +234,4 @@ def _settings() -> kopf.OperatorSettings:
     settings.process.ultimate_exiting_timeout = None
     settings.persistence.diffbase_storage = NoDiffBase()
     settings.persistence.progress_storage = NoProgress()
-    for kind in WATCHED:
-        selector = selector_of(kind)
-        if selector is not None:
-            settings.watching.label_selectors[kind.group, kind.version, kind.plural] = selector
     return settings

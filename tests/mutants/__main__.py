@@ -38,9 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{len(chosen)} mutants")
         return 0
     warm_up()
-    sound = [one for one in dict.fromkeys(tuple(relevant_tests(mutant.file)) for mutant in chosen) if run(None, list(one)).killed]
-    if sound:
-        print(f"tests fail without any mutant: {', '.join(' '.join(one) for one in sound)}")
+    suites = dict.fromkeys(tuple(sorted(relevant_tests(mutant.file))) for mutant in chosen)
+    failing = [verdict.by for verdict in (run(None, list(suite)) for suite in suites) if verdict.killed]
+    if failing:
+        print(f"tests fail without any mutant: {', '.join(failing)}")
         return 1
     verdicts = []
     for mutant in chosen:

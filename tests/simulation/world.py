@@ -273,6 +273,8 @@ class World:
         if self._waits_in_line(job):
             return
         assert not healed, f"{name} came to no rest: {told}"
+        if self._stops_on_lost_node(job):
+            return
         ready = conditions.get("Ready", {})
         if ready.get("status") == "True":
             pods = [pod for pod in self.server.all(PODS) if self._belongs(pod, job) and not is_over(pod)]
@@ -288,6 +290,13 @@ class World:
         others = [one for one in self.server.all(JOBS, job["metadata"]["namespace"]) if one is not job]
         reasons = [item["reason"] for item in condition_list(job) if item["type"] == "Ready"]
         return reasons == ["WaitingInLine"] and any(not is_true(one, "Finished") for one in others)
+
+    def _stops_on_lost_node(self, job: Document) -> bool:
+        """Whether its outcome is decided, and it names a pod that cannot end because its node is away."""
+        said = [item for item in condition_list(job) if item["type"] == "Finished" and item["reason"] == "Stopping"]
+        pods = [pod for pod in self.server.all(PODS) if self._belongs(pod, job) and not is_over(pod) and not self._runs(pod)]
+        places = [f"pod {pod['metadata']['name']} on node {pod['spec'].get('nodeName')}" for pod in pods]
+        return any(place in item["message"] for item in said for place in places)
 
     def _belongs(self, pod: Document, job: Document) -> bool:
         place = self.invariants.place_of_job.get(self.invariants.job_of_pod.get(pod["metadata"]["uid"], ""))

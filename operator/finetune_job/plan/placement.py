@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
@@ -25,10 +26,16 @@ class PlacementModel(PlanModel):
     @model_serializer(mode="wrap")
     def _without_what_says_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = write(self)
-        for name in self.ADDED:
-            if name in content and getattr(self, name) == type(self).model_fields[name].get_default(call_default_factory=True):
+        for name, default in _defaults(type(self)).items():
+            if name in content and getattr(self, name) == default:
                 del content[name]
         return content
+
+
+@cache
+def _defaults(model: type[PlacementModel]) -> dict[str, Any]:
+    """What added fields mean when they are not written. Never changed, only compared with."""
+    return {name: model.model_fields[name].get_default(call_default_factory=True) for name in model.ADDED}
 
 
 class PodPlacement(PlacementModel):

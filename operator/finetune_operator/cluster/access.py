@@ -14,9 +14,6 @@ from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 from yarl import URL
 
-CONNECTIONS = 50
-"""Open connections at most; beyond it requests queue here instead of at the API server."""
-
 
 async def load_configuration() -> Configuration:
     """Settings of the connection. Raises kubernetes.aio.config.ConfigException where neither source is there."""
@@ -25,7 +22,6 @@ async def load_configuration() -> Configuration:
         await config.load_kube_config(os.environ["KUBECONFIG"], client_configuration=configuration)
     else:
         config.load_incluster_config(client_configuration=configuration)
-    configuration.connection_pool_maxsize = CONNECTIONS
     # Otherwise aiohttp looks up proxies and reads ~/.netrc in a thread for every request: a seventh of all CPU time.
     configuration.client_session_kwargs = {"trust_env": False}
     configuration.proxy = configuration.proxy or proxy_from_environment(configuration.host)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
+from finetune_operator.cluster.json_text import read_json
 
 Document = dict[str, Any]
 SHORTEST_RETRY_AFTER = 0.1
@@ -57,7 +57,7 @@ def resource_of(path: str) -> str:
 def document_of(request: str, content: bytes) -> Document:
     """An answer that is not a JSON object came from something between us and the API server."""
     try:
-        document = json.loads(content)
+        document = read_json(content)
     except ValueError as error:
         raise ApiUnreachableError(f"{request}: the answer is not JSON: {content[:100]!r}") from error
     if not isinstance(document, dict):
@@ -67,7 +67,7 @@ def document_of(request: str, content: bytes) -> Document:
 
 def refusal_of(verb: str, path: str, code: int, retry_after: float, content: bytes) -> ApiError:
     try:
-        status = json.loads(content)
+        status = read_json(content)
         reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
     except (ValueError, AttributeError):
         reason, message = "", content.decode(errors="replace")[:500]

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from finetune_operator.cluster.fields import Fields
-from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES, JobKey, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, CHILDREN, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES, JobKey, Kind
 from finetune_operator.cluster.object_key import ObjectKey, UnreadableObjectError, object_key
 from finetune_operator.cluster.projection import Held, project
 from finetune_operator.cluster.store import Store
@@ -34,8 +34,6 @@ TOMBSTONE_SECONDS = 900.0
 """How long the UID of a deleted object is remembered, so that a list begun before its deletion cannot bring it back."""
 CONTROLLED = (BATCH_JOBS, CONFIG_MAPS, SERVICES)
 """Kinds that a FineTuneJob controls itself."""
-CHILD_KINDS = (*CONTROLLED, PODS)
-"""Kinds that are watched by their label."""
 
 
 class Child(NamedTuple):
@@ -65,7 +63,7 @@ class Cache(Store):
         known = self._objects[kind].get(key.uid)
         if known is not None and known.key.version >= key.version and not self.is_in_doubt(known) and not known.is_gone:
             return known
-        if kind not in CHILD_KINDS or self._job_of(kind, key):
+        if kind not in CHILDREN or self._job_of(kind, key):
             held = project(kind, document)
             if held.unreadable:
                 self._unreadable.note(kind, document, held.unreadable)
@@ -115,7 +113,7 @@ class Cache(Store):
         uid, version = held.key.uid, held.key.version
         known = self._objects[kind].get(uid)
         if known is None:
-            if kind in CHILD_KINDS and not self._job_of(kind, held.key):
+            if kind in CHILDREN and not self._job_of(kind, held.key):
                 return set()
             if kind != PODS or held.is_bare or uid in self._tombstones:
                 self._tombstones.setdefault(uid, (version, self._clock()))
@@ -125,7 +123,7 @@ class Cache(Store):
         if known.key.version > version or (known.key.version == version and _is_unlabelled(kind, known)):
             # Shown later than this event: it lives, without the label.
             return set()
-        if kind not in CHILD_KINDS or held.key.is_deleting or not self._job_of(kind, known.key):
+        if kind not in CHILDREN or held.key.is_deleting or not self._job_of(kind, known.key):
             return self.bury(kind, held)
         if not held.is_bare:
             self._put(kind, held)
@@ -183,7 +181,7 @@ class Cache(Store):
         known = self._objects[kind].get(key.uid)
         if known is not None:
             return known.key.version < key.version
-        ours = kind not in CHILD_KINDS or bool(self._job_of(kind, key))
+        ours = kind not in CHILDREN or bool(self._job_of(kind, key))
         return ours and self._tombstones.get(key.uid, (0, 0.0))[0] <= key.version
 
     def forget_evidence(self, job_uid: str, is_settled: Callable[[Held], bool]) -> None:
@@ -213,7 +211,7 @@ class Cache(Store):
 
     def _miss(self, kind: Kind, held: Held) -> set[JobKey]:
         """A complete list does not show it. Any state later than the one that we know proves that it exists."""
-        if kind in CHILD_KINDS and not held.key.is_deleting and self._job_of(kind, held.key):
+        if kind in CHILDREN and not held.key.is_deleting and self._job_of(kind, held.key):
             self._in_doubt[held.key.uid] = held.key.version + 1
             return self._concerned(kind, held.key)
         return self.bury(kind, held)
@@ -244,4 +242,4 @@ class Cache(Store):
 
 def _is_unlabelled(kind: Kind, held: Held) -> bool:
     """Whether no watch tells of it."""
-    return kind in CHILD_KINDS and not held.key.is_labelled
+    return kind in CHILDREN and not held.key.is_labelled

@@ -29,7 +29,8 @@ class FencedConnections(RESTClientObject):  # type: ignore[misc]
         self._fence = fence
 
     def _create_connector(self) -> aiohttp.TCPConnector:
-        return aiohttp.TCPConnector(limit=self.maxsize, ssl=self.ssl_context, socket_factory=self._make_socket)
+        # Unbounded: every watch holds a connection for as long as it lasts, and `InFlight` bounds the requests.
+        return aiohttp.TCPConnector(limit=0, ssl=self.ssl_context, socket_factory=self._make_socket)
 
     def _make_socket(self, address: tuple[Any, ...]) -> socket.socket:
         family, kind, protocol = address[:3]

@@ -38,9 +38,6 @@ MOST_CLAIMS_SEEN = 10_000
 MISSING_RETRY_SECONDS = 15.0
 """How soon to look again for a claim that is missing or a conflict that stands in the way: no watch would tell."""
 VANISHING_RETRY_SECONDS = 3.0
-LINE_SECONDS = 30.0
-LONGEST_LINE_SECONDS = 300.0
-"""How soon to look at one's place in the line again, by how far back that is: one's turn is told, one's place is not."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ class Gatherer:
                 vanishing=vanishing,
                 conflicts=conflicts,
                 refused=notes.refused,
-                line=self._line(held, job, profile, revisits),
+                line=self._line(held, job, profile),
                 progress=notes.progress,
             )
         )
@@ -160,14 +157,11 @@ class Gatherer:
             service_exists=bool(self._cache.owned(SERVICES, uid)),
         )
 
-    def _line(self, held: Held, job: JobView, profile: ProfileView, revisits: list[float]) -> Line | None:
+    def _line(self, held: Held, job: JobView, profile: ProfileView) -> Line | None:
         limit = profile.spec.max_active_jobs if profile.spec is not None else None
         if limit is None or is_started(job.status):
             return None
-        ahead = self._cache.lines.ahead_of(held)
-        if ahead >= limit:
-            revisits.append(min(LINE_SECONDS + ahead - limit, LONGEST_LINE_SECONDS))
-        return Line(limit=limit, ahead=ahead)
+        return Line(limit=limit, ahead=self._cache.lines.ahead_of(held))
 
     def _profile(self, spec: FineTuneJobSpec | None, raw_spec: Mapping[str, Any]) -> ProfileView:
         name = (spec.profile if spec is not None else raw_spec.get("profile")) or DEFAULT_PROFILE

@@ -69,7 +69,10 @@ CLAIMS = Kind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 EVENTS = Kind("", "v1", "events", "Event")
 LEASES = Kind("coordination.k8s.io", "v1", "leases", "Lease")
 
-WATCHED = (PROFILES, JOBS, BATCH_JOBS, PODS, CONFIG_MAPS, SERVICES)
+WRITTEN_BY_USERS = (PROFILES, JOBS)
+CHILDREN = (BATCH_JOBS, PODS, CONFIG_MAPS, SERVICES)
+"""Watched by their label."""
+WATCHED = (*WRITTEN_BY_USERS, *CHILDREN)
 """Profiles before jobs and owners before children: the order of the first list."""
 CHILD_KINDS = {kind.name: kind for kind in (BATCH_JOBS, CONFIG_MAPS, SERVICES, CLAIMS)}
 """What may be created for a job."""
@@ -79,4 +82,4 @@ DELETED_KINDS = {**CHILD_KINDS, PODS.name: PODS}
 
 def selector_of(kind: Kind) -> str | None:
     """Label selector under which a kind is listed and watched."""
-    return None if kind in (JOBS, PROFILES) else CHILDREN_SELECTOR
+    return CHILDREN_SELECTOR if kind in CHILDREN else None

@@ -6,7 +6,6 @@ that cannot be read are as good as absent, and `Held.unreadable` names them. Eve
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 from finetune_job.names import DEFAULT_PROFILE, PLAN_KEY, Role
 from finetune_operator.children.pod_template import CONTAINER_NAME
 from finetune_operator.cluster.fields import Fields
+from finetune_operator.cluster.json_text import read_json, write_json
 from finetune_operator.cluster.kinds import BATCH_JOBS, Kind
 from finetune_operator.cluster.object_key import Document, ObjectKey, key_of
 from finetune_operator.decide.observed import BatchJobView, JobConditionView, PodView
@@ -40,6 +40,8 @@ class Held:
     key: ObjectKey
     compressed: bytes = b""
     """The parts of the object that are needed raw, as JSON: spec and status of our own kinds, the data of a ConfigMap."""
+    size: int = 0
+    """Bytes of them, before they were compressed."""
     batch_job: BatchJobView | None = None
     pod: PodView | None = None
     summary: JobSummary | None = None
@@ -55,14 +57,9 @@ class Held:
         """Whether it is kept as evidence only: a pod that was deleted."""
         return self.pod is not None and self.pod.gone
 
-    @property
-    def size(self) -> int:
-        """Bytes of the raw parts."""
-        return len(zlib.decompress(self.compressed)) if self.compressed else 0
-
     def document(self) -> dict[str, Any]:
         """The raw parts."""
-        decoded: dict[str, Any] = json.loads(zlib.decompress(self.compressed))
+        decoded: dict[str, Any] = read_json(zlib.decompress(self.compressed))
         return decoded
 
 
@@ -99,13 +96,13 @@ def project(kind: Kind, document: Document) -> Held:
     match kind.name:
         case "FineTuneJob":
             summary = _summary(fields)
-            return Held(key, _compressed(fields, document, "spec", "status"), summary=summary, unreadable=fields.notes)
+            return Held(key, *_compressed(fields, document, "spec", "status"), summary=summary, unreadable=fields.notes)
         case "FineTuneProfile":
             limit = fields.at("spec").integer("maxActiveJobs")
-            return Held(key, _compressed(fields, document, "spec"), max_active_jobs=limit, unreadable=fields.notes)
+            return Held(key, *_compressed(fields, document, "spec"), max_active_jobs=limit, unreadable=fields.notes)
         case "ConfigMap":
             plan = fields.at("data").text(PLAN_KEY, 2**20)
-            return Held(key, zlib.compress(json.dumps({"plan": plan}).encode(), FASTEST), unreadable=fields.notes)
+            return Held(key, *_packed({"plan": plan}), unreadable=fields.notes)
         case "Job":
             return Held(key, batch_job=_batch_job_view(key, fields), unreadable=fields.notes)
         case "Pod":
@@ -114,7 +111,7 @@ def project(kind: Kind, document: Document) -> Held:
             return Held(key)
 
 
-def _compressed(fields: Fields, document: Document, *parts: str) -> bytes:
+def _compressed(fields: Fields, document: Document, *parts: str) -> tuple[bytes, int]:
     """Of metadata only what is read: an object in which nothing else changed is not looked at again."""
     kept: dict[str, Any] = {}
     for part in parts:
@@ -130,7 +127,12 @@ def _compressed(fields: Fields, document: Document, *parts: str) -> bytes:
         for name in ("namespace", "name", "uid", "generation", "creationTimestamp", "deletionTimestamp")
         if name in metadata
     }
-    return zlib.compress(json.dumps(kept, separators=(",", ":")).encode(), FASTEST)
+    return _packed(kept)
+
+
+def _packed(value: dict[str, Any]) -> tuple[bytes, int]:
+    content = write_json(value)
+    return zlib.compress(content, FASTEST), len(content)
 
 
 def _is_deeper(value: Any, levels: int) -> bool:

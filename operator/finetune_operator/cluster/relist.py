@@ -6,6 +6,8 @@ got lost on the way is made good here, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.fields import Fields
@@ -15,17 +17,21 @@ from finetune_operator.cluster.object_key import ObjectKey
 MOST_SINGLE_READS = 100
 """More objects than so many that were missed are fetched with all others of their kind."""
 
+Listed = Callable[[Kind, str | None, str], None]
+"""Called with a kind, a namespace and the resourceVersion of its complete list."""
+
 
 def scopes(kind: Kind, namespaces: tuple[str, ...]) -> tuple[str | None, ...]:
     """Namespaces in which a kind is listed and watched; None: everywhere at once."""
     return namespaces if namespaces and kind.namespaced else (None,)
 
 
-async def fill(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> None:
+async def fill(api: Api, cache: Cache, namespaces: tuple[str, ...], listed: Listed = lambda *_: None) -> None:
     """Take every watched object into the cache."""
     for kind in WATCHED:
         for namespace in scopes(kind, namespaces):
-            await _take_all(api, cache, kind, namespace)
+            _, version = await _take_all(api, cache, kind, namespace)
+            listed(kind, namespace, version)
 
 
 async def relist(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> set[JobKey]:
@@ -37,12 +43,15 @@ async def relist(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> set[Job
     return concerned
 
 
-async def _take_all(api: Api, cache: Cache, kind: Kind, namespace: str | None) -> set[JobKey]:
+async def _take_all(api: Api, cache: Cache, kind: Kind, namespace: str | None) -> tuple[set[JobKey], str]:
+    """The jobs that something new concerns, and the version of the list."""
     concerned: set[JobKey] = set()
+    version = ""
     async for page in api.pages(kind, namespace, label_selector=selector_of(kind)):
+        version = page.version
         for item in page.items:
             concerned |= cache.take(kind, item)
-    return concerned
+    return concerned, version
 
 
 async def _relist(api: Api, cache: Cache, kind: Kind, namespace: str | None) -> set[JobKey]:
@@ -64,7 +73,7 @@ async def _relist(api: Api, cache: Cache, kind: Kind, namespace: str | None) -> 
     # Most of it has come through the watches by now: what is left was missed.
     newer = [key for key in newer if cache.is_news(kind, key)]
     if len(newer) > MOST_SINGLE_READS:
-        return concerned | await _take_all(api, cache, kind, namespace)
+        return concerned | (await _take_all(api, cache, kind, namespace))[0]
     for key in newer:
         if cache.is_news(kind, key):
             document = await api.get(kind, key.namespace or None, key.name)

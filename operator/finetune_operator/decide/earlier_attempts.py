@@ -13,7 +13,7 @@ from finetune_job.reasons import Reason
 from finetune_job.status.conditions import find
 from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.observed import LivePod, Observed
-from finetune_operator.decide.stage import CONDITION, attempt_of, current_role, is_ended, is_started
+from finetune_operator.decide.stage import CONDITION, attempt_of, current_role, is_ended, is_started, is_terminal
 from finetune_operator.decide.standing import OVERDUE_GRACE
 
 _NEVER_CREATED = frozenset({Reason.NOT_OBSERVED, Reason.PENDING, Reason.CREATE_REFUSED})
@@ -27,12 +27,15 @@ def delete_earlier_attempts(observed: Observed, draft: Draft) -> None:
 
 
 def needs_live_list(observed: Observed) -> bool:
-    """Whether the next Job may only be created after a live list has shown that nothing of an earlier one runs.
+    """Whether the next step may only be taken after a live list has shown that nothing of what was created runs.
 
-    Not for the first Job of a role that no pass has decided to create yet.
+    The next Job is created by it, but for the first of a role that no pass has decided to create yet; and a job whose end has to
+    wait for its pods is finished by it.
     """
     status, spec = observed.job.status, observed.job.spec
-    if is_ended(status) or not is_started(status) or spec is None or spec.run.suspend:
+    if is_ended(status):
+        return is_started(status) and not is_terminal(status)
+    if not is_started(status) or spec is None or spec.run.suspend:
         return False
     role = current_role(status)
     attempt = attempt_of(status, role)

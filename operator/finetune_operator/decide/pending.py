@@ -52,10 +52,9 @@ def pending(batch_job: BatchJobView, pods: tuple[PodView, ...], num_pods: int) -
         if refused:
             quota = is_quota(refused[-1])
             return Pending(Reason.CREATE_REFUSED, f"{said} {refused[-1]}", is_capacity=quota, failure=FailureClass.ADMISSION)
-    cause = next((pod for pod in waiting), None)
-    if cause is None:
-        return Pending(Reason.WAITING_FOR_PODS, said)
-    return Pending(Reason.WAITING_FOR_PODS, f"{said} {cause.name}: {_latest(cause) or cause.waiting_reason or cause.phase}")
+    # That a pod is pending says nothing new, and would cost a status write for each of a thousand jobs.
+    causes = (f"{said} {pod.name}: {_latest(pod) or pod.waiting_reason}" for pod in waiting if pod.events or pod.waiting_reason)
+    return Pending(Reason.WAITING_FOR_PODS, next(causes, said))
 
 
 def _trouble(pod: PodView, said: str) -> Pending | None:

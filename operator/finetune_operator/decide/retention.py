@@ -14,12 +14,26 @@ def stop_running(observed: Observed, draft: Draft) -> None:
     for batch_job in observed.batch_jobs:
         if not ends_by_itself(batch_job, observed.pods_of(batch_job.role, batch_job.attempt)):
             draft.delete(batch_job)
+    if observed.live is None:
+        return
+    # What no watch shows: somebody has taken the label off, or deleted the Job with the policy Orphan.
+    known = {batch_job.uid for batch_job in observed.batch_jobs}
+    for job in observed.live.batch_jobs:
+        if job.uid not in known and not job.deleting:
+            draft.delete_object("Job", job.name, job.uid)
+    for pod in observed.live.running_pods:
+        if pod.orphaned and pod.deletion_due is None:
+            draft.delete_object("Pod", pod.name, pod.uid)
 
 
 def still_running(observed: Observed) -> str:
     """What of an ended job can still run, on which nodes; empty: nothing."""
     jobs = [f"Job {job.name}" for job in observed.batch_jobs if not ends_by_itself(job, observed.pods_of(job.role, job.attempt))]
-    pods = [f"pod {pod.name} on node {pod.node or 'unknown'}" for pod in observed.pods if not pod.is_terminal]
+    nodes = {pod.name: pod.node for pod in observed.pods if not pod.is_terminal}
+    if observed.live is not None:
+        nodes |= {pod.name: pod.node for pod in observed.live.running_pods}
+        jobs += [f"Job {job.name}" for job in observed.live.batch_jobs if job.uid not in {one.uid for one in observed.batch_jobs}]
+    pods = [f"pod {name} on node {node or 'unknown'}" for name, node in nodes.items()]
     return ", ".join((pods or jobs)[:4])
 
 

@@ -28,7 +28,7 @@ from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
 from finetune_operator.decide.standing import Standing, State, standing
 from finetune_operator.decide.stopped import begin_again, stop
 
-QUIET_SECONDS = 5.0
+QUIET_SECONDS = 10.0
 """Pods that only take so long to start are not worth a status write."""
 _WAITING = {
     FailureClass.SOURCE_UNAVAILABLE: Reason.WAITING_FOR_SOURCE,

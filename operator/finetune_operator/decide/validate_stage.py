@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 
 from finetune_job.api.status import PlanChoice, PlanStatus, StatusFinding
-from finetune_job.plan.digest import canonical_json, plan_sha256, text_sha256
+from finetune_job.plan.digest import canonical_json, text_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_job.reasons import ConditionType, Reason
@@ -63,7 +63,8 @@ def validate_stage(observed: Observed, draft: Draft) -> FrozenRun | None:
         return None
     draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
     status = observed.job.status
-    digest = plan_sha256(plan)
+    plan_json = canonical_json(plan)
+    digest = text_sha256(plan_json)
     if not is_started(status) or status.plan is None or status.plan.hash != digest:
         # A digest that changed between the freeze and the first child means that the profile was edited in that moment:
         # nothing has run, so the newer plan is frozen instead.
@@ -75,7 +76,7 @@ def validate_stage(observed: Observed, draft: Draft) -> FrozenRun | None:
         return None
     if wait_for_refused_create(observed, draft, ConditionType.READY):
         return None
-    _store(observed, draft, plan)
+    _store(observed, draft, plan_json)
     job = observed.job
     return FrozenRun(Owner(job.namespace, job.name, job.uid), plan, plan.placement, digest)
 
@@ -174,7 +175,7 @@ def _freeze(observed: Observed, draft: Draft, plan: RunPlan, digest: str) -> Non
     draft.emit("Normal", Reason.ACCEPTED, f"Accepted; plan {digest[:12]} is frozen.")
 
 
-def _store(observed: Observed, draft: Draft, plan: RunPlan) -> None:
+def _store(observed: Observed, draft: Draft, plan_json: str) -> None:
     """Create what every stage needs, before the Job of the first."""
     job = observed.job
     owner = Owner(job.namespace, job.name, job.uid)
@@ -183,7 +184,7 @@ def _store(observed: Observed, draft: Draft, plan: RunPlan) -> None:
         if template is not None and workspace_claim_of(job.spec, job.name) not in observed.claims:
             # Before the ConfigMap: once that is there, a missing claim is one that somebody has deleted.
             draft.create(workspace_claim(owner, template, job.spec.workspace.retain, observed.profile.spec.storage_class_name))
-    draft.create(plan_configmap(owner, canonical_json(plan)))
+    draft.create(plan_configmap(owner, plan_json))
 
 
 def missing_claims(observed: Observed, *, template_counts: bool) -> str:

@@ -9,6 +9,8 @@ import pytest
 from finetune_job.failures import FailureClass
 from finetune_job.plan.digest import canonical_json
 from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.decide.earlier_attempts import needs_live_list
+from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, JobBuilder, ObservedBuilder, a_job, after, observing
 from tests.unit.operator_decide.reading import condition, created, deleted, message, written
@@ -97,6 +99,29 @@ def test_the_end_is_final_whatever_is_left_or_asked_for(stage: str) -> None:
         assert created(actions) == []
         assert actions.status is None
         assert deleted(actions) == [f"Job/{one.name}" for one in seen.batch_jobs], "an operator that died here deletes them later"
+
+
+def test_an_end_that_waited_for_pods_is_finished_by_a_live_list() -> None:
+    stopping = observing(a_job().run(cancel=True)).training()
+    status = written(reconcile(stopping.build(), T0))
+    gone = replace(stopping, status=status, batch_jobs=(), pods=())
+    hidden = LivePod("tune-train-0-1-x", "uid-9", node="node-b")
+    unlabelled = LiveJob("tune-train-0", "uid-7")
+    orphan = LivePod("tune-train-0-0-x", "uid-8", node="node-a", orphaned=True)
+    assert needs_live_list(gone.build())
+    seen = reconcile(gone.but(live=LiveChildren((unlabelled,), (hidden, orphan))).build(), T0)
+    assert condition(seen, ConditionType.FINISHED) == ("False", Reason.STOPPING)
+    assert message(seen, ConditionType.FINISHED) == (
+        "Waiting until pod tune-train-0-1-x on node node-b, pod tune-train-0-0-x on node node-a has ended."
+    )
+    assert [(one.kind, one.uid) for one in seen.deletes] == [("Job", "uid-7"), ("Pod", "uid-8")]
+    job_alone = reconcile(gone.but(live=LiveChildren((LiveJob("tune-train-0", "uid-7", deleting=True),))).build(), T0)
+    assert message(job_alone, ConditionType.FINISHED) == "Waiting until Job tune-train-0 has ended."
+    assert job_alone.deletes == ()
+    ended = reconcile(gone.but(live=LiveChildren()).build(), T0)
+    assert condition(ended, ConditionType.FINISHED)[0] == "True"
+    finished = replace(gone, status=written(ended))
+    assert not needs_live_list(finished.build()), "an end is final, and costs no list any more"
 
 
 def test_an_outcome_in_words_of_another_release_still_comes_to_its_end() -> None:

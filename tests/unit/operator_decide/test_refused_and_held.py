@@ -100,9 +100,11 @@ def test_pods_that_start_within_seconds_are_not_worth_a_write() -> None:
         ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED
     )
     young = reconcile(seen.batch_job(created=after(-2), start_time=after(-2)).pod(0).build(), T0)
-    assert (young.status, young.requeue_after_seconds) == (None, 3.0)
-    older = reconcile(seen.batch_job(created=after(-5), start_time=after(-5)).pod(0).build(), T0)
-    assert message(older, ConditionType.PREPARED) == "0 of 1 pods have started. tune-preflight-0-0: Pending"
+    assert (young.status, young.requeue_after_seconds) == (None, 8.0)
+    older = seen.batch_job(created=after(-10), start_time=after(-10))
+    assert message(reconcile(older.pod(0).build(), T0), ConditionType.PREPARED) == "0 of 1 pods have started."
+    pulling = reconcile(older.pod(0, waiting_reason="ContainerCreating").build(), T0)
+    assert message(pulling, ConditionType.PREPARED) == "0 of 1 pods have started. tune-preflight-0-0: ContainerCreating"
 
 
 def test_a_queue_speaks_for_itself() -> None:

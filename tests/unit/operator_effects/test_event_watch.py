@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from finetune_operator.cluster import event_watch as module
 from finetune_operator.cluster.api import Api
-from finetune_operator.cluster.event_watch import LONGEST_PAUSE, SELECTOR, EventWatch, _lines
+from finetune_operator.cluster.event_watch import SELECTOR, EventWatch
+from finetune_operator.cluster.stream_watch import LONGEST_PAUSE, lines
 from tests.unit.operator_effects.test_api import against, refusal
 
 Stream = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -107,25 +107,26 @@ def test_lines_that_nobody_can_read_are_passed_over() -> None:
     assert [event["reason"] for event in served.taken] == ["good"]
 
 
-def test_consumer_that_fails_does_not_end_the_watch() -> None:
-    served = Served(line("ADDED", 5), line("ADDED", 6))
-
-    served.taken = _Failing()
+def test_an_event_that_nobody_thought_of_keeps_none_behind_it_from_being_taken() -> None:
+    served = Served(line("ADDED", 5, reason="defect") + line("ADDED", 6, reason="good"), line("ADDED", 7, reason="good"))
+    served.taken = _FailingOnce()
     served.run()
-    assert served.pauses == [LONGEST_PAUSE, LONGEST_PAUSE]
-    assert served.versions() == ["", ""]
+    assert [event["reason"] for event in served.taken] == ["good", "good"]
+    assert served.pauses == [1.0, 1.0]
+    assert served.versions() == ["", "6"]
 
 
-class _Failing(list[Any]):
+class _FailingOnce(list[Any]):
     def append(self, event: Any) -> None:
-        raise ValueError("a defect")
+        if event["reason"] == "defect":
+            raise ValueError("a defect")
+        super().append(event)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 10_000])
 def test_lines_are_put_together_whatever_the_chunks_and_the_longest_are_left_out(
-    size: int, monkeypatch: pytest.MonkeyPatch
+    size: int,
 ) -> None:
-    monkeypatch.setattr(module, "LONGEST_LINE", 50)
     text = b"a" * 50 + b"\n" + b"b" * 51 + b"\n" + b"c\n" + b"d" * 500 + b"\n" + b"e\nunfinished"
 
     async def chunks() -> Any:
@@ -133,6 +134,6 @@ def test_lines_are_put_together_whatever_the_chunks_and_the_longest_are_left_out
             yield text[start : start + size]
 
     async def scenario() -> list[bytes]:
-        return [one async for one in _lines(chunks())]
+        return [one async for one in lines(chunks(), 50)]
 
     assert asyncio.run(scenario()) == [b"a" * 50, b"c", b"e"]

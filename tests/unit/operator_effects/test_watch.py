@@ -12,7 +12,7 @@ from aiohttp import web
 from yarl import URL
 
 from finetune_operator import watch
-from finetune_operator.cluster.kinds import CONFIG_MAPS, JOBS, PODS, WATCHED, Kind
+from finetune_operator.cluster.kinds import JOBS, PODS, WRITTEN_BY_USERS, Kind
 from finetune_operator.cluster.projection import Held, project
 from finetune_operator.watch import SILENCE_SECONDS, Answers, ErrorBackoffs, Watches
 from tests.unit.operator_effects.fakes import Clock
@@ -34,7 +34,7 @@ class WatchedServer:
         """By plural: told, once, to the next watch."""
         self.refusals = 0
         """So many lists are answered with 503 first."""
-        self.served = {kind.plural for kind in (*WATCHED, NAMESPACES)}
+        self.served = {kind.plural for kind in (*WRITTEN_BY_USERS, NAMESPACES)}
         self.lists: list[str] = []
 
     @asynccontextmanager
@@ -57,7 +57,9 @@ class WatchedServer:
         if request.path == "/api":
             return web.json_response({"versions": ["v1"]})
         if request.path == "/apis":
-            return web.json_response({"groups": [_group(group) for group in sorted({kind.group for kind in WATCHED} - {""})]})
+            return web.json_response(
+                {"groups": [_group(group) for group in sorted({kind.group for kind in WRITTEN_BY_USERS} - {""})]}
+            )
         plural = request.path.rpartition("/")[2]
         if plural == "v1" or plural == "v1alpha1":
             return web.json_response({"resources": [self._resource(kind) for kind in self._kinds(request.path)]})
@@ -78,7 +80,7 @@ class WatchedServer:
         return response
 
     def _kinds(self, root: str) -> list[Kind]:
-        return [kind for kind in (*WATCHED, NAMESPACES) if kind.root == root and kind.plural in self.served]
+        return [kind for kind in (*WRITTEN_BY_USERS, NAMESPACES) if kind.root == root and kind.plural in self.served]
 
     def _resource(self, kind: Kind) -> Document:
         verbs = ["get", "list", "watch"]
@@ -98,17 +100,13 @@ def write_kubeconfig(path: Path, server: str) -> None:
 
 
 def _group(name: str) -> Document:
-    (version,) = {kind.version for kind in WATCHED if kind.group == name}
+    (version,) = {kind.version for kind in WRITTEN_BY_USERS if kind.group == name}
     return {"name": name, "versions": [{"version": version}], "preferredVersion": {"version": version}}
 
 
-def configmap(name: str) -> Document:
-    metadata = {"name": name, "namespace": TEAM, "uid": f"uid-{name}", "resourceVersion": "3", "ownerReferences": [owner()]}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata | {"labels": {"finetune.dev/job": "tune"}}}
-
-
-def owner() -> Document:
-    return {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "name": "tune", "uid": "uid-tune", "controller": True}
+def a_job(name: str) -> Document:
+    metadata = {"name": name, "namespace": TEAM, "uid": f"uid-{name}", "resourceVersion": "3"}
+    return {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": metadata, "spec": {}}
 
 
 class Sink:
@@ -141,18 +139,18 @@ def kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_listed_and_watched_objects_reach_the_main_loop(kubeconfig: Path) -> None:
     async def scenario() -> None:
         server, sink = WatchedServer(), Sink()
-        server.objects["configmaps"] = [configmap("listed")]
-        server.events["configmaps"] = [
-            {"type": "ADDED", "object": configmap("added")},
-            {"type": "DELETED", "object": configmap("deleted")},
+        server.objects["finetunejobs"] = [a_job("listed")]
+        server.events["finetunejobs"] = [
+            {"type": "ADDED", "object": a_job("added")},
+            {"type": "DELETED", "object": a_job("deleted")},
         ]
         async with server.running(kubeconfig):
             watches = Watches((TEAM,), project, sink)
             watches.start()
             listed, added, deleted = (
-                ("configmaps", False, "listed"),
-                ("configmaps", False, "added"),
-                ("configmaps", True, "deleted"),
+                ("finetunejobs", False, "listed"),
+                ("finetunejobs", False, "added"),
+                ("finetunejobs", True, "deleted"),
             )
             await sink.wait_for(listed, added, deleted)
             await watches.stop()
@@ -166,14 +164,14 @@ def test_listed_and_watched_objects_reach_the_main_loop(kubeconfig: Path) -> Non
 def test_error_event_starts_the_watches_again(kubeconfig: Path, code: int) -> None:
     async def scenario() -> None:
         server, sink = WatchedServer(), Sink()
-        server.events["configmaps"] = [{"type": "ERROR", "object": {"kind": "Status", "code": code, "message": "etcd is away"}}]
+        server.events["finetunejobs"] = [{"type": "ERROR", "object": {"kind": "Status", "code": code, "message": "etcd is away"}}]
         async with server.running(kubeconfig):
             watches = Watches((TEAM,), project, sink)
             watches.start()
             async with asyncio.timeout(DEADLINE):
                 await watches.restarted.wait()
-            server.events["configmaps"] = [{"type": "ADDED", "object": configmap("after")}]
-            await sink.wait_for(("configmaps", False, "after"))
+            server.events["finetunejobs"] = [{"type": "ADDED", "object": a_job("after")}]
+            await sink.wait_for(("finetunejobs", False, "after"))
             assert not watches.ended.is_set()
             await watches.stop()
         assert watches.num_restarts == 1
@@ -184,12 +182,12 @@ def test_error_event_starts_the_watches_again(kubeconfig: Path, code: int) -> No
 def test_expired_watch_lists_again_without_a_restart(kubeconfig: Path) -> None:
     async def scenario() -> None:
         server, sink = WatchedServer(), Sink()
-        server.events["configmaps"] = [{"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}}]
+        server.events["finetunejobs"] = [{"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}}]
         async with server.running(kubeconfig):
             watches = Watches((TEAM,), project, sink)
             watches.start()
-            server.objects["configmaps"] = [configmap("listed")]
-            await sink.wait_for(("configmaps", False, "listed"))
+            server.objects["finetunejobs"] = [a_job("listed")]
+            await sink.wait_for(("finetunejobs", False, "listed"))
             await watches.stop()
         assert watches.num_restarts == 0
 
@@ -204,12 +202,12 @@ def test_server_that_is_away_for_longer_than_kopfs_own_patience_ends_nothing(
     async def scenario() -> None:
         server, sink = WatchedServer(), Sink()
         server.refusals = 60
-        server.objects["pods"] = []
-        server.objects["configmaps"] = [configmap("listed")]
+        server.objects["finetuneprofiles"] = []
+        server.objects["finetunejobs"] = [a_job("listed")]
         async with server.running(kubeconfig):
             watches = Watches((TEAM,), project, sink)
             watches.start()
-            await sink.wait_for(("configmaps", False, "listed"))
+            await sink.wait_for(("finetunejobs", False, "listed"))
             await watches.stop()
         assert watches.num_restarts == 0
 
@@ -221,17 +219,17 @@ def test_kind_that_is_not_served_when_kopf_looks_is_watched_once_it_is(kubeconfi
 
     async def scenario() -> None:
         server, sink = WatchedServer(), Sink()
-        server.served.remove(CONFIG_MAPS.plural)
-        server.objects["configmaps"] = [configmap("listed")]
+        server.served.remove(JOBS.plural)
+        server.objects["finetunejobs"] = [a_job("listed")]
         async with server.running(kubeconfig):
             watches = Watches((TEAM,), project, sink)
             watches.start()
             async with asyncio.timeout(DEADLINE):
                 await watches.restarted.wait()
-            assert CONFIG_MAPS.plural not in server.lists
-            server.served.add(CONFIG_MAPS.plural)
+            assert JOBS.plural not in server.lists
+            server.served.add(JOBS.plural)
             monkeypatch.setattr(watch, "SILENCE_SECONDS", 60.0)
-            await sink.wait_for(("configmaps", False, "listed"))
+            await sink.wait_for(("finetunejobs", False, "listed"))
             await watches.stop()
 
     asyncio.run(scenario())

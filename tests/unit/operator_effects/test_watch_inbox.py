@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.cluster.kinds import JOBS, WATCHED, Kind
+from finetune_operator.cluster.kinds import JOBS, WRITTEN_BY_USERS, Kind
 from finetune_operator.cluster.projection import Held, project
 from finetune_operator.watch import MOST_AT_ONCE, Watches
 from tests.unit.operator_effects import objects
@@ -58,7 +58,7 @@ def test_age_of_a_kind_starts_again_with_each_event() -> None:
     async def scenario() -> None:
         watches = Watches(("team",), project, lambda _kind, _is_deleted, _held: None)
         before = watches.ages()
-        assert set(before) == {kind.name for kind in WATCHED}
+        assert set(before) == {kind.name for kind in WRITTEN_BY_USERS}
         watches._heard = dict.fromkeys(before, -1e9)
         send(watches, 1)
         young = [name for name, seconds in watches.ages().items() if seconds < 60]

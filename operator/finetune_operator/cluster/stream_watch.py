@@ -1,0 +1,121 @@
+"""A watch of one collection that is kept up: continued after each end, begun anew where the server has forgotten too much.
+
+Several times as cheap for each event as kopf's watches, which keep a task and a record for every object. So what comes in
+numbers (children, events) is watched here, and what users write by kopf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune_operator.cluster.api import Api
+from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
+from finetune_operator.cluster.fields import Fields
+from finetune_operator.cluster.json_text import read_json
+from finetune_operator.cluster.kinds import Kind
+from finetune_operator.logs import logger
+
+_log = logger(__name__)
+WATCH_SECONDS = 240
+"""After so long the server ends a watch, and it is continued from where it was: no silence is taken for health for longer."""
+SILENCE_SECONDS = WATCH_SECONDS + 30.0
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 60.0
+MOST_AT_ONCE = 50
+"""Events that are taken in without letting anything else run: some milliseconds."""
+GONE = 410
+Sleep = Callable[[float], Awaitable[None]]
+
+
+@dataclass
+class StreamWatch:
+    """Watches a kind in a namespace (None: everywhere)."""
+
+    api: Api
+    kind: Kind
+    namespace: str | None
+    query: Mapping[str, str]
+    """Selectors."""
+    take: Callable[[str, Any], None]
+    """Called in the loop with what has happened (ADDED, MODIFIED, DELETED) and the object, whatever that is."""
+    longest_line: int
+    """Bytes of one event. A longer one is left out: somebody has filled it up."""
+    version: str = ""
+    """resourceVersion to begin from; without one the server begins with all objects that there are."""
+    begun_anew: Callable[[], None] = lambda: None
+    """Called when deletions may have been missed."""
+    sleep: Sleep = field(default=asyncio.sleep)
+
+    async def run(self) -> None:
+        """Watch until cancelled; whatever goes wrong, it begins again after a pause."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                ended_well = await self._watch()
+                pause = FIRST_PAUSE if ended_well else min(2 * pause, LONGEST_PAUSE)
+            except (ApiError, ApiUnreachableError) as error:
+                _log.warning("watch failed", kind=self.kind.name, namespace=self.namespace, error=str(error), pause_seconds=pause)
+                if isinstance(error, ApiError):
+                    self._begin_anew()
+                pause = min(2 * pause, LONGEST_PAUSE)
+            except Exception:  # noqa: BLE001 - whatever it is, the objects have to be watched
+                _log.exception("watch failed unexpectedly", kind=self.kind.name, namespace=self.namespace)
+                self._begin_anew()
+                pause = LONGEST_PAUSE
+            await self.sleep(pause)
+
+    def _take(self, said: str, shown: Any) -> None:
+        try:
+            self.take(said, shown)
+        except Exception:  # noqa: BLE001 - one object must not keep all others from being seen
+            _log.exception("event could not be taken in", kind=self.kind.name, namespace=self.namespace)
+
+    def _begin_anew(self) -> None:
+        self.version = ""
+        self.begun_anew()
+
+    async def _watch(self) -> bool:
+        """One request. Returns whether it ended as watches do."""
+        query = {**self.query, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
+        if self.version:
+            query["resourceVersion"] = self.version
+        number = 0
+        async for line in lines(self.api.stream(self.kind.path(self.namespace), query, SILENCE_SECONDS), self.longest_line):
+            try:
+                notice = Fields(read_json(line))
+            except (ValueError, RecursionError):
+                continue
+            said, shown = notice.text("type", 16), notice.at("object")
+            if said == "ERROR":
+                code = shown.integer("code")
+                if code != GONE:
+                    _log.warning("watch failed", kind=self.kind.name, code=code, error=shown.text("message", 256))
+                self._begin_anew()
+                return code == GONE
+            self.version = shown.at("metadata").name("resourceVersion") or self.version
+            if said in ("ADDED", "MODIFIED", "DELETED"):
+                self._take(said, shown.raw)
+            number += 1
+            if number % MOST_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return True
+
+
+async def lines(chunks: AsyncIterator[bytes], longest: int) -> AsyncIterator[bytes]:
+    """Lines of a stream, without those that are too long to hold."""
+    held, is_too_long = bytearray(), False
+    async for chunk in chunks:
+        *complete, rest = chunk.split(b"\n")
+        for part in complete:
+            if not is_too_long and len(held) + len(part) <= longest:
+                yield bytes(held + part)
+            held.clear()
+            is_too_long = False
+        is_too_long |= len(held) + len(rest) > longest
+        if is_too_long:
+            held.clear()
+        else:
+            held += rest
