@@ -79,6 +79,13 @@ class Nodes:
             if uid not in known and (node is None or node.answers):
                 del self.processes[uid]
 
+    def keep_grace(self, uid: str) -> None:
+        """The grace period of a pod is over: a kubelet that answers has ended it by now, however long it takes for all else."""
+        for pod in self.server.all(PODS):
+            node = self.node(pod["spec"].get("nodeName", ""))
+            if pod["metadata"]["uid"] == uid and node is not None and node.answers:
+                self._end_deleted(pod)
+
     def _start(self, pod: Document, node: Node) -> None:
         namespace = pod["metadata"]["namespace"]
         for volume in pod["spec"]["volumes"]:

@@ -74,6 +74,9 @@ class World:
     def _watched(self, change: Change) -> None:
         if self.operator is not None:
             self.operator.saw(change)
+        if change.kind == PODS and change.after is not None and "deletionTimestamp" in change.after["metadata"]:
+            uid, grace = change.after["metadata"]["uid"], change.after["metadata"].get("deletionGracePeriodSeconds", 0)
+            self.loop.call_later(grace + 1.0, self.nodes.keep_grace, uid)
 
     # People.
 
@@ -157,12 +160,13 @@ class World:
             end_namespace_step(self.server, namespace)
 
     def batch_jobs_running(self) -> list[Document]:
-        """Jobs all of whose pods run and can report."""
+        """Jobs all of whose pods have ended well or run and can report."""
         found = []
         for job in self.server.all(BATCH_JOBS):
             pods = owned_by(self.server.all(PODS), job["metadata"]["uid"])
             live = [pod for pod in pods if phase_of(pod) == "Running" and "deletionTimestamp" not in pod["metadata"]]
-            if len(live) == job["spec"]["completions"] and "deletionTimestamp" not in job["metadata"]:
+            num_done = sum(phase_of(pod) == "Succeeded" for pod in pods)
+            if live and len(live) + num_done == job["spec"]["completions"] and "deletionTimestamp" not in job["metadata"]:
                 nodes = [self.nodes.node(pod["spec"]["nodeName"]) for pod in live]
                 if all(node is not None and node.answers for node in nodes):
                     found.append(job)
