@@ -230,12 +230,16 @@ def test_suspended_job_gives_back_its_pods_and_goes_on(workload: Workload, opera
     assert workload.status()["restarts"]["counted"] == 0
 
 
-def test_a_quota_on_jobs_is_said_and_waited_for(workload: Workload, operator: OperatorFactory) -> None:
-    quota = {"metadata": {"name": "no-jobs"}, "spec": {"hard": {"count/jobs.batch": "0"}}}
-    workload.kube.create("ResourceQuota", workload.namespace, quota)
+def add_quota(workload: Workload, name: str, hard: dict[str, str]) -> None:
+    """A quota that is in force."""
+    workload.kube.create("ResourceQuota", workload.namespace, {"metadata": {"name": name}, "spec": {"hard": hard}})
     workload.wait(
-        lambda: (workload.kube.get("ResourceQuota", workload.namespace, "no-jobs") or {}).get("status", {}).get("hard"), "the quota"
+        lambda: (workload.kube.get("ResourceQuota", workload.namespace, name) or {}).get("status", {}).get("hard"), "the quota"
     )
+
+
+def test_a_quota_on_jobs_is_said_and_waited_for(workload: Workload, operator: OperatorFactory) -> None:
+    add_quota(workload, "no-jobs", {"count/jobs.batch": "0"})
     workload.apply()
     operator()
     refused = workload.wait_for("Prepared", "Unknown", "CreateRefused")
@@ -250,11 +254,7 @@ def test_a_quota_on_jobs_is_said_and_waited_for(workload: Workload, operator: Op
 
 
 def test_a_quota_on_pods_is_said_from_the_events_of_the_job(workload: Workload, operator: OperatorFactory) -> None:
-    quota = {"metadata": {"name": "no-pods"}, "spec": {"hard": {"pods": "0"}}}
-    workload.kube.create("ResourceQuota", workload.namespace, quota)
-    workload.wait(
-        lambda: (workload.kube.get("ResourceQuota", workload.namespace, "no-pods") or {}).get("status", {}).get("hard"), "the quota"
-    )
+    add_quota(workload, "no-pods", {"pods": "0"})
     workload.apply()
     operator()
     refused = workload.wait_for("Prepared", "Unknown", "CreateRefused")

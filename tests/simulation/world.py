@@ -254,7 +254,12 @@ class World:
             self._says_so(job, healed=True)
         for job in self.server.all(JOBS):
             if not is_true(job, "Finished"):
-                self.edit_run(job, suspend=False, retry=job["spec"].get("run", {}).get("retry", 0) + 1)
+                self.edit_run(job, suspend=False)
+        # What failed before the suspension is said now.
+        await self.rest(30, succeed=True)
+        for job in self.server.all(JOBS):
+            if not is_true(job, "Finished"):
+                self.edit_run(job, retry=job["spec"].get("run", {}).get("retry", 0) + 1)
         await self.rest(60, succeed=True)
         for job in self.server.all(JOBS):
             self._has_ended(job)

@@ -41,21 +41,21 @@ class AuditedPlane(ControlPlane):
     def start(self, name: str, *arguments: str | Path) -> Component:
         """The API server gets its audit log."""
         if name == "kube-apiserver":
-            self._audit_log = self.run.path / "audit.log"
+            self.audit_log = self.run.path / "audit.log"
             policy = self.run.path / "audit-policy.yaml"
             policy.write_text(json.dumps(_AUDIT_POLICY))
-            arguments = (*arguments, f"--audit-policy-file={policy}", f"--audit-log-path={self._audit_log}")
+            arguments = (*arguments, f"--audit-policy-file={policy}", f"--audit-log-path={self.audit_log}")
         return super().start(name, *arguments)
 
     def operator(self, log: Path, identity: str = "test") -> OperatorProcess:
         """An operator for all namespaces."""
         lease = (f"--lease-namespace={SYSTEM}", f"--lease-name={RELEASE}", f"--identity={identity}")
-        return OperatorProcess(self._operator_kubeconfig, log, *lease)
+        return OperatorProcess(self.operator_kubeconfig, log, *lease)
 
     def requests(self) -> Counter[str]:
         """The operator's requests so far, watches among them, as `get leases`."""
         found = Counter[str]()
-        for line in self._audit_log.read_text().splitlines() if self._audit_log.exists() else ():
+        for line in self.audit_log.read_text().splitlines() if self.audit_log.exists() else ():
             entry = json.loads(line)
             found[f"{entry['verb']} {(entry.get('objectRef') or {}).get('resource') or entry['requestURI']}"] += 1
         return found
@@ -63,16 +63,16 @@ class AuditedPlane(ControlPlane):
     def _install(self) -> None:
         self.helm(
             *("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM, "--create-namespace"),
-            *("--set", "replicas=0", "--wait", "--timeout", "3m"),
+            *("--set", "replicas=0", "--timeout", "3m"),
         )
         self.kube = Kube(self.kubeconfig)
         wait_until(lambda: self.kube.get("ServiceAccount", SYSTEM, RELEASE), "the chart's ServiceAccount", 60)
         wait_until(lambda: self.kube.get("FineTuneProfile", "", "default"), "the default profile", 60)
-        token = self.kubectl("create", "token", RELEASE, "--namespace", SYSTEM, "--duration", "2h").strip()
+        token = self.kubectl("create", "token", RELEASE, "--namespace", SYSTEM, "--duration", "4h").strip()
         config = yaml.safe_load(self.kubeconfig.read_text())
         config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
-        self._operator_kubeconfig = self.run.path / "operator-kubeconfig"
-        self._operator_kubeconfig.write_text(json.dumps(config))
+        self.operator_kubeconfig = self.run.path / "operator-kubeconfig"
+        self.operator_kubeconfig.write_text(json.dumps(config))
 
 
 _AUDIT_POLICY = {
