@@ -1,12 +1,16 @@
 """The table of failures on real nodes: how it is printed and kept, and that a difference is seen."""
 
 from dataclasses import asdict, replace
+from typing import cast
 
 import pytest
 
 from tests.e2e.failures import absences, node_faults, rank_faults
 from tests.e2e.failures.case import Case, Expected, FailedAttempt, Outcome
+from tests.e2e.failures.scene import Scene
 from tests.e2e.failures.table import table, with_table
+from tests.support.cluster.errors import ClusterError
+from tests.support.stack import Stack
 
 LOST = FailedAttempt("train", "NodeLost", counted=False)
 EXPECTED = Expected("Succeeded", (LOST,), says="BlockedOnNode", resumes=True)
@@ -74,6 +78,13 @@ def test_a_page_without_a_place_is_refused() -> None:
 
 def test_an_outcome_survives_being_kept() -> None:
     assert Outcome.from_record(asdict(OUTCOME)) == OUTCOME
+
+
+def test_nobody_waits_for_the_word_of_a_job_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = {"conditions": [{"type": "Finished", "status": "True", "reason": "Completed"}]}
+    monkeypatch.setattr(Scene, "status", lambda _: ended)
+    with pytest.raises(ClusterError, match="has ended and never said MountFailed"):
+        Scene(cast("Stack", None), "volume-missing").wait_until_said("MountFailed")
 
 
 def test_the_cases_have_names_of_their_own_and_those_that_are_fixed_say_what_was_wrong() -> None:

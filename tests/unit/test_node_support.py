@@ -7,6 +7,7 @@ import pytest
 from tests.support.cluster import cgroups
 from tests.support.cluster.cgroups import processes_of_pod
 from tests.support.cluster.image_directory import link_images, node_root
+from tests.support.cluster.images import ImageStore
 from tests.support.cluster.network import ALL_PODS_RANGE, NodeNetwork
 
 LAYER = "io.containerd.snapshotter.v1.overlayfs/snapshots/1/fs/file"
@@ -68,3 +69,18 @@ def test_the_processes_of_a_pod_are_found_on_whichever_node(tmp_path: Path, monk
     assert processes_of_pod("u2") == {22, 33}
     assert processes_of_pod("u1") == {11}
     assert processes_of_pod("u") == set()
+
+
+@pytest.mark.parametrize("images", [("kept:1",), ("kept:1", "taken:1")])
+def test_a_name_is_taken_away_where_it_is_there(images: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    left = set(images)
+
+    def ctr(*arguments: object) -> str:
+        if arguments[-2] == "rm":
+            left.remove(str(arguments[-1]))
+            return ""
+        return "\n".join(["REF TYPE DIGEST", *(f"{name} type digest" for name in sorted(left))])
+
+    monkeypatch.setattr("tests.support.cluster.images.run_command", ctr)
+    ImageStore(Path("socket")).untag("taken:1")
+    assert left == {"kept:1"}

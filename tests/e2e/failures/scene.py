@@ -138,7 +138,11 @@ class Scene:
         start = self._started if self._started is not None else time.monotonic()
 
         def messages() -> list[str]:
-            return [one.get("message", "") for one in self.status().get("conditions", []) if one["reason"] == reason]
+            conditions = self.status().get("conditions", [])
+            found = [one.get("message", "") for one in conditions if one["reason"] == reason]
+            if not found and any(one["type"] == "Finished" and one["status"] == "True" for one in conditions):
+                raise ClusterError(f"{self.name} has ended and never said {reason}")
+            return found
 
         self.wait(messages, f"a condition to say {reason}")
         seconds = time.monotonic() - start

@@ -134,8 +134,9 @@ class ImageStore:
         run_command(*self._ctr, "images", "tag", name, other)
 
     def untag(self, name: str) -> None:
-        """Take a name away from an image that has others."""
-        run_command(*self._ctr, "images", "rm", name)
+        """Take a name away from an image that has others, if it is there."""
+        if name in self.names():
+            run_command(*self._ctr, "images", "rm", name)
 
     def blobs(self) -> set[str]:
         """Return the digests of all content, so that an archive may leave it out."""
