@@ -115,7 +115,11 @@ class ChaosProxy:
         self._loop = asyncio.get_running_loop()
         connector = aiohttp.TCPConnector(limit=0, ssl=self._tls)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self._client:
+        # Without a word on encodings: the server would compress long lists, and what it says of that is not passed on.
+        session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False, skip_auto_headers=["Accept-Encoding"]
+        )
+        async with session as self._client:
             application = web.Application(client_max_size=16 << 20)
             application.router.add_route("*", "/{path:.*}", self._serve)
             runner = web.AppRunner(application, shutdown_timeout=0.5)
