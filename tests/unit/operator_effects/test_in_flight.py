@@ -35,9 +35,10 @@ def test_no_more_requests_than_the_limit_and_in_the_order_of_their_arrival() -> 
         assert begun == [0, 1]
         assert limit.num_running == 2
         end.set()
-        await asyncio.gather(*tasks)
+        await settle()
         assert begun == [0, 1, 2, 3, 4]
         assert limit.num_running == 0
+        assert all(task.done() for task in tasks)
 
     run(scenario)
 

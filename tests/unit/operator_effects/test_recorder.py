@@ -175,6 +175,21 @@ def test_what_finds_the_line_full_is_left_out_and_counted() -> None:
     run(scenario)
 
 
+def test_event_that_gave_way_for_long_enough_is_written_although_passes_wait() -> None:
+    async def scenario(api: Any) -> None:
+        clock = Clock()
+        recorder = Recorder(api, "test", is_busy=lambda: True, clock=clock)
+        recorder.record(JOB, EVENT)
+        clock.now += 10.0
+        writing = asyncio.create_task(recorder.run())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        writing.cancel()
+        assert api.counts == [1]
+
+    run(scenario)
+
+
 def test_events_give_way_to_passes_and_not_for_ever() -> None:
     async def scenario(api: Any) -> None:
         clock = Clock()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from finetune_operator import watch
 from finetune_operator.cluster.kinds import JOBS, WRITTEN_BY_USERS, Kind
 from finetune_operator.cluster.projection import Held, project
 from finetune_operator.watch import MOST_AT_ONCE, Watches
@@ -23,6 +24,11 @@ def send(watches: Watches, number: int) -> None:
     for place in range(number):
         with pytest.raises(StopIteration):
             handler(event={"type": "MODIFIED", "object": job(place)}).send(None)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 def received(number: int, broken_at: int = -1) -> list[int]:
@@ -63,6 +69,44 @@ def test_age_of_a_kind_starts_again_with_each_event() -> None:
         send(watches, 1)
         young = [name for name, seconds in watches.ages().items() if seconds < 60]
         assert young == [JOBS.name]
+
+    asyncio.run(scenario())
+
+
+def test_deletion_is_told_as_one_and_everything_else_is_not() -> None:
+    async def scenario() -> list[tuple[int, bool]]:
+        told: list[tuple[int, bool]] = []
+        watches = Watches(("team",), project, lambda _kind, is_deleted, held: told.append((held.key.version, is_deleted)))
+        handler = watches._handler(JOBS)
+        # A listed object has no type.
+        for number, kind in enumerate((None, "ADDED", "MODIFIED", "DELETED")):
+            with pytest.raises(StopIteration):
+                handler(event={"type": kind, "object": job(number)}).send(None)
+        await settle()
+        return told
+
+    assert asyncio.run(scenario()) == [(1, False), (2, False), (3, False), (4, True)]
+
+
+def test_watches_that_were_started_again_ask_for_what_they_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "RESTART_FIRST", 0.0)
+
+    async def scenario() -> None:
+        watches = Watches(("team",), project, lambda _kind, _is_deleted, _held: None)
+        runs: list[int] = []
+
+        def run_once() -> None:
+            runs.append(len(runs))
+            if len(runs) == 2:
+                watches._is_stopped.set()
+            raise OSError("etcd is away")
+
+        monkeypatch.setattr(watches, "_run_once", run_once)
+        watches._run()
+        await settle()
+        assert len(runs) == 2
+        assert watches.num_restarts == 1
+        assert watches.restarted.is_set()
 
     asyncio.run(scenario())
 
