@@ -218,6 +218,30 @@ def test_what_was_noted_of_a_job_goes_with_it() -> None:
     assert scene.gatherer._notes == {}
 
 
+@pytest.mark.parametrize(("deleting", "pause"), [(False, 15.0), (True, 3.0)])
+def test_conflict_is_looked_at_in_each_pass_until_it_is_gone(deleting: bool, pause: float) -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    for name in ("models", "data", "workspace", "results"):
+        scene.add(CLAIMS, claim(name), seen=False)
+    foreign = objects.batch_job()
+    foreign["metadata"]["ownerReferences"][0]["uid"] = "earlier-job"
+    if deleting:
+        foreign["metadata"]["deletionTimestamp"] = objects.CREATED
+    scene.add(BATCH_JOBS, foreign, seen=False)
+    scene.gatherer.note_conflict("job-uid", BATCH_JOBS, "tune-train-0")
+    for _ in range(3):
+        gathered = scene.gather()
+        assert gathered.observed.vanishing + gathered.observed.conflicts == ("Job/tune-train-0",)
+        assert gathered.revisit_after_seconds == pause
+        assert not scene.gatherer.may_create("job-uid", NOW)
+    del scene.api.objects["Job", "team", "tune-train-0"]
+    gathered = scene.gather()
+    assert gathered.observed.vanishing + gathered.observed.conflicts == ()
+    assert gathered.revisit_after_seconds is None
+    assert scene.gatherer.may_create("job-uid", NOW)
+
+
 def test_claims_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_CLAIMS_SEEN", 3)
     scene = Scene()
