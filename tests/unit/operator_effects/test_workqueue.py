@@ -17,7 +17,7 @@ def queue(clock: Clock | None = None) -> WorkQueue[str]:
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             return await coroutine
 
     return asyncio.run(bounded())
@@ -56,6 +56,7 @@ def test_delayed_key_waits_for_its_time_and_the_earlier_time_wins() -> None:
         keys.add_after("a", 7)
         keys.add_after("b", 5)
         assert keys.num_delayed == 2
+        assert keys._seconds_to_next() == 3
         clock.now += 3
         assert await keys.get() == "a"
         clock.now += 2
