@@ -57,6 +57,15 @@ def test_evicted_pod_without_containers_tells_the_pods_reason() -> None:
     assert view.reason == "Evicted"
 
 
+@pytest.mark.parametrize(("status", "disruption"), [("True", "PreemptionByScheduler"), ("False", ""), ("Unknown", "")])
+def test_disruption_that_was_called_off_is_none(status: str, disruption: str) -> None:
+    """The disruption controller takes a mark back from a pod that was not deleted after all; it would be told as an eviction."""
+    condition = {"type": "DisruptionTarget", "status": status, "reason": "PreemptionByScheduler", "message": "m"}
+    view = pod_view(objects.pod(status={"phase": "Running", "conditions": [condition]}))
+    assert view is not None
+    assert view.disruption == disruption
+
+
 def test_batch_job_shows_only_conditions_that_hold() -> None:
     document = objects.batch_job(role="merge")
     document["spec"] = {"suspend": True}
