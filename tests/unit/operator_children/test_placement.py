@@ -151,6 +151,18 @@ def test_a_placement_that_forges_our_labels_is_overruled() -> None:
     assert job["spec"]["template"]["metadata"]["labels"]["finetune.dev/role"] == "train"
 
 
+def test_a_placement_that_sets_amounts_of_ours_is_overruled() -> None:
+    """The profile refuses these, too."""
+    run = run_of(a_job().processes_per_node(8).with_profile(pods={"train": TAINTED}))
+    extra = {"extra_resources": {"cpu": "1", "nvidia.com/gpu": "1", "rdma/hca": "1"}}
+    train = run.placement.pods.train.model_copy(update=extra)
+    forged = run.placement.model_copy(update={"pods": run.placement.pods.model_copy(update={"train": train})})
+    job = BUILDERS[Role.TRAIN](FrozenRun(OWNER, run.plan, forged, "0" * 64), 0)
+    (container,) = pod_spec(job)["containers"]
+    amounts = {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "8", "rdma/hca": "1"}
+    assert (container["resources"]["requests"], container["resources"]["limits"]) == (amounts, amounts)
+
+
 def test_a_plan_that_asks_for_nothing_new_is_written_as_before() -> None:
     """So that trainer images of the releases before read it: they refuse fields that they do not know."""
     for new in ("pods", "image_pull_secrets"):

@@ -127,6 +127,25 @@ def test_every_delete_is_in_the_foreground_and_names_its_uid() -> None:
     assert bodies[0]["preconditions"] == {"uid": "u"}
 
 
+def test_only_a_forced_deletion_has_no_grace_period() -> None:
+    bodies: list[Any] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return web.json_response({})
+
+    async def scenario(api: Api, _: list[float]) -> None:
+        await api.delete(PODS, "team", "lost", uid="u", force=True)
+        await api.delete(PODS, "team", "other", uid="v")
+
+    against(handler, scenario)
+    options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+    assert bodies == [
+        options | {"preconditions": {"uid": "u"}, "gracePeriodSeconds": 0},
+        options | {"preconditions": {"uid": "v"}},
+    ]
+
+
 def test_connection_that_breaks_after_the_request_says_so() -> None:
     async def handler(request: web.Request) -> web.Response:
         assert request.transport is not None

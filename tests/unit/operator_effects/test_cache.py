@@ -55,6 +55,19 @@ def test_older_and_equal_versions_are_ignored() -> None:
     assert put(cache, JOBS, objects.finetune_job(version=6, profile="new")) == {KEY}
 
 
+def test_state_that_was_read_before_a_newer_one_was_taken_in_does_not_replace_it() -> None:
+    """The watch thread reads; before the main loop takes that in, an answer to an own write may have shown more."""
+    cache = filled()
+    read_early = cache.read(JOBS, objects.finetune_job(version=5, profile="old"))
+    assert read_early is not None
+    put(cache, JOBS, objects.finetune_job(version=6, profile="new"))
+    assert cache.apply(JOBS, read_early) == set()
+    held = cache.job(KEY)
+    assert held is not None
+    assert held.document()["spec"]["profile"] == "new"
+    assert held.key.version == 6
+
+
 def test_labels_alone_make_no_child() -> None:
     """Anyone may write labels; only the controller reference to the job's UID counts."""
     cache = filled()
@@ -163,6 +176,17 @@ def test_live_answer_beats_the_watch_and_the_tombstone() -> None:
         # It stays among those that only a live read can tell of, and no list without it removes it.
         assert cache.remove_missing(BATCH_JOBS, set(), 99) == set()
         assert [child.held for child in cache.to_look_up("job-uid")] == [held]
+
+
+@pytest.mark.parametrize("kind", [BATCH_JOBS, PODS], ids=lambda kind: kind.name)
+def test_live_answer_ends_the_doubt_that_a_list_without_the_object_raised(kind: Kind) -> None:
+    """The object has not changed since: the answer shows the version that is known."""
+    cache = filled()
+    assert cache.remove_missing(kind, set(), 40) == {KEY}
+    assert len(cache.to_look_up("job-uid")) == 1
+    assert cache.found(kind, objects.batch_job() if kind == BATCH_JOBS else objects.pod())
+    assert cache.to_look_up("job-uid") == []
+    assert len(cache.owned(BATCH_JOBS, "job-uid")) == len(cache.pods_of("job-uid")) == 1
 
 
 def test_event_of_the_removed_label_that_comes_after_the_live_answer_changes_nothing() -> None:
