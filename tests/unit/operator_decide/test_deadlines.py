@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Any
-
 import pytest
 
 from finetune_job.api.run import RunSpec
@@ -26,9 +23,16 @@ def batch_job(*, start: float | None = None) -> BatchJobView:
 
 
 def pod(rank: int, *, created: float = 0, scheduled: float | None = None, started: float | None = None) -> PodView:
-    times: dict[str, Any] = {"scheduled": scheduled, "started": started}
-    moments: dict[str, datetime] = {name: after(at) for name, at in times.items() if at is not None}
-    return PodView(f"tune-train-0-{rank}", f"pod-{rank}", Role.TRAIN, 0, created=after(created), node_rank=rank, **moments)
+    return PodView(
+        name=f"tune-train-0-{rank}",
+        uid=f"pod-{rank}",
+        role=Role.TRAIN,
+        attempt=0,
+        created=after(created),
+        node_rank=rank,
+        scheduled=None if scheduled is None else after(scheduled),
+        started=None if started is None else after(started),
+    )
 
 
 def advanced(seconds: float) -> FineTuneJobStatus:
