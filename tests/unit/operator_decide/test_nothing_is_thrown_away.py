@@ -122,6 +122,19 @@ def test_a_gang_with_a_checkpoint_that_cannot_start_is_tried_again_and_never_fai
     assert (again.attempt, again.restarts) == (3, Restarts())
 
 
+@pytest.mark.parametrize("role", ["merge", "publish"])
+def test_what_comes_after_the_training_and_cannot_start_waits_for_a_human_and_goes_on_by_itself(role: str) -> None:
+    seen = observing(a_job().run(startupDeadlineSeconds=100))
+    seen = (seen.trained() if role == "merge" else seen.merged()).batch_job().pod(0, waiting_reason="ErrImagePull")
+    actions = reconcile(seen.build(), T0)
+    assert condition(actions, ConditionType.STALLED) == ("True", Reason.STARTUP_DEADLINE_EXCEEDED)
+    assert condition(actions, ConditionType.SUCCEEDED)[0] == "Unknown"
+    assert condition(actions, ConditionType.FINISHED)[0] == "False"
+    assert deleted(actions) == []
+    mended = replace(seen, status=written(actions)).running()
+    assert condition(reconcile(mended.build(), after(60)), ConditionType.STALLED)[0] == "False"
+
+
 @pytest.mark.parametrize("role", ["preflight", "train"])
 def test_before_anything_is_trained_pods_that_cannot_start_end_the_job(role: str) -> None:
     job = a_job().run(startupDeadlineSeconds=100)
