@@ -1,0 +1,44 @@
+"""How a Job stands that a queue has suspended and let go on: the pods of its earlier life say nothing of this one."""
+
+from __future__ import annotations
+
+from finetune_job.failures import EXIT_CODES, FailureClass
+from finetune_job.names import Role
+from finetune_operator.decide.standing import Standing, State, standing
+from tests.support.builders import T0, ObservedBuilder, a_job, after, envelope, observing
+
+
+def resumed() -> ObservedBuilder:
+    """Suspended 200 s ago, which ended its pod, and let go on 100 s later."""
+    seen = observing(a_job()).prepared().batch_job(start_time=after(-100))
+    report = envelope(FailureClass.PREEMPTED)
+    exit_code = EXIT_CODES[FailureClass.PREEMPTED]
+    seen = seen.pod(0, exit_code=exit_code, termination_message=report, deletion_requested=after(-200), gone=True)
+    (earlier,) = seen.pods
+    return seen.but(pods=()).pod(0, created=after(-99)).but(pods=(earlier,))
+
+
+def stands(seen: ObservedBuilder) -> Standing:
+    return standing(seen.build(), Role.TRAIN, 0, 1, was_seen=True, now=T0)
+
+
+def test_a_job_that_goes_on_waits_for_its_new_pods() -> None:
+    found = stands(resumed())
+    assert (found.state, found.pods) == (State.WAITING, ())
+
+
+def test_a_pod_that_was_deleted_after_the_start_belongs_to_this_life() -> None:
+    seen = resumed()
+    (pod,) = seen.pods
+    found = stands(seen.batch_job(start_time=after(-300)))
+    assert found.pods == (pod,)
+
+
+def test_what_ended_the_earlier_life_is_not_the_cause_of_a_failure_in_this_one() -> None:
+    seen = resumed()
+    (earlier,) = seen.pods
+    now = seen.but(pods=()).failed_pod(0, FailureClass.INTERNAL).batch_job("FailureTarget", start_time=after(-100))
+    found = stands(now.but(pods=(earlier, *now.pods)))
+    assert found.failure is not None
+    assert (found.state, found.failure.failure) == (State.FAILED, FailureClass.INTERNAL)
+    assert found.pods == now.pods
