@@ -1,6 +1,8 @@
-"""How a Job stands that a queue has suspended and let go on: the pods of its earlier life say nothing of this one."""
+"""How a Job stands that a queue suspends and lets go on: the pods of its earlier life say nothing of this one."""
 
 from __future__ import annotations
+
+import pytest
 
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_job.names import Role
@@ -13,9 +15,7 @@ def resumed() -> ObservedBuilder:
     seen = observing(a_job()).prepared().batch_job(start_time=after(-100))
     report = envelope(FailureClass.PREEMPTED)
     exit_code = EXIT_CODES[FailureClass.PREEMPTED]
-    seen = seen.pod(0, exit_code=exit_code, termination_message=report, deletion_requested=after(-200), gone=True)
-    (earlier,) = seen.pods
-    return seen.but(pods=()).pod(0, created=after(-99)).but(pods=(earlier,))
+    return seen.pod(0, exit_code=exit_code, termination_message=report, deletion_requested=after(-200), gone=True)
 
 
 def stands(seen: ObservedBuilder) -> Standing:
@@ -42,3 +42,19 @@ def test_what_ended_the_earlier_life_is_not_the_cause_of_a_failure_in_this_one()
     assert found.failure is not None
     assert (found.state, found.failure.failure) == (State.FAILED, FailureClass.INTERNAL)
     assert found.pods == now.pods
+
+
+@pytest.mark.parametrize("condition", ["Failed", "FailureTarget"])
+def test_a_job_that_failed_is_failed_although_a_queue_has_suspended_it(condition: str) -> None:
+    """A queue that takes its room back sets `suspend` on it. Nobody would ever let it go on: it has ended."""
+    seen = observing(a_job()).prepared().failed_pod(0, FailureClass.INTERNAL).batch_job(condition, suspended=True)
+    found = stands(seen)
+    assert found.failure is not None
+    assert (found.state, found.failure.failure) == (State.FAILED, FailureClass.INTERNAL)
+
+
+def test_a_job_that_has_not_failed_waits_in_its_queue() -> None:
+    found = stands(observing(a_job()).prepared().batch_job(suspended=True))
+    assert found.state is State.QUEUED
+    assert found.pending is not None
+    assert found.pending.is_capacity
