@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from finetune_job.failures import FailureClass, ReportedFinding
+from finetune_job.failures import FailureClass, Outcome, ReportedFinding
+from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.observed import ProfileView
 from finetune_operator.decide.reconcile import reconcile
-from tests.support.builders import T0, a_job, a_profile, observing
+from tests.support.builders import T0, a_job, a_profile, envelope, observing
 from tests.unit.operator_decide.reading import condition, created, deleted, message, written
 
 FINDING = ReportedFinding(
@@ -57,6 +58,17 @@ def test_a_refusal_stalls_the_job_and_says_what_to_change() -> None:
         False,
     )
     assert attempt.end_time
+
+
+def test_a_refusal_counts_although_the_container_ended_well() -> None:
+    """The report says what became of the job; the exit code is another's word for it."""
+    report = envelope(FailureClass.USER_CONFIG, outcome=Outcome.REFUSED, role=Role.PREFLIGHT, findings=[FINDING], message="refused")
+    seen = observing(a_job()).started().pod(0, exit_code=0, termination_message=report).batch_job("Complete")
+    actions = reconcile(seen.build(), T0)
+    assert condition(actions, ConditionType.PREPARED) == ("False", Reason.PREFLIGHT_REFUSED)
+    assert condition(actions, ConditionType.STALLED) == ("True", Reason.PREFLIGHT_REFUSED)
+    assert [finding.rule for finding in written(actions).findings] == ["preflight/target-modules"]
+    assert created(actions) == []
 
 
 def test_sentences_of_a_refusal_do_not_run_together() -> None:

@@ -24,6 +24,15 @@ def test_latest_number_of_a_key_counts_and_a_discarded_key_never_comes() -> None
     assert [heap.pop(), heap.pop()] == ["a", None]
 
 
+def test_number_that_was_replaced_by_a_later_one_brings_its_key_out_no_sooner() -> None:
+    heap: KeyedHeap[str] = KeyedHeap()
+    heap.put("a", 1.0)
+    heap.put("b", 2.0)
+    heap.put("a", 3.0)
+    assert heap.first() == (2.0, "b")
+    assert [heap.pop(), heap.pop(), heap.pop()] == ["b", "a", None]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["put", "discard", "pop"]), st.integers(0, 5), st.floats(0, 10)), max_size=200))
 def test_behaves_like_a_dictionary_that_is_searched(steps: list[tuple[str, int, float]]) -> None:
     heap: KeyedHeap[int] = KeyedHeap()
