@@ -34,8 +34,8 @@ class Fault:
 
     text: str
     times: int
-    skip: int = 0
-    """So many of these requests pass first."""
+    content_range: str = ""
+    """Only requests whose Content-Range begins with this, such as `33554432-`."""
     status: int | None = None
     """Answered at once."""
     headers: dict[str, str] = field(default_factory=dict)
@@ -77,10 +77,8 @@ class FaultyProxy:
         with self._lock:
             self.seen.append(seen)
             for fault in self.faults:
-                if fault.times > 0 and fault.text in seen.line:
-                    if fault.skip > 0:
-                        fault.skip -= 1
-                        continue
+                is_meant = fault.text in seen.line and seen.headers.get("content-range", "").startswith(fault.content_range)
+                if fault.times > 0 and is_meant:
                     fault.times -= 1
                     return len(self.seen) - 1, fault
             return len(self.seen) - 1, None
