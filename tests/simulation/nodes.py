@@ -130,7 +130,8 @@ class Nodes:
 
     def end(self, pod: Document, failure: FailureClass | None, *, message: str | None = None, reason: str = "Error") -> Document:
         """The container of a running pod ends. No failure: with success. `message`: instead of the report of our supervisor."""
-        code = 0 if failure is None else EXIT_CODES.get(failure, 1)
+        # 255 is what containerd says of a container that it finds dead.
+        code = 0 if failure is None else EXIT_CODES.get(failure, 255)
         rank = int((pod["metadata"].get("annotations") or {}).get(INDEX, "0"))
         role = Role(pod["metadata"]["labels"].get(LABEL_ROLE, "train"))
         now = self.server.now()
@@ -191,7 +192,7 @@ class Nodes:
         if not node.runs:
             for pod in self.server.all(PODS):
                 if pod["spec"].get("nodeName") == node.name and phase_of(pod) == "Running":
-                    self.end(pod, FailureClass.INTERNAL, message="", reason="Unknown")
+                    self.end(pod, FailureClass.UNKNOWN, message="", reason="Unknown")
         node.answers = node.runs = node.starts_pods = True
 
     def _condition(self, pod: Document, kind: str, state: str, reason: str, message: str) -> Document:

@@ -32,6 +32,8 @@ NODE_LOST = {
     OVERDUE: "it was to end and is still there after its grace period, so its node does not answer",
 }
 """Reasons of `DisruptionTarget` that mean a lost node, and what to say."""
+_UNKNOWN_TO_RUNTIME = frozenset({"Unknown", "ContainerStatusUnknown"})
+"""Reasons of a container that the runtime (exit code 255) or the kubelet (137) found dead after a restart of the node."""
 _ENDED_BY_KUBELET = frozenset({"Evicted", "Preempting", "Shutdown", "NodeShutdown", "Terminated"})
 """Reasons of a failed pod that had been accepted; all others are those of an admission that the kubelet refused."""
 
@@ -121,6 +123,8 @@ def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureCl
     if pod.phase == "Failed" and pod.exit_code is None and pod.reason:
         failure = FailureClass.INFRASTRUCTURE if pod.reason in _ENDED_BY_KUBELET else FailureClass.REJECTED
         return failure, False, f"The kubelet of node {pod.node or 'unknown'} failed the pod: {pod.reason}."
+    if pod.exit_code is not None and pod.reason in _UNKNOWN_TO_RUNTIME:
+        return FailureClass.INFRASTRUCTURE, False, f"Node {pod.node or 'unknown'} or its container runtime was restarted."
     if reported is not None:
         return reported, True, str(reported)
     coded = CLASS_OF_EXIT_CODE.get(pod.exit_code) if pod.exit_code is not None else None

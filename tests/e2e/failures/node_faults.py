@@ -87,6 +87,14 @@ def _power_cut_and_back(scene: Scene) -> None:
     scene.wait_for_next_step()
 
 
+def _node_restarted(scene: Scene) -> None:
+    _train(scene)
+    scene.start_clock()
+    scene.other_node.cut_power()
+    scene.other_node.restore_power()
+    scene.wait_for_next_step()
+
+
 def _partitioned(scene: Scene) -> None:
     _train(scene)
     place = scene.other_node.place
@@ -138,6 +146,7 @@ CASES = (
         _power_cut_and_back,
         fixed=True,
     ),
+    Case("node-restarted", "power of one node cut and back at once: no pod of it is given up", _TAKEN, _node_restarted),
     Case("partition", "one node without network until its pod is given up; then it heals", _LOST, _partitioned, fixed=True),
     Case(
         "node-tainted",

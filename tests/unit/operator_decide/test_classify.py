@@ -41,6 +41,19 @@ CASES: dict[str, tuple[PodView, FailureClass | None]] = {
     ),
     "killed for memory": (pod(exit_code=137, reason="OOMKilled"), F.HOST_OUT_OF_MEMORY),
     "killed, not for memory": (pod(exit_code=137, reason="Error"), F.INTERNAL),
+    "found dead by the container runtime after its node was restarted": (pod(exit_code=255, reason="Unknown"), F.INFRASTRUCTURE),
+    "found dead by the kubelet after its node was restarted": (
+        pod(exit_code=137, reason="ContainerStatusUnknown"),
+        F.INFRASTRUCTURE,
+    ),
+    "said that a collective failed before its node was restarted": (
+        pod(exit_code=255, reason="Unknown", termination_message=envelope(F.COLLECTIVE)),
+        F.INFRASTRUCTURE,
+    ),
+    "said that it has no memory before its node was restarted": (
+        pod(exit_code=255, reason="Unknown", termination_message=envelope(F.DEVICE_OUT_OF_MEMORY)),
+        F.DEVICE_OUT_OF_MEMORY,
+    ),
     "ended by SIGTERM": (pod(exit_code=143), F.PREEMPTED),
     "evicted while it saved": (
         pod(exit_code=50, termination_message=envelope(F.PREEMPTED), disruption="EvictionByEvictionAPI"),
@@ -118,6 +131,11 @@ GANGS: dict[str, tuple[list[PodView], FailureClass, int]] = {
             pod(1, exit_code=47, finished=T0, termination_message=envelope(F.COLLECTIVE, time=T0.timestamp() + 0.3)),
         ],
         F.COLLECTIVE,
+        1,
+    ),
+    "a restarted node beats the collective that it broke": (
+        [pod(0, exit_code=47, finished=after(-9)), pod(1, exit_code=255, reason="Unknown", finished=after(-5))],
+        F.INFRASTRUCTURE,
         1,
     ),
     "an eviction beats the collective that it broke": (
