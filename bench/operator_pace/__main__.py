@@ -55,11 +55,7 @@ async def _all(stage: scenarios.Stage, options: argparse.Namespace) -> None:
         ("pending", lambda: scenarios.pending(stage, num_pending, options.idle_seconds, options.steady_seconds, options.rate)),
     ):
         if name in options.only:
-            known = set(stage.results)
             await scenario()
-            # At once: a later scenario that fails must not take these figures with it.
-            new = {key: value for key, value in stage.results.items() if key not in known}
-            print(table(new, stage.num_jobs), flush=True)
 
 
 def main() -> int:
@@ -91,7 +87,7 @@ def main() -> int:
         "harness_cpu_seconds": cpu_seconds(os.getpid()),
         "minutes": (time.monotonic() - begun) / 60,
     }
-    print(table(results, options.jobs))
+    print(table({"machine": results["machine"]}, options.jobs))
     if options.keep_results:
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         RESULTS.write_text(json.dumps(known | {str(options.jobs): results}, indent=1) + "\n")

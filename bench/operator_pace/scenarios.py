@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from bench.operator_pace.client import BATCH_JOBS, CONFIG_MAPS, JOBS, Client, Do
 from bench.operator_pace.measuring import Meter, bound_of, cpu_seconds, histogram, percentile, rss_mb
 from bench.operator_pace.plane import MeasuredPlane
 from bench.operator_pace.playing import Player
+from bench.operator_pace.report import table
 from bench.operator_pace.timeline import MOMENTS, Timeline
 from tests.integration.operator_process import OperatorProcess
 
@@ -63,6 +65,11 @@ class Stage:
     """Whether the harness has ended the operator."""
     results: Results = field(default_factory=dict)
 
+    def record(self, name: str, figures: Results) -> None:
+        """Keep and print what a scenario has found: at once, so that a later one that fails does not take it along."""
+        self.results[name] = figures
+        print(table({name: figures}, self.num_jobs), flush=True)
+
     @property
     def pid(self) -> int:
         """Of the operator that runs now."""
@@ -110,10 +117,13 @@ async def floor(stage: Stage) -> None:
         await stage.client.create(BATCH_JOBS.format("floor"), renamed(batch_job, f"job-{number}"))
 
     await in_parallel(stage.num_jobs, write)
-    stage.results["floor"] = {
-        "seconds": time.monotonic() - begun,
-        "api_server_cpu_seconds": cpu_seconds(stage.plane.api_server.process.pid) - cpu,
-    }
+    stage.record(
+        "floor",
+        {
+            "seconds": time.monotonic() - begun,
+            "api_server_cpu_seconds": cpu_seconds(stage.plane.api_server.process.pid) - cpu,
+        },
+    )
     for collection in (JOBS, BATCH_JOBS, CONFIG_MAPS):
         await stage.client.request("DELETE", collection.format("floor"), {"propagationPolicy": "Background"})
     await stage.client.request("DELETE", JOBS.format("model-life"))
@@ -183,27 +193,35 @@ async def burst(stage: Stage) -> None:
     lives = timeline.lives.values()
     children = sum(count for call, count in calls.items() if call in CHILD_CREATES)
     transitions = sum(life.num_transitions for life in lives)
-    stage.results["burst"] = {
-        "all_created_seconds": created,
-        "all_first_children_seconds": all_begun,
-        "all_succeeded_seconds": all_done,
-        **{
-            moment: {"p50": percentile(timeline.seconds(moment), 0.5), "p99": percentile(timeline.seconds(moment), 0.99)}
-            for moment in MOMENTS
+    floor_seconds = stage.results.get("floor", {}).get("seconds", math.nan)
+    stage.record(
+        "burst",
+        {
+            "all_created_seconds": created,
+            "all_first_children_seconds": all_begun,
+            "all_succeeded_seconds": all_done,
+            **{
+                moment: {"p50": percentile(timeline.seconds(moment), 0.5), "p99": percentile(timeline.seconds(moment), 0.99)}
+                for moment in MOMENTS
+            },
+            "first_child_in_floors": {
+                "p50": percentile(timeline.seconds("first_child"), 0.5) / floor_seconds,
+                "p99": percentile(timeline.seconds("first_child"), 0.99) / floor_seconds,
+            },
+            "cpu_ms_to_first_child": to_first_child.cpu_seconds / number * 1e3,
+            "cpu_ms_per_life": (to_first_child.cpu_seconds + rest.cpu_seconds) / number * 1e3,
+            "writes_to_first_child": to_first_child.num_writes / number,
+            "writes_per_life": (to_first_child.num_writes + rest.num_writes) / number,
+            "transitions_per_life": transitions / number,
+            "writes_over_children_and_transitions": (to_first_child.num_writes + rest.num_writes - children - transitions) / number,
+            "status_writes_per_life": calls["patch finetunejobs/status"] / number,
+            "children_per_life": children / number,
+            "calls_per_life": {call: count / number for call, count in sorted(calls.items())},
+            "loop_lag_p99_seconds": bound_of(lags, lag, 0.99),
+            "loop_lag_most_seconds": bound_of(lags, lag, 1.0),
+            "rss_mb": rss_mb(stage.pid),
         },
-        "cpu_ms_to_first_child": to_first_child.cpu_seconds / number * 1e3,
-        "cpu_ms_per_life": (to_first_child.cpu_seconds + rest.cpu_seconds) / number * 1e3,
-        "writes_to_first_child": to_first_child.num_writes / number,
-        "writes_per_life": (to_first_child.num_writes + rest.num_writes) / number,
-        "transitions_per_life": transitions / number,
-        "writes_over_children_and_transitions": (to_first_child.num_writes + rest.num_writes - children - transitions) / number,
-        "status_writes_per_life": calls["patch finetunejobs/status"] / number,
-        "children_per_life": children / number,
-        "calls_per_life": {call: count / number for call, count in sorted(calls.items())},
-        "loop_lag_p99_seconds": bound_of(lags, lag, 0.99),
-        "loop_lag_most_seconds": bound_of(lags, lag, 1.0),
-        "rss_mb": rss_mb(stage.pid),
-    }
+    )
 
 
 CHILD_CREATES = ("create configmaps", "create services", "create jobs")
@@ -217,7 +235,7 @@ async def restart(stage: Stage) -> None:
     stage.is_restarting = False
     seconds = await ready(stage)
     await asyncio.sleep(5)
-    stage.results["restart"] = {"ready_seconds": seconds, "rss_mb": rss_mb(stage.pid)}
+    stage.record("restart", {"ready_seconds": seconds, "rss_mb": rss_mb(stage.pid)})
 
 
 async def pending(stage: Stage, num_pending: int, idle_seconds: float, steady_seconds: float, rate: float) -> None:
@@ -233,14 +251,19 @@ async def pending(stage: Stage, num_pending: int, idle_seconds: float, steady_se
         meter = Meter(stage.operator, stage.plane.audit_log)
         await asyncio.sleep(idle_seconds)
         use = meter.read()
-        stage.results["pending"] = {
-            "seconds": use.seconds,
-            "requests_per_second": use.calls.total() / use.seconds,
-            "core_percent": use.cpu_seconds / use.seconds * 100,
-            "calls": dict(sorted(use.calls.items())),
-            "rss_mb": rss_mb(stage.pid),
-        }
+        stage.record(
+            "pending",
+            {
+                "seconds": use.seconds,
+                "requests_per_second": use.calls.total() / use.seconds,
+                "core_percent": use.cpu_seconds / use.seconds * 100,
+                "calls": dict(sorted(use.calls.items())),
+                "rss_mb": rss_mb(stage.pid),
+            },
+        )
         await steady(stage, timeline, steady_seconds, rate)
+        # What is played when the API server goes away would fail with it.
+        await player.played(num_pending + int(rate * steady_seconds))
         await bounce(stage)
 
 
@@ -255,7 +278,7 @@ async def steady(stage: Stage, timeline: Timeline, seconds: float, rate: float) 
         tasks.append(asyncio.create_task(stage.submit("pending", timeline, name)))
     await asyncio.gather(*tasks)
     await timeline.reached("first_child", names, stage.patience)
-    stage.results["steady"] = {"rate": rate, **spread(timeline, names, ("accepted", "first_child"))}
+    stage.record("steady", {"rate": rate, **spread(timeline, names, ("accepted", "first_child"))})
 
 
 def spread(timeline: Timeline, names: Iterable[str], moments: Iterable[str]) -> Results:
@@ -278,8 +301,11 @@ async def bounce(stage: Stage) -> None:
     async with stage.namespace("after-bounce") as (timeline, _):
         await stage.submit("after-bounce", timeline, "first")
         await timeline.reached("first_child", ["first"], stage.patience)
-    stage.results["bounce"] = {
-        "away_seconds": away,
-        "first_child_after_seconds": time.monotonic() - begun,
-        "operator_survived": stage.operator.process.poll() is None and stage.pid == pid,
-    }
+    stage.record(
+        "bounce",
+        {
+            "away_seconds": away,
+            "first_child_after_seconds": time.monotonic() - begun,
+            "operator_survived": stage.operator.process.poll() is None and stage.pid == pid,
+        },
+    )

@@ -20,7 +20,7 @@ from tests.mutants.set import ROOT, Mutant
 TESTS = {
     "decide/": ("tests/unit/operator_decide", "tests/unit/releases"),
     "children/": ("tests/unit/operator_children", "tests/unit/releases"),
-    "": ("tests/unit/operator_effects", "tests/unit/operator_app"),
+    "": ("tests/unit/operator_effects",),
 }
 """Folders of tests by the beginning of a file's path; the first that fits."""
 SLOW = ("test_random_walks",)

@@ -38,11 +38,17 @@ def test_where_the_job_exists_nothing_is_listed() -> None:
     assert needs_live_list(begun().attempt(1).batch_job(attempt=0).build())
 
 
+def test_a_cancelled_job_is_finished_only_by_what_is_listed() -> None:
+    cancelled = running(begun()).condition(ConditionType.SUCCEEDED, False, Reason.CANCELLED)
+    assert needs_live_list(cancelled.build())
+    assert not needs_live_list(cancelled.condition(ConditionType.FINISHED, True, Reason.CANCELLED).build())
+    assert not needs_live_list(cancelled.with_status(start_time="").build())
+
+
 def test_for_a_job_that_creates_nothing_now_nothing_is_listed() -> None:
     assert not needs_live_list(running(begun(suspend=True)).build())
     assert not needs_live_list(begun(suspend=True).attempt(1).build())
     assert not needs_live_list(running(begun()).condition(ConditionType.FINISHED, True, Reason.COMPLETED).build())
-    assert not needs_live_list(running(begun()).condition(ConditionType.SUCCEEDED, False, Reason.CANCELLED).build())
     assert not needs_live_list(running(begun()).with_status(start_time="").build())
     seen = running(begun()).build()
     assert not needs_live_list(replace(seen, job=replace(seen.job, spec=None, spec_error="spec.training: is missing")))
