@@ -63,6 +63,10 @@ sweep: environment ## Run COUNT combinations of settings end to end: false accep
 failures: environment ## Break ranks, pods and nodes of running jobs on two real nodes; prints and keeps the table of what follows
 	$(PYTHON) -m tests.e2e.failures $(if $(ONLY),--only $(ONLY))
 
+.PHONY: test-kueue
+test-kueue: environment ## The traps of Kueue with a real one: KUEUE=<its manager> KUEUE_MANIFESTS=<config/components of its source>
+	KUEUE="$(KUEUE)" KUEUE_MANIFESTS="$(KUEUE_MANIFESTS)" $(VENV)/bin/pytest -q tests/kueue
+
 .PHONY: cluster
 cluster: environment ## A real control plane and node for a person; prints its KUBECONFIG
 	$(PYTHON) -m tests.support.cluster

@@ -24,6 +24,10 @@ PLURALS = {
     "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/{}rolebindings",
     "ResourceQuota": "/api/v1/{}resourcequotas",
     "Workload": "/apis/kueue.x-k8s.io/v1beta2/{}workloads",
+    "LocalQueue": "/apis/kueue.x-k8s.io/v1beta2/{}localqueues",
+    "ClusterQueue": "/apis/kueue.x-k8s.io/v1beta2/clusterqueues",
+    "ResourceFlavor": "/apis/kueue.x-k8s.io/v1beta2/resourceflavors",
+    "WorkloadPriorityClass": "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses",
     "Lease": "/apis/coordination.k8s.io/v1/{}leases",
 }
 

@@ -30,6 +30,7 @@ CALLS_PER_JOB = 60
 CREATES_PER_WINDOW = 12
 """Tries to create one and the same object."""
 STATUS_WRITES_PER_MINUTE = 30
+REWORDINGS_PER_MINUTE = 6
 
 
 @dataclass
@@ -40,6 +41,8 @@ class Life:
     created_jobs: dict[tuple[str, int], int] = field(default_factory=dict)
     """Role and attempt of every batch Job ever created for it, and how often."""
     status_writes: list[float] = field(default_factory=list)
+    rewordings: list[float] = field(default_factory=list)
+    """Times of writes that changed nothing but messages of conditions."""
     transitions: int = 0
     """Changes of a condition's status or reason."""
     outcome: Document | None = None
@@ -90,6 +93,10 @@ class Invariants:
         life.status_writes.append(now)
         recent = [one for one in life.status_writes if now - one < 60.0]
         self._expect(len(recent) <= STATUS_WRITES_PER_MINUTE, f"{life.name}: {len(recent)} status writes within a minute")
+        if _without_words(before_status) == _without_words(status):
+            life.rewordings.append(now)
+            recent = [one for one in life.rewordings if now - one < 60.0]
+            self._expect(len(recent) <= REWORDINGS_PER_MINUTE, f"{life.name}: {len(recent)} writes of mere words within a minute")
         self._progress_of_status(life, before_status, status, after["spec"])
         self._end_is_final(uid, before_status, status, after["spec"])
 
@@ -282,3 +289,8 @@ def orphans(server: ApiServer, invariants: Invariants, released: set[str]) -> li
             elif is_true(owner, "Finished") and kind == PODS and not is_over(item):
                 found.append(f"{name} runs although its job has ended")
     return found
+
+
+def _without_words(status: Document) -> Document:
+    conditions = [{**item, "message": ""} for item in status.get("conditions") or ()]
+    return {**status, "conditions": conditions}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 from unittest.mock import patch
 
@@ -12,12 +14,15 @@ import pytest
 
 from finetune_job.failures import FailureClass
 from finetune_job.reasons import Reason
+from finetune_operator import worker
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import Kind
 from finetune_operator.decide import finish, reconcile, role_stage
+from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.finish import finish_failed
+from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.restart_policy import POLICY, Retry, Verdict
 from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.worker import Worker
@@ -25,7 +30,8 @@ from tests.simulation.walk import walk
 
 WALKS = 25
 STEPS = 120
-_request, _delete = Api.request, Api.delete
+_request, _delete, _reconcile = Api.request, Api.delete, worker.reconcile
+_numbers = itertools.count()
 
 
 async def _delete_without_precondition(self: Api, kind: Kind, namespace: str, name: str, **options: Any) -> Any:
@@ -47,6 +53,16 @@ def _always_failed(self: RoleStage, failure: Failure, _: Any) -> None:
     finish_failed(self.observed, self.draft, Reason.FAILED, failure.text)
 
 
+def _with_other_words_each_time(observed: Observed, now: datetime) -> Actions:
+    actions = _reconcile(observed, now)
+    status = actions.status or observed.job.status
+    if not status.conditions:
+        return actions
+    first, *others = status.conditions
+    said = first.model_copy(update={"message": f"{first.message} {next(_numbers)}"})
+    return replace(actions, status=status.model_copy(update={"conditions": [said, *others]}))
+
+
 COUNTED_EVICTIONS = {FailureClass.INFRASTRUCTURE: replace(POLICY[FailureClass.INFRASTRUCTURE], retry=Retry.COUNTED)}
 BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "a delete without a precondition": (
@@ -59,6 +75,10 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
         lambda: patch.object(role_stage, "remains", lambda *_: None),
     ),
     "passes without a pause": ("spin", lambda: patch.object(Worker, "_settle", _always_at_once)),
+    "a status that is worded anew at each look": (
+        "mere words",
+        lambda: patch.object(worker, "reconcile", _with_other_words_each_time),
+    ),
     "a job that never ends": (
         "after the end|changed after|a new attempt|although .* is True|spin|moved",
         lambda: patch.multiple(reconcile, is_terminal=lambda _: False, is_ended=lambda _: False),

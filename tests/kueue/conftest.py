@@ -1,0 +1,38 @@
+"""A control plane with the chart and a real Kueue, and a queue for each test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Installed, installed, operator, workload
+from tests.integration.workload import Workload
+from tests.kueue.queues import Queues
+from tests.kueue.real_kueue import start_kueue
+from tests.support.cluster.control_plane import ControlPlane
+
+__all__ = ["installed", "operator", "workload"]
+MANAGER, MANIFESTS = "KUEUE", "KUEUE_MANIFESTS"
+
+
+@pytest.fixture(scope="session")
+def control_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
+    """A control plane of its own with Kueue beside it."""
+    manager, manifests = os.environ.get(MANAGER, ""), os.environ.get(MANIFESTS, "")
+    if not manager or not manifests:
+        pytest.skip(f"no real Kueue is given: set {MANAGER} to its manager and {MANIFESTS} to config/components of its source")
+    with ControlPlane() as plane:
+        start_kueue(plane, Path(manager).resolve(strict=True), Path(manifests).resolve(strict=True))
+        yield plane
+        plane.keep_logs = request.session.testsfailed > 0
+
+
+@pytest.fixture
+def queues(installed: Installed, workload: Workload) -> Iterator[Queues]:
+    """Queues of the test's namespace."""
+    found = Queues(installed.kube, workload)
+    yield found
+    found.remove()

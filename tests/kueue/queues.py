@@ -1,0 +1,85 @@
+"""What an administrator of Kueue does for one namespace: flavors, quota, queues, priorities, and other people's Jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_job.names import Role
+from tests.integration.kube import Document, Kube
+from tests.integration.workload import Workload
+
+GPU = "nvidia.com/gpu"
+PLENTY = {"cpu": "1000", "memory": "10Ti", "ephemeral-storage": "10Ti", GPU: "64"}
+POOL = "spot"
+
+
+@dataclass(frozen=True)
+class Queues:
+    """Names are those of the namespace, so that tests do not meet."""
+
+    kube: Kube
+    workload: Workload
+
+    @property
+    def name(self) -> str:
+        """Of the flavor and of the ClusterQueue."""
+        return self.workload.namespace
+
+    def make(self, local_queue: str = "gpus", **quota: str) -> None:
+        """A LocalQueue with a quota of its own, plenty but for `quota`; a younger Job of higher priority takes from a lower one."""
+        taint = {"key": POOL, "operator": "Exists", "effect": "NoSchedule"}
+        flavor = {"nodeLabels": {"pool": POOL}, "tolerations": [taint]}
+        self.kube.create("ResourceFlavor", "", {"metadata": {"name": self.name}, "spec": flavor})
+        spec = {
+            "namespaceSelector": {},
+            "resourceGroups": [self._group(quota)],
+            "preemption": {"withinClusterQueue": "LowerPriority"},
+        }
+        self.kube.create("ClusterQueue", "", {"metadata": {"name": self.name}, "spec": spec})
+        body = {"metadata": {"name": local_queue}, "spec": {"clusterQueue": self.name}}
+        self.kube.create("LocalQueue", self.workload.namespace, body)
+
+    def set_quota(self, **quota: str) -> None:
+        """Plenty but for `quota`; `gpu` stands for accelerators."""
+        self.kube.patch("ClusterQueue", "", self.name, {"spec": {"resourceGroups": [self._group(quota)]}})
+
+    def make_priority(self, name: str, value: int) -> None:
+        """A WorkloadPriorityClass, which may be there from another test."""
+        if self.kube.get("WorkloadPriorityClass", "", name) is None:
+            self.kube.create("WorkloadPriorityClass", "", {"metadata": {"name": name}, "value": value})
+
+    def job(self, role: Role, attempt: int = 0) -> Document:
+        """The Job of a role and attempt, once it is there."""
+        name = f"tune-{role}-{attempt}"
+        found: Document = self.workload.wait(lambda: self.kube.get("Job", self.workload.namespace, name), f"Job {name}")
+        return found
+
+    def kueues_view(self, role: Role, attempt: int = 0) -> Document:
+        """Kueue's Workload of the Job of a role and attempt."""
+        uid = self.job(role, attempt)["metadata"]["uid"]
+
+        def found() -> Document | None:
+            listed = self.kube.list("Workload", self.workload.namespace, f"kueue.x-k8s.io/job-uid={uid}")
+            return listed[0] if listed else None
+
+        seen: Document = self.workload.wait(found, f"Kueue's Workload of {role} attempt {attempt}")
+        return seen
+
+    def other_job(self, priority: str) -> None:
+        """Somebody else's Job for one accelerator in the same queue."""
+        labels = {"kueue.x-k8s.io/queue-name": "gpus", "kueue.x-k8s.io/priority-class": priority}
+        container = {"name": "main", "image": "registry.example/other", "resources": {"limits": {GPU: "1"}}}
+        template = {"spec": {"containers": [container], "restartPolicy": "Never"}}
+        spec = {"suspend": True, "template": template}
+        self.kube.create("Job", self.workload.namespace, {"metadata": {"name": "other", "labels": labels}, "spec": spec})
+
+    def remove(self) -> None:
+        """The queue and its quota; the LocalQueue goes with its namespace."""
+        for kind in ("ClusterQueue", "ResourceFlavor"):
+            self.kube.delete(kind, "", self.name)
+
+    def _group(self, quota: dict[str, str]) -> dict[str, Any]:
+        amounts = PLENTY | {GPU if name == "gpu" else name: amount for name, amount in quota.items()}
+        resources = [{"name": name, "nominalQuota": amount} for name, amount in amounts.items()]
+        return {"coveredResources": list(amounts), "flavors": [{"name": self.name, "resources": resources}]}
