@@ -9,8 +9,8 @@ from finetune_job.names import Role
 from tests.integration.kube import Document, Kube
 from tests.integration.workload import Workload
 
-GPU = "nvidia.com/gpu"
-PLENTY = {"cpu": "1000", "memory": "10Ti", "ephemeral-storage": "10Ti", GPU: "64"}
+PLENTY = {"cpu": "1000", "memory": "10Ti", "ephemeral-storage": "10Ti"}
+"""Of all that pods of the default profile ask for; it has no accelerators."""
 POOL = "spot"
 
 
@@ -30,30 +30,35 @@ class Queues:
         """A LocalQueue with a quota of its own, plenty but for `quota`; a younger Job of higher priority takes from a lower one."""
         taint = {"key": POOL, "operator": "Exists", "effect": "NoSchedule"}
         flavor = {"nodeLabels": {"pool": POOL}, "tolerations": [taint]}
-        self.kube.create("ResourceFlavor", "", {"metadata": {"name": self.name}, "spec": flavor})
+        self._create("ResourceFlavor", self.name, {"spec": flavor})
         spec = {
             "namespaceSelector": {},
             "resourceGroups": [self._group(quota)],
             "preemption": {"withinClusterQueue": "LowerPriority"},
         }
-        self.kube.create("ClusterQueue", "", {"metadata": {"name": self.name}, "spec": spec})
-        body = {"metadata": {"name": local_queue}, "spec": {"clusterQueue": self.name}}
-        self.kube.create("LocalQueue", self.workload.namespace, body)
+        self._create("ClusterQueue", self.name, {"spec": spec})
+        self._create("LocalQueue", local_queue, {"spec": {"clusterQueue": self.name}}, self.workload.namespace)
 
     def set_quota(self, **quota: str) -> None:
-        """Plenty but for `quota`; `gpu` stands for accelerators."""
+        """Plenty but for `quota`."""
         self.kube.patch("ClusterQueue", "", self.name, {"spec": {"resourceGroups": [self._group(quota)]}})
 
     def make_priority(self, name: str, value: int) -> None:
         """A WorkloadPriorityClass, which may be there from another test."""
         if self.kube.get("WorkloadPriorityClass", "", name) is None:
-            self.kube.create("WorkloadPriorityClass", "", {"metadata": {"name": name}, "value": value})
+            self._create("WorkloadPriorityClass", name, {"value": value})
 
     def job(self, role: Role, attempt: int = 0) -> Document:
         """The Job of a role and attempt, once it is there."""
         name = f"tune-{role}-{attempt}"
         found: Document = self.workload.wait(lambda: self.kube.get("Job", self.workload.namespace, name), f"Job {name}")
         return found
+
+    def cpu_of_training(self) -> str:
+        """What the pod of a training Job asks for."""
+        (container,) = self.job(Role.TRAIN)["spec"]["template"]["spec"]["containers"]
+        amount: str = container["resources"]["requests"]["cpu"]
+        return amount
 
     def kueues_view(self, role: Role, attempt: int = 0) -> Document:
         """Kueue's Workload of the Job of a role and attempt."""
@@ -66,10 +71,10 @@ class Queues:
         seen: Document = self.workload.wait(found, f"Kueue's Workload of {role} attempt {attempt}")
         return seen
 
-    def other_job(self, priority: str) -> None:
-        """Somebody else's Job for one accelerator in the same queue."""
+    def other_job(self, priority: str, cpu: str) -> None:
+        """Somebody else's Job in the same queue."""
         labels = {"kueue.x-k8s.io/queue-name": "gpus", "kueue.x-k8s.io/priority-class": priority}
-        container = {"name": "main", "image": "registry.example/other", "resources": {"limits": {GPU: "1"}}}
+        container = {"name": "main", "image": "registry.example/other", "resources": {"limits": {"cpu": cpu}}}
         template = {"spec": {"containers": [container], "restartPolicy": "Never"}}
         spec = {"suspend": True, "template": template}
         self.kube.create("Job", self.workload.namespace, {"metadata": {"name": "other", "labels": labels}, "spec": spec})
@@ -79,7 +84,11 @@ class Queues:
         for kind in ("ClusterQueue", "ResourceFlavor"):
             self.kube.delete(kind, "", self.name)
 
+    def _create(self, kind: str, name: str, content: dict[str, Any], namespace: str = "") -> None:
+        head = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": kind, "metadata": {"name": name}}
+        self.kube.create(kind, namespace, head | content)
+
     def _group(self, quota: dict[str, str]) -> dict[str, Any]:
-        amounts = PLENTY | {GPU if name == "gpu" else name: amount for name, amount in quota.items()}
+        amounts = PLENTY | quota
         resources = [{"name": name, "nominalQuota": amount} for name, amount in amounts.items()]
         return {"coveredResources": list(amounts), "flavors": [{"name": self.name, "resources": resources}]}

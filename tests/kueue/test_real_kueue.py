@@ -42,7 +42,7 @@ def test_a_default_queue_that_takes_every_job_of_the_namespace_is_waited_for(
 
 def test_waiting_in_a_queue_is_no_failed_start(workload: Workload, operator: OperatorFactory, queues: Queues) -> None:
     """Trap 2."""
-    queues.make(gpu="0")
+    queues.make(cpu="0")
     workload.apply(run={"startupDeadlineSeconds": 10, "queueName": "gpus"})
     operator()
     workload.succeed(Role.PREFLIGHT)
@@ -104,7 +104,7 @@ def test_what_a_flavor_puts_into_a_job_stays_there(workload: Workload, operator:
 
 def test_the_reason_is_the_workloads_own(workload: Workload, operator: OperatorFactory, queues: Queues) -> None:
     """Trap 6."""
-    queues.make(gpu="0")
+    queues.make(cpu="0")
     workload.apply(run={"queueName": "gpus"})
     operator()
     workload.succeed(Role.PREFLIGHT)
@@ -112,14 +112,14 @@ def test_the_reason_is_the_workloads_own(workload: Workload, operator: OperatorF
     conditions = queues.kueues_view(Role.TRAIN)["status"]["conditions"]
     (reserved,) = [one for one in conditions if one["type"] == "QuotaReserved"]
     assert told == f"Queue gpus: QuotaReserved ({reserved['reason']}): {reserved['message']}"
-    assert "nvidia.com/gpu" in reserved["message"]
+    assert "cpu" in reserved["message"]
 
 
 def test_a_preemption_is_an_interruption_that_counts_for_nothing(
     workload: Workload, operator: OperatorFactory, queues: Queues
 ) -> None:
     """Trap 7."""
-    queues.make(gpu="1")
+    queues.make()
     queues.make_priority("urgent", 1000)
     workload.apply(run={"queueName": "gpus", "maxRestarts": 0})
     operator()
@@ -128,7 +128,9 @@ def test_a_preemption_is_an_interruption_that_counts_for_nothing(
     workload.set_running(pod)
     workload.wait_for("Trained", "Unknown", "Running")
     before = queues.job(Role.TRAIN)["metadata"]["uid"]
-    queues.other_job("urgent")
+    room = queues.cpu_of_training()
+    queues.set_quota(cpu=room)
+    queues.other_job("urgent", cpu=room)
     queued(workload, "Trained", "Evicted (Preempted)")
     workload.wait(lambda: not workload.pods(Role.TRAIN), "the preempted pods to go")
     status = workload.status()

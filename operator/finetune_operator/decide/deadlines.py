@@ -10,13 +10,16 @@ from finetune_operator.decide.clock import moment_after
 from finetune_operator.decide.observed import BatchJobView, PodView
 
 
-def startup_deadline(run: RunSpec, batch_job: BatchJobView, pods: tuple[PodView, ...]) -> datetime:
+def startup_deadline(run: RunSpec, batch_job: BatchJobView, pods: tuple[PodView, ...]) -> datetime | None:
     """When all pods of this Job must run. The time counts from when all of them have a node: no capacity is waited for any more.
 
-    A Job without pods counts from its start, which a queue sets back when it lets the Job go on.
+    A Job without pods counts from its start; None before it. A queue lets a Job go some moments before the Job controller starts
+    it, and how long the Job has waited there does not count.
     """
-    since = max([batch_job.start_time or batch_job.created, *(pod.scheduled or pod.created for pod in pods)])
-    return since + timedelta(seconds=run.startup_deadline_seconds)
+    times = [pod.scheduled or pod.created for pod in pods]
+    if batch_job.start_time is not None:
+        times.append(batch_job.start_time)
+    return max(times) + timedelta(seconds=run.startup_deadline_seconds) if times else None
 
 
 def stall_deadline(run: RunSpec, status: FineTuneJobStatus, pods: tuple[PodView, ...], nodes: int) -> datetime | None:

@@ -165,10 +165,11 @@ class RoleStage:
             self._count_preemption()
         elif not pending.is_capacity and spec is not None:
             deadline = startup_deadline(spec.run, batch_job, stands.pods)
-            if now >= deadline:
+            if deadline is not None and now >= deadline:
                 self._did_not_start(pending, batch_job, spec.run.startup_deadline_seconds)
                 return
-            self.draft.wake_at(deadline)
+            if deadline is not None:
+                self.draft.wake_at(deadline)
         age = (now - batch_job.created).total_seconds()
         if not pending.is_trouble and age < QUIET_SECONDS:
             self.draft.wake_after(QUIET_SECONDS - age)

@@ -70,9 +70,8 @@ def standing(observed: Observed, role: Role, attempt: int, num_pods: int, *, was
             return Standing(State.ABSENT)
         cause = classify(pods, FailureClass.INFRASTRUCTURE, "The Job was deleted by somebody else.")
         return Standing(State.LOST, job, pods, failure=cause)
-    if job.start_time is not None:
-        # Pods that a suspension ended belong to an earlier life of the same Job.
-        pods = tuple(pod for pod in pods if not _belongs_to_earlier_life(pod, job.start_time))
+    # Pods that a suspension ended belong to an earlier life of the same Job.
+    pods = tuple(pod for pod in pods if not _belongs_to_earlier_life(pod, job.start_time))
     pods = tuple(_marked_if_overdue(pod, now) for pod in pods)
     if job.has("Complete", "SuccessCriteriaMet"):
         return _succeeded(job, pods, now)
@@ -94,8 +93,13 @@ def standing(observed: Observed, role: Role, attempt: int, num_pods: int, *, was
     return Standing(State.RUNNING, job, pods, look_again=min((moment for moment in overdue if moment > now), default=None))
 
 
-def _belongs_to_earlier_life(pod: PodView, start: datetime) -> bool:
-    """Whether a suspension ended this pod. Only times of the API server are compared: a node's clock may be behind."""
+def _belongs_to_earlier_life(pod: PodView, start: datetime | None) -> bool:
+    """Whether a suspension ended this pod. Only times of the API server are compared: a node's clock may be behind.
+
+    The Job controller takes the start away when it suspends a Job, and sets it again some moments after somebody lets the Job go.
+    """
+    if start is None:
+        return pod.gone or pod.deletion_requested is not None
     return pod.deletion_requested is not None and pod.deletion_requested < start
 
 

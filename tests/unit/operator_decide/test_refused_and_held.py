@@ -116,6 +116,15 @@ def test_a_queue_speaks_for_itself() -> None:
     assert actions.events == (), "waiting for the first time is no preemption"
 
 
+def test_a_job_that_its_queue_lets_go_after_a_month_has_not_failed_to_start() -> None:
+    """Between the queue's word and the Job controller's there are no pods yet, and no start that the deadline could count from."""
+    seen = observing(a_job()).prepared().but(service_exists=True).condition(ConditionType.TRAINED, None, Reason.QUEUED)
+    actions = reconcile(seen.batch_job(created=after(-30 * 86_400), start_time=None).build(), T0)
+    assert condition(actions, ConditionType.TRAINED) == ("Unknown", Reason.WAITING_FOR_PODS)
+    assert condition(actions, ConditionType.FINISHED)[0] != "True"
+    assert (created(actions), actions.deletes) == ([], ())
+
+
 @pytest.mark.parametrize(("ahead", "starts"), [(1, True), (2, False), (7, False)])
 def test_a_job_waits_in_the_line_of_its_namespace_and_sees_its_place(ahead: int, starts: bool) -> None:
     actions = reconcile(observing(a_job()).but(line=Line(limit=2, ahead=ahead)).build(), T0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from finetune_job.failures import EXIT_CODES, FailureClass
@@ -25,6 +27,25 @@ def stands(seen: ObservedBuilder) -> Standing:
 def test_a_job_that_goes_on_waits_for_its_new_pods() -> None:
     found = stands(resumed())
     assert (found.state, found.pods) == (State.WAITING, ())
+
+
+@pytest.mark.parametrize("ending", [{"gone": True}, {"gone": False}])
+def test_until_the_job_controller_starts_it_again_the_pods_of_its_earlier_life_say_nothing(ending: dict[str, bool]) -> None:
+    seen = resumed()
+    (earlier,) = seen.pods
+    found = stands(seen.but(pods=(replace(earlier, **ending),)).batch_job(start_time=None))
+    assert (found.state, found.pods) == (State.WAITING, ())
+
+
+def test_a_pod_that_is_gone_without_a_word_belongs_to_the_life_before_the_start() -> None:
+    seen = observing(a_job()).prepared().batch_job(start_time=None).pod(0, phase="Running", gone=True)
+    assert stands(seen).pods == ()
+
+
+def test_pods_that_are_made_before_the_start_is_written_belong_to_this_life() -> None:
+    seen = observing(a_job()).prepared().batch_job(start_time=None).pod(0)
+    found = stands(seen)
+    assert (found.state, found.pods) == (State.WAITING, seen.pods)
 
 
 def test_a_pod_that_was_deleted_after_the_start_belongs_to_this_life() -> None:
