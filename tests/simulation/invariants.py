@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from finetune_job.names import LABEL_ATTEMPT, LABEL_JOB_UID, LABEL_ROLE
@@ -23,6 +24,7 @@ ATTEMPT_FIELDS = {
 }
 STAGES = ("Fetched", "Prepared", "Trained", "Merged", "Published")
 DEFAULT_MAX_RESTARTS = 3
+DEFAULT_STARTUP_DEADLINE = 1800
 WINDOW_SECONDS = 10.0
 CALLS_PER_WINDOW = 150
 """Of the whole operator, beside `CALLS_PER_JOB` for each job: relists and restarts included."""
@@ -170,6 +172,16 @@ class Invariants:
             allowed = {"VerificationFailed"} | ({"Cancelled"} if is_cancelled else set())
             self._expect(reason in allowed, f"{life.name}: trained, and ended with {reason}")
         self._expect(reason != "Cancelled" or is_cancelled, f"{life.name}: cancelled by nobody")
+        if reason == "StartupDeadlineExceeded":
+            limit = (spec.get("run") or {}).get("startupDeadlineSeconds", DEFAULT_STARTUP_DEADLINE)
+            self._expect(self._longest_start(life) >= limit, f"{life.name}: given up before its Job had {limit} s to start")
+
+    def _longest_start(self, life: Life) -> float:
+        """Seconds since a Job of this life was started, by a Job controller that had no reason to hold it back."""
+        uids = {uid for uid, one in self.lives.items() if one is life}
+        jobs = [job for job in self.server.all(BATCH_JOBS) if self.place_of_job.get(job["metadata"]["uid"], ("",))[0] in uids]
+        starts = [(job.get("status") or {}).get("startTime") for job in jobs]
+        return max(((self.server.now() - datetime.fromisoformat(one)).total_seconds() for one in starts if one), default=0.0)
 
     def _no_creates_after_the_end(self, kind: str, document: Document) -> None:
         for owner in document["metadata"].get("ownerReferences") or ():

@@ -403,6 +403,8 @@ WEIGHTED: tuple[tuple[int, Step], ...] = (
     (8, nothing),
 )
 STEPS = [step for weight, step in WEIGHTED for _ in range(weight)]
+QUEUED = {"queueName": "gpus", "startupDeadlineSeconds": 60}
+"""The deadline is shorter than many a wait in the queue, which is no start."""
 PAUSES = (0.0, 0.0, 0.01, 0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 
 
@@ -423,7 +425,7 @@ class Outcome:
 def _world(seed: int, loop: VirtualLoop) -> World:
     rng = random.Random(f"world {seed}")
     world = World(loop, rng)
-    run_of_first = {"maxRestarts": rng.choice([0, 1, 3])} | ({"queueName": "gpus"} if rng.random() < 0.25 else {})
+    run_of_first = {"maxRestarts": rng.choice([0, 1, 3])} | (QUEUED if rng.random() < 0.25 else {})
     manifests = [a_manifest(TEAM, "tune", nodes=rng.choice([1, 2, 3]), elsewhere=rng.random() < 0.5, **run_of_first)]
     if rng.random() < 0.6:
         manifests.append(a_manifest(TEAM, "second", nodes=rng.choice([1, 2])))
