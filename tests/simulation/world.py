@@ -282,7 +282,7 @@ class World:
         if self._waits_in_line(job):
             return
         assert not healed, f"{name} came to no rest: {told}"
-        if self._stops_on_lost_node(job):
+        if self._stops_on_lost_node(job) or self._waits_for_namesake(job):
             return
         ready = conditions.get("Ready", {})
         if ready.get("status") == "True":
@@ -299,6 +299,15 @@ class World:
         others = [one for one in self.server.all(JOBS, job["metadata"]["namespace"]) if one is not job]
         reasons = [item["reason"] for item in condition_list(job) if item["type"] == "Ready"]
         return reasons == ["WaitingInLine"] and any(not is_true(one, "Finished") for one in others)
+
+    def _waits_for_namesake(self, job: Document) -> bool:
+        """Whether it names what an earlier job of its name has left, and that cannot go because a node is away."""
+        ready = next(item for item in condition_list(job) if item["type"] == "Ready")
+        going = [
+            item for item in self.server.all(BATCH_JOBS, job["metadata"]["namespace"]) if "deletionTimestamp" in item["metadata"]
+        ]
+        left = [f"Job/{item['metadata']['name']} of an earlier job of this name is still being deleted." for item in going]
+        return ready["reason"] == "Pending" and ready["message"] in left
 
     def _stops_on_lost_node(self, job: Document) -> bool:
         """Whether its outcome is decided, and it names a pod that cannot end because its node is away."""

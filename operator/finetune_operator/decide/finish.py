@@ -11,6 +11,7 @@ from finetune_operator.decide.clock import timestamp
 from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.retention import still_running, stop_running
+from finetune_operator.decide.stage import is_started
 
 LOOK_AGAIN_SECONDS = 30.0
 """While the last pods end: their events wake the job, and this if one is lost."""
@@ -42,7 +43,7 @@ def conclude(observed: Observed, draft: Draft) -> None:
     if succeeded is not None:
         # Another release, or whoever edited the status, may have written a word that this one does not know.
         known = next((reason for reason in Reason if reason == succeeded.reason), Reason.FAILED)
-        _finish(observed, draft, known, succeeded.message)
+        _finish(observed, draft, succeeded.status == "True", known, succeeded.message)
 
 
 def _end(observed: Observed, draft: Draft, succeeded: bool, reason: Reason, message: str) -> None:
@@ -51,17 +52,23 @@ def _end(observed: Observed, draft: Draft, succeeded: bool, reason: Reason, mess
     draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
     draft.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)
     draft.emit("Normal" if succeeded or reason is Reason.CANCELLED else "Warning", reason, message)
-    _finish(observed, draft, reason, message)
+    _finish(observed, draft, succeeded, reason, message)
 
 
-def _finish(observed: Observed, draft: Draft, reason: Reason, message: str) -> None:
+def _finish(observed: Observed, draft: Draft, succeeded: bool, reason: Reason, message: str) -> None:
+    """Finished, if it is certain that nothing runs: the watches may not have told of every pod of a gang that has failed.
+
+    A Job that succeeded has no other pods.
+    """
     stop_running(observed, draft)
     running = still_running(observed)
-    if not running:
+    is_certain = succeeded or observed.live is not None or not is_started(observed.job.status)
+    if is_certain and not running:
         draft.set(completion_time=timestamp(draft.now))
         draft.condition(ConditionType.FINISHED, True, reason, message)
         return
-    draft.condition(ConditionType.FINISHED, False, Reason.STOPPING, f"Waiting until {running} has ended.")
+    waits = f"Waiting until {running} has ended." if running else "Looking whether anything of it still runs."
+    draft.condition(ConditionType.FINISHED, False, Reason.STOPPING, waits)
     draft.wake_after(LOOK_AGAIN_SECONDS)
 
 

@@ -73,9 +73,9 @@ def test_cancellation_ends_the_job_and_stops_what_runs(stage: str) -> None:
     assert created(actions) == []
     assert deleted(actions) == [f"Job/{job.name}" for job in seen.batch_jobs]
     assert all(one.outcome != "Running" for one in written(actions).attempts)
-    finished = ("False", Reason.STOPPING) if seen.batch_jobs else ("True", Reason.CANCELLED)
-    assert condition(actions, ConditionType.FINISHED) == finished
-    assert written(actions).phase == ("Stopping" if seen.batch_jobs else "Cancelled")
+    may_run = stage != "before the start"
+    assert condition(actions, ConditionType.FINISHED) == (("False", Reason.STOPPING) if may_run else ("True", Reason.CANCELLED))
+    assert written(actions).phase == ("Stopping" if may_run else "Cancelled")
 
 
 def test_a_job_is_finished_only_once_nothing_of_it_runs() -> None:
@@ -85,7 +85,7 @@ def test_a_job_is_finished_only_once_nothing_of_it_runs() -> None:
     still = reconcile(ended.batch_job(deleting=True).pod(0, deletion_requested=T0).build(), after(60))
     assert (still.status is None or still.status.completion_time == "", created(still)) == (True, [])
     assert "pod tune-train-0-0 on node node-a" in (ended.status.conditions[-3].message)
-    gone = reconcile(replace(ended, batch_jobs=(), pods=()).build(), after(90))
+    gone = reconcile(replace(ended, batch_jobs=(), pods=()).nothing_left().build(), after(90))
     assert condition(gone, ConditionType.FINISHED) == ("True", Reason.CANCELLED)
     assert (written(gone).completion_time, written(gone).phase) == ("2026-01-01T12:01:30Z", "Cancelled")
 
@@ -99,6 +99,29 @@ def test_the_end_is_final_whatever_is_left_or_asked_for(stage: str) -> None:
         assert created(actions) == []
         assert actions.status is None
         assert deleted(actions) == [f"Job/{one.name}" for one in seen.batch_jobs], "an operator that died here deletes them later"
+
+
+def test_a_gang_that_failed_is_finished_only_once_a_live_list_shows_no_other_rank() -> None:
+    """The Job's failure may be heard of before the pods of its other ranks."""
+    failed = observing(a_job().nodes(2)).training().but(pods=()).failed_pod(0, FailureClass.NON_FINITE).batch_job_failed()
+    first = reconcile(failed.build(), T0)
+    assert condition(first, ConditionType.SUCCEEDED) == ("False", Reason.FAILED)
+    assert condition(first, ConditionType.FINISHED) == ("False", Reason.STOPPING)
+    assert message(first, ConditionType.FINISHED) == "Looking whether anything of it still runs."
+    assert written(first).completion_time == ""
+    ended = replace(failed, status=written(first))
+    assert needs_live_list(ended.build())
+    unheard = LivePod("tune-train-0-1-x", "uid-9", node="node-b", deletion_due=after(30))
+    still = reconcile(ended.but(live=LiveChildren(running_pods=(unheard,))).build(), T0)
+    assert message(still, ConditionType.FINISHED) == "Waiting until pod tune-train-0-1-x on node node-b has ended."
+    gone = reconcile(ended.nothing_left().build(), after(9))
+    assert condition(gone, ConditionType.FINISHED) == ("True", Reason.FAILED)
+    assert written(gone).completion_time == "2026-01-01T12:00:09Z"
+
+
+def test_a_job_that_never_started_and_one_that_succeeded_are_finished_at_once() -> None:
+    for seen in (observing(a_job().run(cancel=True)), observing(a_job()).trained().succeeded(**DIGESTS)):
+        assert condition(reconcile(seen.build(), T0), ConditionType.FINISHED)[0] == "True"
 
 
 def test_an_end_that_waited_for_pods_is_finished_by_a_live_list() -> None:
@@ -131,7 +154,7 @@ def test_an_outcome_in_words_of_another_release_still_comes_to_its_end() -> None
         one.model_copy(update={"reason": "WordOfAnotherRelease"}) if one.type is ConditionType.SUCCEEDED else one
         for one in status.conditions
     ]
-    ended = replace(seen, status=status.model_copy(update={"conditions": foreign}), batch_jobs=(), pods=())
+    ended = replace(seen, status=status.model_copy(update={"conditions": foreign}), batch_jobs=(), pods=()).nothing_left()
     assert condition(reconcile(ended.build(), T0), ConditionType.FINISHED)[0] == "True"
 
 

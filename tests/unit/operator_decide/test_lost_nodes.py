@@ -143,7 +143,7 @@ def test_a_failure_on_a_node_whose_clock_is_behind_keeps_its_evidence() -> None:
     seen = (
         observing(a_job()).training().failed_pod(0, FailureClass.NON_FINITE).pod(0, finished=after(-4_000), started=after(-4_010))
     )
-    actions = reconcile(seen.batch_job_failed().build(), T0)
+    actions = reconcile(seen.batch_job_failed().nothing_left().build(), T0)
     assert written(actions).attempts[0].failure is FailureClass.NON_FINITE
     assert condition(actions, ConditionType.FINISHED) == ("True", Reason.FAILED)
 

@@ -156,7 +156,7 @@ def test_before_anything_is_trained_pods_that_cannot_start_end_the_job(role: str
 )
 def test_a_training_that_is_given_up_is_failed_only_for_what_lies_in_the_job(failure: FailureClass, ends: bool) -> None:
     seen = observing(a_job().run(maxRestarts=0)).training().failed_pod(0, failure).batch_job_failed()
-    actions = reconcile(seen.build(), T0)
+    actions = reconcile(seen.nothing_left().build(), T0)
     assert condition(actions, ConditionType.FINISHED) == (
         ("True", Reason.RESTARTS_EXHAUSTED) if ends else ("False", Reason.RUNNING)
     )
@@ -164,5 +164,5 @@ def test_a_training_that_is_given_up_is_failed_only_for_what_lies_in_the_job(fai
 
 
 def test_a_verdict_on_the_weights_is_final() -> None:
-    actions = reconcile(a_merge_that_failed(FailureClass.VERIFICATION_FAILED).build(), T0)
+    actions = reconcile(a_merge_that_failed(FailureClass.VERIFICATION_FAILED).nothing_left().build(), T0)
     assert condition(actions, ConditionType.FINISHED) == ("True", Reason.VERIFICATION_FAILED)

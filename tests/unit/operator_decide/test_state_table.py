@@ -68,14 +68,17 @@ def test_started_to_succeeded() -> None:
 
 
 def test_started_to_failed() -> None:
-    assert phase_after(observing(a_job()).training().failed_pod(0, FailureClass.NON_FINITE).batch_job_failed()) == "Failed"
+    failed = observing(a_job()).training().failed_pod(0, FailureClass.NON_FINITE).batch_job_failed()
+    stopping = written(reconcile(failed.build(), T0))
+    assert stopping.phase == "Stopping"
+    assert phase_after(replace(failed, status=stopping).nothing_left()) == "Failed"
 
 
 def test_started_to_cancelled_through_stopping() -> None:
     seen = observing(a_job().run(cancel=True)).training()
     stopping = written(reconcile(seen.build(), T0))
     assert stopping.phase == "Stopping"
-    assert phase_after(replace(seen, status=stopping, batch_jobs=(), pods=())) == "Cancelled"
+    assert phase_after(replace(seen, status=stopping, batch_jobs=(), pods=()).nothing_left()) == "Cancelled"
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -104,7 +107,7 @@ def test_started_to_suspended_and_back_as_a_new_attempt_that_counts_for_nothing(
 def test_suspended_to_cancelled() -> None:
     held = written(reconcile(observing(a_job().run(suspend=True)).training().build(), T0))
     seen = observing(a_job().run(suspend=True, cancel=True)).prepared().but(status=held)
-    assert phase_after(seen) == "Cancelled"
+    assert phase_after(seen.nothing_left()) == "Cancelled"
 
 
 def test_started_to_stalled_and_back_by_itself_once_the_plan_is_restored() -> None:
@@ -131,8 +134,8 @@ def test_stalled_after_the_start_obeys_its_user(change: dict[str, bool]) -> None
 
 ENDS: dict[str, ObservedBuilder] = {
     "Succeeded": observing(a_job()).trained().succeeded(),
-    "Failed": observing(a_job()).training().failed_pod(0, FailureClass.NON_FINITE).batch_job_failed(),
-    "Cancelled": observing(a_job().run(cancel=True)).prepared(),
+    "Failed": observing(a_job()).training().failed_pod(0, FailureClass.NON_FINITE).batch_job_failed().nothing_left(),
+    "Cancelled": observing(a_job().run(cancel=True)).prepared().nothing_left(),
 }
 
 

@@ -120,7 +120,8 @@ def test_later_restarts_wait_longer() -> None:
     ],
 )
 def test_what_would_fail_again_ends_the_job_with_evidence_and_advice(failure: FailureClass) -> None:
-    actions = reconcile(observing(a_job()).training().failed_pod(0, failure).batch_job_failed().build(), T0)
+    seen = observing(a_job()).training().failed_pod(0, failure).batch_job_failed().nothing_left()
+    actions = reconcile(seen.build(), T0)
     status = written(actions)
     assert (status.phase, status.attempt) == ("Failed", 0)
     assert condition(actions, ConditionType.TRAINED) == ("False", Reason.FAILED)
