@@ -74,8 +74,8 @@ class Client:
         while True:
             try:
                 async with self._session.get(f"{self._host}{collection}?{query}", headers=headers, timeout=timeout) as response:
-                    # An API server that has just started says 429 until its caches are filled.
-                    if response.status not in (200, 429):
+                    # An API server that has just started says 503 until it knows all paths, and 429 until its caches are filled.
+                    if response.status not in (200, 429, 503):
                         raise RefusedError(f"watch {collection}: {response.status}: {(await response.read())[:500]!r}")
                     async for line in response.content:
                         event = json.loads(line)
@@ -85,7 +85,7 @@ class Client:
                             raise RefusedError(f"watch {collection}: {event['object']}")
                         query = f"watch=1&resourceVersion={event['object']['metadata']['resourceVersion']}"
                         yield event
-            except aiohttp.ClientConnectionError:
+            except aiohttp.ClientError:
                 pass
-            # The server ends watches, those of slow readers first.
+            # The server ends watches, those of slow readers first, or is killed in the middle of a line.
             await asyncio.sleep(0.1)

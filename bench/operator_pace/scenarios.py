@@ -262,9 +262,9 @@ async def pending(stage: Stage, num_pending: int, idle_seconds: float, steady_se
             },
         )
         await steady(stage, timeline, steady_seconds, rate)
-        # What is played when the API server goes away would fail with it.
         await player.played(num_pending + int(rate * steady_seconds))
-        await bounce(stage)
+    # Nobody watches or plays now: it would fail with the API server. The jobs wait on.
+    await bounce(stage)
 
 
 async def steady(stage: Stage, timeline: Timeline, seconds: float, rate: float) -> None:
