@@ -1,18 +1,24 @@
-"""Runs the test suites one after another and prints the processor minutes of each beside its budget.
+"""Runs the test suites in two lanes and prints the processor minutes of each beside its budget.
 
-`python -m tests.suites [NAME...]`. All suites run even when one fails; the exit code is 1 when any did. The budgets add up to the
-processor minutes of 45 minutes on two cores, cold. A suite above its budget is marked and fails nothing: machines are noisy.
+`python -m tests.suites [NAME...]`. Suites with a cluster wait for most of their time, those without one compute: each lane runs its
+own one after another, and computing gives way to clusters. With two lanes a suite's output is printed when the suite has ended. All
+suites run even when one fails; the exit code is 1 when any did. The budgets add up to the processor minutes of 45 minutes on two
+cores, cold. A suite above its budget is marked and fails nothing: machines are noisy.
 Processes that do not end with their suite's commands, such as those of a container runtime, are not in its processor minutes.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import resource
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,35 +39,53 @@ class Suite:
     commands: tuple[tuple[str, ...], ...]
 
 
-SUITES = (
-    Suite(
-        "lint",
-        0.5,
-        ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
-    ),
-    Suite("types", 1.5, ((str(BIN / "mypy"),),)),
-    # Half of the time its tests wait for processes that they have started.
-    Suite("unit", 16.0, ((*PYTEST, "-n", "3", "--dist", "loadfile", "tests/unit"),)),
-    Suite("merge-matrix", 3.0, ((*ON_BOTH_CORES, "tests/merge_matrix"),)),
-    Suite("pitfalls", 2.0, ((*ON_BOTH_CORES, "tests/pitfalls"),)),
-    Suite("sweep", 8.0, ((sys.executable, "-m", "tests.sweep", "--count", "300"),)),
-    Suite("hostile", 2.0, ((*ON_BOTH_CORES, "tests/hostile"),)),
-    Suite("simulation", 2.5, ((*PYTEST, "-n", "2", "tests/simulation"),)),
-    Suite("cluster-binaries", 11.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
-    Suite(
-        "kill",
-        3.0,
-        (
-            (sys.executable, "-m", "tests.kill", "--runs", "5"),
-            (sys.executable, "-m", "tests.kill.merge"),
-            (sys.executable, "-m", "tests.kill.publish"),
-            (sys.executable, "-m", "tests.kill.publish_hub", "--runs", "5"),
+@dataclass(frozen=True)
+class Lane:
+    """Suites that run one after another, beside other lanes."""
+
+    suites: tuple[Suite, ...]
+    prefix: tuple[str, ...] = ()
+    """What each command is started with."""
+
+
+COMPUTING = Lane(
+    (
+        Suite(
+            "lint",
+            0.5,
+            ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
+        ),
+        Suite("types", 1.5, ((str(BIN / "mypy"),),)),
+        # Half of the time its tests wait for processes that they have started.
+        Suite("unit", 16.0, ((*PYTEST, "-n", "3", "--dist", "loadfile", "tests/unit"),)),
+        Suite("merge-matrix", 3.0, ((*ON_BOTH_CORES, "tests/merge_matrix"),)),
+        Suite("pitfalls", 2.0, ((*ON_BOTH_CORES, "tests/pitfalls"),)),
+        Suite("sweep", 8.0, ((sys.executable, "-m", "tests.sweep", "--count", "300"),)),
+        Suite("hostile", 2.0, ((*ON_BOTH_CORES, "tests/hostile"),)),
+        Suite("simulation", 2.5, ((*PYTEST, "-n", "2", "tests/simulation"),)),
+        Suite(
+            "kill",
+            3.0,
+            (
+                (sys.executable, "-m", "tests.kill", "--runs", "5"),
+                (sys.executable, "-m", "tests.kill.merge"),
+                (sys.executable, "-m", "tests.kill.publish"),
+                (sys.executable, "-m", "tests.kill.publish_hub", "--runs", "5"),
+            ),
         ),
     ),
-    Suite("integration", 14.0, ((*PYTEST, "tests/integration"),)),
-    Suite("images", 9.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
-    Suite("e2e", 15.0, ((*PYTEST, "tests/e2e"),)),
+    prefix=("nice", "-n", "10"),
 )
+WITH_A_CLUSTER = Lane(
+    (
+        Suite("cluster-binaries", 11.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
+        Suite("integration", 14.0, ((*PYTEST, "tests/integration"),)),
+        Suite("images", 9.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
+        Suite("e2e", 15.0, ((*PYTEST, "tests/e2e"),)),
+    )
+)
+LANES = (COMPUTING, WITH_A_CLUSTER)
+SUITES = tuple(suite for lane in LANES for suite in lane.suites)
 
 
 @dataclass(frozen=True)
@@ -74,29 +98,56 @@ class Result:
     failed: tuple[str, ...]
 
 
-def run(suite: Suite) -> Result:
-    """Run every command of a suite, also after one has failed."""
-    print(f"\n=== {suite.name} (budget {suite.budget_minutes:g} processor minutes)", flush=True)
-    start, processor_start = time.monotonic(), _processor_seconds()
+def run(suite: Suite, prefix: tuple[str, ...] = (), *, at_once: bool = True) -> Result:
+    """Run every command of a suite, each after `prefix`, also after one has failed.
+
+    What they print is shown as it comes, or not `at_once`: when the last one has ended, so that lanes do not mix their lines.
+    """
     # Tests fork processes that have computed with torch: a child waits for ever for threads that it does not have.
     environment = {"OMP_NUM_THREADS": "1"} | {
         name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
     }
-    failed = tuple(
-        " ".join(command)
-        for command in suite.commands
-        if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode != 0
-    )
-    return Result(suite, (time.monotonic() - start) / 60, (_processor_seconds() - processor_start) / 60, failed)
+    title = f"\n=== {suite.name} (budget {suite.budget_minutes:g} processor minutes)"
+    _say(title if at_once else f"=== {suite.name} begins")
+    start, processor_seconds, failed = time.monotonic(), 0.0, []
+    with tempfile.TemporaryFile() as kept:
+        output = None if at_once else kept
+        for command in suite.commands:
+            process = subprocess.Popen((*prefix, *command), cwd=ROOT, env=environment, stdout=output, stderr=output)
+            # The times of this process and of those that it has waited for; the other lane's are not in them.
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            processor_seconds += used.ru_utime + used.ru_stime
+            if process.returncode != 0:
+                failed.append(" ".join(command))
+        if not at_once:
+            with _printing:
+                _say(title)
+                kept.seek(0)
+                shutil.copyfileobj(kept, sys.stdout.buffer)
+                sys.stdout.flush()
+    return Result(suite, (time.monotonic() - start) / 60, processor_seconds / 60, tuple(failed))
 
 
-def _processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+_printing = threading.Lock()
 
 
-def summary(results: list[Result]) -> tuple[str, bool]:
-    """The table, and whether everything held."""
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def run_all(lanes: list[Lane]) -> list[Result]:
+    """Run the lanes beside each other, each with its suites one after another."""
+
+    def run_lane(lane: Lane) -> list[Result]:
+        return [run(suite, lane.prefix, at_once=len(lanes) == 1) for suite in lane.suites]
+
+    with ThreadPoolExecutor(len(lanes)) as threads:
+        return list(itertools.chain.from_iterable(threads.map(run_lane, lanes)))
+
+
+def summary(results: list[Result], minutes: float) -> tuple[str, bool]:
+    """The table, whose last row has the minutes of the whole run, and whether everything held."""
     lines = ["", f"{'suite':<18}{'minutes':>8}{'processor':>11}{'budget':>8}  result"]
     for result in results:
         verdict = "FAILED: " + "; ".join(result.failed) if result.failed else "passed"
@@ -104,8 +155,7 @@ def summary(results: list[Result]) -> tuple[str, bool]:
         lines.append(
             _row(result.suite.name, result.minutes, result.processor_minutes, result.suite.budget_minutes) + f"  {verdict}{over}"
         )
-    minutes, processor_minutes = (sum(getattr(one, name) for one in results) for name in ("minutes", "processor_minutes"))
-    lines.append(_row("all", minutes, processor_minutes, LIMIT_PROCESSOR_MINUTES))
+    lines.append(_row("all", minutes, sum(result.processor_minutes for result in results), LIMIT_PROCESSOR_MINUTES))
     return "\n".join(lines), not any(result.failed for result in results)
 
 
@@ -120,7 +170,10 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"unknown suite {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2
-    text, held = summary([run(suite) for suite in SUITES if not names or suite.name in names])
+    chosen = [replace(lane, suites=tuple(suite for suite in lane.suites if not names or suite.name in names)) for lane in LANES]
+    start = time.monotonic()
+    results = run_all([lane for lane in chosen if lane.suites])
+    text, held = summary(results, (time.monotonic() - start) / 60)
     print(text, flush=True)
     return 0 if held else 1
 

@@ -1,31 +1,64 @@
 """The summary of the suites tells the truth."""
 
 import sys
+from pathlib import Path
 
-from tests.suites import LIMIT_PROCESSOR_MINUTES, SUITES, Result, Suite, run, summary
+import pytest
+
+from tests.suites import LIMIT_PROCESSOR_MINUTES, SUITES, Lane, Result, Suite, run, run_all, summary
 
 SUITE = Suite("one", 2.0, (("true",),))
+BUSY = "import time\nwhile time.process_time() < 0.3: pass"
 
 
 def test_a_failed_command_fails_the_run_and_is_named() -> None:
-    text, held = summary([Result(SUITE, 1.0, 1.0, ()), Result(SUITE, 1.0, 1.0, ("pytest tests/unit",))])
+    text, held = summary([Result(SUITE, 1.0, 1.0, ()), Result(SUITE, 1.0, 1.0, ("pytest tests/unit",))], 2.0)
     assert not held
     assert "FAILED: pytest tests/unit" in text
 
 
 def test_processor_minutes_are_shown_with_their_budget_and_a_slow_machine_fails_nothing() -> None:
-    text, held = summary([Result(SUITE, 1000.0, 2.5, ())])
+    text, held = summary([Result(SUITE, 1000.0, 2.5, ())], 1000.0)
     assert held
     assert "1000.0        2.5     2.0  passed  over budget" in text
-    text, _ = summary([Result(SUITE, 1000.0, 1.5, ())])
+    text, _ = summary([Result(SUITE, 1000.0, 1.5, ())], 1000.0)
     assert "over budget" not in text
 
 
+def test_the_whole_run_takes_the_time_of_its_lanes_together_and_the_processor_time_of_each() -> None:
+    text, _ = summary([Result(SUITE, 30.0, 20.0, ()), Result(SUITE, 31.0, 10.0, ())], 32.0)
+    assert text.splitlines()[-1].split() == ["all", "32.0", "30.0", "90.0"]
+
+
 def test_every_command_runs_although_one_fails_and_its_processor_time_is_counted() -> None:
-    busy = "import time\nwhile time.process_time() < 0.3: pass"
-    result = run(Suite("two", 1.0, ((sys.executable, "-c", "raise SystemExit(3)"), (sys.executable, "-c", busy))))
+    result = run(Suite("two", 1.0, ((sys.executable, "-c", "raise SystemExit(3)"), (sys.executable, "-c", BUSY))))
     assert len(result.failed) == 1
     assert 0.3 / 60 <= result.processor_minutes < 1
+
+
+def test_lanes_run_beside_each_other_and_print_one_suite_after_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each waits for what the other does, and prints before and after it has waited."""
+
+    def suite(own: str, other: str) -> Suite:
+        code = (
+            f"import pathlib, time\nprint('first of {own}')\npathlib.Path({str(tmp_path / own)!r}).touch()\n"
+            f"while not pathlib.Path({str(tmp_path / other)!r}).exists(): time.sleep(0.01)\nprint('last of {own}')"
+        )
+        return Suite(own, 1.0, ((sys.executable, "-c", code), (sys.executable, "-c", "raise SystemExit('no')")))
+
+    results = run_all([Lane((suite("a", "b"),)), Lane((suite("b", "a"), Suite("c", 1.0, ((sys.executable, "-c", BUSY),))))])
+    assert [(result.suite.name, len(result.failed)) for result in results] == [("a", 1), ("b", 1), ("c", 0)]
+    assert results[2].processor_minutes >= 0.3 / 60
+    assert results[0].processor_minutes < 0.3 / 60
+    printed = capfd.readouterr().out
+    for name in "ab":
+        assert f"first of {name}\nlast of {name}\nno\n" in printed
+
+
+def test_a_lane_alone_prints_as_it_goes_and_its_prefix_is_before_each_command(capfd: pytest.CaptureFixture[str]) -> None:
+    results = run_all([Lane((Suite("a", 1.0, (("sh", "-c", "echo $ASKED"),)),), prefix=("env", "ASKED=heard"))])
+    assert results[0].failed == ()
+    assert "=== a (budget 1 processor minutes)\nheard\n" in capfd.readouterr().out
 
 
 def test_the_budgets_fit_into_the_limit() -> None:
