@@ -210,6 +210,7 @@ async def burst(stage: Stage) -> None:
             },
             "cpu_ms_to_first_child": to_first_child.cpu_seconds / number * 1e3,
             "cpu_ms_per_life": (to_first_child.cpu_seconds + rest.cpu_seconds) / number * 1e3,
+            "cpu_in_floors": (to_first_child.cpu_seconds + rest.cpu_seconds) / floor_seconds,
             "writes_to_first_child": to_first_child.num_writes / number,
             "writes_per_life": (to_first_child.num_writes + rest.num_writes) / number,
             "transitions_per_life": transitions / number,

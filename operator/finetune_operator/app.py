@@ -86,7 +86,6 @@ def _leaders_api(configuration: Configuration, clockwork: Clockwork, metrics: Me
         configuration,
         in_flight=InFlight(clockwork.requests_in_flight),
         request_timeout=clockwork.request_timeout,
-        page_size=clockwork.list_page_size,
         observer=metrics.request,
         fence=fence,
     )

@@ -39,7 +39,6 @@ class Clockwork:
     pass_budget: float = 1.0
     """CPU seconds for reading and judging one job. A job that needs more is refused before its start."""
     request_timeout: float = 30.0
-    list_page_size: int = 500
     relist: float = 600.0
     """How often objects whose deletion the watch missed are dropped from the cache."""
     first_relist: float = 30.0

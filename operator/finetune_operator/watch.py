@@ -20,6 +20,7 @@ import kopf
 from yarl import URL
 
 from finetune_operator.cluster.access import session_for_kopf
+from finetune_operator.cluster.api import PAGE_SIZE
 from finetune_operator.cluster.child_watch import ReadObject, WatchSink
 from finetune_operator.cluster.kinds import WRITTEN_BY_USERS, Kind
 from finetune_operator.cluster.projection import Held
@@ -35,7 +36,6 @@ IDLE_SECONDS = 0.1
 """How long a worker waits for another event of its object. Throughput from cold is limit / idle, so this is short."""
 MOST_AT_ONCE = 200
 """Events that the main loop takes in without doing anything else: some milliseconds."""
-PAGE_SIZE = 500
 SILENCE_SECONDS = 120.0
 """How long kopf may let a kind unwatched without a list of anything being answered."""
 ENDING_SECONDS = 2.0

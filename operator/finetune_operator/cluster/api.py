@@ -40,6 +40,8 @@ RequestObserver = Callable[[Answered], None]
 
 ATTEMPTS = 5
 """How often one request is sent at most while the server says "later"."""
+PAGE_SIZE = 100
+"""Objects of one page of a list. Parsed they take some ten times their bytes, and what a process once took it keeps."""
 LISTINGS = 3
 """How often a list that expires midway is begun."""
 LATER = (429, 500, 503, 504)
@@ -58,7 +60,7 @@ class Api:
         *,
         in_flight: InFlight | None = None,
         request_timeout: float = 30.0,
-        page_size: int = 500,
+        page_size: int = PAGE_SIZE,
         observer: RequestObserver | None = None,
         fence: Fence | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
