@@ -46,7 +46,7 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
   verbs: [update]
 - apiGroups: [batch]
   resources: [jobs]
-  verbs: [get, list, watch, create, delete]
+  verbs: [get, list, watch, create, delete{{ if .Values.kueue.patchJobs }}, patch{{ end }}]
 - apiGroups: [""]
   resources: [configmaps, services]
   verbs: [get, list, watch, create, delete]
@@ -57,7 +57,7 @@ No Secrets: pods name them, the operator never reads them. No creating of pods: 
 # Why Kueue holds a Job back. Where Kueue is not installed this names nothing.
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
-  verbs: [list]
+  verbs: [list{{ if .Values.kueue.patchWorkloads }}, patch{{ end }}]
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, create]

@@ -121,6 +121,17 @@ class PublishSettings(Endpoints):
     """Registries, as `host:port`, that are spoken to without TLS."""
 
 
+class KueueSettings(ApiModel):
+    """What the operator tells Kueue of training Jobs beyond their queue. It needs rights that the chart gives with `kueue`."""
+
+    queue_during_preflight: bool = False
+    """Whether training takes its place in the queue when preflight begins, and is admitted once preflight has passed. If not, it
+    comes to the queue after preflight. For Kueue 0.17 and later."""
+    checkpoint_priority_boost: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """By how much the priority of running training rises while it trains on from its last checkpoint, so that a queue preempts who
+    loses least: 0 right after a checkpoint, all of it right before the next. Needs Kueue's feature gate PriorityBoost."""
+
+
 class FineTuneProfileSpec(ApiModel):
     """Images, resources and limits of every job that names this profile."""
 
@@ -144,6 +155,8 @@ class FineTuneProfileSpec(ApiModel):
     """Node labels that training pods need, beside those of `pods.train.nodeSelector`."""
     pods: PodsByRole = PodsByRole()
     """Where pods run and in which queues they wait, by role: tolerations, affinity, scheduler, priority, queue and more."""
+    kueue: KueueSettings = KueueSettings()
+    """What Kueue is told of training Jobs beyond their queue."""
     image_pull_secrets: Annotated[list[SecretReference], Field(max_length=8)] | None = None
     """Secrets of the job's namespace with which the trainer image is pulled."""
     max_active_jobs: Annotated[int, Field(ge=1, le=100_000)] | None = None

@@ -80,7 +80,7 @@ class PlacedPods(PlacementModel):
 class Placement(PlacementModel):
     """What the profile decided at the start; later changes of the profile do not touch a run that has started."""
 
-    ADDED = frozenset({"pods", "image_pull_secrets"})
+    ADDED = frozenset({"pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost"})
     profile: str
     trainer_image: str
     image_pull_policy: str
@@ -96,3 +96,7 @@ class Placement(PlacementModel):
     pods: PlacedPods = PlacedPods()
     image_pull_secrets: tuple[str, ...] = ()
     """Secrets with which the trainer image is pulled."""
+    queue_during_preflight: bool = False
+    """Whether the training Job waits in its queue from the beginning of preflight on, gated until it has passed."""
+    checkpoint_priority_boost: int = 0
+    """The most by which the priority of running training rises between two checkpoints."""

@@ -30,6 +30,8 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Place
             publish=_placed(pods.publish or pods.cpu),
         ),
         image_pull_secrets=tuple(one.name for one in profile.image_pull_secrets or ()),
+        queue_during_preflight=profile.kueue.queue_during_preflight,
+        checkpoint_priority_boost=profile.kueue.checkpoint_priority_boost,
     )
 
 
