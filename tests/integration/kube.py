@@ -21,6 +21,7 @@ PLURALS = {
     "PersistentVolumeClaim": "/api/v1/{}persistentvolumeclaims",
     "Namespace": "/api/v1/namespaces",
     "ServiceAccount": "/api/v1/{}serviceaccounts",
+    "Role": "/apis/rbac.authorization.k8s.io/v1/{}roles",
     "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/{}rolebindings",
     "ResourceQuota": "/api/v1/{}resourcequotas",
     "Workload": "/apis/kueue.x-k8s.io/v1beta2/{}workloads",

@@ -55,6 +55,17 @@ def test_wrong_values_are_refused(installed: Installed, setting: str) -> None:
         rendered(installed, "--set", setting)
 
 
+def test_what_kueue_is_told_takes_rights_that_are_given_on_request(installed: Installed) -> None:
+    patches = {("batch", "jobs", "patch"), ("kueue.x-k8s.io", "workloads", "patch")}
+    for arguments in ([], ["--set", "namespaces={team-a}"]):
+        kind = "Role" if arguments else "ClusterRole"
+        assert not patches & rules_of(of_kind(rendered(installed, *arguments), kind))
+        jobs = rules_of(of_kind(rendered(installed, "--set", "kueue.patchJobs=true", *arguments), kind))
+        assert patches & jobs == {("batch", "jobs", "patch")}
+        workloads = rules_of(of_kind(rendered(installed, "--set", "kueue.patchWorkloads=true", *arguments), kind))
+        assert patches & workloads == {("kueue.x-k8s.io", "workloads", "patch")}
+
+
 def test_definitions_are_the_generated_ones_and_survive_uninstalling(installed: Installed) -> None:
     crds = of_kind(rendered(installed), "CustomResourceDefinition")
     generated = [yaml.safe_load(path.read_text()) for path in sorted((CHART.parents[1] / "crds").glob("*.yaml"))]

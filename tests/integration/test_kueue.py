@@ -15,10 +15,11 @@ import pytest
 
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
-from tests.integration.conftest import Installed, OperatorFactory
+from tests.integration.conftest import RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.kube import Document, RefusedError
 from tests.integration.workload import Workload
 
+GATES = "kueue.x-k8s.io/admission-gated-by"
 QUEUE, PRIORITY = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
 NAME = "workloads.kueue.x-k8s.io"
 FREE_FORM = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
@@ -240,3 +241,36 @@ def test_a_preemption_is_an_interruption_that_counts_for_nothing(
     workload.wait_for("Trained")
     assert kueue.job(Role.TRAIN)["metadata"]["uid"] == before["metadata"]["uid"]
     assert workload.status()["attempt"] == 0
+
+
+def test_training_keeps_its_place_while_preflight_runs(workload: Workload, operator: OperatorFactory, kueue: Kueue) -> None:
+    """Kueue orders by creation: `kueue.queueDuringPreflight` of a profile. The chart gives the right to it on request."""
+    kube, profile = workload.kube, f"gated-{workload.namespace}"
+    default = kube.get("FineTuneProfile", "", "default")
+    assert default is not None
+    spec = default["spec"] | {"kueue": {"queueDuringPreflight": True}}
+    kube.create("FineTuneProfile", "", {**default, "metadata": {"name": profile}, "spec": spec})
+    workload.apply(profile=profile, run={"queueName": "gpus"})
+    operator()
+    held = kueue.job(Role.TRAIN)
+    assert held["metadata"]["annotations"][GATES] == "finetune.dev/preflight"
+    assert held["spec"]["suspend"] is True
+    assert workload.condition("Prepared")["status"] == "Unknown"
+    workload.succeed(Role.PREFLIGHT)
+    told = workload.wait_for("Stalled", "True", "CreateRefused")
+    assert 'cannot patch resource "jobs" in API group "batch"' in told["message"]
+    rule = {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["patch"]}
+    kube.create("Role", workload.namespace, {"metadata": {"name": "gates"}, "rules": [rule]})
+    account = {"kind": "ServiceAccount", "name": RELEASE, "namespace": SYSTEM}
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "gates"}
+    kube.create("RoleBinding", workload.namespace, {"metadata": {"name": "gates"}, "roleRef": reference, "subjects": [account]})
+    workload.wait(lambda: GATES not in kueue.job(Role.TRAIN)["metadata"]["annotations"], "the gate to be taken off")
+    workload.wait_for("Stalled", "False")
+    queued(workload, "Trained", "queue holds the Job back")
+    assert workload.pods(Role.TRAIN) == []
+    kueue.admit(Role.TRAIN)
+    workload.succeed(Role.TRAIN)
+    workload.wait_for("Trained")
+    assert kueue.job(Role.TRAIN)["metadata"]["uid"] == held["metadata"]["uid"]
+    assert workload.status()["attempt"] == 0
+    kube.delete("FineTuneProfile", "", profile)

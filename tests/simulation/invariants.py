@@ -212,6 +212,10 @@ class Invariants:
             place = self.place_of_job.get(other["metadata"]["uid"])
             if place is not None and place[:2] == (uid, role) and other["metadata"]["uid"] != metadata["uid"]:
                 self.complaints.append(f"{life.name}: Job {metadata['name']} is created while {other['metadata']['name']} exists")
+        if role == "train" and _state(status, "Prepared") != "True":
+            gated = job["spec"].get("suspend") and is_gated(job)
+            self._expect(gated, f"{life.name}: Job {metadata['name']} is created without a gate before Prepared is True")
+            return
         alive = [name for name, job_uid in self._alive() if self.place_of_job[job_uid][0] == uid]
         self._expect(not alive, f"{life.name}: Job {metadata['name']} is created while these can run: {alive}")
 
@@ -221,6 +225,10 @@ class Invariants:
         if owner not in self.place_of_job:
             return
         uid, role, _ = self.place_of_job[owner]
+        job = self.server.by_uid(JOBS, uid)
+        if job is not None and role == "train":
+            prepared = _state(job.get("status") or {}, "Prepared") == "True"
+            self._expect(prepared, f"{pod['metadata']['name']} starts before Prepared is True")
         others = {
             f"{name} of attempt {self.place_of_job[job_uid][2]}"
             for name, job_uid in self._alive()
@@ -280,6 +288,11 @@ def _essence(status: Document, kind: str) -> Any:
         ((item["status"], item["reason"], item.get("message")) for item in status.get("conditions") or () if item["type"] == kind),
         None,
     )
+
+
+def is_gated(job: Document) -> bool:
+    """Whether Kueue may not admit a Job."""
+    return bool((job["metadata"].get("annotations") or {}).get("kueue.x-k8s.io/admission-gated-by"))
 
 
 def orphans(server: ApiServer, invariants: Invariants, released: set[str]) -> list[str]:

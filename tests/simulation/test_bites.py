@@ -15,12 +15,14 @@ import pytest
 from finetune_job.failures import FailureClass
 from finetune_job.reasons import Reason
 from finetune_operator import worker
+from finetune_operator.children.train_job import train_job
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import Kind
-from finetune_operator.decide import finish, reconcile, role_stage
+from finetune_operator.decide import finish, preflight_stage, reconcile, role_stage
 from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.classify import Failure
+from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.finish import finish_failed
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.restart_policy import POLICY, Retry, Verdict
@@ -99,6 +101,11 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
         "Finished while these can run",
         lambda: patch.multiple(finish, stop_running=lambda *_: None, still_running=lambda _: ""),
     ),
+    "training that a queue may admit before preflight has passed": (
+        "created without a gate|before Prepared is True",
+        lambda: patch.object(preflight_stage, "gated_train_job", train_job),
+    ),
+    "a gate that nobody takes off": ("no rest|has not ended", lambda: patch.object(Draft, "ungate", lambda *_: None)),
     "events that are not heard": (
         "no rest|does not say so|has not ended|no status",
         lambda: patch.object(Cache, "apply", lambda *_: set()),

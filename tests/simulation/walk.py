@@ -14,6 +14,7 @@ from finetune_job.failures import FailureClass
 from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES
 from tests.simulation.api_server import Document
 from tests.simulation.controllers import end_namespace_step, is_over, phase_of
+from tests.simulation.invariants import is_gated
 from tests.simulation.virtual_time import VirtualLoop, run
 from tests.simulation.world import LAB, TEAM, World, a_manifest, role_of
 
@@ -186,7 +187,7 @@ def queue_changes(world: World, rng: random.Random) -> str | None:
     job = _pick(rng, [one for one in queued if "deletionTimestamp" not in one["metadata"]])
     if job is None:
         return None
-    suspend = not job["spec"].get("suspend") and rng.random() < 0.3
+    suspend = is_gated(job) or (not job["spec"].get("suspend") and rng.random() < 0.3)
     world.server.update(BATCH_JOBS, job, lambda item: item["spec"].update(suspend=suspend))
     return f"{job['metadata']['name']}: {'preempted' if suspend else 'admitted'}"
 
@@ -437,6 +438,8 @@ def _world(seed: int, loop: VirtualLoop) -> World:
     if rng.random() < 0.2:
         # Whoever allows this has made sure that a node that does not answer has no power.
         profile["forceDeletePodsOfLostNodes"] = world.lost_nodes_are_off = True
+    if rng.random() < 0.5:
+        profile["kueue"] = {"queueDuringPreflight": True}
     world.people_prepare(manifests, profile)
     return world
 

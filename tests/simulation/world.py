@@ -21,7 +21,7 @@ from tests.simulation.controllers import (
     is_true,
     phase_of,
 )
-from tests.simulation.invariants import Invariants, orphans
+from tests.simulation.invariants import Invariants, is_gated, orphans
 from tests.simulation.nodes import Nodes
 from tests.simulation.operator_process import OperatorProcess
 from tests.simulation.transport import Weather
@@ -136,7 +136,7 @@ class World:
     def admit_all(self) -> None:
         """The queue has room for every Job."""
         for job in self.server.all(BATCH_JOBS):
-            if job["spec"].get("suspend"):
+            if job["spec"].get("suspend") and not is_gated(job):
                 self.server.update(BATCH_JOBS, job, lambda item: item["spec"].update(suspend=False))
 
     @staticmethod

@@ -38,7 +38,7 @@ from finetune_operator.decide.observed import (
     Observed,
     PodView,
     ProfileView,
-    RefusedCreate,
+    RefusedWrite,
 )
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
 
@@ -149,7 +149,7 @@ class ObservedBuilder:
     conflicts: tuple[str, ...] = ()
     vanishing: tuple[str, ...] = ()
     live: LiveChildren | None = None
-    refused_create: RefusedCreate | None = None
+    refused_create: RefusedWrite | None = None
     line: Line | None = None
     profile: ProfileView | None = None
     role: Role = Role.PREFLIGHT

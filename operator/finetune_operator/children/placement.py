@@ -13,6 +13,10 @@ from finetune_job.plan.placement import Placement
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+GATES_ANNOTATION = "kueue.x-k8s.io/admission-gated-by"
+"""Names of gates with commas between them. Kueue keeps a Job with any of them in its queue and does not admit it. They can be set
+at its creation only, and taken off later. https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/"""
+PREFLIGHT_GATE = "finetune.dev/preflight"
 
 
 def place(template: dict[str, Any], placement: Placement, role: Role) -> None:

@@ -16,8 +16,19 @@ from finetune_job.names import (
 from finetune_operator.children.failure_policy import DISRUPTION_FAILS_THE_JOB
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.ownership import metadata
-from finetune_operator.children.placement import queue_labels
+from finetune_operator.children.placement import GATES_ANNOTATION, PREFLIGHT_GATE, queue_labels
 from finetune_operator.children.pod_template import INDEX_VARIABLE, index_variable, plan_arguments, pod_template
+
+
+def gated_train_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
+    """The same in its queue, but not to be admitted before the gate of preflight is taken off.
+
+    It is suspended from the beginning: if no queue takes it up, nobody may start it either.
+    """
+    job = train_job(run, attempt)
+    job["metadata"]["annotations"][GATES_ANNOTATION] = PREFLIGHT_GATE
+    job["spec"]["suspend"] = True
+    return job
 
 
 def train_job(run: FrozenRun, attempt: int) -> dict[str, Any]:

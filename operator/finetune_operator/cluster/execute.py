@@ -11,15 +11,16 @@ from typing import Any
 from pydantic import BaseModel
 
 from finetune_job.api.status import FineTuneJobStatus
+from finetune_operator.children.placement import GATES_ANNOTATION
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.errors import ApiError
 from finetune_operator.cluster.gather import Gathered, Gatherer
-from finetune_operator.cluster.kinds import CHILD_KINDS, DELETED_KINDS, JOBS, WATCHED, Kind
+from finetune_operator.cluster.kinds import BATCH_JOBS, CHILD_KINDS, DELETED_KINDS, JOBS, WATCHED, Kind
 from finetune_operator.cluster.object_key import belongs_to
 from finetune_operator.cluster.projection import utc_now
 from finetune_operator.cluster.recorder import Recorder
-from finetune_operator.decide.actions import Actions, Create, Delete
+from finetune_operator.decide.actions import Actions, Create, Delete, Ungate
 from finetune_operator.decide.observed import JobView
 
 
@@ -59,6 +60,8 @@ class Executor:
         has_effect = bool(patch)
         for delete in actions.deletes:
             has_effect |= await self._delete(job, delete)
+        for ungate in actions.ungates:
+            has_effect |= await self._ungate(job, ungate)
         for create in actions.creates:
             if not self.gatherer.may_create(job.uid, self.now()):
                 break
@@ -67,7 +70,7 @@ class Executor:
             self.recorder.record(job, event)
         if has_effect:
             return Outcome.ACTED
-        return Outcome.REPEATED if actions.deletes or actions.creates else Outcome.UNCHANGED
+        return Outcome.REPEATED if actions.deletes or actions.ungates or actions.creates else Outcome.UNCHANGED
 
     async def _write_status(self, job: JobView, patch: Document) -> Outcome | None:
         body = {"metadata": {"resourceVersion": job.resource_version, "uid": job.uid}, "status": patch}
@@ -103,6 +106,23 @@ class Executor:
             self.cache.found_gone(kind, delete.uid)
         return True
 
+    async def _ungate(self, job: JobView, ungate: Ungate) -> bool:
+        """Whether something is different now: the gate is off, or it is known that it may not be taken off."""
+        annotations = {GATES_ANNOTATION: ",".join(ungate.remaining) or None}
+        try:
+            patch = {"metadata": {"uid": ungate.uid, "annotations": annotations}}
+            self.cache.take(BATCH_JOBS, await self.api.patch(BATCH_JOBS, job.namespace, ungate.name, patch))
+        except ApiError as error:
+            if error.is_not_found or error.is_conflict:
+                self.cache.found_gone(BATCH_JOBS, ungate.uid)
+                return False
+            if not is_refused(error):
+                raise
+            self.gatherer.note_refusal(job.uid, BATCH_JOBS, ungate.name, error, self.now())
+            return True
+        self.gatherer.note_written(job.uid)
+        return True
+
     async def _create(self, job: JobView, create: Create) -> bool:
         """Whether something is different now: the child is new, or it is known now that it may not be."""
         kind = CHILD_KINDS[create.kind]
@@ -115,7 +135,7 @@ class Executor:
             if not error.is_already_exists:
                 raise
             return await self._adopt(job, kind, create.name, error)
-        self.gatherer.note_created(job.uid)
+        self.gatherer.note_written(job.uid)
         if kind in WATCHED:
             self.cache.take(kind, made)
         return True
@@ -128,7 +148,7 @@ class Executor:
         if not belongs_to(found, job.uid):
             self.gatherer.note_conflict(job.uid, kind, name)
             return False
-        self.gatherer.note_created(job.uid)
+        self.gatherer.note_written(job.uid)
         if kind in WATCHED:
             self.cache.found(kind, found)
         return False

@@ -86,12 +86,12 @@ class Gatherer:
         self._notes_of(job_uid).progress = progress
 
     def note_refusal(self, job_uid: str, kind: Kind, name: str, error: ApiError, now: datetime) -> None:
-        """The API server refused a create, and will for a while."""
+        """The API server refused a child or a change of one, and will for a while."""
         notes = self._notes_of(job_uid)
         notes.refused = refusal(notes.refused, (kind.name, name), error, now, self._draw)
 
-    def note_created(self, job_uid: str) -> None:
-        """A create went well: nothing is refused any more."""
+    def note_written(self, job_uid: str) -> None:
+        """A child was created or changed: nothing is refused any more."""
         self._notes_of(job_uid).refused = None
 
     def may_create(self, job_uid: str, now: datetime) -> bool:

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from finetune_job.progress import Progress
 from finetune_operator.cluster.errors import ApiError
 from finetune_operator.cluster.kinds import Kind
-from finetune_operator.decide.observed import LiveChildren, RefusedCreate
+from finetune_operator.decide.observed import LiveChildren, RefusedWrite
 
 FIRST_RETRY_SECONDS = 5.0
 LONGEST_RETRY_SECONDS = 300.0
@@ -37,15 +37,15 @@ class JobNotes:
     conflicts: set[tuple[Kind, str]] = field(default_factory=set)
     """What creates met that is not ours."""
     progress: Progress | None = None
-    refused: RefusedCreate | None = None
+    refused: RefusedWrite | None = None
     listed: Listed | None = None
     looked_up: dict[str, datetime] = field(default_factory=dict)
     """UID of an object of which no watch tells -> when it was read last."""
 
 
 def refusal(
-    before: RefusedCreate | None, child: tuple[str, str], error: ApiError, now: datetime, draw: Callable[[], float]
-) -> RefusedCreate:
+    before: RefusedWrite | None, child: tuple[str, str], error: ApiError, now: datetime, draw: Callable[[], float]
+) -> RefusedWrite:
     """What to note of a create that the server refused, once more. `child`: kind and name.
 
     `draw`: from 0 to 1, so that jobs that were refused together are not tried together.
@@ -55,7 +55,7 @@ def refusal(
     longest = min(FIRST_RETRY_SECONDS * 2.0 ** min(tries - 1, 16), LONGEST_RETRY_SECONDS)
     pause = max(longest * (0.75 + 0.25 * draw()), FIRST_RETRY_SECONDS, error.retry_after)
     is_same = before is not None and (before.kind, before.name, before.code) == (kind, name, error.code)
-    return RefusedCreate(
+    return RefusedWrite(
         kind=kind,
         name=name,
         code=error.code,

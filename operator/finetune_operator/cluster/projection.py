@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from finetune_job.names import DEFAULT_PROFILE, PLAN_KEY, Role
+from finetune_operator.children.placement import GATES_ANNOTATION
 from finetune_operator.children.pod_template import CONTAINER_NAME
 from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.json_text import read_json, write_json
@@ -25,6 +26,7 @@ FASTEST = 1
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 LONGEST_REASON = 256
 LONGEST_MESSAGE = 2048
+LONGEST_GATES = 4096
 TERMINATION_MESSAGE = 4096
 """What the kubelet keeps of it: its last bytes."""
 LONGEST_GRACE_SECONDS = 366 * 86_400
@@ -208,9 +210,14 @@ def _batch_job_view(key: ObjectKey, fields: Fields) -> BatchJobView | None:
             if item.text("status", 16) == "True"
         ),
         suspended=fields.at("spec").flag("suspend"),
+        admission_gates=_gates(metadata.at("annotations").name(GATES_ANNOTATION, LONGEST_GATES)),
         start_time=status.time("startTime"),
         deleting=metadata.has("deletionTimestamp"),
     )
+
+
+def _gates(text: str) -> tuple[str, ...]:
+    return tuple(gate for gate in (part.strip() for part in text.split(",")) if gate)
 
 
 def pod_view(document: Document) -> PodView | None:

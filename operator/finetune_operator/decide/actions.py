@@ -4,8 +4,9 @@
    job is reconciled again from what is then observed. So a freeze is written before the first child exists, and the number
    of the next attempt (with the evidence of the last) before anything is deleted.
 2. `deletes`, propagation policy Foreground, the UID as precondition; "not found" and "another UID" count as done.
-3. `creates`; "already exists" counts as done where the controller owner is this job, else the object is a conflict.
-4. `events`.
+3. `ungates`, the UID as precondition.
+4. `creates`; "already exists" counts as done where the controller owner is this job, else the object is a conflict.
+5. `events`.
 
 The executor may die between any two steps: the next pass starts again from what is observed.
 """
@@ -50,6 +51,17 @@ class Delete:
 
 
 @dataclass(frozen=True)
+class Ungate:
+    """Take our gate off a Job that waits in a queue."""
+
+    name: str
+    uid: str
+    """Precondition."""
+    remaining: tuple[str, ...]
+    """Gates of others, which stay."""
+
+
+@dataclass(frozen=True)
 class Emit:
     """A Kubernetes event on the FineTuneJob."""
 
@@ -65,6 +77,7 @@ class Actions:
     status: FineTuneJobStatus | None = None
     """New status; None: the one that was observed still holds."""
     deletes: tuple[Delete, ...] = ()
+    ungates: tuple[Ungate, ...] = ()
     creates: tuple[Create, ...] = ()
     events: tuple[Emit, ...] = ()
     news: tuple[StatusFinding, ...] = ()

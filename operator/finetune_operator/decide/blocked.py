@@ -63,8 +63,9 @@ def _blocked_on_nodes(observed: Observed, draft: Draft, role: Role, pods: tuple[
         draft.wake_at(limit)
 
 
-def wait_for_refused_create(observed: Observed, draft: Draft, kind: ConditionType) -> bool:
-    """Whether the API server has refused a child and is not to be asked again yet; then its words stand in the condition `kind`.
+def wait_for_refused_write(observed: Observed, draft: Draft, kind: ConditionType) -> bool:
+    """Whether the API server has refused a child or a change of one and is not to be asked again yet; then its words stand in the
+    condition `kind`.
 
     A quota is waited for; anything else needs a human.
     """

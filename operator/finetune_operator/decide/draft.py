@@ -16,7 +16,7 @@ from finetune_job.reasons import ConditionType, Reason
 from finetune_job.status.conditions import ConditionStatus, find, initial_conditions, with_condition
 from finetune_job.status.phase import phase
 from finetune_job.status.size import fitted
-from finetune_operator.decide.actions import Actions, Create, Delete, Emit
+from finetune_operator.decide.actions import Actions, Create, Delete, Emit, Ungate
 from finetune_operator.decide.clock import timestamp
 from finetune_operator.decide.observed import BatchJobView, JobView
 
@@ -37,6 +37,7 @@ class Draft:
     _values: dict[str, Any] = field(default_factory=dict)
     _conditions: dict[ConditionType, tuple[ConditionStatus, Reason, str]] = field(default_factory=dict)
     _deletes: dict[tuple[str, str], Delete] = field(default_factory=dict)
+    _ungates: list[Ungate] = field(default_factory=list)
     _creates: list[Create] = field(default_factory=list)
     _events: list[Emit] = field(default_factory=list)
     _wake_after_seconds: float | None = None
@@ -82,6 +83,11 @@ class Draft:
         """Delete a child."""
         self._deletes[(kind, name)] = Delete(kind, name, uid, force)
 
+    def ungate(self, batch_job: BatchJobView, gate: str) -> None:
+        """Take a gate off a batch Job; those of others stay."""
+        remaining = tuple(one for one in batch_job.admission_gates if one != gate)
+        self._ungates.append(Ungate(batch_job.name, batch_job.uid, remaining))
+
     def create(self, body: Mapping[str, Any]) -> None:
         """Create a child."""
         self._creates.append(Create(body))
@@ -106,6 +112,7 @@ class Draft:
         return Actions(
             status=None if status == self.job.status else status,
             deletes=tuple(self._deletes.values()),
+            ungates=tuple(self._ungates),
             creates=tuple(self._creates),
             events=(*self._events, *map(_event, news[:EVENTS_OF_FINDINGS])),
             news=news,

@@ -69,7 +69,9 @@ class BatchJobView:
     conditions: tuple[JobConditionView, ...] = ()
     """Only those that are True."""
     suspended: bool = False
-    """`spec.suspend`: set by a queue such as Kueue, never by us."""
+    """`spec.suspend`: set by a queue such as Kueue, and by us only together with a gate."""
+    admission_gates: tuple[str, ...] = ()
+    """What keeps Kueue from admitting it, whatever room there is."""
     start_time: datetime | None = None
     """`status.startTime`; the Job controller resets it when a suspended Job resumes."""
     deleting: bool = False
@@ -173,8 +175,8 @@ class LiveChildren:
 
 
 @dataclass(frozen=True)
-class RefusedCreate:
-    """A child that the API server refused to create: a quota, an admission plugin or webhook, a template that is not valid."""
+class RefusedWrite:
+    """A child that the API server refused to create or to change: for a quota, an admission plugin or webhook, a right."""
 
     kind: str
     name: str
@@ -187,7 +189,7 @@ class RefusedCreate:
     tries: int
     """How often it was refused since."""
     retry_at: datetime
-    """No create of this job is to be tried before then."""
+    """No such write of this job is to be tried before then."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class Observed:
     in every pass (they may be removed), since nothing is created while one stands here."""
     live: LiveChildren | None = None
     """Listed whenever `decide.stage.needs_live_list` says so; None: not listed, so no Job of a later attempt is created."""
-    refused: RefusedCreate | None = None
+    refused: RefusedWrite | None = None
     """The create that the API server refused in an earlier pass, until one has succeeded."""
     line: Line | None = None
     """None: the profile sets no limit."""

@@ -11,11 +11,13 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.preflight_job import preflight_job
+from finetune_operator.children.train_job import gated_train_job
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.role_stage import RoleStage
-from finetune_operator.decide.standing import Standing
+from finetune_operator.decide.stage import attempt_of
+from finetune_operator.decide.standing import Standing, State
 from finetune_operator.decide.stopped import renewed_resources, stop, stop_for_user, with_reported
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -25,11 +27,23 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 def preflight_stage(observed: Observed, draft: Draft, run: FrozenRun) -> bool:
     """One pass while the job is not prepared. Returns whether the next stage may begin."""
     stage = RoleStage(observed, draft, Role.PREFLIGHT)
+    if _may_queue_training(observed, run) and stage.standing().state in (State.QUEUED, State.WAITING, State.RUNNING):
+        draft.create(gated_train_job(run, attempt_of(observed.job.status, Role.TRAIN)))
+        return False
     return stage.drive(
         lambda: preflight_job(run, stage.attempt, renewed_resources(observed, Role.PREFLIGHT)),
         lambda stands: _succeeded(observed, draft, stands),
         lambda failure: _refused(observed, draft, failure),
     )
+
+
+def _may_queue_training(observed: Observed, run: FrozenRun) -> bool:
+    """Whether training is still to take its place in the queue. If the API server refuses that, training comes to the queue after
+    preflight, and then the refusal is told.
+    """
+    wanted = run.placement.queue_during_preflight and run.placement.pods.train.queue_name is not None
+    is_there = observed.batch_job(Role.TRAIN, attempt_of(observed.job.status, Role.TRAIN)) is not None
+    return wanted and not is_there and observed.refused is None
 
 
 def _succeeded(observed: Observed, draft: Draft, stands: Standing) -> bool:

@@ -12,7 +12,7 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.status.conditions import find
 from finetune_operator.decide.attempts import End, closed, interrupted, latest_of, opened, record_of
-from finetune_operator.decide.blocked import say_remains, wait_for_refused_create
+from finetune_operator.decide.blocked import say_remains, wait_for_refused_write
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.clock import moment_after, timestamp
 from finetune_operator.decide.deadlines import startup_deadline
@@ -23,7 +23,6 @@ from finetune_operator.decide.observed import BatchJobView, Observed
 from finetune_operator.decide.pending import Pending
 from finetune_operator.decide.restart_policy import POLICY, Verdict, after, pause_seconds, verdict, with_progress
 from finetune_operator.decide.restarts import newest_checkpoint, restarts_of, with_restarts
-from finetune_operator.decide.retention import stop_running
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
 from finetune_operator.decide.standing import Standing, State, standing
 from finetune_operator.decide.stopped import begin_again, stop
@@ -105,7 +104,7 @@ class RoleStage:
         if left is not None:
             say_remains(self.observed, self.draft, self.role, left)
             return
-        if self._pauses() or wait_for_refused_create(self.observed, self.draft, CONDITION[self.role]):
+        if self._pauses() or wait_for_refused_write(self.observed, self.draft, CONDITION[self.role]):
             return
         for body in build():
             self.draft.create(body)
@@ -131,7 +130,9 @@ class RoleStage:
     def open(self, batch_job: BatchJobView) -> None:
         """Record that the pods of this attempt run."""
         if self.record is None:
-            self.draft.set(attempts=opened(self.observed.job.status, self.role, self.attempt, batch_job.created))
+            # A Job that waited in a queue was created long before.
+            begun = batch_job.start_time or batch_job.created
+            self.draft.set(attempts=opened(self.observed.job.status, self.role, self.attempt, begun))
 
     def close(self, outcome: Literal["Succeeded", "Failed"], failure: Failure | None = None, *, counted: bool = False) -> None:
         """Record the end of this attempt."""
@@ -210,8 +211,6 @@ class RoleStage:
             finish_failed(self.observed, self.draft, reason, failure.text)
         else:
             stop(self.observed, self.draft, self.role, failure)
-            # Pods that wait for something hold what the others of the gang could use.
-            stop_running(self.observed, self.draft)
 
     def _pauses(self) -> bool:
         """Whether the pause after the latest failure lasts; the condition says so since that failure."""

@@ -19,6 +19,7 @@ from finetune_operator.decide.draft import TEXT_LIMIT, Draft
 from finetune_operator.decide.findings import FINDINGS_LIMIT
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.restarts import with_restarts
+from finetune_operator.decide.retention import stop_running
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
 
 REFUSED = {
@@ -71,6 +72,8 @@ def stop(observed: Observed, draft: Draft, role: Role, failure: Failure) -> None
     reason = REFUSED[role] if _is_verdict(failure) else STOPPED[role]
     draft.condition(CONDITION[role], False, reason, message)
     draft.stall(reason, message)
+    # Pods that wait for something hold what others could use, and so does a place in a queue.
+    stop_running(observed, draft)
 
 
 def stop_for_user(observed: Observed, draft: Draft, role: Role, failure: Failure) -> bool:

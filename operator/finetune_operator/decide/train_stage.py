@@ -9,8 +9,10 @@ from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun
+from finetune_operator.children.placement import PREFLIGHT_GATE
 from finetune_operator.children.service import gang_service
 from finetune_operator.children.train_job import train_job
+from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.deadlines import stall_deadline
 from finetune_operator.decide.draft import Draft
@@ -36,7 +38,10 @@ def train_stage(observed: Observed, draft: Draft, run: FrozenRun) -> bool:
     elif stands.batch_job is not None:
         if not observed.service_exists:
             draft.create(gang_service(run.owner))
-        if not _is_stalled(observed, draft, stage, stands, stands.batch_job):
+        if PREFLIGHT_GATE in stands.batch_job.admission_gates:
+            if not wait_for_refused_write(observed, draft, ConditionType.TRAINED):
+                draft.ungate(stands.batch_job, PREFLIGHT_GATE)
+        elif not _is_stalled(observed, draft, stage, stands, stands.batch_job):
             stage.wait(stands, stands.batch_job)
     return False
 

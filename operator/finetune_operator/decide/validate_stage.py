@@ -22,7 +22,7 @@ from finetune_operator.children.claims import claims_named_by, workspace_claim, 
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.ownership import Owner
 from finetune_operator.children.plan_configmap import plan_configmap
-from finetune_operator.decide.blocked import wait_for_refused_create
+from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.clock import timestamp
 from finetune_operator.decide.draft import TEXT_LIMIT, Draft
 from finetune_operator.decide.findings import status_findings
@@ -74,7 +74,7 @@ def validate_stage(observed: Observed, draft: Draft) -> FrozenRun | None:
         draft.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)
         draft.wake_after(1.0)
         return None
-    if wait_for_refused_create(observed, draft, ConditionType.READY):
+    if wait_for_refused_write(observed, draft, ConditionType.READY):
         return None
     _store(observed, draft, plan_json)
     job = observed.job

@@ -11,6 +11,7 @@ from finetune_job.plan.digest import canonical_json
 from finetune_job.plan.launch_plan import read_launch_plan
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.service import gang_service
+from finetune_operator.children.train_job import gated_train_job, train_job
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.operator_children.test_children import BUILDERS, OWNER, pod_spec
 
@@ -170,3 +171,11 @@ def test_a_plan_that_asks_for_nothing_new_is_written_as_before() -> None:
     asked = a_job().run(queueName="gpus").plan().placement
     assert asked is not None
     assert asked.model_dump(mode="json")["pods"] == {"train": {"queue_name": "gpus"}}
+
+
+def test_gated_training_is_the_same_job_held_back() -> None:
+    run = run_of(a_job().with_profile(pods={"train": {"queueName": "gpus"}}))
+    gated = gated_train_job(run, 0)
+    assert gated["metadata"]["annotations"].pop("kueue.x-k8s.io/admission-gated-by") == "finetune.dev/preflight"
+    assert gated["spec"].pop("suspend") is True
+    assert gated == train_job(run, 0)

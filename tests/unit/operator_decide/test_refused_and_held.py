@@ -9,7 +9,7 @@ import pytest
 from finetune_job.api.status import ProgressStatus
 from finetune_job.failures import FailureClass
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.observed import Line, RefusedCreate
+from finetune_operator.decide.observed import Line, RefusedWrite
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, ObservedBuilder, a_job, after, observing
 from tests.unit.operator_decide.reading import condition, created, deleted, message, written
@@ -19,7 +19,7 @@ INVALID = 'Job.batch "tune-preflight-0" is invalid: spec.template.spec.toleratio
 
 
 def refused(message: str, code: int, retry_in: float = 60.0) -> ObservedBuilder:
-    create = RefusedCreate("Job", "tune-preflight-0", code, message, since=after(-30), tries=2, retry_at=after(retry_in))
+    create = RefusedWrite("Job", "tune-preflight-0", code, message, since=after(-30), tries=2, retry_at=after(retry_in))
     return observing(a_job()).started().but(refused_create=create)
 
 
@@ -49,7 +49,7 @@ def test_a_refused_create_is_tried_again_when_its_time_has_come_without_flapping
 
 
 def test_a_plan_that_cannot_be_stored_is_said_too() -> None:
-    create = RefusedCreate("ConfigMap", "tune-plan", 403, "exceeded quota: maps", after(-30), 1, after(60))
+    create = RefusedWrite("ConfigMap", "tune-plan", 403, "exceeded quota: maps", after(-30), 1, after(60))
     actions = reconcile(observing(a_job()).frozen().but(refused_create=create).build(), T0)
     assert condition(actions, ConditionType.READY) == ("False", Reason.CREATE_REFUSED)
     assert created(actions) == []

@@ -86,9 +86,15 @@ class FakeApi:
         stored = self.objects.get((kind.name, namespace, name))
         if stored is None:
             raise ApiError("patch", 404, "NotFound", "gone")
-        expected = patch.get("metadata", {}).get("resourceVersion")
-        if expected not in (None, stored["metadata"]["resourceVersion"]):
-            raise ApiError("patch", 409, "Conflict", "changed")
+        metadata = patch.get("metadata", {})
+        for precondition in ("resourceVersion", "uid"):
+            if metadata.get(precondition) not in (None, stored["metadata"].get(precondition)):
+                raise ApiError("patch", 409, "Conflict", "changed")
+        for key, value in metadata.get("annotations", {}).items():
+            annotations = stored["metadata"].setdefault("annotations", {})
+            annotations.pop(key, None)
+            if value is not None:
+                annotations[key] = value
         part = patch.get("status", {}) if subresource == "status" else {}
         stored["status"] = {**stored.get("status", {}), **part}
         return self.put(kind, stored)

@@ -17,7 +17,7 @@ from finetune_operator.cluster.execute import Executor, Outcome, merge_patch, st
 from finetune_operator.cluster.gather import Gathered, Gatherer
 from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS
 from finetune_operator.cluster.recorder import Recorder
-from finetune_operator.decide.actions import Actions, Create, Delete, Emit
+from finetune_operator.decide.actions import Actions, Create, Delete, Emit, Ungate
 from tests.unit.operator_effects import objects
 from tests.unit.operator_effects.fakes import Clock, FakeApi
 
@@ -277,6 +277,78 @@ def test_failed_delete_ends_the_pass_before_anything_is_created() -> None:
         with pytest.raises(ApiError):
             await stage.executor.execute(gathered, ALL)
         assert ("create", "Job") not in stage.writes()
+
+    asyncio.run(scenario())
+
+
+UNGATE = Actions(ungates=(Ungate("tune-train-0", "tune-train-0-uid", ()),))
+GATES = "kueue.x-k8s.io/admission-gated-by"
+
+
+def gated(stage: Scene, gates: str = "finetune.dev/preflight") -> None:
+    """The Job has gates, and the cache knows."""
+    stored = stage.api.objects["Job", "team", "tune-train-0"]
+    stored["metadata"].setdefault("annotations", {})[GATES] = gates
+    stage.cache.take(BATCH_JOBS, stage.api.put(BATCH_JOBS, stored))
+
+
+@pytest.mark.parametrize(
+    ("before", "remaining", "after"),
+    [("finetune.dev/preflight", (), None), ("a.b/c,finetune.dev/preflight,a.b/d", ("a.b/c", "a.b/d"), "a.b/c,a.b/d")],
+)
+def test_gate_is_taken_off_and_that_is_known_at_once(before: str, remaining: tuple[str, ...], after: str | None) -> None:
+    async def scenario() -> None:
+        stage = scene()
+        gated(stage, before)
+        gathered = await stage.gathered()
+        assert gathered.observed.batch_jobs[0].admission_gates == tuple(before.split(","))
+        ungate = Actions(ungates=(Ungate("tune-train-0", "tune-train-0-uid", remaining),))
+        assert await stage.executor.execute(gathered, ungate) is Outcome.ACTED
+        assert stage.writes() == [("patch", "Job")]
+        assert stage.api.objects["Job", "team", "tune-train-0"]["metadata"]["annotations"].get(GATES) == after
+        assert (await stage.gathered()).observed.batch_jobs[0].admission_gates == remaining
+
+    asyncio.run(scenario())
+
+
+def test_gate_of_a_job_that_took_the_name_stays() -> None:
+    async def scenario() -> None:
+        stage = scene()
+        gated(stage)
+        gathered = await stage.gathered()
+        stage.api.objects["Job", "team", "tune-train-0"]["metadata"]["uid"] = "its-successor"
+        assert await stage.executor.execute(gathered, UNGATE) is Outcome.REPEATED
+        assert GATES in stage.api.objects["Job", "team", "tune-train-0"]["metadata"]["annotations"]
+        assert (await stage.gathered()).observed.batch_jobs == ()
+
+    asyncio.run(scenario())
+
+
+def test_gate_that_may_not_be_taken_off_is_told_to_the_next_pass() -> None:
+    async def scenario() -> None:
+        stage = scene()
+        gated(stage)
+        stage.api.fail["patch"] = [ApiError("patch", 403, "Forbidden", "cannot patch resource jobs")]
+        assert await stage.executor.execute(await stage.gathered(), UNGATE) is Outcome.ACTED
+        told = (await stage.gathered()).observed.refused
+        assert told is not None
+        assert (told.kind, told.name, told.code, told.message) == ("Job", "tune-train-0", 403, "cannot patch resource jobs")
+        assert await stage.executor.execute(await stage.gathered(), UNGATE) is Outcome.ACTED
+        assert (await stage.gathered()).observed.refused is None
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [ApiError("patch", 429, "TooManyRequests", "later"), ApiUnreachableError("patch")])
+def test_gate_stays_for_the_next_try_where_the_server_is_busy_or_away(error: Exception) -> None:
+    async def scenario() -> None:
+        stage = scene()
+        gated(stage)
+        gathered = await stage.gathered()
+        stage.api.fail["patch"] = [error]
+        with pytest.raises(type(error)):
+            await stage.executor.execute(gathered, UNGATE)
+        assert (await stage.gathered()).observed.batch_jobs[0].admission_gates == ("finetune.dev/preflight",)
 
     asyncio.run(scenario())
 

@@ -214,7 +214,7 @@ def test_what_was_noted_of_a_job_goes_with_it() -> None:
     assert scene.gatherer._notes == {}
     # A rank that answers late, and a create that comes back late.
     scene.gatherer.note_progress("job-uid", Progress(attempt=0, step=2, total_steps=4))
-    scene.gatherer.note_created("job-uid")
+    scene.gatherer.note_written("job-uid")
     assert scene.gatherer._notes == {}
 
 

@@ -1,4 +1,5 @@
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,25 @@ def test_disruption_that_was_called_off_is_none(status: str, disruption: str) ->
     view = pod_view(objects.pod(status={"phase": "Running", "conditions": [condition]}))
     assert view is not None
     assert view.disruption == disruption
+
+
+@pytest.mark.parametrize(
+    ("written", "gates"),
+    [
+        ("finetune.dev/preflight", ("finetune.dev/preflight",)),
+        (" a.b/c , finetune.dev/preflight,,", ("a.b/c", "finetune.dev/preflight")),
+        ("", ()),
+        (7, ()),
+        ("a.b/c," * 1000, ()),
+    ],
+    ids=["ours", "others too", "none", "no text", "too long"],
+)
+def test_gates_of_a_job_are_read_whatever_stands_there(written: Any, gates: tuple[str, ...]) -> None:
+    document = objects.batch_job()
+    document["metadata"]["annotations"] = {"kueue.x-k8s.io/admission-gated-by": written}
+    view = batch_job_view(document)
+    assert view is not None
+    assert view.admission_gates == gates
 
 
 def test_batch_job_shows_only_conditions_that_hold() -> None:
