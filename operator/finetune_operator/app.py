@@ -12,6 +12,7 @@ from finetune_operator.background import Relisting, keep_trying
 from finetune_operator.cluster.access import load_configuration
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.checkpoint_boost import CheckpointBoost
 from finetune_operator.cluster.child_watch import ChildWatch
 from finetune_operator.cluster.claims import CLAIM_LABEL, Rivals, claim_metadata, claim_name
 from finetune_operator.cluster.discovery import wait_for_crds
@@ -145,6 +146,7 @@ async def _lead(
     )
     beside: dict[str, Callable[[], Awaitable[object]]] = {
         "progress poll": poll.run,
+        "checkpoint boost": CheckpointBoost(api, cache, poll).run,
         "relist": relisting.run,
         "loop lag": lambda: measure_loop_lag(metrics.lagged),
         "events": recorder.run,

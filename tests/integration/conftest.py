@@ -41,14 +41,20 @@ OperatorFactory = Callable[..., OperatorProcess]
 
 
 @pytest.fixture(scope="session")
-def installed(control_plane: ClusterAccess, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """`helm install` with default values. No node would run the Deployment; tests start the operator themselves."""
+def chart_values() -> tuple[str, ...]:
+    """`name=value` of chart values that a suite sets."""
+    return ()
+
+
+@pytest.fixture(scope="session")
+def installed(control_plane: ClusterAccess, chart_values: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """`helm install`, with default values but for `chart_values`. No node would run the Deployment: tests start the operator."""
     if control_plane.kubectl("get", "nodes", "--output", "name"):
         pytest.skip(f"these tests act as kubelets, so the cluster that {EXISTING_VARIABLE} names must have no nodes")
     # `--wait` has helm wait until the definitions are served; the default profile, a hook, comes after.
     control_plane.helm(
         *("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM, "--create-namespace"),
-        *("--set", "replicas=0", "--wait", "--timeout", "3m"),
+        *("--set", ",".join(("replicas=0", *chart_values)), "--wait", "--timeout", "3m"),
     )
     kube = Kube(control_plane.kubeconfig)
     wait_until(lambda: kube.get("ServiceAccount", SYSTEM, RELEASE), "the chart's ServiceAccount", 60)

@@ -1,18 +1,15 @@
 """The operator as a program: it survives being killed, waits for what it needs, leads alone, tells what it does, ends in order."""
 
-import contextlib
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from finetune_job.names import OBSERVE_PORT, Role
+from finetune_job.names import Role
 from finetune_job.progress import Progress
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.operator_process import OperatorProcess
+from tests.integration.rank_zero import rank_zero
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import wait_until
 
@@ -103,37 +100,11 @@ def test_progress_of_rank_zero_reaches_the_status(workload: Workload, operator: 
     operator()
     workload.succeed(Role.PREFLIGHT)
     (pod,) = workload.wait_for_pods(Role.TRAIN)
-    with rank_zero(Progress(attempt=0, step=3, total_steps=4, loss=1.25, checkpoint_step=2)):
+    with rank_zero(RANK_ZERO, Progress(attempt=0, step=3, total_steps=4, loss=1.25, checkpoint_step=2)):
         workload.set_running(pod, RANK_ZERO)
         workload.wait(lambda: (workload.status().get("progress") or {}).get("step") == 3, "the progress")
     progress = workload.status()["progress"]
     assert (progress["totalSteps"], progress["checkpointStep"], progress["summary"]) == (4, 2, "3/4")
-
-
-@contextlib.contextmanager
-def rank_zero(progress: Progress) -> Iterator[None]:
-    """Serve /progress as a training pod does."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = progress.model_dump_json().encode() if self.path == "/progress" else b""
-            self.send_response(200 if body else 404)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer((RANK_ZERO, OBSERVE_PORT), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def test_job_that_waits_costs_no_writes_and_no_passes(workload: Workload, operator: OperatorFactory) -> None:

@@ -30,6 +30,12 @@ def control_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
         plane.keep_logs = request.session.testsfailed > 0
 
 
+@pytest.fixture(scope="session")
+def chart_values() -> tuple[str, ...]:
+    """What the operator needs to tell Kueue more than the queue."""
+    return ("kueue.patchWorkloads=true",)
+
+
 @pytest.fixture
 def queues(installed: Installed, workload: Workload) -> Iterator[Queues]:
     """Queues of the test's namespace."""

@@ -26,13 +26,14 @@ class Queues:
         """Of the flavor and of the ClusterQueue."""
         return self.workload.namespace
 
-    def make(self, local_queue: str = "gpus", **quota: str) -> None:
+    def make(self, local_queue: str = "gpus", *, strategy: str = "BestEffortFIFO", **quota: str) -> None:
         """A LocalQueue with a quota of its own, plenty but for `quota`; a younger Job of higher priority takes from a lower one."""
         taint = {"key": POOL, "operator": "Exists", "effect": "NoSchedule"}
         flavor = {"nodeLabels": {"pool": POOL}, "tolerations": [taint]}
         self._create("ResourceFlavor", self.name, {"spec": flavor})
         spec = {
             "namespaceSelector": {},
+            "queueingStrategy": strategy,
             "resourceGroups": [self._group(quota)],
             "preemption": {"withinClusterQueue": "LowerPriority"},
         }

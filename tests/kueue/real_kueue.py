@@ -63,8 +63,8 @@ def _configuration(webhook_port: int, health_port: int, certificates: Path) -> D
         "leaderElection": {"leaderElect": False},
         "internalCertManagement": {"enable": False},
         "integrations": {"frameworks": ["batch/job"]},
-        # It would be an API server of its own, behind an APIService.
-        "featureGates": {"VisibilityOnDemand": False},
+        # Visibility would be an API server of its own, behind an APIService.
+        "featureGates": {"VisibilityOnDemand": False, "PriorityBoost": True},
     }
 
 

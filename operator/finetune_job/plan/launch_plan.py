@@ -1,4 +1,4 @@
-"""What the operator reads of a frozen plan: as much as it builds children from, and nothing else.
+"""What the operator reads of a frozen plan: as much as it builds children from and follows a run by, and nothing else.
 
 The plan may come from any release, an earlier one or, after a rollback, a later one. Each class here is the base of the one that
 a container reads, so that one field has one definition; what only a container needs (methods, optimizers, sharding) is left out,
@@ -87,6 +87,14 @@ class Ranks(PlanModel):
         return self.nodes * self.processes_per_node
 
 
+class CheckpointInterval(PlanModel):
+    """When a checkpoint is due: after so many steps or seconds, whichever comes first."""
+
+    every_steps: int
+    every_seconds: int | None = None
+    """None: steps alone."""
+
+
 class MergeSwitch(PlanModel):
     """Merge and verification."""
 
@@ -94,7 +102,7 @@ class MergeSwitch(PlanModel):
 
 
 class LaunchPlan(PlanModel):
-    """The part of a RunPlan that decides which children a job has."""
+    """The part of a RunPlan that decides which children a job has, and how far a run is from what it can resume from."""
 
     version: Literal[1] = 1
     model: PlacedModel
@@ -103,6 +111,7 @@ class LaunchPlan(PlanModel):
     """None: everything lies on claims."""
     method: TrainedParts
     parallelism: Ranks
+    checkpoint: CheckpointInterval
     merge: MergeSwitch
     workspace: ClaimPath
     """Directory of this job on the workspace claim."""

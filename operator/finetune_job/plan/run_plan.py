@@ -21,6 +21,7 @@ from finetune_job.api.output import MergeBase
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Precision, Scheduler
 from finetune_job.plan.launch_plan import (
+    CheckpointInterval,
     LaunchPlan,
     MergeSwitch,
     PlacedData,
@@ -209,11 +210,9 @@ class ParallelismPlan(Ranks):
     fsdp: FsdpPlan
 
 
-class CheckpointPlan(PlanModel):
+class CheckpointPlan(CheckpointInterval):
     """Checkpoints."""
 
-    every_steps: int
-    every_seconds: int | None = None
     asynchronous: bool = False
     keep: int
 

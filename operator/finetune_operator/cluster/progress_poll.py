@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from datetime import datetime
+from typing import NamedTuple
 
 import aiohttp
 
@@ -13,11 +13,17 @@ from finetune_job.progress import Progress
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.gather import Gatherer
 from finetune_operator.cluster.projection import Held
+from finetune_operator.decide.observed import PodView
 
 CONCURRENT_POLLS = 32
 ANSWER_SECONDS = 2.0
 """A rank that is busy answers within milliseconds; one that does not answer is asked again in the next round."""
 LARGEST_ANSWER_BYTES = 65_536
+
+
+class _Told(NamedTuple):
+    pod_uid: str
+    progress: Progress
 
 
 class ProgressPoll:
@@ -39,8 +45,8 @@ class ProgressPoll:
         self._period = period
         self._longest = longest
         self._writes_per_second = writes_per_second
-        self._told: dict[str, Progress] = {}
-        """Job UID -> what was passed on last."""
+        self._told: dict[str, _Told] = {}
+        """Job UID -> what was passed on last, and who had told it."""
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -50,6 +56,11 @@ class ProgressPoll:
                 num_polled = await self._round(session)
                 await asyncio.sleep(min(max(self._period, num_polled / self._writes_per_second), self._longest))
 
+    def progress_of(self, held: Held, pod: PodView) -> Progress | None:
+        """What that pod of the job told last. What another has told is none of it: the run went back to a checkpoint in between."""
+        told = self._told.get(held.key.uid)
+        return told.progress if told is not None and told.pod_uid == pod.uid else None
+
     async def _round(self, session: aiohttp.ClientSession) -> int:
         training = [held for held in self._cache.jobs() if held.summary is not None and held.summary.is_training]
         for uid in self._told.keys() - {held.key.uid for held in training}:
@@ -57,28 +68,29 @@ class ProgressPoll:
         limit = asyncio.Semaphore(CONCURRENT_POLLS)
 
         async def poll(held: Held) -> bool:
-            address = self._rank_zero(held)
-            if address is None:
+            pod = self.rank_zero(held)
+            if pod is None:
                 return False
             async with limit:
-                await self._ask(session, held, address)
+                await self._ask(session, held, pod)
             return True
 
         return sum(await asyncio.gather(*(poll(held) for held in training)))
 
-    def _rank_zero(self, held: Held) -> str | None:
+    def rank_zero(self, held: Held) -> PodView | None:
+        """The pod of rank 0 of the current training attempt, if it runs."""
         attempt = held.summary.attempt if held.summary is not None else -1
-        newest: tuple[datetime, str] | None = None
+        newest: PodView | None = None
         for item in self._cache.pods_of(held.key.uid):
             pod = item.pod
             if pod is None or pod.role is not Role.TRAIN or pod.attempt != attempt or pod.node_rank or not pod.pod_ip:
                 continue
-            if pod.phase == "Running" and not pod.gone and (newest is None or pod.created > newest[0]):
-                newest = (pod.created, pod.pod_ip)
-        return newest[1] if newest is not None else None
+            if pod.phase == "Running" and not pod.gone and (newest is None or pod.created > newest.created):
+                newest = pod
+        return newest
 
-    async def _ask(self, session: aiohttp.ClientSession, held: Held, address: str) -> None:
-        host = f"[{address}]" if ":" in address else address
+    async def _ask(self, session: aiohttp.ClientSession, held: Held, pod: PodView) -> None:
+        host = f"[{pod.pod_ip}]" if ":" in pod.pod_ip else pod.pod_ip
         try:
             async with session.get(f"http://{host}:{OBSERVE_PORT}/progress", allow_redirects=False) as response:
                 if response.status != 200:
@@ -87,9 +99,9 @@ class ProgressPoll:
         except (aiohttp.ClientError, TimeoutError, ValueError):
             # Normal while the pod starts, ends or restarts; a run that hangs is the deadlines' affair.
             return
-        uid = held.key.uid
-        if held.summary is None or progress.attempt != held.summary.attempt or self._told.get(uid) == progress:
+        uid, told = held.key.uid, _Told(pod.uid, progress)
+        if held.summary is None or progress.attempt != held.summary.attempt or self._told.get(uid) == told:
             return
-        self._told[uid] = progress
+        self._told[uid] = told
         self._gatherer.note_progress(uid, progress)
         self._wake(JobKey(held.key.namespace, held.key.name))

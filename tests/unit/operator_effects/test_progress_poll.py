@@ -57,6 +57,7 @@ class Polled:
                 poll = ProgressPoll(
                     self.scene.cache, self.scene.gatherer, self.woken.append, period=10.0, longest=60.0, writes_per_second=20.0
                 )
+                self.poll = poll
                 task = asyncio.create_task(poll.run())
                 await asyncio.wait_for(over.wait(), 30)
                 assert not task.done()
@@ -64,6 +65,15 @@ class Polled:
             await runner.cleanup()
 
         asyncio.run(scenario())
+
+    def said_by(self, pod_uid: str) -> Progress | None:
+        """What the poll knows of the running pod of rank 0, which has that UID."""
+        held = self.scene.cache.job(KEY)
+        assert held is not None
+        pod = self.poll.rank_zero(held)
+        assert pod is not None
+        assert pod.uid == pod_uid
+        return self.poll.progress_of(held, pod)
 
     def told(self) -> Progress | None:
         return self.scene.gather().observed.progress
@@ -80,6 +90,17 @@ def test_new_progress_of_rank_zero_wakes_its_job_once() -> None:
     assert polled.asked == ["/progress"] * 3
     assert polled.woken == [KEY]
     assert polled.told() == PROGRESS
+
+
+def test_progress_is_that_of_the_pod_that_told_it() -> None:
+    polled = Polled()
+    polled.scene.add(PODS, running())
+    polled.rounds(good)
+    assert polled.said_by("tune-train-0-0-uid") == PROGRESS
+    later = running()
+    later["metadata"] |= {"name": "again", "uid": "again-uid", "creationTimestamp": "2026-01-02T03:05:05Z"}
+    polled.scene.add(PODS, later)
+    assert polled.said_by("again-uid") is None, "a pod that took its place has gone back to a checkpoint"
 
 
 @pytest.mark.parametrize(
