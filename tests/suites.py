@@ -79,7 +79,7 @@ COMPUTING = Lane(
 WITH_A_CLUSTER = Lane(
     (
         Suite("cluster-binaries", 11.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
-        Suite("integration", 14.0, ((*PYTEST, "tests/integration"),)),
+        Suite("integration", 14.0, ((*ON_BOTH_CORES, "tests/integration"),)),
         Suite("images", 9.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
         Suite("e2e", 15.0, ((*PYTEST, "tests/e2e"),)),
     )

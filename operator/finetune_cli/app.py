@@ -112,8 +112,9 @@ def rehearse(
     file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
     claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
     claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take; in a cluster preflight gives it 55.")] = 300,
 ) -> None:
-    """Try a job on a small twin of its model: train, kill, resume, save, merge and verify, in under a minute on two CPU ranks.
+    """Try a job on a small twin of its model: train, kill, resume, save, merge and verify, on two CPU ranks. Takes about a minute.
 
     Reads the model's configuration and headers, no weights and no data. Exit code: 0 passed, 1 the job would not go right,
     2 unusable input, 3 could not be tried to the end, 130 interrupted.
@@ -124,7 +125,7 @@ def rehearse(
 
     try:
         options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=None, fresh=False)
-        code = rehearse_job(_read(file), options)
+        code = rehearse_job(_read(file), options, timeout)
     except LocalError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error

@@ -150,6 +150,15 @@ def test_a_rehearsal_by_hand_says_what_it_changed_and_what_every_stage_gave(inpu
     assert not list(claims.glob("workspace/**/*.safetensors"))
 
 
+def test_a_rehearsal_by_hand_ends_after_the_time_that_it_is_given(inputs: Path, tmp_path: Path) -> None:
+    claims = tmp_path / "claims"
+    shutil.copytree(inputs, claims)
+    command = [FINETUNE, "rehearse", EXAMPLE, "--claims", claims, "--timeout", "2"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert finished.returncode == 3, finished.stdout + finished.stderr
+    assert "it did not end in" in finished.stdout
+
+
 def test_merge_as_a_command_gives_the_bytes_of_the_run(inputs: Path, undisturbed: tuple[Path, str], tmp_path: Path) -> None:
     result = undisturbed[0] / "models-out/quickstart"
     prompts = tmp_path / "prompts.txt"

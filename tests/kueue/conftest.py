@@ -33,7 +33,7 @@ def control_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
 @pytest.fixture(scope="session")
 def chart_values() -> tuple[str, ...]:
     """What the operator needs to tell Kueue more than the queue."""
-    return ("kueue.patchWorkloads=true",)
+    return ("kueue.patchJobs=true", "kueue.patchWorkloads=true")
 
 
 @pytest.fixture

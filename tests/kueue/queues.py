@@ -49,6 +49,15 @@ class Queues:
         if self.kube.get("WorkloadPriorityClass", "", name) is None:
             self._create("WorkloadPriorityClass", name, {"value": value})
 
+    def make_profile(self, name: str, **kueue: Any) -> None:
+        """The default profile with settings of `kueue`, which may be there from another test."""
+        if self.kube.get("FineTuneProfile", "", name) is None:
+            default = self.kube.get("FineTuneProfile", "", "default")
+            assert default is not None
+            self.kube.create(
+                "FineTuneProfile", "", {**default, "metadata": {"name": name}, "spec": default["spec"] | {"kueue": kueue}}
+            )
+
     def job(self, role: Role, attempt: int = 0) -> Document:
         """The Job of a role and attempt, once it is there."""
         name = f"tune-{role}-{attempt}"

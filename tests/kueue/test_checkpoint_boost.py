@@ -11,7 +11,6 @@ from tests.kueue.queues import Queues
 
 BOOST = "kueue.x-k8s.io/priority-boost"
 RANK_ZERO = "127.94.0.2"
-PROFILE = "boosted"
 
 
 def train_with_a_boost_of_40(workload: Workload, operator: OperatorFactory, queues: Queues) -> None:
@@ -21,14 +20,9 @@ def train_with_a_boost_of_40(workload: Workload, operator: OperatorFactory, queu
     ends or quota changes, for a boost that falls is no event to Kueue; so do younger ones of its shape and priority.
     """
     queues.make(strategy="StrictFIFO")
-    if workload.kube.get("FineTuneProfile", "", PROFILE) is None:
-        default = workload.kube.get("FineTuneProfile", "", "default")
-        assert default is not None
-        spec = default["spec"] | {"kueue": {"checkpointPriorityBoost": 40}}
-        body = {"apiVersion": default["apiVersion"], "kind": "FineTuneProfile", "metadata": {"name": PROFILE}, "spec": spec}
-        workload.kube.create("FineTuneProfile", "", body)
+    queues.make_profile("boosted", checkpointPriorityBoost=40)
     steps = {"training": {"maxSteps": 1000, "globalBatchSize": 4}, "checkpoint": {"everySteps": 100}}
-    workload.apply(profile=PROFILE, run={"queueName": "gpus"}, **steps)
+    workload.apply(profile="boosted", run={"queueName": "gpus"}, **steps)
     operator()
     workload.succeed(Role.PREFLIGHT)
     (pod,) = workload.wait_for_pods(Role.TRAIN)

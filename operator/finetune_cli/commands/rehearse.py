@@ -27,8 +27,8 @@ from finetune_job.rules.rule import Finding
 _PASSED, _NOT_DONE = "Passed", "NotDone"
 
 
-def rehearse_job(manifest: str, options: Options) -> ExitCode:
-    """Try the one job of a manifest. Raises LocalError."""
+def rehearse_job(manifest: str, options: Options, seconds: float) -> ExitCode:
+    """Try the one job of a manifest for so long at most. Raises LocalError."""
     console = Console(highlight=False)
     accepted = accepted_job(manifest, console)
     if isinstance(accepted, ExitCode):
@@ -49,16 +49,16 @@ def rehearse_job(manifest: str, options: Options) -> ExitCode:
                 code = fetch.execute(accepted.spec.run.max_restarts, interruption, roles=(Role.FETCH,))
             if code is not ExitCode.DONE:
                 return code
-        return _rehearse(place, plan, console, interruption)
+        return _rehearse(place, plan, seconds, console, interruption)
 
 
-def _rehearse(place: RunPlace, plan: RunPlan, console: Console, interruption: Interruption) -> ExitCode:
+def _rehearse(place: RunPlace, plan: RunPlan, seconds: float, console: Console, interruption: Interruption) -> ExitCode:
     scratch, log = place.root / "scratch", place.root / "rehearsal.log"
     shutil.rmtree(scratch, ignore_errors=True)
     model = (place.claims / plan.model.location.claim).resolve() / plan.model.location.path
     heard = _Heard(console, plan.job.name)
     try:
-        status = run_rehearsal(RehearsalOrder(plan, model, scratch, log), interruption, heard.take)
+        status = run_rehearsal(RehearsalOrder(plan, model, scratch, log, seconds), interruption, heard.take)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if interruption.requested:

@@ -27,11 +27,13 @@ class RehearsalOrder:
     scratch: Path
     """Made, and removed by the caller."""
     log: Path
+    seconds: float
+    """Of the whole attempt; what is not tried by then is not tried."""
 
     def command(self) -> list[str]:
         """Arguments of the process."""
         command = [sys.executable, "-m", _PROCESS, "--parent", str(os.getpid()), "--check-model"]
-        return [*command, "--model", str(self.model), "--scratch", str(self.scratch)]
+        return [*command, "--model", str(self.model), "--scratch", str(self.scratch), "--seconds", str(self.seconds)]
 
 
 def run_rehearsal(order: RehearsalOrder, interruption: Interruption, said: Callable[[Mapping[str, Any]], None]) -> int:
