@@ -1,9 +1,9 @@
-"""Runs the test suites in two lanes and prints the processor minutes of each beside its budget.
+"""Runs the test suites two at a time and prints the processor minutes of each beside its budget.
 
-`python -m tests.suites [NAME...]`. Suites with a cluster wait for most of their time, those without one compute: each lane runs its
-own one after another, and computing gives way to clusters. With two lanes a suite's output is printed when the suite has ended. All
-suites run even when one fails; the exit code is 1 when any did. The budgets add up to the processor minutes of 45 minutes on two
-cores, cold. A suite above its budget is marked and fails nothing: machines are noisy.
+`python -m tests.suites [NAME...]`. Suites with a cluster wait for most of their time; they run one after another, beside those that
+compute, and computing gives way. A suite's output is printed when the suite has ended, unless it is the only one. All suites run
+even when one fails; the exit code is 1 when any did. The budgets add up to the processor minutes of 45 minutes on two cores, cold.
+A suite above its budget is marked and fails nothing: machines are noisy.
 Processes that do not end with their suite's commands, such as those of a container runtime, are not in its processor minutes.
 """
 
@@ -40,52 +40,49 @@ class Suite:
 
 
 @dataclass(frozen=True)
-class Lane:
-    """Suites that run one after another, beside other lanes."""
+class Group:
+    """Suites that run one after another."""
 
     suites: tuple[Suite, ...]
     prefix: tuple[str, ...] = ()
     """What each command is started with."""
 
 
-COMPUTING = Lane(
-    (
-        Suite(
-            "lint",
-            0.5,
-            ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
-        ),
-        Suite("types", 1.5, ((str(BIN / "mypy"),),)),
-        # Half of the time its tests wait for processes that they have started.
-        Suite("unit", 16.0, ((*PYTEST, "-n", "3", "--dist", "loadfile", "tests/unit"),)),
-        Suite("merge-matrix", 3.0, ((*ON_BOTH_CORES, "tests/merge_matrix"),)),
-        Suite("pitfalls", 2.0, ((*ON_BOTH_CORES, "tests/pitfalls"),)),
-        Suite("sweep", 8.0, ((sys.executable, "-m", "tests.sweep", "--count", "300"),)),
-        Suite("hostile", 2.0, ((*ON_BOTH_CORES, "tests/hostile"),)),
-        Suite("simulation", 2.5, ((*PYTEST, "-n", "2", "tests/simulation"),)),
-        Suite(
-            "kill",
-            3.0,
-            (
-                (sys.executable, "-m", "tests.kill", "--runs", "5"),
-                (sys.executable, "-m", "tests.kill.merge"),
-                (sys.executable, "-m", "tests.kill.publish"),
-                (sys.executable, "-m", "tests.kill.publish_hub", "--runs", "5"),
-            ),
+AT_A_TIME = 2
+"""Groups. Whoever is free takes the next."""
+COMPUTING = (
+    Suite(
+        "lint",
+        0.5,
+        ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
+    ),
+    Suite("types", 1.5, ((str(BIN / "mypy"),),)),
+    # Half of the time its tests wait for processes that they have started.
+    Suite("unit", 16.0, ((*PYTEST, "-n", "3", "--dist", "loadfile", "tests/unit"),)),
+    Suite("merge-matrix", 3.0, ((*ON_BOTH_CORES, "tests/merge_matrix"),)),
+    Suite("pitfalls", 2.0, ((*ON_BOTH_CORES, "tests/pitfalls"),)),
+    Suite("sweep", 8.0, ((sys.executable, "-m", "tests.sweep", "--count", "300"),)),
+    Suite("hostile", 2.0, ((*ON_BOTH_CORES, "tests/hostile"),)),
+    Suite("simulation", 2.5, ((*PYTEST, "-n", "2", "tests/simulation"),)),
+    Suite(
+        "kill",
+        3.0,
+        (
+            (sys.executable, "-m", "tests.kill", "--runs", "5"),
+            (sys.executable, "-m", "tests.kill.merge"),
+            (sys.executable, "-m", "tests.kill.publish"),
+            (sys.executable, "-m", "tests.kill.publish_hub", "--runs", "5"),
         ),
     ),
-    prefix=("nice", "-n", "10"),
 )
-WITH_A_CLUSTER = Lane(
-    (
-        Suite("cluster-binaries", 11.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
-        Suite("integration", 14.0, ((*ON_BOTH_CORES, "tests/integration"),)),
-        Suite("images", 9.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
-        Suite("e2e", 15.0, ((*PYTEST, "tests/e2e"),)),
-    )
+WITH_A_CLUSTER = (
+    Suite("cluster-binaries", 11.0, ((sys.executable, "-m", "tests.support.cluster.binaries"),)),
+    Suite("integration", 14.0, ((*ON_BOTH_CORES, "tests/integration"),)),
+    Suite("images", 9.0, ((sys.executable, "-m", "tests.support.images", "all"),)),
+    Suite("e2e", 15.0, ((*PYTEST, "tests/e2e"),)),
 )
-LANES = (COMPUTING, WITH_A_CLUSTER)
-SUITES = tuple(suite for lane in LANES for suite in lane.suites)
+GROUPS = (Group(WITH_A_CLUSTER), *(Group((suite,), ("nice", "-n", "10")) for suite in COMPUTING))
+SUITES = tuple(suite for group in GROUPS for suite in group.suites)
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class Result:
 def run(suite: Suite, prefix: tuple[str, ...] = (), *, at_once: bool = True) -> Result:
     """Run every command of a suite, each after `prefix`, also after one has failed.
 
-    What they print is shown as it comes, or not `at_once`: when the last one has ended, so that lanes do not mix their lines.
+    What they print is shown as it comes, or not `at_once`: when the last one has ended, so that suites do not mix their lines.
     """
     # Tests fork processes that have computed with torch: a child waits for ever for threads that it does not have.
     environment = {"OMP_NUM_THREADS": "1"} | {
@@ -114,7 +111,7 @@ def run(suite: Suite, prefix: tuple[str, ...] = (), *, at_once: bool = True) -> 
         output = None if at_once else kept
         for command in suite.commands:
             process = subprocess.Popen((*prefix, *command), cwd=ROOT, env=environment, stdout=output, stderr=output)
-            # The times of this process and of those that it has waited for; the other lane's are not in them.
+            # The times of this process and of those that it has waited for; those of the other suite are not in them.
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             processor_seconds += used.ru_utime + used.ru_stime
@@ -136,14 +133,14 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def run_all(lanes: list[Lane]) -> list[Result]:
-    """Run the lanes beside each other, each with its suites one after another."""
+def run_all(groups: list[Group]) -> list[Result]:
+    """Run some groups beside each other, in their order."""
 
-    def run_lane(lane: Lane) -> list[Result]:
-        return [run(suite, lane.prefix, at_once=len(lanes) == 1) for suite in lane.suites]
+    def run_group(group: Group) -> list[Result]:
+        return [run(suite, group.prefix, at_once=len(groups) == 1) for suite in group.suites]
 
-    with ThreadPoolExecutor(len(lanes)) as threads:
-        return list(itertools.chain.from_iterable(threads.map(run_lane, lanes)))
+    with ThreadPoolExecutor(AT_A_TIME) as threads:
+        return list(itertools.chain.from_iterable(threads.map(run_group, groups)))
 
 
 def summary(results: list[Result], minutes: float) -> tuple[str, bool]:
@@ -170,9 +167,9 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"unknown suite {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2
-    chosen = [replace(lane, suites=tuple(suite for suite in lane.suites if not names or suite.name in names)) for lane in LANES]
+    chosen = [replace(group, suites=tuple(one for one in group.suites if not names or one.name in names)) for group in GROUPS]
     start = time.monotonic()
-    results = run_all([lane for lane in chosen if lane.suites])
+    results = run_all([group for group in chosen if group.suites])
     text, held = summary(results, (time.monotonic() - start) / 60)
     print(text, flush=True)
     return 0 if held else 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.suites import LIMIT_PROCESSOR_MINUTES, SUITES, Lane, Result, Suite, run, run_all, summary
+from tests.suites import LIMIT_PROCESSOR_MINUTES, SUITES, Group, Result, Suite, run, run_all, summary
 
 SUITE = Suite("one", 2.0, (("true",),))
 BUSY = "import time\nwhile time.process_time() < 0.3: pass"
@@ -25,7 +25,7 @@ def test_processor_minutes_are_shown_with_their_budget_and_a_slow_machine_fails_
     assert "over budget" not in text
 
 
-def test_the_whole_run_takes_the_time_of_its_lanes_together_and_the_processor_time_of_each() -> None:
+def test_the_whole_run_takes_the_time_of_its_groups_together_and_the_processor_time_of_each() -> None:
     text, _ = summary([Result(SUITE, 30.0, 20.0, ()), Result(SUITE, 31.0, 10.0, ())], 32.0)
     assert text.splitlines()[-1].split() == ["all", "32.0", "30.0", "90.0"]
 
@@ -36,7 +36,7 @@ def test_every_command_runs_although_one_fails_and_its_processor_time_is_counted
     assert 0.3 / 60 <= result.processor_minutes < 1
 
 
-def test_lanes_run_beside_each_other_and_print_one_suite_after_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_groups_run_beside_each_other_and_print_one_suite_after_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each waits for what the other does, and prints before and after it has waited."""
 
     def suite(own: str, other: str) -> Suite:
@@ -46,7 +46,7 @@ def test_lanes_run_beside_each_other_and_print_one_suite_after_another(tmp_path:
         )
         return Suite(own, 1.0, ((sys.executable, "-c", code), (sys.executable, "-c", "raise SystemExit('no')")))
 
-    results = run_all([Lane((suite("a", "b"),)), Lane((suite("b", "a"), Suite("c", 1.0, ((sys.executable, "-c", BUSY),))))])
+    results = run_all([Group((suite("a", "b"),)), Group((suite("b", "a"), Suite("c", 1.0, ((sys.executable, "-c", BUSY),))))])
     assert [(result.suite.name, len(result.failed)) for result in results] == [("a", 1), ("b", 1), ("c", 0)]
     assert results[2].processor_minutes >= 0.3 / 60
     assert results[0].processor_minutes < 0.3 / 60
@@ -55,8 +55,8 @@ def test_lanes_run_beside_each_other_and_print_one_suite_after_another(tmp_path:
         assert f"first of {name}\nlast of {name}\nno\n" in printed
 
 
-def test_a_lane_alone_prints_as_it_goes_and_its_prefix_is_before_each_command(capfd: pytest.CaptureFixture[str]) -> None:
-    results = run_all([Lane((Suite("a", 1.0, (("sh", "-c", "echo $ASKED"),)),), prefix=("env", "ASKED=heard"))])
+def test_a_group_alone_prints_as_it_goes_and_its_prefix_is_before_each_command(capfd: pytest.CaptureFixture[str]) -> None:
+    results = run_all([Group((Suite("a", 1.0, (("sh", "-c", "echo $ASKED"),)),), prefix=("env", "ASKED=heard"))])
     assert results[0].failed == ()
     assert "=== a (budget 1 processor minutes)\nheard\n" in capfd.readouterr().out
 
