@@ -1,7 +1,7 @@
-"""Runs the test suites two at a time and prints the processor minutes of each beside its budget.
+"""Runs the test suites two at a time and prints the processor minutes of each next to its budget.
 
-`python -m tests.suites [NAME...]`. Suites with a cluster wait for most of their time; they run one after another, beside those that
-compute, and computing gives way. A suite's output is printed when the suite has ended, unless it is the only one. All suites run
+`python -m tests.suites [NAME...]`. Suites with a cluster wait for most of their time: they run one after another while those that
+compute run as well, which give way. A suite's output is printed when the suite has ended, unless it is the only one. All suites run
 even when one fails; the exit code is 1 when any did. The budgets add up to the processor minutes of 45 minutes on two cores, cold.
 A suite above its budget is marked and fails nothing: machines are noisy.
 Processes that do not end with their suite's commands, such as those of a container runtime, are not in its processor minutes.
@@ -49,7 +49,7 @@ class Group:
 
 
 AT_A_TIME = 2
-"""Groups. Whoever is free takes the next."""
+"""Groups. Each of these slots takes the next group when it is free."""
 COMPUTING = (
     Suite(
         "lint",
@@ -134,7 +134,7 @@ def _say(line: str) -> None:
 
 
 def run_all(groups: list[Group]) -> list[Result]:
-    """Run some groups beside each other, in their order."""
+    """Run the groups in their order, some at the same time."""
 
     def run_group(group: Group) -> list[Result]:
         return [run(suite, group.prefix, at_once=len(groups) == 1) for suite in group.suites]

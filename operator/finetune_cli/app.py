@@ -112,7 +112,7 @@ def rehearse(
     file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
     claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
     claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take; in a cluster preflight gives it 55.")] = 300,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 300,
 ) -> None:
     """Try a job on a small twin of its model: train, kill, resume, save, merge and verify, on two CPU ranks. Takes about a minute.
 

@@ -1,4 +1,4 @@
-"""A queue preempts whoever loses least: what the operator tells of a run's checkpoints, Kueue itself weighs."""
+"""A queue preempts the run that loses least: what the operator tells of a run's checkpoints, Kueue itself weighs."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class ObservedBuilder:
     conflicts: tuple[str, ...] = ()
     vanishing: tuple[str, ...] = ()
     live: LiveChildren | None = None
-    refused_create: RefusedWrite | None = None
+    refused_write: RefusedWrite | None = None
     line: Line | None = None
     profile: ProfileView | None = None
     role: Role = Role.PREFLIGHT
@@ -313,7 +313,7 @@ class ObservedBuilder:
             conflicts=self.conflicts,
             vanishing=self.vanishing,
             live=self.live,
-            refused=self.refused_create,
+            refused=self.refused_write,
             line=self.line,
             progress=self.progress,
         )

@@ -36,7 +36,7 @@ def test_every_command_runs_although_one_fails_and_its_processor_time_is_counted
     assert 0.3 / 60 <= result.processor_minutes < 1
 
 
-def test_groups_run_beside_each_other_and_print_one_suite_after_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_groups_run_at_the_same_time_and_print_one_suite_after_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each waits for what the other does, and prints before and after it has waited."""
 
     def suite(own: str, other: str) -> Suite:

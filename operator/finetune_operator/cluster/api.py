@@ -41,7 +41,8 @@ RequestObserver = Callable[[Answered], None]
 ATTEMPTS = 5
 """How often one request is sent at most while the server says "later"."""
 PAGE_SIZE = 100
-"""Objects of one page of a list. Parsed they take some ten times their bytes, and what a process once took it keeps."""
+"""Objects of one page of a list. A process keeps the memory that its largest page took: after a start with 1,000 jobs 141 MB, and
+162 MB with pages of 500."""
 LISTINGS = 3
 """How often a list that expires midway is begun."""
 LATER = (429, 500, 503, 504)

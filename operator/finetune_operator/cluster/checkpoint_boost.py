@@ -60,7 +60,7 @@ class _Wish(NamedTuple):
 
 @dataclass(frozen=True)
 class _Told:
-    """A Workload, and the boost that stands in it."""
+    """A Workload, and the boost that it has."""
 
     kind: Kind
     name: str

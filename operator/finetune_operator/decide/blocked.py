@@ -63,16 +63,16 @@ def _blocked_on_nodes(observed: Observed, draft: Draft, role: Role, pods: tuple[
         draft.wake_at(limit)
 
 
-def wait_for_refused_write(observed: Observed, draft: Draft, kind: ConditionType) -> bool:
-    """Whether the API server has refused a child or a change of one and is not to be asked again yet; then its words stand in the
-    condition `kind`.
+def wait_for_refused_write(observed: Observed, draft: Draft, kind: ConditionType, fix: str = "") -> bool:
+    """Whether the API server has refused a child or a change of one and is not to be asked again yet. The condition `kind` then has
+    its words, and `fix` if there is one to name.
 
     A quota is waited for; anything else needs a human.
     """
     refused = observed.refused
     if refused is None:
         return False
-    said = f"{refused.kind} {refused.name} was refused by the API server ({refused.code}): {refused.message}"
+    said = f"{refused.kind} {refused.name} was refused by the API server ({refused.code}): {refused.message} {fix}".rstrip()
     draft.condition(kind, None, Reason.CREATE_REFUSED, said)
     draft.condition(ConditionType.READY, False, Reason.CREATE_REFUSED, said)
     if is_quota(refused.message):

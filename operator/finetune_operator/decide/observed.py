@@ -221,7 +221,7 @@ class Observed:
     live: LiveChildren | None = None
     """Listed whenever `decide.stage.needs_live_list` says so; None: not listed, so no Job of a later attempt is created."""
     refused: RefusedWrite | None = None
-    """The create that the API server refused in an earlier pass, until one has succeeded."""
+    """The write of a child that the API server refused in an earlier pass, until one has succeeded."""
     line: Line | None = None
     """None: the profile sets no limit."""
     too_complex: bool = False

@@ -22,6 +22,8 @@ from finetune_operator.decide.restart_policy import POLICY
 from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.decide.standing import Standing, State
 
+_FIX_OF_UNGATING = "The operator has to take the gate off the Job: install the chart with kueue.patchJobs=true."
+
 
 def train_stage(observed: Observed, draft: Draft, run: FrozenRun) -> bool:
     """One pass while the job is prepared and not trained. Returns whether the next stage may begin."""
@@ -38,8 +40,9 @@ def train_stage(observed: Observed, draft: Draft, run: FrozenRun) -> bool:
     elif stands.batch_job is not None:
         if not observed.service_exists:
             draft.create(gang_service(run.owner))
-        if PREFLIGHT_GATE in stands.batch_job.admission_gates:
-            if not wait_for_refused_write(observed, draft, ConditionType.TRAINED):
+        # A gate on a Job that runs holds nothing back: anybody may have written it there.
+        if stands.state is State.QUEUED and PREFLIGHT_GATE in stands.batch_job.admission_gates:
+            if not wait_for_refused_write(observed, draft, ConditionType.TRAINED, _FIX_OF_UNGATING):
                 draft.ungate(stands.batch_job, PREFLIGHT_GATE)
         elif not _is_stalled(observed, draft, stage, stands, stands.batch_job):
             stage.wait(stands, stands.batch_job)

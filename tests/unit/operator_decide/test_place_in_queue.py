@@ -69,8 +69,6 @@ def test_training_waits_behind_the_gate_from_the_moment_that_preflight_has_a_job
 )
 def test_nobody_else_has_a_training_job_before_preflight_has_passed(job: JobBuilder) -> None:
     assert created(passed(preflight(job).build())) == []
-    done = passed(observing(job).started().succeeded(model_digest="m" * 64, data_hash="d" * 64).build())
-    assert "Job/tune-train-0" in created(done) or created(passed(observing(job).prepared().build()))[-1] == "Job/tune-train-0"
     body = next(one.body for one in passed(observing(job).prepared().build()).creates if one.name == "tune-train-0")
     assert GATES not in body["metadata"]["annotations"]
     assert "suspend" not in body["spec"]
@@ -105,8 +103,8 @@ def test_a_job_that_ends_leaves_the_queue() -> None:
 
 def test_without_the_right_to_the_place_preflight_goes_on_alone() -> None:
     refused = RefusedWrite("Job", "tune-train-0", 403, "exceeded quota: jobs", after(-1), 1, after(60))
-    assert created(passed(preflight().but(refused_create=refused).build())) == []
-    done = observing(queued()).started().but(refused_create=refused).succeeded(model_digest="m" * 64, data_hash="d" * 64)
+    assert created(passed(preflight().but(refused_write=refused).build())) == []
+    done = observing(queued()).started().but(refused_write=refused).succeeded(model_digest="m" * 64, data_hash="d" * 64)
     assert condition(passed(done.build()), ConditionType.PREPARED) == ("True", Reason.COMPLETED)
 
 
@@ -127,13 +125,22 @@ def test_gates_of_others_stay() -> None:
 
 def test_a_right_that_is_missing_is_said_and_tried_again_in_its_time() -> None:
     refused = RefusedWrite("Job", "tune-train-0", 403, FORBIDDEN, after(-1), 1, after(60))
-    actions = passed(prepared().but(refused_create=refused).build())
+    actions = passed(prepared().but(refused_write=refused).build())
     assert actions.ungates == ()
     assert condition(actions, ConditionType.STALLED) == ("True", Reason.CREATE_REFUSED)
     assert FORBIDDEN in message(actions, ConditionType.READY)
+    assert "kueue.patchJobs=true" in message(actions, ConditionType.READY)
     assert actions.requeue_after_seconds == 60.0
-    due = prepared().but(refused_create=replace(refused, retry_at=T0))
+    due = prepared().but(refused_write=replace(refused, retry_at=T0))
     assert passed(due.build()).ungates == (Ungate("tune-train-0", "uid-train-0", ()),)
+
+
+def test_a_gate_on_a_run_is_not_looked_at() -> None:
+    """A tenant wrote it; without the right to patch Jobs the run would be called stalled."""
+    refused = RefusedWrite("Job", "tune-train-0", 403, FORBIDDEN, after(-1), 1, after(60))
+    seen = observing(queued()).training().batch_job(admission_gates=(OURS,)).but(refused_write=refused)
+    actions = passed(seen.build())
+    assert (actions.ungates, actions.status) == ((), passed(observing(queued()).training().build()).status)
 
 
 def test_a_later_attempt_has_no_gate() -> None:

@@ -20,7 +20,7 @@ INVALID = 'Job.batch "tune-preflight-0" is invalid: spec.template.spec.toleratio
 
 def refused(message: str, code: int, retry_in: float = 60.0) -> ObservedBuilder:
     create = RefusedWrite("Job", "tune-preflight-0", code, message, since=after(-30), tries=2, retry_at=after(retry_in))
-    return observing(a_job()).started().but(refused_create=create)
+    return observing(a_job()).started().but(refused_write=create)
 
 
 def test_a_quota_on_jobs_is_said_in_condition_and_event_and_waited_for() -> None:
@@ -50,7 +50,7 @@ def test_a_refused_create_is_tried_again_when_its_time_has_come_without_flapping
 
 def test_a_plan_that_cannot_be_stored_is_said_too() -> None:
     create = RefusedWrite("ConfigMap", "tune-plan", 403, "exceeded quota: maps", after(-30), 1, after(60))
-    actions = reconcile(observing(a_job()).frozen().but(refused_create=create).build(), T0)
+    actions = reconcile(observing(a_job()).frozen().but(refused_write=create).build(), T0)
     assert condition(actions, ConditionType.READY) == ("False", Reason.CREATE_REFUSED)
     assert created(actions) == []
 

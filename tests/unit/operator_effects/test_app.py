@@ -166,7 +166,7 @@ def test_relist_that_fails_for_whatever_reason_is_counted_and_ends_nothing(tmp_p
     assert against(cluster, scenario, tmp_path, monkeypatch) == 0
 
 
-def test_boosts_are_kept_beside_the_workers_and_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boosts_that_fail_are_started_again_and_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finetune_operator.background.PAUSE_SECONDS", 0.01)
 
     async def away(_: CheckpointBoost) -> None:
