@@ -4,7 +4,6 @@
 compute run as well, which give way. A suite's output is printed when the suite has ended, unless it is the only one. All suites run
 even when one fails; the exit code is 1 when any did. The budgets add up to the processor minutes of 45 minutes on two cores, cold.
 A suite above its budget is marked and fails nothing: machines are noisy.
-Processes that do not end with their suite's commands, such as those of a container runtime, are not in its processor minutes.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 PYTEST = (str(BIN / "pytest"), "-q", "--durations=5")
+REAPED = (sys.executable, "-m", "tests.reaped")
 ON_BOTH_CORES = (*PYTEST, "-n", "2", "--dist", "loadfile")
 LIMIT_MINUTES = 45.0
 """Of a whole run on two cores, cold."""
@@ -110,7 +110,7 @@ def run(suite: Suite, prefix: tuple[str, ...] = (), *, at_once: bool = True) -> 
     with tempfile.TemporaryFile() as kept:
         output = None if at_once else kept
         for command in suite.commands:
-            process = subprocess.Popen((*prefix, *command), cwd=ROOT, env=environment, stdout=output, stderr=output)
+            process = subprocess.Popen((*REAPED, *prefix, *command), cwd=ROOT, env=environment, stdout=output, stderr=output)
             # The times of this process and of those that it has waited for; those of the other suite are not in them.
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)

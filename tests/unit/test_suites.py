@@ -1,5 +1,9 @@
 """The summary of the suites tells the truth."""
 
+import os
+import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +12,7 @@ import pytest
 from tests.suites import LIMIT_PROCESSOR_MINUTES, SUITES, Group, Result, Suite, run, run_all, summary
 
 SUITE = Suite("one", 2.0, (("true",),))
+RUN_REAPED = "import sys; from tests import reaped; reaped.PATIENCE_SECONDS = 0.2; sys.exit(reaped.main(sys.argv[1:]))"
 BUSY = "import time\nwhile time.process_time() < 0.3: pass"
 
 
@@ -34,6 +39,30 @@ def test_every_command_runs_although_one_fails_and_its_processor_time_is_counted
     result = run(Suite("two", 1.0, ((sys.executable, "-c", "raise SystemExit(3)"), (sys.executable, "-c", BUSY))))
     assert len(result.failed) == 1
     assert 0.3 / 60 <= result.processor_minutes < 1
+
+
+def test_the_time_of_what_a_command_does_not_wait_for_is_counted_too() -> None:
+    """Neither the command nor its child waits for the one that computes."""
+    orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {BUSY!r}])"
+    result = run(Suite("leaver", 1.0, ((sys.executable, "-c", orphan),)))
+    assert result.failed == ()
+    assert 0.3 / 60 <= result.processor_minutes < 1
+
+
+def test_what_a_command_leaves_running_is_named() -> None:
+    left = subprocess.Popen(
+        [sys.executable, "-c", RUN_REAPED, "sh", "-c", "sleep 600 2>/dev/null & exit 4"], stderr=subprocess.PIPE, text=True
+    )
+    _, printed = left.communicate(timeout=60)
+    assert left.returncode == 4
+    match = re.fullmatch(r"left running by sh: (\d+) sleep 600\n", printed)
+    assert match is not None, printed
+    os.kill(int(match[1]), signal.SIGKILL)
+
+
+def test_a_command_that_a_signal_ends_is_no_success() -> None:
+    finished = subprocess.run([sys.executable, "-c", RUN_REAPED, "sh", "-c", "kill -TERM $$"], check=False)
+    assert finished.returncode == 128 + signal.SIGTERM
 
 
 def test_groups_run_at_the_same_time_and_print_one_suite_after_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

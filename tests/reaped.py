@@ -1,0 +1,61 @@
+"""`python -m tests.reaped COMMAND...`: runs a command and inherits what it leaves, so that all of its processor time is counted.
+
+A fork server outlives the process that started it by a moment, and a container's processes are children of a daemon: nobody
+waits for them, so their time would be in nobody's account. Here they become children of this process, which waits for them for
+some seconds after the command; what still runs then is named. The exit code is the command's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+"""prctl(2)."""
+PATIENCE_SECONDS = 5.0
+"""How long what a command leaves may take to end."""
+
+
+def main(command: list[str]) -> int:
+    """Run the command; its exit code, 128 and more where a signal ended it."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    process = subprocess.Popen(command)
+    code = None
+    while code is None:
+        pid, status = os.wait()
+        if pid == process.pid:
+            code = process.returncode = os.waitstatus_to_exitcode(status)
+    for left in _wait_for_the_rest(time.monotonic() + PATIENCE_SECONDS):
+        print(f"left running by {command[0]}: {left}", file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+def _wait_for_the_rest(deadline: float) -> list[str]:
+    """Reap every child until the deadline. Returns the command lines of those that still run."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return []
+        if pid == 0:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [f"{child} {_command_line(child)}" for child in children]
+
+
+def _command_line(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return "(ended)"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
