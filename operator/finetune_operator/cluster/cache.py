@@ -195,9 +195,7 @@ class Cache(Store):
         they lack the label by which they are watched.
         """
         found = [Child(kind, held) for kind in CONTROLLED for held in self._all_owned(kind, job_uid)]
-        found += [
-            Child(PODS, held) for batch_job in self._batch_jobs_of.get(job_uid, ()) for held in self._all_owned(PODS, batch_job)
-        ]
+        found += [Child(PODS, held) for batch_job in self._batch_jobs_of.of(job_uid) for held in self._all_owned(PODS, batch_job)]
         return [child for child in found if self.is_in_doubt(child.held) or not (child.held.key.is_labelled or child.held.is_gone)]
 
     def fingerprint(self, job_uid: str) -> frozenset[tuple[str, int]]:

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 MOST_NOTES = 4
@@ -23,7 +24,20 @@ LARGEST_NUMBER = 2**63 - 1
 """What the API server keeps of a whole number."""
 YEARS = range(1970, 2200)
 """Times outside overflow as soon as a deadline is added to them."""
+LONGEST_TIME = 40
+"""Characters of an RFC 3339 time with an offset and nanoseconds."""
+KEPT_TIMES = 4096
+"""Parsed times that are kept to be used again: what happens in one second is told by many objects."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+@lru_cache(KEPT_TIMES)
+def _time(text: str) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        return None
+    return time if time.tzinfo is not None and time.year in YEARS else None
 
 
 class Fields:
@@ -121,14 +135,10 @@ class Fields:
         value = self._text(name)
         if not value:
             return None
-        try:
-            time = datetime.fromisoformat(value)
-            if time.tzinfo is not None and time.year in YEARS:
-                return time
-        except (ValueError, OverflowError):
-            pass
-        self.note(name)
-        return None
+        time = _time(value) if len(value) <= LONGEST_TIME else None
+        if time is None:
+            self.note(name)
+        return time
 
     def _text(self, name: str) -> str:
         value = self._raw.get(name)

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS, PROFILES, WATCHED, JobKey, Kind
 from finetune_operator.cluster.line import Lines
 from finetune_operator.cluster.object_key import ObjectKey
+from finetune_operator.cluster.owner_index import OwnerIndex
 from finetune_operator.cluster.projection import Held
 from finetune_operator.decide.observed import PodView
 
@@ -22,13 +23,12 @@ class Store:
 
     def __init__(self) -> None:
         self._objects: dict[Kind, dict[str, Held]] = {kind: {} for kind in WATCHED}
-        self._owned: dict[Kind, dict[str, set[str]]] = {kind: {} for kind in WATCHED}
-        """Owner UID -> UIDs of that kind."""
+        self._owned = {kind: OwnerIndex() for kind in WATCHED}
         self._job_uids: dict[JobKey, str] = {}
         self._profiles: dict[str, str] = {}
         self._job_of_batch_job: dict[str, str] = {}
         """UID of a batch Job -> UID of its FineTuneJob, kept while pods of it are known."""
-        self._batch_jobs_of: dict[str, set[str]] = {}
+        self._batch_jobs_of = OwnerIndex()
         """The same the other way round."""
         self._bare: OrderedDict[str, Kind] = OrderedDict()
         self._in_doubt: dict[str, int] = {}
@@ -63,11 +63,11 @@ class Store:
 
     def pods_of(self, job_uid: str) -> list[Held]:
         """Pods of every batch Job of a FineTuneJob, gone ones included."""
-        return [held for batch_job in sorted(self._batch_jobs_of.get(job_uid, ())) for held in self.owned(PODS, batch_job)]
+        return [held for batch_job in self._batch_jobs_of.of(job_uid) for held in self.owned(PODS, batch_job)]
 
     def batch_job_uids_of(self, job_uid: str) -> set[str]:
         """UIDs of every batch Job of a FineTuneJob of which the Job or a pod is known."""
-        return set(self._batch_jobs_of.get(job_uid, ()))
+        return set(self._batch_jobs_of.of(job_uid))
 
     def is_known(self, kind: Kind, key: ObjectKey) -> bool:
         """Whether this state of the object, or a later one, is held."""
@@ -96,7 +96,7 @@ class Store:
 
     def _all_owned(self, kind: Kind, owner_uid: str) -> list[Held]:
         objects = self._objects[kind]
-        return [objects[uid] for uid in sorted(self._owned[kind].get(owner_uid, ()))]
+        return [objects[uid] for uid in self._owned[kind].of(owner_uid)]
 
     def _job_of(self, kind: Kind, key: ObjectKey) -> str:
         """UID of the FineTuneJob that a child belongs to by its controller reference; empty where that is not proved.
@@ -121,7 +121,7 @@ class Store:
             self._drop(kind, uid)
         self._objects[kind][uid] = held
         if held.key.owner_uid:
-            self._owned[kind].setdefault(held.key.owner_uid, set()).add(uid)
+            self._owned[kind].add(held.key.owner_uid, uid)
         self._bare.pop(uid, None)
         if held.is_bare:
             self._put_bare(kind, uid)
@@ -133,7 +133,7 @@ class Store:
             self.lines.limit(held.key.name, held.max_active_jobs)
         elif kind == BATCH_JOBS:
             self._job_of_batch_job[uid] = held.key.owner_uid
-            self._batch_jobs_of.setdefault(held.key.owner_uid, set()).add(uid)
+            self._batch_jobs_of.add(held.key.owner_uid, uid)
         return set()
 
     def _put_bare(self, kind: Kind, uid: str) -> None:
@@ -149,14 +149,10 @@ class Store:
         if held is None:
             return set()
         owner_uid = held.key.owner_uid
-        siblings = self._owned[kind].get(owner_uid)
-        if siblings is not None:
-            siblings.discard(uid)
-            if not siblings:
-                del self._owned[kind][owner_uid]
-        if kind == PODS and owner_uid not in self._objects[BATCH_JOBS] and not self._owned[PODS].get(owner_uid):
+        self._owned[kind].discard(owner_uid, uid)
+        if kind == PODS and owner_uid not in self._objects[BATCH_JOBS] and owner_uid not in self._owned[PODS]:
             self._forget_batch_job(owner_uid)
-        elif kind == BATCH_JOBS and not self._owned[PODS].get(uid):
+        elif kind == BATCH_JOBS and uid not in self._owned[PODS]:
             self._forget_batch_job(uid)
         elif kind == JOBS:
             if self._job_uids.get(JobKey(held.key.namespace, held.key.name)) == uid:
@@ -170,6 +166,4 @@ class Store:
     def _forget_batch_job(self, uid: str) -> None:
         job_uid = self._job_of_batch_job.pop(uid, None)
         if job_uid is not None:
-            self._batch_jobs_of[job_uid].discard(uid)
-            if not self._batch_jobs_of[job_uid]:
-                del self._batch_jobs_of[job_uid]
+            self._batch_jobs_of.discard(job_uid, uid)

@@ -45,7 +45,7 @@ class ProfileView:
     """What the parser said; empty where the profile does not exist."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class JobConditionView:
     """A condition of a batch Job whose status is True."""
 
@@ -57,7 +57,7 @@ class JobConditionView:
     """`lastTransitionTime`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BatchJobView:
     """A batch Job of one role and attempt."""
 
@@ -85,7 +85,7 @@ class BatchJobView:
         return any(condition.type in types for condition in self.conditions)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PodView:
     """A pod of one role and attempt; kept with its last known state (`gone`) after its deletion, until its Job is gone too."""
 

@@ -318,7 +318,12 @@ def test_nothing_unwatched_stays_behind_when_a_job_goes() -> None:
     assert gone == ["job-uid"]
     deleted(cache, BATCH_JOBS, objects.batch_job(version=10))
     assert sum(cache.num_objects().values()) == 0
-    assert (cache._owned[BATCH_JOBS], cache._owned[PODS], cache._job_of_batch_job, cache._batch_jobs_of) == ({}, {}, {}, {})
+    assert (len(cache._owned[BATCH_JOBS]), len(cache._owned[PODS]), len(cache._batch_jobs_of), cache._job_of_batch_job) == (
+        0,
+        0,
+        0,
+        {},
+    )
 
 
 def test_pod_that_is_seen_only_when_it_is_deleted_is_evidence() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from copy import deepcopy
+from dataclasses import astuple
 from datetime import datetime
 from random import Random
 from typing import Any
@@ -210,7 +211,7 @@ def take_in_and_remove(kind: Kind, changes: Changes) -> None:
         return
     seen.cache.apply(kind, held)
     view = held.pod or held.batch_job
-    for time in (value for value in vars(view).values() if isinstance(value, datetime)) if view else ():
+    for time in (value for value in astuple(view) if isinstance(value, datetime)) if view else ():
         assert time.tzinfo is not None
         assert 1968 < time.year < 2200
     seen.cache.remove(kind, held)
