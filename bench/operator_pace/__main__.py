@@ -2,7 +2,7 @@
 
 One control plane, one operator with the rights of the chart, N jobs: what the same API server does without an operator (floor),
 a burst of N lives, a restart, up to 1,000 jobs whose pods find no room, newcomers at a steady rate among them, and an API server
-that is killed.
+that is killed. The targets are those of two idle cores on which 1,000 floors take 4.3 s.
 Prints every figure beside its threshold and writes `bench/results/operator.json`. Ends with 1 where a threshold is not kept.
 """
 
@@ -65,7 +65,12 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=SCENARIOS)
     parser.add_argument("--idle-seconds", type=float, default=300.0, help="how long the pending jobs are only watched")
     parser.add_argument("--steady-seconds", type=float, default=60.0)
-    parser.add_argument("--rate", type=float, default=20.0, help="newcomers a second among the pending")
+    parser.add_argument(
+        "--rate",
+        type=float,
+        help="newcomers a second among the pending; unset: as hard for this machine as 20 a second for the "
+        "one of the targets, by the floor",
+    )
     parser.add_argument("--operator-log", type=Path, help="where the operator's log is kept; unset: nowhere")
     parser.add_argument("--keep-results", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()

@@ -258,6 +258,8 @@ def test_preflight_accepts_a_model_without_network(mounted: _Mounted, tmp_path: 
         [sys.executable, "-m", "tests.support.quickstart", tmp_path / "claims"], cwd=REPOSITORY, check=True, capture_output=True
     )
     manifest = yaml.safe_load((REPOSITORY / "examples/quickstart.yaml").read_text())
+    # A job of the chain is rehearsed in this image.
+    manifest["spec"]["preflight"] = {"rehearsal": "Skip"}
     identity = JobIdentity(namespace="default", name="quickstart", uid="0123456789abcdef")
     encoded = canonical_json(resolve(identity, FineTuneJobSpec.model_validate(manifest["spec"]), None)).encode()
     (tmp_path / "plan.json").write_bytes(encoded)

@@ -85,29 +85,10 @@ def test_it_ends_with_a_verified_model_that_needs_no_peft(undisturbed: tuple[Pat
     subprocess.run([sys.executable, "-m", "tests.support.plain_load", result / "merged"], cwd=ROOT, check=True, timeout=300)
 
 
-def test_a_power_cut_in_training_changes_no_byte(
+def test_a_power_cut_and_model_data_and_results_elsewhere_change_no_byte(
     inputs: Path, undisturbed: tuple[Path, str], not_rehearsed: Path, tmp_path: Path
 ) -> None:
-    claims = tmp_path / "claims"
-    shutil.copytree(inputs, claims)
-    first = start(claims, not_rehearsed)
-
-    def has_checkpoint() -> bool:
-        assert first.poll() is None, first.stdout.read() if first.stdout else ""
-        return bool(list((claims / "workspace").glob("*/checkpoints/step-*[0-9]/manifest.json")))
-
-    wait_until(has_checkpoint, "the first checkpoint", 300)
-    _kill_tree(first.pid)
-    first.wait()
-    code, output = run(claims, not_rehearsed)
-    assert code == 0, output
-    assert adapter(claims) == adapter(undisturbed[0])
-
-
-def test_model_data_and_results_elsewhere_change_no_byte(
-    inputs: Path, undisturbed: tuple[Path, str], not_rehearsed: Path, tmp_path: Path
-) -> None:
-    """The model from a hub, the records from an S3 server and the results to it: the same adapter as on claims."""
+    """The model from a hub, the records from an S3 server and the results to it, and killed in training: the same adapter."""
     claims, token = tmp_path / "claims", "hf_token_of_the_test"
     claims.mkdir()
     with running_hub() as hub, running_s3(ensure_binaries().versitygw, tmp_path / "s3") as s3:
@@ -125,7 +106,9 @@ def test_model_data_and_results_elsewhere_change_no_byte(
         path = tmp_path / "job.yaml"
         path.write_text(json.dumps(manifest))
         endpoints = {"HF_ENDPOINT": hub.address, "AWS_ENDPOINT_URL": s3.address, "AWS_REGION": REGION, "NO_PROXY": "127.0.0.1"}
-        code, output = run(claims, path, endpoints | s3.environment() | {"HF_TOKEN": token, "HF_HUB_OFFLINE": "1"})
+        environment = endpoints | s3.environment() | {"HF_TOKEN": token, "HF_HUB_OFFLINE": "1"}
+        cut_power_in_training(claims, path, environment)
+        code, output = run(claims, path, environment)
         published = s3.buckets / "results/tuned"
         assert code == 0, output
         assert (published / "adapter/adapter_model.safetensors").read_bytes() == adapter(undisturbed[0])
@@ -186,6 +169,19 @@ def test_merge_as_a_command_gives_the_bytes_of_the_run(inputs: Path, undisturbed
     assert not (tmp_path / "refused").exists()
 
 
+def cut_power_in_training(claims: Path, manifest: Path, environment: Mapping[str, str]) -> None:
+    """Run until there is a checkpoint, and end everything at once."""
+    process = start(claims, manifest, environment)
+
+    def has_checkpoint() -> bool:
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        return bool(list((claims / "workspace").glob("*/checkpoints/step-*[0-9]/manifest.json")))
+
+    wait_until(has_checkpoint, "the first checkpoint", 300)
+    _kill_tree(process.pid)
+    process.wait()
+
+
 def _kill_tree(pid: int) -> None:
     """SIGKILL a process and all its descendants, the parents first, so that nobody restarts anything."""
     try:
@@ -234,12 +230,12 @@ def _no_weights(claims: Path) -> None:
     ],
 )
 def test_bad_input_is_refused_before_training(
-    inputs: Path, tmp_path: Path, damage: Callable[[Path], Any], words: list[str]
+    inputs: Path, not_rehearsed: Path, tmp_path: Path, damage: Callable[[Path], Any], words: list[str]
 ) -> None:
     claims = tmp_path / "claims"
     shutil.copytree(inputs, claims)
     damage(claims)
-    code, output = run(claims)
+    code, output = run(claims, not_rehearsed)
     flat = " ".join(output.split())
     assert code == 1, output
     for word in words:

@@ -44,6 +44,8 @@ class Target:
 
     name: str
     uid: str
+    preflight_uid: str = ""
+    """Of its first batch Job. A pod that this Job controls is read like one of the operator's own."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Forger:
             "name": self._name(kind, number),
             "labels": self._labels(),
             "annotations": self._annotations(),
-            "ownerReferences": self._owners(),
+            "ownerReferences": self._owners_of_a_pod() if kind == "Pod" else self._owners(),
         }
         return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}
 
@@ -151,18 +153,35 @@ class Forger:
         if self._one_in(2):
             return []
         target = self._target()
-        owner = {"apiVersion": API_VERSION, "kind": JOB_KIND, "name": target.name, "uid": target.uid, "controller": True}
+        owner = _controlled_by(API_VERSION, JOB_KIND, target.name, target.uid)
         changes: tuple[Document, ...] = (
             {}, {}, {}, {"kind": "Job", "apiVersion": "batch/v1"}, {"apiVersion": "finetune.dev/v9"}, {"controller": False},
             {"name": "x" * 250}, {"uid": "\u00b2" * 30}, {"uid": "x" * 5000}, {"kind": "\U0001f4a5"},
         )  # fmt: skip
         return [owner | self.random.choice(changes)]
 
+    def _owners_of_a_pod(self) -> list[Document]:
+        """Half of those that have one name the batch Job that controls a job's real pods."""
+        target = self._target()
+        if not target.preflight_uid or self._one_in(2):
+            return self._owners()
+        return [_controlled_by("batch/v1", "Job", f"{target.name}-preflight-0", target.preflight_uid)]
+
     def _target(self) -> Target:
         return self.random.choice(self.targets)
 
     def _one_in(self, number: int) -> bool:
         return self.random.randrange(number) == 0
+
+
+def unreadable_job(name: str) -> Document:
+    """A valid FineTuneJob whose identity cannot be read. It stays: no garbage collector knows the version of its owner."""
+    metadata = {"name": name, "ownerReferences": [_controlled_by("finetune.dev/v9", JOB_KIND, "owner", "x" * 5000)]}
+    return {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": metadata, "spec": PLAIN}
+
+
+def _controlled_by(api_version: str, kind: str, name: str, uid: str) -> Document:
+    return {"apiVersion": api_version, "kind": kind, "name": name, "uid": uid, "controller": True}
 
 
 def _deep(random: Random) -> Any:
