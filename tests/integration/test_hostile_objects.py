@@ -29,6 +29,7 @@ from tests.integration.test_api_rules import as_user
 from tests.integration.workload import Workload
 from tests.support.audited_plane import AuditedPlane
 from tests.support.cluster.errors import wait_until
+from tests.support.cluster.processes import Component
 from tests.support.processor import slowness
 from tests.support.source_seed import seed_of_the_sources
 
@@ -45,9 +46,20 @@ ANSWER_SECONDS = 300.0
 """Deleting thousands of objects is one request."""
 
 
+class FloodedPlane(AuditedPlane):
+    """Without the controllers that look at every pod for every Service: nobody asks for an address here."""
+
+    def start(self, name: str, *arguments: str | Path) -> Component:
+        """The controller manager leaves those out."""
+        if name == "kube-controller-manager":
+            left_out = ("endpoints-controller", "endpointslice-controller", "endpointslice-mirroring-controller")
+            arguments = (*arguments, f"--controllers=*,{','.join(f'-{one}' for one in left_out)}")
+        return super().start(name, *arguments)
+
+
 @pytest.fixture(scope="module")
 def plane() -> Iterator[AuditedPlane]:
-    with AuditedPlane() as running:
+    with FloodedPlane() as running:
         yield running
 
 

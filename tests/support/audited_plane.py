@@ -63,7 +63,8 @@ class AuditedPlane(ControlPlane):
     def _install(self) -> None:
         self.helm(
             *("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM, "--create-namespace"),
-            *("--set", "replicas=0", "--timeout", "3m"),
+            # Helm waits until the definitions are served; the default profile, a hook, comes after.
+            *("--set", "replicas=0", "--wait", "--timeout", "3m"),
         )
         self.kube = Kube(self.kubeconfig)
         wait_until(lambda: self.kube.get("ServiceAccount", SYSTEM, RELEASE), "the chart's ServiceAccount", 60)

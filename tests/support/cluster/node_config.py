@@ -88,6 +88,8 @@ def kubelet_config(*, address: str, cgroup: str, authority: Path, serving: KeyPa
         # The control plane of the test notices a lost node within seconds, so a node must say often that it lives.
         "nodeStatusUpdateFrequency": "2s",
         "nodeLeaseDurationSeconds": 8,
+        # A container that a test kills five times starts again in seconds, not after 10, 20, 40, 80 and 160 of them.
+        "crashLoopBackOff": {"maxContainerRestartPeriod": "2s"},
         "failCgroupV1": False,
         "failSwapOn": False,
         # The node's cores are few and shared with everything else here: limits throttle only what would be idle time.
