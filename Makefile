@@ -149,7 +149,7 @@ nightly: environment ## What does not fit into `make test`: 100 killed runs, new
 	$(MAKE) explore
 	$(PYTHON) -m tests.support.cluster.binaries
 	$(PYTHON) -m tests.idle
-	HOSTILE_OBJECTS=20000 $(VENV)/bin/pytest -q -s tests/integration/test_hostile_objects.py
+	HOSTILE_SEED=$$(date +%s) $(VENV)/bin/pytest -q -s tests/integration/test_hostile_objects.py
 	$(MAKE) sweep
 	$(PYTHON) -m tests.sweep --slice random --count 300 --seed $$(date +%s)
 	$(MAKE) bench-operator JOBS=1000

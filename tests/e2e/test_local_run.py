@@ -217,13 +217,7 @@ def _no_weights(claims: Path) -> None:
     ("damage", "words"),
     [
         pytest.param(lambda claims: (claims / "data/train.jsonl").unlink(), ["train.jsonl", "spec.data.source"], id="missing"),
-        pytest.param(_write("data/train.jsonl", ""), ["train.jsonl", "empty"], id="empty"),
         pytest.param(_write("data/train.jsonl", '{"prompt": "a", "text": "b"}\n'), ["line 1", "completion"], id="key missing"),
-        pytest.param(
-            _write("data/train.jsonl", json.dumps({"prompt": "a " * 5000, "completion": "b"}) + "\n"),
-            ["spec.data.maxSequenceLength"],
-            id="all too long",
-        ),
         pytest.param(_no_weights, ["safetensors", "spec.model.source"], id="no weights"),
         pytest.param(_only_pickles, ["pytorch_model.bin", "spec.model.source"], id="pickles only"),
         pytest.param(_truncate_a_shard, ["model-00001-of", "spec.model.source"], id="truncated shard"),

@@ -35,7 +35,7 @@ from tests.support.source_seed import seed_of_the_sources
 
 pytestmark = pytest.mark.integration
 SEED = int(os.environ.get("HOSTILE_SEED", seed_of_the_sources()))
-OBJECTS = int(os.environ.get("HOSTILE_OBJECTS", "3000"))
+OBJECTS = int(os.environ.get("HOSTILE_OBJECTS", "20000"))
 SHARES = {"FineTuneJob": 0.06, "Pod": 0.3, "Job": 0.14, "ConfigMap": 0.25, "Service": 0.25}
 """A FineTuneJob is worth ten others: each is judged, and answered in its status."""
 CLIENTS = 8
