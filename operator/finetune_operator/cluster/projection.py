@@ -7,7 +7,6 @@ that cannot be read are as good as absent, and `Held.unreadable` names them. Eve
 from __future__ import annotations
 
 import re
-import zlib
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -16,13 +15,11 @@ from finetune_job.names import DEFAULT_PROFILE, PLAN_KEY, Role
 from finetune_operator.children.placement import GATES_ANNOTATION
 from finetune_operator.children.pod_template import CONTAINER_NAME
 from finetune_operator.cluster.fields import Fields
-from finetune_operator.cluster.json_text import read_json, write_json
 from finetune_operator.cluster.kinds import BATCH_JOBS, Kind
 from finetune_operator.cluster.object_key import Document, ObjectKey, key_of
+from finetune_operator.cluster.packing import packed, packed_plan, unpacked
 from finetune_operator.decide.observed import BatchJobView, JobConditionView, PodView
 
-FASTEST = 1
-"""Level of compression: two thirds of the time of the usual one, for the same size."""
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 LONGEST_REASON = 256
 LONGEST_MESSAGE = 2048
@@ -61,8 +58,7 @@ class Held:
 
     def document(self) -> dict[str, Any]:
         """The raw parts."""
-        decoded: dict[str, Any] = read_json(zlib.decompress(self.compressed))
-        return decoded
+        return unpacked(self.compressed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +100,7 @@ def project(kind: Kind, document: Document) -> Held:
             return Held(key, *_compressed(fields, document, "spec"), max_active_jobs=limit, unreadable=fields.notes)
         case "ConfigMap":
             plan = fields.at("data").text(PLAN_KEY, 2**20)
-            return Held(key, *_packed({"plan": plan}), unreadable=fields.notes)
+            return Held(key, *packed_plan(plan), unreadable=fields.notes)
         case "Job":
             return Held(key, batch_job=_batch_job_view(key, fields), unreadable=fields.notes)
         case "Pod":
@@ -129,12 +125,7 @@ def _compressed(fields: Fields, document: Document, *parts: str) -> tuple[bytes,
         for name in ("namespace", "name", "uid", "generation", "creationTimestamp", "deletionTimestamp")
         if name in metadata
     }
-    return _packed(kept)
-
-
-def _packed(value: dict[str, Any]) -> tuple[bytes, int]:
-    content = write_json(value)
-    return zlib.compress(content, FASTEST), len(content)
+    return packed(kept)
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
