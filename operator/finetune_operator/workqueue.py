@@ -87,6 +87,8 @@ class WorkQueue(Generic[K]):
         """Keys that are not to be taken before a time, whoever adds them."""
         self._failures: dict[K, int] = {}
         self._changed = asyncio.Event()
+        self._first_in_line = asyncio.Lock()
+        """Of the workers that wait one looks at the queue: to wake them all for each key would cost more than most passes."""
         self._closed = False
 
     def __len__(self) -> int:
@@ -147,24 +149,23 @@ class WorkQueue(Generic[K]):
 
     async def get(self) -> K:
         """Wait for a key and take it; `done` gives it back. Raises QueueClosedError after `close`."""
-        while True:
-            if self._closed:
-                raise QueueClosedError
-            self._collect_due()
-            key = self._ready.pop()
-            if key is not None:
-                place = self._places.pop(key)
-                self._taken[key] = place
-                self._waited(max(self._clock() - place.queued, 0.0))
-                if self._ready:
-                    self._changed.set()
-                return key
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(self._seconds_to_next()):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
+        async with self._first_in_line:
+            while True:
+                if self._closed:
+                    raise QueueClosedError
+                self._collect_due()
+                key = self._ready.pop()
+                if key is not None:
+                    place = self._places.pop(key)
+                    self._taken[key] = place
+                    self._waited(max(self._clock() - place.queued, 0.0))
+                    return key
+                self._changed.clear()
+                try:
+                    async with asyncio.timeout(self._seconds_to_next()):
+                        await self._changed.wait()
+                except TimeoutError:
+                    continue
 
     def done(self, key: K) -> None:
         """The worker has finished with a key that it took."""

@@ -42,7 +42,7 @@ class Lines:
         line = self._lines.get(_line_of(held))
         if line is None:
             return 0
-        return len(line.active - {held.key.uid}) + bisect_left(line.waiting, _place_of(held))
+        return len(line.active) - (held.key.uid in line.active) + bisect_left(line.waiting, _place_of(held))
 
     def limit(self, profile: str, most: int | None) -> None:
         """Take in what a profile allows."""

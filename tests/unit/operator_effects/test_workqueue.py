@@ -327,3 +327,57 @@ def test_nothing_is_overtaken_by_what_came_much_later(steps: list[tuple[Urgency,
                 keys.done(key)
 
     run(scenario())
+
+
+def test_a_key_wakes_one_of_the_waiting_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    collect_due = WorkQueue._collect_due
+
+    def counted(keys: WorkQueue[str]) -> None:
+        nonlocal looks
+        looks += 1
+        collect_due(keys)
+
+    async def scenario() -> None:
+        nonlocal looks
+        keys, taken = queue(), list[str]()
+
+        async def work() -> None:
+            while True:
+                key = await keys.get()
+                taken.append(key)
+                await asyncio.sleep(0)
+                keys.done(key)
+
+        workers = [asyncio.create_task(work()) for _ in range(50)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        monkeypatch.setattr(WorkQueue, "_collect_due", counted)
+        for number in range(20):
+            keys.add(f"key-{number}")
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert taken == [f"key-{number}" for number in range(20)]
+        assert looks <= 20 * 4
+        keys.close()
+        ended = await asyncio.gather(*workers, return_exceptions=True)
+        assert [type(end) for end in ended] == [QueueClosedError] * 50
+
+    run(scenario())
+
+
+def test_keys_that_come_together_are_worked_on_together() -> None:
+    async def scenario() -> None:
+        keys, together = queue(), asyncio.Barrier(3)
+
+        async def work() -> None:
+            await keys.get()
+            await together.wait()
+
+        workers = [asyncio.create_task(work()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for key in "abc":
+            keys.add(key)
+        await asyncio.gather(*workers)
+
+    run(scenario())
