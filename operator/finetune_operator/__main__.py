@@ -10,6 +10,7 @@ from kubernetes.aio.config import ConfigException
 
 from finetune_operator.app import run
 from finetune_operator.cluster.discovery import CrdsMissingError
+from finetune_operator.garbage import collect_rarely
 from finetune_operator.logs import configure_logs, logger
 from finetune_operator.settings import Clockwork, parse_settings
 
@@ -30,6 +31,7 @@ def main() -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     sys.setrecursionlimit(FRAMES_PER_LEVEL * DEEPEST_OBJECT)
     threading.stack_size(STACK_BYTES)
+    collect_rarely()
     settings = parse_settings()
     configure_logs(settings.log_level)
     try:

@@ -31,6 +31,7 @@ from finetune_operator.cluster.recorder import Recorder
 from finetune_operator.cluster.relist import fill, relist
 from finetune_operator.cluster.unreadable import UnreadableObjects
 from finetune_operator.cluster.warning_events import WarningEvents
+from finetune_operator.garbage import keep_what_is_there
 from finetune_operator.health import BEAT_SECONDS, Health, health_server
 from finetune_operator.logs import logger
 from finetune_operator.loop_lag import measure_loop_lag
@@ -121,6 +122,7 @@ async def _lead(
     first_list = keep_trying("first list", lambda: fill(api, cache, settings.namespaces, children.begin_from), metrics.failed)
     if not await _unless(stopping, first_list):
         return 0
+    keep_what_is_there()
     metrics.observe_watches(lambda: watches.ages() | children.ages(), lambda: watches.num_restarts)
     watches.start()
     for key in cache.job_keys():

@@ -8,6 +8,7 @@ each time without ever coming to rest is stopped for a pause too.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,7 @@ class Worker:
     _acts: dict[JobKey, int] = field(default_factory=dict)
     """Passes with an effect since the last one that found nothing to do."""
     _overruns: dict[JobKey, _Overrun] = field(default_factory=dict)
+    _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self) -> None:
         """Work until the queue is closed."""
@@ -95,11 +97,13 @@ class Worker:
             return "defect"
 
     async def _reconcile(self, key: JobKey) -> Outcome:
+        await self._turn()
         now = self.now()
         gathered = await self.gatherer.gather(key, now)
         if gathered is None or gathered.observed.job.deleting:
             return self._settle(key, Outcome.GONE)
         observed = self._marked(key, gathered.observed)
+        await self._turn()
         begun = self.cpu_clock()
         actions = reconcile(observed, now)
         cpu = gathered.cpu_seconds + self.cpu_clock() - begun
@@ -124,6 +128,11 @@ class Worker:
         if outcome is Outcome.UNCHANGED:
             self._look_again(key, gathered, actions)
         return outcome
+
+    async def _turn(self) -> None:
+        """Wait until no other pass computes in this round of the loop: a probe or an answer waits for one pass, not for all."""
+        async with self._computing:
+            await asyncio.sleep(0)
 
     def _settle(self, key: JobKey, outcome: Outcome) -> Outcome:
         """When to go on after a pass that ended so."""

@@ -7,6 +7,8 @@ from functools import cached_property
 
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.method_settings import WrongSetting, peft_fields
+from finetune_job.methods import METHODS, Family
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 
@@ -25,3 +27,10 @@ class RuleContext:
     def plan(self) -> RunPlan:
         """The plan that this manifest would get, made once for all rules."""
         return resolve(_NOBODY, self.spec, self.profile)
+
+    @cached_property
+    def wrong_settings(self) -> list[WrongSetting]:
+        """What is wrong with `method.settings`, for the methods that have any. Finding near names is slow, so it is done once."""
+        method = self.spec.method
+        entry = METHODS[method.type]
+        return peft_fields(method.type, method.settings or {})[1] if entry.family is Family.OTHER and not entry.refused else []

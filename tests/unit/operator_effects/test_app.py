@@ -138,6 +138,8 @@ def test_starts_on_an_empty_cluster_survives_relists_of_nothing_and_ends_in_orde
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = EmptyCluster()
+    kept: list[int] = []
+    monkeypatch.setattr(app, "keep_what_is_there", lambda: kept.append(cluster.metadata_lists))
 
     async def scenario(operator: Operator) -> None:
         await operator.wait_for("/metrics", 200, "finetune_leading 1.0")
@@ -149,6 +151,7 @@ def test_starts_on_an_empty_cluster_survives_relists_of_nothing_and_ends_in_orde
         assert not operator.task.done()
 
     assert against(cluster, scenario, tmp_path, monkeypatch) == 0
+    assert kept == [0], "once, before the first relist"
     assert (cluster.holder("release"), cluster.holder("finetune-operator.system.release")) == ("", "")
     claim = cluster.leases["finetune-operator.system.release"]["metadata"]
     assert (claim["annotations"], claim["labels"]) == ({"finetune.dev/namespaces": "team"}, {"finetune.dev/claim": "true"})

@@ -355,3 +355,31 @@ def test_worker_ends_with_the_queue_and_gives_back_the_key_whatever_happens() ->
         assert stage.queue.num_taken == 0
 
     run(scenario())
+
+
+def test_the_loop_goes_round_between_any_two_passes() -> None:
+    """Thirty passes that are due together hold up a probe or a lease for one of them, not for thirty."""
+    num = 30
+    rounds: list[int] = []
+
+    async def work() -> None:
+        stage = scene(lambda: Outcome.UNCHANGED)
+        gather, now = stage.cluster.gather, 0
+
+        async def noted(key: JobKey, moment: datetime) -> Gathered | None:
+            rounds.append(now)
+            return await gather(key, moment)
+
+        stage.cluster.gather = noted  # type: ignore[method-assign]
+        for number in range(num):
+            stage.queue.add(JobKey("team", f"tune-{number}"))
+        workers = [asyncio.create_task(stage.worker.run()) for _ in range(num)]
+        while len(stage.instruments.results) < num:
+            now += 1
+            await asyncio.sleep(0)
+        stage.queue.close()
+        await asyncio.gather(*workers)
+
+    run(work())
+    assert len(rounds) == num
+    assert len(set(rounds)) == num, rounds

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from finetune_job.api.method import MethodType
-from finetune_job.method_settings import WrongSetting, effective_settings, known_settings, peft_fields
+from finetune_job.method_settings import effective_settings, known_settings
 from finetune_job.methods import METHODS, Family
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule, shown
@@ -25,17 +25,11 @@ _TOKENS, _SAVED = "tokenIndices", "modulesToSave"
 _M = MethodType
 
 
-def _wrong(context: RuleContext) -> list[WrongSetting]:
-    method = context.spec.method
-    entry = METHODS[method.type]
-    return peft_fields(method.type, method.settings or {})[1] if entry.family is Family.OTHER and not entry.refused else []
-
-
 def _settings(context: RuleContext) -> dict[str, Any]:
     """What each setting comes to; none where a name or a type is wrong, which has findings of its own."""
     method = context.spec.method
     entry = METHODS[method.type]
-    if entry.family is not Family.OTHER or entry.refused or _wrong(context):
+    if entry.family is not Family.OTHER or entry.refused or context.wrong_settings:
         return {}
     return effective_settings(method.type, method.settings or {})
 
@@ -53,7 +47,7 @@ def _written(name: str, value: Any) -> str:
     holds_for=_PEFT,
 )
 def method_setting_unknown(context: RuleContext) -> Problem | None:
-    unknown = [each for each in _wrong(context) if each.is_unknown]
+    unknown = [each for each in context.wrong_settings if each.is_unknown]
     if not unknown:
         return None
     written = context.spec.method.settings or {}
@@ -77,7 +71,7 @@ def method_setting_unknown(context: RuleContext) -> Problem | None:
     holds_for=_PEFT,
 )
 def method_setting_type(context: RuleContext) -> Problem | None:
-    wrong = [each for each in _wrong(context) if not each.is_unknown]
+    wrong = [each for each in context.wrong_settings if not each.is_unknown]
     if not wrong:
         return None
     known = known_settings(context.spec.method.type)
