@@ -58,7 +58,7 @@ COMPUTING = (
     ),
     Suite("types", 1.5, ((str(BIN / "mypy"),),)),
     # Half of the time its tests wait for processes that they have started.
-    Suite("unit", 16.0, ((*PYTEST, "-n", "3", "--dist", "loadfile", "tests/unit"),)),
+    Suite("unit", 16.0, ((*PYTEST, "-n", "2", "--dist", "loadfile", "tests/unit"),)),
     Suite("merge-matrix", 3.0, ((*ON_BOTH_CORES, "tests/merge_matrix"),)),
     Suite("pitfalls", 2.0, ((*ON_BOTH_CORES, "tests/pitfalls"),)),
     Suite("sweep", 8.0, ((sys.executable, "-m", "tests.sweep", "--count", "300"),)),
@@ -68,10 +68,10 @@ COMPUTING = (
         "kill",
         3.0,
         (
-            (sys.executable, "-m", "tests.kill", "--runs", "5"),
+            (sys.executable, "-m", "tests.kill", "--runs", "3"),
             (sys.executable, "-m", "tests.kill.merge"),
             (sys.executable, "-m", "tests.kill.publish"),
-            (sys.executable, "-m", "tests.kill.publish_hub", "--runs", "5"),
+            (sys.executable, "-m", "tests.kill.publish_hub", "--runs", "3"),
         ),
     ),
 )

@@ -19,6 +19,7 @@ from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.errors import ClusterError, wait_until
 from tests.support.cluster.existing import EXISTING_VARIABLE, ExistingCluster, existing_kubeconfig
 from tests.support.cluster.traces import descendants
+from tests.support.living import living
 
 pytest_plugins = ["tests.support.cluster.fixtures"]
 pytestmark = pytest.mark.integration
@@ -148,7 +149,7 @@ def test_killed_test_run_leaves_no_process_and_its_directory_goes_with_the_next_
 
     assert len(processes) == 4
     wait_until(
-        lambda: not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE],
+        lambda: not living(processes),
         "the killed run's processes to end",
         60,
     )

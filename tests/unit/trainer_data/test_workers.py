@@ -18,6 +18,7 @@ from finetune_trainer.data.parts import PartSettings, PartTask, parts_of
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.workers import WorkerError, WorkerKilledError, in_workers
 from finetune_trainer.errors import classify
+from tests.support.living import living
 from tests.unit.trainer_data.test_prepare import data_set, plan
 from tests.unit.trainer_data.tokenizers_by_hand import word_tokenizer
 
@@ -138,8 +139,9 @@ def test_a_killed_preparation_leaves_no_process_and_the_next_one_prepares_the_sa
     process.wait(DEADLINE_SECONDS)
     process.stdout.close()
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family):
+    while living(family):
         assert time.monotonic() < deadline
+        time.sleep(0.02)
     (leftover,) = claims.glob("prepared.tmp-*")
     assert any(leftover.rglob("*.i4"))
     data_plan = plan(train=(data_set("pvc://data/train.jsonl"),))
