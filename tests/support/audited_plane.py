@@ -26,6 +26,9 @@ RELEASE = "finetune-operator"
 class AuditedPlane(ControlPlane):
     """Context manager: `kube` acts as administrator; `operator` gives operators with the chart's rights, to be entered."""
 
+    helm_waits: tuple[str, ...] = ("--wait", "--timeout", "3m")
+    """Until the definitions are served: the default profile, a hook, comes after. It waits for the Deployment's controller too."""
+
     def __enter__(self) -> AuditedPlane:
         super().__enter__()
         try:
@@ -63,8 +66,7 @@ class AuditedPlane(ControlPlane):
     def _install(self) -> None:
         self.helm(
             *("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM, "--create-namespace"),
-            # Helm waits until the definitions are served; the default profile, a hook, comes after.
-            *("--set", "replicas=0", "--wait", "--timeout", "3m"),
+            *("--set", "replicas=0", *self.helm_waits),
         )
         self.kube = Kube(self.kubeconfig)
         wait_until(lambda: self.kube.get("ServiceAccount", SYSTEM, RELEASE), "the chart's ServiceAccount", 60)
