@@ -57,8 +57,7 @@ COMPUTING = (
         ((str(BIN / "ruff"), "check", "."), (str(BIN / "ruff"), "format", "--check", "."), (str(BIN / "lint-imports"),)),
     ),
     Suite("types", 1.5, ((str(BIN / "mypy"),),)),
-    # Half of the time its tests wait for processes that they have started.
-    Suite("unit", 16.0, ((*PYTEST, "-n", "2", "--dist", "loadfile", "tests/unit"),)),
+    Suite("unit", 16.0, ((*ON_BOTH_CORES, "tests/unit"),)),
     Suite("merge-matrix", 3.0, ((*ON_BOTH_CORES, "tests/merge_matrix"),)),
     Suite("pitfalls", 2.0, ((*ON_BOTH_CORES, "tests/pitfalls"),)),
     Suite("sweep", 8.0, ((sys.executable, "-m", "tests.sweep", "--count", "300"),)),

@@ -11,6 +11,7 @@ from finetune_operator import garbage
 
 _HOLDS = "held = [[number] for number in range(300_000)]\n"
 """A list holds each, so that the collector visits them all."""
+_CYCLE = "class Item: pass\nitem = Item()\nitem.self = item\nimport weakref\nseen = weakref.ref(item)\ndel item\n"
 _OLDEST = "gc.get_stats()[2]['collections']"
 
 
@@ -32,15 +33,12 @@ def test_what_the_first_list_brought_is_not_visited_again() -> None:
 
 
 def test_garbage_of_the_start_is_collected_before() -> None:
-    assert told("loop = []\nloop.append(loop)\ndel loop\ngarbage.keep_what_is_there()\nprint(gc.collect())") == 0
-    made = "class Item: pass\nitem = Item()\nitem.self = item\nimport weakref\nseen = weakref.ref(item)\ndel item\n"
-    assert told(f"{made}garbage.keep_what_is_there()\nprint(seen() is None)".replace("print(", "print(int(") + ")") == 1
+    assert told(f"{_CYCLE}garbage.keep_what_is_there()\nprint(int(seen() is None))") == 1
 
 
 def test_garbage_that_comes_later_is_collected() -> None:
-    made = "class Item: pass\nitem = Item()\nitem.self = item\nimport weakref\nseen = weakref.ref(item)\ndel item\n"
     filled = "young = [[] for _ in range(60_000)]\n"
-    assert told(f"garbage.collect_rarely()\ngarbage.keep_what_is_there()\n{made}{filled}print(int(seen() is None))") == 1
+    assert told(f"garbage.collect_rarely()\ngarbage.keep_what_is_there()\n{_CYCLE}{filled}print(int(seen() is None))") == 1
 
 
 def test_the_operator_sets_it_before_it_reads_anything() -> None:
