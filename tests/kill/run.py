@@ -186,7 +186,7 @@ def _ranks(context: RunContext) -> list[int]:
             except OSError:
                 continue
             # The agent's command names the module, too, but runs another.
-            is_rank = b"finetune_trainer.train.rank" in arguments and b"torch.distributed.run" not in arguments
+            is_rank = b"finetune_trainer.train" in arguments and b"torch.distributed.run" not in arguments
             if is_rank and str(context.claims_root).encode() in arguments and state != "Z":
                 found.append(int(entry.name))
     return sorted(found)

@@ -72,6 +72,9 @@ def _train(context: RunContext, arguments: argparse.Namespace) -> TerminationRep
 
 
 def _merge(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
+    from finetune_trainer.process_start import preload
+
+    preload("finetune_trainer.merge_role")
     from finetune_trainer.merge_role import merge
 
     return merge(context)
@@ -117,4 +120,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from finetune_trainer.process_start import end
+
+    end(main())

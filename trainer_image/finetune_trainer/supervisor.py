@@ -40,7 +40,7 @@ RESOLVE_SECONDS = 600.0
 OUTPUT_TAIL_BYTES = 1 << 18
 """How much of torchrun's own output is kept in memory, to read its summary."""
 LOOPBACK = "127.0.0.1"
-RANK_MODULE = "finetune_trainer.train.rank"
+RANK_MODULE = "finetune_trainer.train"
 MEMORY_EVENTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 """What the kernel counts for the container's cgroup, in version 2 and in version 1; the first that exists is read."""
 

@@ -14,7 +14,7 @@ from tests.support.cluster.cgroups import processes_of_pod
 from tests.support.cluster.errors import ClusterError
 from tests.support.stack import SYSTEM_NAMESPACE
 
-_RANK_MODULE = "finetune_trainer.train.rank"
+_RANK_MODULE = "finetune_trainer.train"
 _AGENT_MODULE = "torch.distributed.run"
 _TOO_LITTLE_MEMORY = "400Mi"
 """Less than a rank needs to import its libraries."""

@@ -49,7 +49,7 @@ def test_an_echo_is_the_cause_where_nothing_else_failed() -> None:
 TORCHRUN_SUMMARY = """
 E1121 torch/distributed/elastic/multiprocessing/api.py:1010] failed (exitcode: -9) local_rank: 1 (pid: 77)
 ============================================================
-finetune_trainer.train.rank FAILED
+finetune_trainer.train FAILED
 ------------------------------------------------------------
 Failures:
 [1]:

@@ -25,6 +25,7 @@ from finetune_job.plan.choices import Choices
 from finetune_job.plan.resolve_method import quantization_plan
 from finetune_trainer.errors import ConfigError, classify
 from finetune_trainer.merge.plan import OUTPUT_DTYPES
+from finetune_trainer.process_start import end, preload
 
 if TYPE_CHECKING:
     from finetune_trainer.merge.changes import Quantization
@@ -72,6 +73,7 @@ class ProgressLines:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Merge and verify. Raises MergeError, TrainerError, OSError."""
+    preload("finetune_trainer.merge.run")
     from finetune_trainer.merge.run import MergeOptions, merge_adapter
 
     output: Path = arguments.output
@@ -90,6 +92,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     report = {**dataclasses.asdict(merge_adapter(options, ProgressLines())), "output": str(output)}
     if arguments.verify:
         # Imports transformers, which takes more memory than the merge itself.
+        preload("finetune_trainer.merge.verified")
         from finetune_trainer.merge.verified import verify_and_name
 
         report |= verify_and_name(options, output, arguments.prompts, quantization)
@@ -133,4 +136,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

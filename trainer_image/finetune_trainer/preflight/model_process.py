@@ -20,7 +20,7 @@ from finetune_job.rules.rule import Finding
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.preflight.confined import how_it_ended, limit_this_process
 from finetune_trainer.preflight.model_structure import ModelStructure
-from finetune_trainer.process_start import NO_ADVICE, die_with, torch_is_kept_out
+from finetune_trainer.process_start import NO_ADVICE, die_with, end, preload, torch_is_kept_out
 
 Checked = tuple[ModelStructure | None, list[Finding]]
 ANSWER: TypeAdapter[Checked] = TypeAdapter(Checked)
@@ -105,9 +105,10 @@ def main(parent: str, directory: str) -> int:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
         limit_this_process()
+        preload("finetune_trainer.preflight.meta_model", "finetune_trainer.preflight.observed_use")
         answer.write(ANSWER.dump_json(check_model(plan, Path(directory))))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    end(main(*sys.argv[1:]))

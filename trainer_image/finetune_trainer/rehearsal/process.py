@@ -20,7 +20,7 @@ from typing import IO, Any
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import TEMPORARY_MARK, temporary_beside
-from finetune_trainer.process_start import NO_ADVICE, die_with
+from finetune_trainer.process_start import NO_ADVICE, die_with, end, preload
 from finetune_trainer.rehearsal.report import RehearsalReport, Verdict
 from finetune_trainer.rehearsal.verdicts import not_done
 
@@ -97,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
         if arguments.check_model and not _is_accepted(plan, arguments.model, answer):
             return 0
+        preload("finetune_trainer.rehearsal.run")
         from finetune_trainer.rehearsal.processes import Bounds
         from finetune_trainer.rehearsal.run import rehearse
 
@@ -137,4 +138,4 @@ def _tell(answer: IO[str], **said: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -111,18 +111,9 @@ def _wait_for_the_cause(stop: StopRequest) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m finetune_trainer.train.rank", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m finetune_trainer.train", description=__doc__)
     add_run_arguments(parser)
     parser.add_argument("--node-rank", type=int, default=0)
     parser.add_argument("--observe-port", type=int, default=OBSERVE_PORT)
     parser.add_argument("--output-pipes", type=Path, default=None)
     return parser
-
-
-if __name__ == "__main__":
-    # Threads of collective libraries can keep a failed interpreter from ending, and the gang would wait for it.
-    code = main()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -1,0 +1,65 @@
+"""How a process of the trainer begins and ends: no collection while libraries are loaded, nothing taken apart at the end."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOADING = """
+import sys
+made = [[number] for number in range(100_000)]
+"""
+"""A module that makes more objects than the collector's thresholds allow for."""
+
+
+def python(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=directory, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_nothing_is_collected_while_modules_are_loaded_and_what_they_made_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "many_objects.py").write_text(LOADING)
+    done = python(
+        "import gc\n"
+        "from finetune_trainer.process_start import preload\n"
+        "runs = []\n"
+        "gc.callbacks.append(lambda phase, facts: runs.append(phase))\n"
+        "preload('many_objects')\n"
+        "during, kept = len(runs), gc.get_freeze_count()\n"
+        "gc.collect()\n"
+        "print(during, kept > 100_000, gc.isenabled(), len(runs))",
+        tmp_path,
+    )
+    assert done.stdout.split() == ["0", "True", "True", "2"], done.stderr
+
+
+def test_the_collector_runs_again_after_a_module_that_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise ImportError('a library is missing')")
+    done = python(
+        "import gc\n"
+        "from finetune_trainer.process_start import preload\n"
+        "try:\n    preload('broken')\n"
+        "except ImportError as error:\n    print(error, gc.isenabled())",
+        tmp_path,
+    )
+    assert done.stdout.strip() == "a library is missing True", done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_process_ends_with_its_output_written_and_takes_nothing_apart(code: int, tmp_path: Path) -> None:
+    done = python(
+        "import logging, sys, threading, time\n"
+        "from logging.handlers import MemoryHandler\n"
+        "from finetune_trainer.process_start import end\n"
+        "class Library:\n    def __del__(self):\n        print('taken apart')\n"
+        "library = Library()\n"
+        "threading.Thread(target=time.sleep, args=(3600,)).start()\n"
+        "logging.basicConfig(handlers=[MemoryHandler(100, target=logging.FileHandler('log'))])\n"
+        "logging.warning('the last line of the log')\n"
+        "print('an answer without an end of line', end='')\n"
+        "print('a complaint', end='', file=sys.stderr)\n"
+        f"end({code})",
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "an answer without an end of line", "a complaint")
+    assert "the last line of the log" in (tmp_path / "log").read_text()
