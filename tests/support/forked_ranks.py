@@ -6,6 +6,7 @@ Ranks are forked from a server that does nothing else, so neither threads nor au
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune_trainer.context import RunContext
+from tests.support import collector
 
 DEADLINE_SECONDS = 180.0
 """For one gang; far more than it takes, because the machine may be busy."""
@@ -116,6 +118,9 @@ def _exit_with(body: Callable[[], Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    collector.collect_rarely()
+    # Without a collection first, which would copy every page of the server's.
+    gc.freeze()
     try:
         result = body()
         code = result if isinstance(result, int) else 0

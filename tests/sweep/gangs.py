@@ -6,6 +6,7 @@ ends; a gang that gives no answer in time is killed, and the case recorded so.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -128,6 +129,8 @@ def _serve(body: str, rank: int, store: str, connection: Connection, log: str) -
     from finetune_trainer.gang import joined
 
     torch.set_num_threads(1)
+    # What the server has loaded is never looked through, and its pages are not copied for that.
+    gc.freeze()
     module, _, name = body.partition(":")
     answer_of: Body = getattr(import_module(module), name)
     with joined(rank, RANKS, rank, store, 60) as gang:
