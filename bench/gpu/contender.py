@@ -75,8 +75,8 @@ def ours(size: str, steps: int, device: torch.device) -> tuple[list[float], floa
     from finetune_trainer.checkpoint.state import pieces
     from finetune_trainer.data.batches import PreparedSplit
     from finetune_trainer.data.shards import SplitArrays
-    from finetune_trainer.gang import Gang
     from finetune_trainer.objective.next_token import NextToken
+    from finetune_trainer.ranks.gang import Gang
     from finetune_trainer.train.optimizers import build_optimizer
     from finetune_trainer.train.step import StepBatches, optimizer_step
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.merge.model import RANK, SIZES, num_bytes, write_adapter, write_base
-from finetune_trainer.merge.headers import TensorHeader, read_checkpoint
+from finetune_trainer.weights.headers import TensorHeader, read_checkpoint
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMPARE_BYTES = 8 << 20
@@ -122,7 +122,7 @@ def import_seconds(base: Path, adapter: Path, directory: Path) -> float:
 
 def verify_once(base: Path, adapter: Path, directory: Path) -> float:
     """Seconds of the command's verification of our output, process start and report included."""
-    command = [sys.executable, "-m", "finetune_trainer.merge", "--base", str(base), "--adapter", str(adapter)]
+    command = [sys.executable, "-m", "finetune_trainer.roles.merge_command", "--base", str(base), "--adapter", str(adapter)]
     started = time.monotonic()
     subprocess.run(
         [*command, "--output", str(directory / "ours")], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -23,15 +23,15 @@ def main(name: str, records: str, model: str, output: str, processes: str) -> No
 def ours(records: Path, model: Path, output: Path, processes: int) -> dict[str, float]:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     # As the role that prepares does: what it imports besides counts as memory.
-    from finetune_trainer.process_start import keep_torch_out
+    from finetune_trainer.processes.start import keep_torch_out
 
     keep_torch_out()
-    import finetune_trainer.preflight.run  # noqa: F401
+    import finetune_trainer.roles.preflight  # noqa: F401
     from finetune_job.api.base import ClaimPath
     from finetune_job.api.data import DataFormat, LossOn
     from finetune_job.plan.run_plan import DataPlan, DatasetPlan
     from finetune_trainer.data.prepare import prepare
-    from finetune_trainer.preflight.tokenizer import load_tokenizer
+    from finetune_trainer.data.tokenizer import load_tokenizer
 
     started = time.monotonic()
     tokenizer, _ = load_tokenizer(model, allow_remote_code=False)

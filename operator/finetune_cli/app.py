@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from finetune_cli.commands import validate as validate_command
+from finetune_cli.checks import validate as validate_command
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.inputs import InputError, read_files, read_text
 from finetune_cli.local.errors import LocalError
@@ -195,7 +195,7 @@ def estimate(
 
     Exit code: 0 it fits or no limit is known, 1 refused or too large, 2 unusable input.
     """
-    from finetune_cli.commands import estimate as estimate_command
+    from finetune_cli.checks import estimate as estimate_command
     from finetune_cli.render.estimate import estimate_document, estimate_text
 
     try:
@@ -251,7 +251,7 @@ def explain(
 
 
 def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:
-    from finetune_cli.commands.fix import fix as fix_files
+    from finetune_cli.checks.fix import fix as fix_files
     from finetune_cli.render.text import fixes_text
 
     fixed = fix_files(files, profile)

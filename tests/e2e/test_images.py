@@ -31,7 +31,7 @@ from tests.support.images.wheelhouse import wheelhouse
 pytestmark = pytest.mark.timeout(1200)
 
 _ARBITRARY_UID = 1000650000
-_OURS = {"trainer": {"finetune_job", "finetune_trainer"}, "operator": {"finetune_job", "finetune_operator"}}
+_OURS = {"trainer": {"finetune_job", "finetune_memory", "finetune_trainer"}, "operator": {"finetune_job", "finetune_operator"}}
 _SITE_PACKAGES = Path("opt/finetune/venv/lib/python3.11/site-packages")
 _INSTALLERS = re.compile(r"^(pip|apt|dpkg|curl|wget|uv|uvx|easy_install|perl|cyclonedx-py)([0-9.]*|-.*)$")
 _COMPILERS = re.compile(r"^(.*-)?(gcc|g\+\+|cc|c\+\+|cpp|clang|clang\+\+|ld|as|rustc|go|make|nvcc)(-[0-9.]+)?$")

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from finetune_job.api.crd import job_crd, profile_crd
+from finetune_job.crd import job_crd, profile_crd
 from finetune_job.names import API_VERSION, JOB_KIND, PROFILE_KIND
 
 ROOT = Path(__file__).parents[2]

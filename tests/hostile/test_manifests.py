@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from finetune_cli.commands.fix import fix
-from finetune_cli.commands.validate import Outcome, validate
+from finetune_cli.checks.fix import fix
+from finetune_cli.checks.validate import Outcome, validate
 from finetune_cli.documents import DocumentError, read_documents
 from finetune_cli.manifest import parse_job as parse_strictly
 from finetune_cli.manifest import parse_profile

@@ -10,14 +10,14 @@ import pytest
 
 from finetune_job.failures import Outcome
 from finetune_trainer.errors import ModelError
-from finetune_trainer.merge.errors import MergeError
-from finetune_trainer.merge.headers import read_adapter, read_checkpoint, read_header
+from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.model.load import stored_dtype
-from finetune_trainer.preflight import confined as confinement
-from finetune_trainer.preflight.confined import EndedError, confined
-from finetune_trainer.preflight.model_files import inspect_model_files
 from finetune_trainer.preflight.model_process import check_model
-from finetune_trainer.preflight.run import run
+from finetune_trainer.processes import sandbox as confinement
+from finetune_trainer.processes.sandbox import EndedError, confined
+from finetune_trainer.roles.preflight import run
+from finetune_trainer.weights.errors import MergeError
+from finetune_trainer.weights.headers import read_adapter, read_checkpoint, read_header
 from tests.hostile.mutations import WHOLE_FILES, spoilt_bytes, spoilt_values
 
 INDEX = "model.safetensors.index.json"

@@ -15,10 +15,10 @@ from finetune_job.failures import Outcome
 from finetune_job.plan.run_plan import DataPlan, DatasetPlan
 from finetune_trainer.data import render_limit
 from finetune_trainer.data.prepare import prepare
-from finetune_trainer.preflight import confined as confinement
-from finetune_trainer.preflight.model_files import inspect_model_files
-from finetune_trainer.preflight.run import run
-from finetune_trainer.preflight.tokenizer import checked_tokenizer
+from finetune_trainer.data.tokenizer import checked_tokenizer
+from finetune_trainer.inspection.model_files import inspect_model_files
+from finetune_trainer.processes import sandbox as confinement
+from finetune_trainer.roles.preflight import run
 from tests.hostile.mutations import WHOLE_FILES, spoilt_bytes, spoilt_values
 from tests.hostile.test_model_files import assert_sensible, cases, special
 from tests.unit.trainer_data.chat_templates import QWEN25

@@ -23,9 +23,9 @@ from finetune_trainer.credentials import Credentials, S3Keys
 from finetune_trainer.errors import DataError, TrainerError
 from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
 from finetune_trainer.fetch.errors import SourceUnavailableError
-from finetune_trainer.fetch.run import fetch
 from finetune_trainer.network.retry import Patience
 from finetune_trainer.network.s3_service import S3Service
+from finetune_trainer.roles.fetch import fetch
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY, S3Server, running_s3
 from tests.unit.rules.manifests import manifest

@@ -22,8 +22,8 @@ from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import CheckpointError, DestinationRefusedError, DestinationUnavailableError, TrainerError
 from finetune_trainer.network.retry import Patience
 from finetune_trainer.publish.oci import CHUNK_BYTES
-from finetune_trainer.publish.run import publish
 from finetune_trainer.publish.s3 import PART_BYTES
+from finetune_trainer.roles.publish import publish
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.cluster.processes import without_proxies
 from tests.support.faulty_proxy import FaultyProxy, Moment, running_proxy

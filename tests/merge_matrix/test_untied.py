@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune_trainer.merge.families import FAMILIES
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
+from finetune_trainer.weights.families import FAMILIES
 from tests.unit.trainer_merge import tiny
 
 DECODERS = [

@@ -76,8 +76,8 @@ def _train(rank: int, plan: RunPlan, base: Path, rate: float, world_size: int) -
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     from finetune_trainer.checkpoint.state import pieces
-    from finetune_trainer.gang import Gang
     from finetune_trainer.model import sharded
+    from finetune_trainer.ranks.gang import Gang
 
     trained = sharded.build(plan, base, Gang(rank, world_size, rank, torch.device("cpu"), None), Unchanged())
     model = trained.module

@@ -9,8 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from finetune_job.plan.run_plan import RunPlan, TrainingPlan
-from finetune_trainer.gang import Gang
 from finetune_trainer.model.sharded import build
+from finetune_trainer.ranks.gang import Gang
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.expect import trains
 from tests.pitfalls.lab.ranks import run_ranks

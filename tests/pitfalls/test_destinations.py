@@ -23,14 +23,14 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials
 from finetune_trainer.data.read import record_files
 from finetune_trainer.errors import DestinationRefusedError
-from finetune_trainer.fetch import run as fetch_run
-from finetune_trainer.fetch.run import fetch
+from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.network.retry import Patience
-from finetune_trainer.preflight.model_files import inspect_model_files
 from finetune_trainer.publish import http as publish_http
-from finetune_trainer.publish.run import publish
 from finetune_trainer.publish.s3_client import SHA256_HEADER
 from finetune_trainer.release.write import write_release_files
+from finetune_trainer.roles import fetch as fetch_run
+from finetune_trainer.roles.fetch import fetch
+from finetune_trainer.roles.publish import publish
 from tests.pitfalls.manifests import plans
 from tests.support.hub import Hub, running_hub
 from tests.unit.rules.manifests import judged, manifest

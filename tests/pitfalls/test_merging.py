@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from finetune_job.api.output import MergeBase
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.merge.errors import UnsupportedAdapterError
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.model.adapters import adapter_config
+from finetune_trainer.weights.errors import UnsupportedAdapterError
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.expect import fails
 from tests.pitfalls.lab.observe import observe

@@ -11,9 +11,9 @@ from bitsandbytes.functional import has_avx512bf16
 from pydantic import ValidationError
 
 from finetune_job.api.output import MergeBase
-from finetune_trainer.merge.errors import UnsupportedBaseError
 from finetune_trainer.merge.quantized_base import training_quantization
 from finetune_trainer.model.load import quantization_config
+from finetune_trainer.weights.errors import UnsupportedBaseError
 from tests.pitfalls.lab.build import adapted, load_base, sharded
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.expect import fails, trains

@@ -12,11 +12,11 @@ import torch
 
 from finetune_job.plan.digest import canonical_json, plan_sha256
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer import merge_role
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import VerificationError
-from finetune_trainer.gang import Gang
-from finetune_trainer.train.heartbeat import Heartbeat
+from finetune_trainer.ranks.gang import Gang
+from finetune_trainer.ranks.heartbeat import Heartbeat
+from finetune_trainer.roles import merge as merge_role
 from finetune_trainer.train.run import train
 from finetune_trainer.train.stop import StopRequest
 from tests.pitfalls.manifests import plans

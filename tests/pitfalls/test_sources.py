@@ -21,9 +21,9 @@ from finetune_job.rules.context import RuleContext
 from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import DataError, InvariantError, ModelError
-from finetune_trainer.fetch.run import fetch
 from finetune_trainer.model.load import load_config
 from finetune_trainer.network.retry import Patience
+from finetune_trainer.roles.fetch import fetch
 from tests.pitfalls.manifests import JOB, plans
 from tests.support.hub import Hub, running_hub
 from tests.unit.rules.manifests import manifest

@@ -21,10 +21,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from finetune_trainer.checkpoint.state import pieces
-from finetune_trainer.gang import joined
 from finetune_trainer.model import sharded
 from finetune_trainer.model.adapters import adapter_settings, attach, second_names, stored_names
 from finetune_trainer.model.load import build_unwritten
+from finetune_trainer.ranks.gang import joined
 from tests.support import small_gang
 from tests.support.forked_ranks import run_processes
 from tests.support.recorded_steps import RecordingDescent

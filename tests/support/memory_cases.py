@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from finetune_job.memory.adapters import trained_parameters
-from finetune_job.memory.element_types import resolve_elements
-from finetune_job.memory.estimate import Estimate, estimate
-from finetune_job.memory.families import base_parameters
-from finetune_job.memory.model_shape import ModelShape, facts_of
-from finetune_job.memory.workload import Workload
+from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
+from finetune_memory.adapters import trained_parameters
+from finetune_memory.estimate import Estimate, estimate
+from finetune_memory.families import base_parameters
+from finetune_memory.model_shape import ModelShape, facts_of
+from finetune_memory.workload import Workload
 from finetune_trainer.data.batches import Batch
 from finetune_trainer.model.activations import checkpoint_activations
 from finetune_trainer.model.adapters import attach

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from finetune_job.memory.describe import model_shape, read_model
-from finetune_job.memory.element_types import resolve_elements
-from finetune_job.memory.estimate import packed
-from finetune_job.memory.optimizers import state_bytes
-from finetune_job.memory.sharding import shards, units_of
+from finetune_job.plan.element_types import resolve_elements
+from finetune_memory.describe import model_shape, read_model
+from finetune_memory.estimate import packed
+from finetune_memory.optimizers import state_bytes
+from finetune_memory.sharding import shards, units_of
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData
-from finetune_trainer.gang import joined
 from finetune_trainer.model.sharded import build
 from finetune_trainer.objective.next_token import NextToken
+from finetune_trainer.ranks.gang import joined
 from finetune_trainer.train.optimizers import build_optimizer
 from tests.support.forked_ranks import run_processes
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from finetune_trainer.checkpoint.state import Piece
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
-from finetune_trainer.gang import joined
+from finetune_trainer.model.objective import Objective, Split
 from finetune_trainer.model.sharded import build
-from finetune_trainer.objective.interface import Objective, Split
 from finetune_trainer.objective.next_token import NextToken
+from finetune_trainer.ranks.gang import joined
 from finetune_trainer.train.step import StepBatches, optimizer_step
 from tests.support.forked_ranks import run_processes
 from tests.support.small_gang import whole

@@ -19,7 +19,7 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
 from finetune_trainer.files import MANIFEST_FILE
-from finetune_trainer.merge.headers import ADAPTER_FILE
+from finetune_trainer.weights.headers import ADAPTER_FILE
 from tests.sweep import oracle, plain, replay
 from tests.sweep.architectures import DTYPES
 from tests.sweep.case import SAVED_AT, STEPS, UNSET, Case

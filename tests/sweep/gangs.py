@@ -126,7 +126,7 @@ def _serve(body: str, rank: int, store: str, connection: Connection, log: str) -
 
     import torch
 
-    from finetune_trainer.gang import joined
+    from finetune_trainer.ranks.gang import joined
 
     torch.set_num_threads(1)
     # What the server has loaded is never looked through, and its pages are not copied for that.

@@ -41,23 +41,23 @@ def _fetch(context: RunContext, arguments: argparse.Namespace) -> TerminationRep
 
     go_online()
     from finetune_trainer.credentials import Credentials
-    from finetune_trainer.fetch.run import fetch
+    from finetune_trainer.roles.fetch import fetch
 
     return fetch(context, Credentials(arguments.credentials))
 
 
 def _preflight(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
-    from finetune_trainer.process_start import keep_torch_out
+    from finetune_trainer.processes.start import keep_torch_out
 
     if not context.plan.model.allow_remote_code:
         keep_torch_out()
-    from finetune_trainer.preflight.run import run
+    from finetune_trainer.roles.preflight import run
 
     return run(context)
 
 
 def _train(context: RunContext, arguments: argparse.Namespace) -> TerminationReport:
-    from finetune_trainer.supervisor import Launch, supervise
+    from finetune_trainer.roles.train import Launch, supervise
 
     return supervise(
         context,
@@ -72,10 +72,10 @@ def _train(context: RunContext, arguments: argparse.Namespace) -> TerminationRep
 
 
 def _merge(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
-    from finetune_trainer.process_start import preload
+    from finetune_trainer.processes.start import preload
 
-    preload("finetune_trainer.merge_role")
-    from finetune_trainer.merge_role import merge
+    preload("finetune_trainer.roles.merge")
+    from finetune_trainer.roles.merge import merge
 
     return merge(context)
 
@@ -85,7 +85,7 @@ def _publish(context: RunContext, arguments: argparse.Namespace) -> TerminationR
 
     go_online()
     from finetune_trainer.credentials import Credentials
-    from finetune_trainer.publish.run import publish
+    from finetune_trainer.roles.publish import publish
 
     return publish(context, Credentials(arguments.credentials))
 
@@ -120,6 +120,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from finetune_trainer.process_start import end
+    from finetune_trainer.processes.start import end
 
     end(main())

@@ -98,21 +98,6 @@ OUT_OF_DEVICE_MEMORY_HINT = "lower microBatchSize or maxSequenceLength, or set a
 _COLLECTIVE = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|socket|process group|rendezvous|broken pipe|TCPStore|heartbeat", re.IGNORECASE
 )
-_MERGE_CLASSES = {
-    "BrokenCheckpoint": FailureClass.USER_MODEL,
-    "TiedWeights": FailureClass.USER_MODEL,
-    "UnsupportedBase": FailureClass.USER_MODEL,
-    # An adapter and a base that do not belong together: trying again would show the same.
-    "AdapterTensorUnknown": FailureClass.USER_MODEL,
-    "AdapterTensorMissing": FailureClass.USER_MODEL,
-    "AdapterTensorDuplicate": FailureClass.USER_MODEL,
-    "AdapterTensorMisshaped": FailureClass.USER_MODEL,
-    "UnsupportedAdapter": FailureClass.USER_CONFIG,
-    "NotFinite": FailureClass.NON_FINITE,
-    "DiskFull": FailureClass.DISK_FULL,
-    "OutputExists": FailureClass.USER_CONFIG,
-    "DeviceUnavailable": FailureClass.USER_CONFIG,
-}
 
 
 def classify(error: BaseException) -> tuple[FailureClass, str]:
@@ -142,8 +127,6 @@ def _classify_one(error: BaseException) -> tuple[FailureClass, str] | None:
         return FailureClass.HOST_OUT_OF_MEMORY, "raise the memory of the profile's resources"
     if name == "SafetensorError" or module.startswith("safetensors"):
         return FailureClass.USER_MODEL, "a safetensors file is damaged or incomplete; copy it to the claim again"
-    if module.startswith("finetune_trainer.merge") and hasattr(error, "reason"):
-        return _MERGE_CLASSES.get(error.reason, FailureClass.INTERNAL), ""
     if name in ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError"):
         return FailureClass.COLLECTIVE, ""
     if isinstance(error, RuntimeError | ConnectionError) and _COLLECTIVE.search(text):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from finetune_cli.commands.validate import Outcome, Verdict, validate
+from finetune_cli.checks.validate import Outcome, Verdict, validate
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.claims import OUTPUT_CLAIM, ClaimUse, claims_of, directories, link_claims
 from finetune_cli.local.errors import LocalError

@@ -42,7 +42,7 @@ class MergeOrder:
 
     def command(self) -> list[str]:
         """Arguments of the process."""
-        command = [sys.executable, "-m", "finetune_trainer.merge", "--base", str(self.base)]
+        command = [sys.executable, "-m", "finetune_trainer.roles.merge_command", "--base", str(self.base)]
         for adapter in self.adapters:
             command += ["--adapter", str(adapter)]
         command += ["--output", str(self.output), "--max-shard-size", self.max_shard_size, "--device", self.device]

@@ -15,7 +15,7 @@ from typing import Any
 from finetune_cli.local.launch import Interruption
 from finetune_job.plan.run_plan import RunPlan
 
-_PROCESS = "finetune_trainer.rehearsal.process"
+_PROCESS = "finetune_trainer.roles.rehearse"
 
 
 @dataclass(frozen=True)

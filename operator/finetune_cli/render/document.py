@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from finetune_cli.commands.validate import Report
+from finetune_cli.checks.validate import Report
 
 
 def report_document(report: Report) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from finetune_cli.commands.estimate import Estimated
-from finetune_job.memory.estimate import Term
-from finetune_job.memory.limits import shown
-from finetune_job.memory.verdict import MemoryVerdict, no_change_helps
+from finetune_cli.checks.estimate import Estimated
+from finetune_memory.estimate import Term
+from finetune_memory.limits import shown
+from finetune_memory.verdict import MemoryVerdict, no_change_helps
 
 
 def estimate_text(found: list[Estimated]) -> str:

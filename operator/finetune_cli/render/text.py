@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from finetune_cli.commands.validate import Outcome, Report, Verdict
+from finetune_cli.checks.validate import Outcome, Report, Verdict
 from finetune_job.plan.run_plan import Choice
 from finetune_job.rules.admission import Transition, conditions_of
 from finetune_job.rules.changes import changes_text
@@ -15,7 +15,7 @@ from finetune_job.rules.define import shown
 from finetune_job.rules.rule import Finding, Rule
 
 if TYPE_CHECKING:
-    from finetune_cli.commands.fix import FixedFile
+    from finetune_cli.checks.fix import FixedFile
 
 WIDTH = 100
 """Columns."""

@@ -2,7 +2,7 @@
 
 from finetune_job.api.base import Dtype
 from finetune_job.api.parallelism import AutoWrapPolicy
-from finetune_job.memory.element_types import resolve_elements
+from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_job.rules.context import RuleContext
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
-from finetune_cli.commands.fix import fix
-from finetune_cli.commands.validate import Outcome, validate
+from finetune_cli.checks.fix import fix
+from finetune_cli.checks.validate import Outcome, validate
 from finetune_cli.documents import Loader, read_documents
 from finetune_cli.edit_yaml import edited
 from finetune_job.api.profile import FineTuneProfileSpec

@@ -8,7 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
-from finetune_cli.commands.validate import Outcome, validate
+from finetune_cli.checks.validate import Outcome, validate
 from finetune_cli.documents import read_documents
 from finetune_cli.exit_codes import ExitCode
 from finetune_job.rules.book import RULES

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune_job.api import crd
+from finetune_job import crd
 
 Schema = dict[str, Any]
 UNBOUNDED_FORM = re.compile(r"[*+]|\{\d+,\}")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel, Field, StringConstraints
 
-from finetune_job.api import crd
+from finetune_job import crd
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import Resources
 from finetune_job.rules.admission import CONDITIONS, Condition

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from finetune_job.module_expressions import is_plainly_malformed, key_expression
 
 OPERATOR = Path(__file__).parents[3] / "operator"
-COMPILES = ("memory/adapters.py",)
+COMPILES = ("finetune_memory/adapters.py",)
 """Estimates, which `finetune estimate` makes on the machine of whoever wrote the manifest, and preflight."""
 
 

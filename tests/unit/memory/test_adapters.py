@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from finetune_job.memory.adapters import trained_parameters
-from finetune_job.memory.families import base_parameters
-from finetune_job.memory.model_shape import UnknownModelError
+from finetune_memory.adapters import trained_parameters
+from finetune_memory.families import base_parameters
+from finetune_memory.model_shape import UnknownModelError
 from finetune_trainer.model.adapters import attach
 from tests.support.tiny_model import plan_of, tiny_spec
 from tests.unit.memory.configs import CONFIGS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune_job.memory.element_types import resolve_elements
+from finetune_job.plan.element_types import resolve_elements
 from tests.support.tiny_model import plan_of, tiny_spec
 
 

@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
-from finetune_job.memory.families import FAMILIES, LAYER_CLASSES, base_parameters
-from finetune_job.memory.model_shape import EAGER_ONLY, UnknownModelError, facts_of
+from finetune_memory.families import FAMILIES, LAYER_CLASSES, base_parameters
+from finetune_memory.model_shape import EAGER_ONLY, UnknownModelError, facts_of
 from tests.unit.memory.configs import CONFIGS
 
 

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoConfig
 
 from finetune_job.failures import FailureClass, Outcome, ReportedFinding
-from finetune_job.memory.describe import model_shape, read_model
-from finetune_job.memory.model_shape import facts_of
-from finetune_job.memory.verdict import RULE
+from finetune_memory.describe import model_shape, read_model
+from finetune_memory.model_shape import facts_of
+from finetune_memory.verdict import RULE
 from finetune_operator.decide.reconcile import reconcile
 from finetune_trainer.context import RunContext
 from finetune_trainer.preflight.model_process import check_model
-from finetune_trainer.preflight.run import run
+from finetune_trainer.roles.preflight import run
 from tests.support import quickstart
 from tests.support.builders import T0, a_job, observing
 from tests.support.declared_model import declare_model

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from finetune_job.memory.activations import layer_names
-from finetune_job.memory.adapters import trained_parameters
-from finetune_job.memory.estimate import Estimate
-from finetune_job.memory.families import base_parameters
-from finetune_job.memory.limits import Limit, limit_of, quantity_bytes, shown
-from finetune_job.memory.model_shape import ModelShape, facts_of
-from finetune_job.memory.sharding import unit_names
-from finetune_job.memory.verdict import HOST_RULE, RULE, MemoryVerdict, finding_of, judge_memory
+from finetune_memory.activations import layer_names
+from finetune_memory.adapters import trained_parameters
+from finetune_memory.estimate import Estimate
+from finetune_memory.families import base_parameters
+from finetune_memory.limits import Limit, limit_of, quantity_bytes, shown
+from finetune_memory.model_shape import ModelShape, facts_of
+from finetune_memory.sharding import unit_names
+from finetune_memory.verdict import HOST_RULE, RULE, MemoryVerdict, finding_of, judge_memory
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.memory.configs import CONFIGS
 

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune_trainer import merge_role
 from finetune_trainer.checkpoint import checkpoints
 from finetune_trainer.context import RunContext
+from finetune_trainer.roles import merge as merge_role
 from finetune_trainer.train import export
 from finetune_trainer.train import step as one_step
 
@@ -91,5 +91,5 @@ def wrong_scaling() -> Iterator[None]:
         save_file(tensors, path, metadata={"format": "pt"})
         return report
 
-    with patch("finetune_trainer.merge_role.merge", scaled):
+    with patch("finetune_trainer.roles.merge.merge", scaled):
         yield

@@ -27,7 +27,7 @@ from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError, SaveError
-from finetune_trainer.gang import Gang
+from finetune_trainer.ranks.gang import Gang
 from tests.support.forked_ranks import run_gang, trained_files, wrap
 from tests.support.tiny_model import plan_of, run_context, tiny_spec
 

@@ -18,7 +18,7 @@ from finetune_trainer.checkpoint.retention import checkpoint_directories, outdat
 from finetune_trainer.checkpoint.save import begin, commit
 from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.errors import CheckpointError, InvariantError
-from finetune_trainer.gang import Gang
+from finetune_trainer.ranks.gang import Gang
 
 ORIGIN = Origin(learning_sha256="p" * 64, data_hash="d" * 64)
 OTHER_RUN, OTHER_DATA = (ORIGIN.model_copy(update={name: "e" * 64}) for name in ("learning_sha256", "data_hash"))

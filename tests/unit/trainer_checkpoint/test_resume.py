@@ -19,9 +19,9 @@ from finetune_trainer.checkpoint.optimizer_state import described, restore_count
 from finetune_trainer.checkpoint.save import begin, commit
 from finetune_trainer.checkpoint.state import PARAMETER
 from finetune_trainer.context import RunContext
-from finetune_trainer.gang import Gang, joined
 from finetune_trainer.model.sharded import build
 from finetune_trainer.objective.next_token import NextToken
+from finetune_trainer.ranks.gang import Gang, joined
 from finetune_trainer.train.optimizers import build_optimizer
 from tests.support.forked_ranks import Fault, run_gang, run_processes, trained_files
 from tests.support.tiny_model import run_context, tiny_spec

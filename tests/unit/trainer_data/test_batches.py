@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from finetune_job.memory.workload import LENGTH_MULTIPLE
+from finetune_memory.workload import LENGTH_MULTIPLE
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
 from finetune_trainer.data.shards import SplitArrays
 

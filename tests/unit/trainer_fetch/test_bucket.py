@@ -11,12 +11,12 @@ from finetune_job.failures import FailureClass
 from finetune_trainer.credentials import S3Keys
 from finetune_trainer.errors import DataError, TrainerError
 from finetune_trainer.fetch import bucket as bucket_module
-from finetune_trainer.fetch import run as run_module
 from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
 from finetune_trainer.fetch.errors import SourceUnavailableError
-from finetune_trainer.fetch.run import fetch
 from finetune_trainer.network.errors import TransientError
 from finetune_trainer.network.s3_service import S3Service
+from finetune_trainer.roles import fetch as run_module
+from finetune_trainer.roles.fetch import fetch
 from tests.support.hub import Fault
 from tests.unit.trainer_fetch.conftest import LOCAL, QUICK
 from tests.unit.trainer_fetch.test_hub import content

@@ -16,9 +16,9 @@ from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.fetch import hub as hub_module
 from finetune_trainer.fetch.manifest import read_manifest
-from finetune_trainer.fetch.run import fetch
 from finetune_trainer.network.online import go_online
 from finetune_trainer.network.retry import Patience
+from finetune_trainer.roles.fetch import fetch
 from tests.support.hub import SIGNATURE, Fault
 from tests.unit.trainer_fetch.conftest import LOCAL, QUICK
 

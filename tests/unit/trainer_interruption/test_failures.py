@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from finetune_job.failures import EXIT_CODES, TERMINATION_LIMIT_BYTES, FailureClass, TerminationReport
 from finetune_trainer.context import RunContext
-from finetune_trainer.supervisor import was_out_of_memory
-from finetune_trainer.train.reports import SilentEvidence, rank_report_name, read_rank_reports, root_cause, silent_failures
+from finetune_trainer.ranks.reports import SilentEvidence, rank_report_name, read_rank_reports, root_cause, silent_failures
+from finetune_trainer.roles.train import was_out_of_memory
 from tests.support.forked_ranks import run_gang, run_processes
 from tests.support.tiny_model import run_context, tiny_spec, write_tiny_prepared
 
@@ -133,7 +133,7 @@ def test_a_collective_that_times_out_has_its_own_class(tmp_path: Path) -> None:
 
 
 def _late(context: RunContext, store: str, rank: int) -> int:
-    from finetune_trainer import gang
+    from finetune_trainer.ranks import gang
 
     gang.collective_timeout = lambda _seconds: timedelta(seconds=5)  # type: ignore[assignment]
     reported = context.workspace.reports("train", 0) / rank_report_name(0)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_job.failures import TERMINATION_LIMIT_BYTES, FailureClass
-from finetune_trainer.gang import collective_timeout
-from finetune_trainer.train.heartbeat import STEP, Heartbeat
-from finetune_trainer.train.reports import root_cause
-from finetune_trainer.train.stalls import (
+from finetune_trainer.ranks.gang import collective_timeout
+from finetune_trainer.ranks.heartbeat import STEP, Heartbeat
+from finetune_trainer.ranks.reports import root_cause
+from finetune_trainer.ranks.stalls import (
     LONG_SECONDS_LEAST,
     Listener,
     Record,
@@ -25,7 +25,7 @@ from finetune_trainer.train.stalls import (
     stacks_name,
     verdict,
 )
-from finetune_trainer.train.watchdog import main_stack, own_place
+from finetune_trainer.ranks.watchdog import main_stack, own_place
 
 
 def record(rank: int, collectives: int, *, overdue: bool = True, waits: bool = False, idle: float = 100.0, turn: int = 1) -> Record:

@@ -16,12 +16,12 @@ import pytest
 
 from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport
 from finetune_trainer.context import RunContext
-from finetune_trainer.gang import joined
-from finetune_trainer.train import watchdog
-from finetune_trainer.train.heartbeat import STEP, Heartbeat
-from finetune_trainer.train.reports import read_rank_reports, root_cause
-from finetune_trainer.train.stalls import Patience, flight_recorder_name, stacks_name
-from finetune_trainer.train.watchdog import Watchdog
+from finetune_trainer.ranks import watchdog
+from finetune_trainer.ranks.gang import joined
+from finetune_trainer.ranks.heartbeat import STEP, Heartbeat
+from finetune_trainer.ranks.reports import read_rank_reports, root_cause
+from finetune_trainer.ranks.stalls import Patience, flight_recorder_name, stacks_name
+from finetune_trainer.ranks.watchdog import Watchdog
 from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import run_context, tiny_spec
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from finetune_trainer.merge.changes import Orientation
-from finetune_trainer.merge.errors import AdapterTensorDuplicateError
 from finetune_trainer.merge.run import MergeOptions, MergeReport, merge_adapter
 from finetune_trainer.merge.steps import low_rank
+from finetune_trainer.weights.errors import AdapterTensorDuplicateError
 from tests.unit.trainer_merge import tiny
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

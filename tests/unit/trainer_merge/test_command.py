@@ -1,4 +1,4 @@
-"""`python -m finetune_trainer.merge`: lines of progress, one report, exit codes by class, a name only for what passed."""
+"""`python -m finetune_trainer.roles.merge_command`: progress, one report, exit codes by class, a name only for what passed."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.merge import __main__ as command
 from finetune_trainer.merge.pieces import common_cuts
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.merge.steps.on_device import OnDevice
-from finetune_trainer.merge.verified import read_prompts
+from finetune_trainer.roles import merge_command as command
+from finetune_trainer.roles.merge_verified import read_prompts
 from tests.unit.trainer_merge import tiny
 
 

@@ -13,16 +13,17 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from finetune_trainer.merge import errors
 from finetune_trainer.merge.adapter_settings import adapter_settings
-from finetune_trainer.merge.changes import ExpertPart, Orientation
-from finetune_trainer.merge.families import Family
-from finetune_trainer.merge.headers import TensorHeader, read_adapter, read_checkpoint, read_json
+from finetune_trainer.merge.changes import Orientation
 from finetune_trainer.merge.parameter_adapters import PARAMETER_ORDER, ParameterChanges, parameter_changes
-from finetune_trainer.merge.read_model import read_stored_model
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.merge.steps import experts
-from finetune_trainer.merge.stored import StoredModel
+from finetune_trainer.weights import errors
+from finetune_trainer.weights.expert_part import ExpertPart
+from finetune_trainer.weights.families import Family
+from finetune_trainer.weights.headers import TensorHeader, read_adapter, read_checkpoint, read_json
+from finetune_trainer.weights.read_model import read_stored_model
+from finetune_trainer.weights.stored import StoredModel
 from tests.unit.trainer_merge import moe, tiny
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

@@ -16,9 +16,9 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from bench.merge.model import write_adapter, write_base
-from finetune_trainer.merge import errors
-from finetune_trainer.merge.headers import read_checkpoint, read_header
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
+from finetune_trainer.weights import errors
+from finetune_trainer.weights.headers import read_checkpoint, read_header
 from tests.unit.trainer_merge import tiny
 
 GIB = 1 << 30

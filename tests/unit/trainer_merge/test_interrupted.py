@@ -16,10 +16,11 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from finetune_trainer.merge import errors, pieces, stream
+from finetune_trainer.merge import pieces, stream
 from finetune_trainer.merge.journal import Journal
 from finetune_trainer.merge.run import MergeOptions, MergeReport, merge_adapter
 from finetune_trainer.merge.writer import journal_path, temporary_directory
+from finetune_trainer.weights import errors
 from tests.unit.trainer_merge import tiny
 
 MAX_SHARD_BYTES = 300_000

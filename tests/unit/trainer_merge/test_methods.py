@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from finetune_job.api.method import MethodType
 from finetune_job.method_settings import peft_fields
 from finetune_job.methods import METHODS, Family, supported
-from finetune_trainer.merge.errors import (
+from finetune_trainer.merge.methods import CHANGED_PARAMETERS
+from finetune_trainer.merge.run import MergeOptions, MergeReport, merge_adapter
+from finetune_trainer.model.method_settings import config_class
+from finetune_trainer.weights.errors import (
     AdapterTensorMisshapedError,
     AdapterTensorMissingError,
     AdapterTensorUnknownError,
     MergeError,
     UnsupportedAdapterError,
 )
-from finetune_trainer.merge.methods import CHANGED_PARAMETERS
-from finetune_trainer.merge.run import MergeOptions, MergeReport, merge_adapter
-from finetune_trainer.model.method_settings import config_class
 from tests.support import method_settings
 from tests.unit.trainer_merge import tiny
 

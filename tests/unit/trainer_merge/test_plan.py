@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune_trainer.merge import errors
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
-from finetune_trainer.merge.families import FAMILIES
-from finetune_trainer.merge.headers import DTYPE_BYTES, TensorHeader
 from finetune_trainer.merge.plan import MergePlan, merge_plan, plan_digest
-from finetune_trainer.merge.stored import StoredModel
+from finetune_trainer.weights import errors
+from finetune_trainer.weights.families import FAMILIES
+from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader
+from finetune_trainer.weights.stored import StoredModel
 
 HIDDEN, INNER, VOCABULARY = 8, 12, 20
 LINEARS = {

@@ -17,11 +17,11 @@ from finetune_job.api.base import Dtype
 from finetune_job.api.method import QuantStorage, QuantType
 from finetune_job.plan.run_plan import QuantizationPlan
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.merge.errors import UnsupportedBaseError
 from finetune_trainer.merge.quantized_base import quantized_parameters, training_quantization
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.merge.steps import quantization as step
 from finetune_trainer.merge.steps.quantization import dequantized
+from finetune_trainer.weights.errors import UnsupportedBaseError
 from tests.unit.trainer_merge import tiny
 
 DTYPES = ["bfloat16", "float16", "float32"]

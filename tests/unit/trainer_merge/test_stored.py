@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPTNeoXConfig, PreTrainedModel, T5Config
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from finetune_trainer.merge import errors, library_names
-from finetune_trainer.merge.families import FAMILIES, LEGACY, Family
-from finetune_trainer.merge.headers import TensorHeader, read_checkpoint, read_json
-from finetune_trainer.merge.name_rules import ExpertStack, Renaming, Unreadable
-from finetune_trainer.merge.read_model import read_stored_model
-from finetune_trainer.merge.stored import StoredModel
+from finetune_trainer.weights import errors, library_names
+from finetune_trainer.weights.families import FAMILIES, LEGACY, Family
+from finetune_trainer.weights.headers import TensorHeader, read_checkpoint, read_json
+from finetune_trainer.weights.name_rules import ExpertStack, Renaming, Unreadable
+from finetune_trainer.weights.read_model import read_stored_model
+from finetune_trainer.weights.stored import StoredModel
 from tests.unit.trainer_merge import moe, tiny
 
 ONE_LAYER = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 1)
@@ -290,8 +290,8 @@ def test_parameter_tied_to_a_tied_one_shares_its_memory() -> None:
 def test_dense_model_is_read_without_importing_the_libraries(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny.llama()).save_pretrained(tmp_path)
     program = (
-        "import sys; from pathlib import Path; from finetune_trainer.merge.headers import read_checkpoint, read_json;"
-        "from finetune_trainer.merge.read_model import read_stored_model; base = Path(sys.argv[1]);"
+        "import sys; from pathlib import Path; from finetune_trainer.weights.headers import read_checkpoint, read_json;"
+        "from finetune_trainer.weights.read_model import read_stored_model; base = Path(sys.argv[1]);"
         "assert read_stored_model(read_checkpoint(base), read_json(base / 'config.json')).parameters;"
         "assert not {'torch', 'transformers', 'peft'} & set(sys.modules)"
     )

@@ -8,8 +8,8 @@ import pytest
 from finetune_job.failures import Outcome
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.files import file_sha256
-from finetune_trainer.preflight.report import ModelReport
-from finetune_trainer.preflight.run import run
+from finetune_trainer.inspection.report import ModelReport
+from finetune_trainer.roles.preflight import run
 
 
 def report_of(context):

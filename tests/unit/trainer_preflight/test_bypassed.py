@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from finetune_job.rules.rule import Finding
-from finetune_trainer.preflight import observed_use
+from finetune_trainer.inspection import observed_use
+from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.bypassed import base_name, endings
 from finetune_trainer.preflight.model_process import check_model
-from finetune_trainer.preflight.module_use import ModuleUse, ModuleUses
-from finetune_trainer.rehearsal.layers import KeptLayers
+from finetune_trainer.small_models.layers import KeptLayers
 from tests.support.declared_model import declare_model
 from tests.support.tiny_model import plan_of, tiny_spec
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune_job.api.data import DataFormat, LossOn
-from finetune_trainer.preflight.tokenizer import check_chat_template
+from finetune_trainer.data.tokenizer import check_chat_template
 from tests.unit.trainer_data.chat_templates import CHATML, MISTRAL, THINKING
 from tests.unit.trainer_data.tokenizers_by_hand import byte_tokenizer, word_tokenizer
 from tests.unit.trainer_preflight.test_chat_template import plan

@@ -8,8 +8,8 @@ from tokenizers import processors
 from finetune_job.api.data import DataFormat, LossOn
 from finetune_job.failures import FailureClass, Outcome
 from finetune_job.plan.run_plan import DataPlan
-from finetune_trainer.preflight.run import run
-from finetune_trainer.preflight.tokenizer import check_chat_template
+from finetune_trainer.data.tokenizer import check_chat_template
+from finetune_trainer.roles.preflight import run
 from tests.support import quickstart
 from tests.unit.trainer_data.chat_templates import CHATML, FAMILIES, GEMMA, LLAMA3, THINKING, TWO_STOPS
 from tests.unit.trainer_data.tokenizers_by_hand import byte_tokenizer

@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from finetune_trainer.inspection.declared_weights import load_declared, pack
+from finetune_trainer.inspection.valueless import attach_valueless
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.load import load_base_model, packed_dtype, stored_dtype
-from finetune_trainer.preflight.declared_weights import load_declared, pack
 from finetune_trainer.preflight.model_process import check_model
-from finetune_trainer.preflight.valueless import attach_valueless
 from tests.support.declared_model import LLAMA_70B, declare_model
 from tests.support.tiny_model import plan_of, tiny_spec
 

@@ -9,7 +9,7 @@ from finetune_job.api.job import parse_job
 from finetune_job.failures import Outcome
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.context import RuleContext
-from finetune_trainer.preflight.run import run
+from finetune_trainer.roles.preflight import run
 from tests.unit.trainer_preflight.conftest import EXAMPLES
 
 REFUSED = sorted((EXAMPLES / "refused").glob("*.yaml"))

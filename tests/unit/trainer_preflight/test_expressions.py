@@ -3,8 +3,9 @@
 import pytest
 
 from finetune_job.failures import FailureClass, Outcome
-from finetune_trainer.preflight import confined, run
 from finetune_trainer.preflight.expressions import check_expressions
+from finetune_trainer.processes import sandbox as confined
+from finetune_trainer.roles import preflight as run
 
 HOSTILE = "(?i:" + "[\u0080-\uffff]" * 55 + ")"
 """330 characters, within every bound; together such keys take a minute."""

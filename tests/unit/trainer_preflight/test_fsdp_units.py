@@ -1,7 +1,7 @@
 """Units that torch would refuse, or share a parameter without a word, are named before any rank starts."""
 
 from finetune_job.failures import Outcome
-from finetune_trainer.preflight.run import run
+from finetune_trainer.roles.preflight import run
 
 
 def rules(job):

@@ -51,5 +51,5 @@ def test_a_process_that_fails_is_reported(context, model, tmp_path, monkeypatch,
 
 
 def test_preflight_itself_needs_no_torch():
-    code = "from finetune_trainer.process_start import keep_torch_out; keep_torch_out(); import finetune_trainer.preflight.run"
+    code = "from finetune_trainer.processes.start import keep_torch_out; keep_torch_out(); import finetune_trainer.roles.preflight"
     assert subprocess.run([sys.executable, "-c", code], check=False, env=os.environ).returncode == 0

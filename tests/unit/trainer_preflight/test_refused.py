@@ -7,8 +7,8 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from finetune_job.failures import FailureClass, Outcome
-from finetune_trainer.merge.errors import UnsupportedBaseError
-from finetune_trainer.preflight.run import run
+from finetune_trainer.roles.preflight import run
+from finetune_trainer.weights.errors import UnsupportedBaseError
 
 INDEX = "model.safetensors.index.json"
 
@@ -338,7 +338,7 @@ def test_a_base_that_the_verification_cannot_read_is_refused_before_the_training
     def unreadable(_stored):
         raise UnsupportedBaseError("base parameter gate_proj: transformers makes it from stored tensors by Chunk.")
 
-    monkeypatch.setattr("finetune_trainer.merge.stored.StoredModel.require_readable", unreadable)
+    monkeypatch.setattr("finetune_trainer.weights.stored.StoredModel.require_readable", unreadable)
     assert "by Chunk" in only(context(), "merge-impossible").message
 
 
@@ -349,7 +349,7 @@ def test_room_is_for_the_merged_models_own_type(context, model, monkeypatch, dty
     def room(field, location, root, needed, what):
         asked[what] = needed
 
-    monkeypatch.setattr("finetune_trainer.preflight.run.check_room", room)
+    monkeypatch.setattr("finetune_trainer.roles.preflight.check_room", room)
     run(context({"merge.dtype": dtype}))
     whole = asked["the results"]
     run(context({"merge.enabled": False}))

@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM
 
 from finetune_job.failures import Outcome
 from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
+from finetune_trainer.inspection.report import read_report
 from finetune_trainer.preflight import rows_read
-from finetune_trainer.preflight.report import read_report
-from finetune_trainer.preflight.run import run
+from finetune_trainer.roles.preflight import run
 
 RULE = "trained-token-unread"
 LORA, OTHER = "method.lora.trainableTokenIndices", "method.settings"

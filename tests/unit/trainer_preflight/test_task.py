@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from finetune_trainer.inspection.observed_use import observe
 from finetune_trainer.preflight.model_process import check_model
-from finetune_trainer.preflight.observed_use import observe
 from finetune_trainer.preflight.small_model import check_small_model
 from finetune_trainer.preflight.task import check_task
 from tests.support.declared_model import declare_model

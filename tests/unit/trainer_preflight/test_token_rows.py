@@ -11,8 +11,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from finetune_job.failures import Outcome
-from finetune_trainer.preflight.report import read_report
-from finetune_trainer.preflight.run import run
+from finetune_trainer.inspection.report import read_report
+from finetune_trainer.roles.preflight import run
 from tests.support import quickstart
 from tests.unit.trainer_data.chat_templates import CHATML
 

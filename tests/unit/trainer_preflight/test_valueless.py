@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family
+from finetune_trainer.inspection import valueless
+from finetune_trainer.inspection.declared_weights import load_declared
 from finetune_trainer.model.adapters import attach, fixed_tensors, stored_names
 from finetune_trainer.model.load import build_unwritten
-from finetune_trainer.preflight import valueless
-from finetune_trainer.preflight.declared_weights import load_declared
 from tests.support.method_settings import SETTINGS
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 

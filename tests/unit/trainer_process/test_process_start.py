@@ -21,7 +21,7 @@ def test_nothing_is_collected_while_modules_are_loaded_and_what_they_made_is_lef
     (tmp_path / "many_objects.py").write_text(LOADING)
     done = python(
         "import gc\n"
-        "from finetune_trainer.process_start import preload\n"
+        "from finetune_trainer.processes.start import preload\n"
         "runs = []\n"
         "gc.callbacks.append(lambda phase, facts: runs.append(phase))\n"
         "preload('many_objects')\n"
@@ -37,7 +37,7 @@ def test_the_collector_runs_again_after_a_module_that_cannot_be_loaded(tmp_path:
     (tmp_path / "broken.py").write_text("raise ImportError('a library is missing')")
     done = python(
         "import gc\n"
-        "from finetune_trainer.process_start import preload\n"
+        "from finetune_trainer.processes.start import preload\n"
         "try:\n    preload('broken')\n"
         "except ImportError as error:\n    print(error, gc.isenabled())",
         tmp_path,
@@ -50,7 +50,7 @@ def test_a_process_ends_with_its_output_written_and_takes_nothing_apart(code: in
     done = python(
         "import logging, sys, threading, time\n"
         "from logging.handlers import MemoryHandler\n"
-        "from finetune_trainer.process_start import end\n"
+        "from finetune_trainer.processes.start import end\n"
         "class Library:\n    def __del__(self):\n        print('taken apart')\n"
         "library = Library()\n"
         "threading.Thread(target=time.sleep, args=(3600,)).start()\n"

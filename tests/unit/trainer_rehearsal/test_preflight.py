@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from finetune_job.failures import Outcome
-from finetune_trainer.preflight import run as preflight
-from finetune_trainer.preflight.report import read_report
-from finetune_trainer.rehearsal import process
-from finetune_trainer.rehearsal.report import RehearsalReport, Verdict
+from finetune_trainer.inspection.rehearsal_report import RehearsalReport, Verdict
+from finetune_trainer.inspection.report import read_report
 from finetune_trainer.rehearsal.verdicts import not_done
+from finetune_trainer.roles import preflight
+from finetune_trainer.roles import rehearse as process
 from tests.unit.trainer_preflight.conftest import claims, context, made_claims, manifest, model
 
 __all__ = ["claims", "context", "made_claims", "manifest", "model"]

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune_trainer.model.load import load_base_model, load_config
-from finetune_trainer.rehearsal.layers import choose_layers
 from finetune_trainer.rehearsal.places import Places
-from finetune_trainer.rehearsal.search import search
-from finetune_trainer.rehearsal.shrink import shrink
 from finetune_trainer.rehearsal.twin import make_twin
+from finetune_trainer.small_models.layers import choose_layers
+from finetune_trainer.small_models.search import search
+from finetune_trainer.small_models.shrink import shrink
 from tests.support.declared_model import declare_model
 from tests.support.tiny_model import plan_of, tiny_spec
 from tests.unit.trainer_rehearsal.configurations import SIZES, configuration

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.rehearsal.report import RehearsalReport, Stage, Verdict
+from finetune_trainer.inspection.rehearsal_report import RehearsalReport, Stage, Verdict
 from tests.support.forked_ranks import run_processes, wrap
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 from tests.unit.trainer_rehearsal.large_model import write_headers
@@ -60,11 +60,12 @@ def rehearsed(
 
 
 def _rehearse(plan: RunPlan, model: Path, root: Path, fault: Callable[[], None], seconds: float, memory: int, answer: Path) -> None:
-    from finetune_trainer.rehearsal.processes import Bounds
+    from finetune_trainer.processes.forked import Bounds
     from finetune_trainer.rehearsal.run import rehearse
+    from finetune_trainer.roles.merge import merge
 
     fault()
-    report = rehearse(plan, model, root, Bounds(time.monotonic() + seconds, memory))
+    report = rehearse(plan, model, root, Bounds(time.monotonic() + seconds, memory), merge=merge)
     answer.write_text(report.model_dump_json())
 
 

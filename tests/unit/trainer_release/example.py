@@ -20,7 +20,7 @@ from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import SplitArrays
-from finetune_trainer.preflight.report import ModelReport, read_report
+from finetune_trainer.inspection.report import ModelReport, read_report
 from finetune_trainer.release.facts import RunFacts, run_facts
 from finetune_trainer.release.places import places_of
 from finetune_trainer.release.serving import ServingReport

@@ -10,12 +10,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from finetune_trainer.markdown import block, code, table
 from finetune_trainer.release.card import adapter_card, front_matter, model_card
 from finetune_trainer.release.curves import ROWS, WIDTH, Point, chosen, course, sparkline
 from finetune_trainer.release.facts import RunFacts
 from finetune_trainer.release.licence import Licence, read_licence
 from finetune_trainer.release.licence import front_matter as parsed_front_matter
-from finetune_trainer.release.markdown import block, code, table
 from finetune_trainer.release.serving import ServingReport
 from tests.unit.trainer_release.example import BASE_COMMIT, DATA_COMMIT, FROM_HUB, IMAGE, example
 

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from finetune_job.methods import Family, supported
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.merge.errors import MergeError
 from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, stored_names
 from finetune_trainer.model.load import build_unwritten
 from finetune_trainer.release.adapter_check import check_adapter, described
 from finetune_trainer.release.serving import PEFT_PREFIX, serving_report
+from finetune_trainer.weights.errors import MergeError
 from tests.support.method_settings import SETTINGS
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, Gemma3nTextConfig
 
 from finetune_job.api.training import ActivationCheckpointing
 from finetune_trainer.checkpoint.state import pieces
-from finetune_trainer.gang import joined
 from finetune_trainer.model import sharded
 from finetune_trainer.model.activations import checkpoint_activations
 from finetune_trainer.model.kept_results import keeping_contexts
 from finetune_trainer.model.load_shards import base_name
+from finetune_trainer.ranks.gang import joined
 from tests.support.forked_ranks import run_processes
 from tests.support.method_settings import SETTINGS
 from tests.support.small_gang import Unchanged
@@ -170,7 +170,7 @@ def test_recomputed_activations_give_the_same_gradients_bit_for_bit(tmp_path: Pa
 def test_one_rank_holds_a_frozen_base_in_the_16_bit_type_of_the_computation(
     tmp_path: Path, method: dict[str, Any], held: torch.dtype
 ) -> None:
-    from finetune_trainer.gang import Gang
+    from finetune_trainer.ranks.gang import Gang
 
     base = write_tiny_llama(tmp_path / "base", torch.float16)
     plan = plan_of(spec_of(method, {}, 1, precision="bf16"))
@@ -238,7 +238,7 @@ def test_what_is_kept_serves_one_backward_pass() -> None:
 
 
 def adapter_gradients(base: Path, method: str, kind: str) -> dict[str, torch.Tensor]:
-    from finetune_trainer.gang import Gang
+    from finetune_trainer.ranks.gang import Gang
 
     spec = spec_of({"type": method, "settings": SETTINGS[method]}, {}, 1, activationCheckpointing=kind)
     module = sharded.build(plan_of(spec), base, Gang(0, 1, 0, torch.device("cpu"), None), Unchanged()).module
@@ -254,7 +254,7 @@ def adapter_gradients(base: Path, method: str, kind: str) -> dict[str, torch.Ten
 def products(base: Path, kind: str) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
-    from finetune_trainer.gang import Gang
+    from finetune_trainer.ranks.gang import Gang
 
     spec = spec_of({"type": "LoRA", "lora": {"r": 4}}, {}, 1, activationCheckpointing=kind)
     trained = sharded.build(plan_of(spec), base, Gang(0, 1, 0, torch.device("cpu"), None), Unchanged())

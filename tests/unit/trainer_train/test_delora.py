@@ -9,10 +9,10 @@ import torch
 from peft.tuners.delora import DeloraConfig, DeloraLinear
 from torch import nn
 
-from finetune_trainer.gang import Gang
 from finetune_trainer.model.delora import compute_in_float32
 from finetune_trainer.model.sharded import build
 from finetune_trainer.objective.next_token import NextToken
+from finetune_trainer.ranks.gang import Gang
 from tests.support.method_settings import SETTINGS
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 

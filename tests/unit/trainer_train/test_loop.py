@@ -17,7 +17,7 @@ from finetune_trainer.checkpoint.manifest import RunState
 from finetune_trainer.context import RunContext
 from finetune_trainer.observe.goodput import Cause, accounts, parsed
 from finetune_trainer.observe.lines import read_lines
-from finetune_trainer.train.reports import rank_report_name
+from finetune_trainer.ranks.reports import rank_report_name
 from tests.support.forked_ranks import Disturbance, Fault, run_gang, trained_files, wrap
 from tests.support.tiny_model import run_context, tiny_spec
 

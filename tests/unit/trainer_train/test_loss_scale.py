@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from finetune_trainer.checkpoint.manifest import LossScale
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.errors import NonFiniteError
-from finetune_trainer.gang import Gang
 from finetune_trainer.model.sharded import build
 from finetune_trainer.objective.next_token import NextToken
+from finetune_trainer.observe.step_result import StepResult
+from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.train.loss_scale import FIRST, LARGEST, STEPS_TO_GROW, UNSCALED, following, halved
 from finetune_trainer.train.optimizers import build_optimizer
-from finetune_trainer.train.step import StepBatches, StepResult, optimizer_step
+from finetune_trainer.train.step import StepBatches, optimizer_step
 from tests.support.forked_ranks import Fault, run_gang, trained_files, wrap
 from tests.support.tiny_model import plan_of, run_context, tiny_spec
 

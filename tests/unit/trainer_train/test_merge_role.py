@@ -16,7 +16,7 @@ from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, Termination
 from finetune_trainer.__main__ import main
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import file_sha256
-from finetune_trainer.preflight.model_files import file_digests
+from finetune_trainer.inspection.model_files import file_digests
 from finetune_trainer.release.build import read_release
 from tests.support.forked_ranks import run_gang
 from tests.support.tiny_model import run_context, tiny_spec
@@ -187,10 +187,10 @@ def test_the_merged_model_alone_is_released_where_the_adapter_is_not_wanted(tmp_
 
 
 STEPS = {
-    "copied": "finetune_trainer.merge_role.merge_adapter",
-    "merged": "finetune_trainer.merge_role.verify_merge",
-    "verified": "finetune_trainer.merge_role.publish_directory",
-    "renamed": "finetune_trainer.merge_role.run_facts",
+    "copied": "finetune_trainer.roles.merge.merge_adapter",
+    "merged": "finetune_trainer.roles.merge.verify_merge",
+    "verified": "finetune_trainer.roles.merge.publish_directory",
+    "renamed": "finetune_trainer.roles.merge.run_facts",
     "described": "finetune_trainer.release.write.encode",
     "stated": "finetune_trainer.release.write.write_checksums",
 }

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from finetune_job.methods import Family, supported
 from finetune_trainer.checkpoint.state import pieces
-from finetune_trainer.gang import joined
 from finetune_trainer.model import sharded
 from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, stored_names
 from finetune_trainer.model.sharded import TrainedModel
+from finetune_trainer.ranks.gang import joined
 from tests.support.forked_ranks import Fault, run_gang, run_processes, trained_files
 from tests.support.method_settings import SETTINGS
 from tests.support.small_gang import Unchanged, documents, whole

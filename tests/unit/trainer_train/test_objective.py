@@ -24,11 +24,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from finetune_job.memory.loss import MIN_ROWS_PER_PART, VALUES_PER_PART
+from finetune_memory.loss import MIN_ROWS_PER_PART, VALUES_PER_PART
 from finetune_trainer.data.batches import Batch, PreparedData, PreparedSplit
 from finetune_trainer.data.shards import SplitArrays
+from finetune_trainer.model.objective import BatchSize
 from finetune_trainer.objective import cross_entropy, head
-from finetune_trainer.objective.interface import BatchSize
 from finetune_trainer.objective.next_token import NextToken, targets_of
 from finetune_trainer.train.batches import global_batch
 from tests.support.recorded_steps import distance, recorded_steps

@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from finetune_job.failures import EXIT_CODES, TERMINATION_LIMIT_BYTES, FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_trainer.__main__ import main
 from finetune_trainer.errors import DataError, PreemptedError, TrainerError, classify
-from finetune_trainer.rank_logs import CappedFile
-from finetune_trainer.supervisor import was_out_of_memory
+from finetune_trainer.ranks.logs import CappedFile
+from finetune_trainer.ranks.reports import ECHO_SECONDS, SilentEvidence, dated, failed_ranks, root_cause, silent_failures
+from finetune_trainer.roles.train import was_out_of_memory
 from finetune_trainer.termination import failure_report, run_role
-from finetune_trainer.train.reports import ECHO_SECONDS, SilentEvidence, dated, failed_ranks, root_cause, silent_failures
 
 
 def failed(failure: FailureClass, time: float, rank: int) -> TerminationReport:
@@ -181,5 +181,5 @@ def test_reading_roles_needs_no_torch() -> None:
     """The supervisor and its reports must not take torch's seconds and memory in every pod."""
     import subprocess
 
-    code = "import sys, finetune_trainer.__main__, finetune_trainer.supervisor; sys.exit('torch' in sys.modules)"
+    code = "import sys, finetune_trainer.__main__, finetune_trainer.roles.train; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

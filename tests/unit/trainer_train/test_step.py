@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.errors import NonFiniteError
-from finetune_trainer.gang import Gang
 from finetune_trainer.objective.next_token import NextToken
+from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.train.batches import global_batch
 from finetune_trainer.train.evaluate import held_out_loss
 from finetune_trainer.train.optimizers import build_optimizer

@@ -23,7 +23,7 @@ from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport, p
 from finetune_job.progress import Progress
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import classify
-from finetune_trainer.supervisor import RANK_MODULE, MasterUnreachableError, wait_until_resolved
+from finetune_trainer.roles.train import RANK_MODULE, MasterUnreachableError, wait_until_resolved
 from tests.support.tiny_model import run_context, tiny_spec
 
 DEADLINE_SECONDS = 240.0

@@ -19,16 +19,16 @@ from peft import LoraConfig
 
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import MANIFEST_FILE, file_sha256
-from finetune_trainer.merge.errors import MergeError
-from finetune_trainer.merge.headers import CONFIG_FILE, SINGLE_FILE, read_checkpoint, read_json
 from finetune_trainer.merge.plan import merge_plan, plan_digest
 from finetune_trainer.merge.read_adapters import read_adapter_headers
-from finetune_trainer.merge.read_model import read_stored_model
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
-from finetune_trainer.merge_role import check_trained
+from finetune_trainer.roles.merge import check_trained
 from finetune_trainer.verify.gate import GATES
 from finetune_trainer.verify.run import verify_merge
 from finetune_trainer.verify.tensors import check_tensors
+from finetune_trainer.weights.errors import MergeError
+from finetune_trainer.weights.headers import CONFIG_FILE, SINGLE_FILE, read_checkpoint, read_json
+from finetune_trainer.weights.read_model import read_stored_model
 from tests.unit.trainer_merge import tiny
 
 PROMPTS = [[1, 5, 9, 200, 17, 33, 250, 4], [2, 3, 4]]

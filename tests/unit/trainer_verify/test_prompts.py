@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from finetune_trainer.merge.errors import BrokenCheckpointError
 from finetune_trainer.verify.prompts import NUM_PROMPTS, NUM_TOKENS, default_prompts
+from finetune_trainer.weights.errors import BrokenCheckpointError
 
 
 def write(directory: Path, **files: Any) -> Path:

@@ -16,7 +16,7 @@ from finetune_trainer.checkpoint.save import Writing, begin, commit
 from finetune_trainer.checkpoint.state import Piece
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError, SaveError
-from finetune_trainer.gang import Gang
+from finetune_trainer.ranks.gang import Gang
 
 log = logging.getLogger(__name__)
 FAILURES_IN_A_ROW = 2

@@ -15,7 +15,7 @@ from finetune_trainer.checkpoint.optimizer_state import check_kind, create_state
 from finetune_trainer.checkpoint.retention import checkpoint_directories, remove_leftovers
 from finetune_trainer.checkpoint.state import PARAMETER, Piece
 from finetune_trainer.errors import CheckpointError, ForeignCheckpointError
-from finetune_trainer.gang import Gang
+from finetune_trainer.ranks.gang import Gang
 
 log = logging.getLogger(__name__)
 

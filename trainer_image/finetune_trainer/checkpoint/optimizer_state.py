@@ -1,4 +1,4 @@
-"""The state of each optimizer (finetune_job/memory/optimizers.py), created before the first step and checked after every load.
+"""The state of each optimizer (finetune_memory/optimizers.py), created before the first step and checked after every load.
 
 A state that is created late can silently stay empty after a load, and the resumed run then differs.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from finetune_job.api.training import OptimizerName
-from finetune_job.memory.optimizers import FORMS, StateForm
+from finetune_memory.optimizers import FORMS, StateForm
 from finetune_trainer.checkpoint.manifest import OptimizerEntry
 from finetune_trainer.errors import CheckpointError, InvariantError
-from finetune_trainer.gang import Gang
+from finetune_trainer.ranks.gang import Gang
 
 STEP = "step"
 

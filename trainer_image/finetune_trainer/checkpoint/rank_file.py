@@ -20,7 +20,7 @@ from finetune_trainer.checkpoint.manifest import FileEntry, PieceEntry
 from finetune_trainer.checkpoint.names import tensor_key
 from finetune_trainer.checkpoint.optimizer_state import state_form
 from finetune_trainer.checkpoint.state import PARAMETER, Piece
-from finetune_trainer.merge.steps.rounding import TORCH_DTYPES
+from finetune_trainer.weights.rounding import TORCH_DTYPES
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _CHUNK_BYTES = 16 << 20

@@ -23,7 +23,7 @@ from finetune_trainer.checkpoint.retention import prune
 from finetune_trainer.checkpoint.state import Piece
 from finetune_trainer.errors import SaveError
 from finetune_trainer.files import TEMPORARY_MARK, publish_directory, write_durably
-from finetune_trainer.gang import Gang
+from finetune_trainer.ranks.gang import Gang
 
 log = logging.getLogger(__name__)
 SAVE_HINT = "make room on the claim that holds the workspace, or enlarge it; the older checkpoints are unharmed"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from finetune_job.memory.workload import LENGTH_MULTIPLE
+from finetune_memory.workload import LENGTH_MULTIPLE
 from finetune_trainer.data.shards import (
     TRAIN,
     VALIDATION,

@@ -4,7 +4,7 @@ A span goes from behind the header of the assistant's turn (what the template ad
 that ends the turn. Where the template marks what it generates, its marks are the spans. Elsewhere the chat is rendered a second
 time with marks around each content (marks.py), since templates drop, trim and rewrite what they are given. What is not certain is
 a problem of the record, never a guess: training on wrong tokens is worse than stopping.
-Called by tokenize.py for records and by preflight/tokenizer.py for the template itself.
+Called by tokenize.py for records and by tokenizer.py for the template itself.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from typing import NoReturn
 from finetune_trainer.data.parts import work_on
 from finetune_trainer.data.render_limit import RecordNote
 from finetune_trainer.data.tokenize import Tokenizer
-from finetune_trainer.preflight.confined import limit_memory
-from finetune_trainer.process_start import die_with, keep_torch_out
+from finetune_trainer.processes.sandbox import limit_memory
+from finetune_trainer.processes.start import die_with, keep_torch_out
 
 
 def main(arguments: str) -> int:
@@ -27,7 +27,7 @@ def main(arguments: str) -> int:
     die_with(settings["parent"])
     if not settings["allow_remote_code"]:
         keep_torch_out()
-    from finetune_trainer.preflight.tokenizer import load_tokenizer
+    from finetune_trainer.data.tokenizer import load_tokenizer
 
     tokenizer, findings = load_tokenizer(Path(settings["model_directory"]), settings["allow_remote_code"])
     if tokenizer is None:

@@ -57,7 +57,7 @@ def open_bucket(bucket: str, service: S3Service, keys: S3Keys | None) -> ObjectS
             "connect_timeout": _CONNECT,
             "timeout": _REQUEST,
         },
-        # Failures are counted, told and waited for in one place: retry.py.
+        # Failures are counted, told and waited for in one place: network/retry.py.
         retry_config={"max_retries": 0},
     )
 

@@ -1,6 +1,6 @@
 """`hf://` sources, asked for with huggingface_hub: one commit of a repository, whose listing names the content of every file.
 
-Importing this module imports huggingface_hub, which reads its settings from the environment then and only then: see online.py.
+Importing this module imports huggingface_hub, which reads its settings from the environment then (network/online.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 from finetune_trainer.data.read import KNOWN_EXTENSIONS
 from finetune_trainer.fetch.remote import RemoteFile
-from finetune_trainer.terms import TERMS_NAMES
+from finetune_trainer.licence_files import LICENCE_NAMES
 
 MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".tiktoken", ".jinja", ".md"})
 """Weights, settings, tokenizers, chat templates, the model card. Weights in formats that can carry code are never taken."""
@@ -43,7 +43,7 @@ def _belongs_to_model(path: PurePosixPath, allow_remote_code: bool) -> bool:
         return allow_remote_code
     if len(path.parts) > 1:
         return path.parts[0] == CHAT_TEMPLATES and path.suffix == ".jinja"
-    return path.suffix.lower() in MODEL_SUFFIXES or path.name.upper().startswith(TERMS_NAMES)
+    return path.suffix.lower() in MODEL_SUFFIXES or path.name.upper().startswith(LICENCE_NAMES)
 
 
 def _is_hidden(path: str) -> bool:

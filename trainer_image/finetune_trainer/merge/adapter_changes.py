@@ -11,10 +11,10 @@ from finetune_job.api.method import ALL_LINEAR
 from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
 from finetune_trainer.merge.adapter_settings import AdapterHeaders, AdapterSettings
 from finetune_trainer.merge.changes import Change
-from finetune_trainer.merge.errors import AdapterTensorMissingError
-from finetune_trainer.merge.headers import TensorHeader
 from finetune_trainer.merge.parameter_adapters import MatrixChange
-from finetune_trainer.merge.stored import StoredModel
+from finetune_trainer.weights.errors import AdapterTensorMissingError
+from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.stored import StoredModel
 
 
 @dataclass

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from finetune_trainer.merge.errors import AdapterTensorDuplicateError, AdapterTensorUnknownError
-from finetune_trainer.merge.headers import TensorHeader
+from finetune_trainer.weights.errors import AdapterTensorDuplicateError, AdapterTensorUnknownError
+from finetune_trainer.weights.headers import TensorHeader
 
 Key = TypeVar("Key")
 ADAPTER_PREFIX = "base_model.model."

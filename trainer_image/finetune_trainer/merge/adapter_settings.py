@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune_trainer.merge.errors import UnsupportedAdapterError
-from finetune_trainer.merge.headers import TensorHeader
+from finetune_trainer.weights.errors import UnsupportedAdapterError
+from finetune_trainer.weights.headers import TensorHeader
 
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` that subtract from the base weights when training starts (peft LoraLayer.*_init)."""

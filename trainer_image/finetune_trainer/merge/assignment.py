@@ -15,12 +15,12 @@ from typing import Any
 from finetune_trainer.merge.adapter_changes import AdapterChanges
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.changes import Change, LowRank, TokenRows
-from finetune_trainer.merge.errors import UnsupportedAdapterError
-from finetune_trainer.merge.headers import TensorHeader
 from finetune_trainer.merge.lora import lora_changes
 from finetune_trainer.merge.methods import other_changes
-from finetune_trainer.merge.stored import StoredModel, StoredParameter, StoredPart
 from finetune_trainer.merge.ties import Edit, part_ties
+from finetune_trainer.weights.errors import UnsupportedAdapterError
+from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.stored import StoredModel, StoredParameter, StoredPart
 
 LORA = "LORA"
 """`peft_type` of LoRA, rsLoRA and DoRA."""

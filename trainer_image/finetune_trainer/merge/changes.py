@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from finetune_trainer.merge.headers import TensorHeader
+from finetune_trainer.weights.expert_part import ExpertPart
+from finetune_trainer.weights.headers import TensorHeader
 
 
 class Orientation(StrEnum):
@@ -20,19 +21,6 @@ class Orientation(StrEnum):
     LINEAR = "Linear"  # weight (out, in)
     CONV1D = "Conv1D"  # weight (in, out): transposed
     EMBEDDING = "Embedding"  # weight (num_embeddings, dim): transposed, and rounded before it is added
-
-
-@dataclass(frozen=True)
-class ExpertPart:
-    """Which part of PEFT's factors, which hold all experts of a parameter, belongs to one stored matrix."""
-
-    expert: int
-    num_experts: int
-    first_row: int
-    """Row of the expert's whole matrix, as the model holds it, at which the stored one begins: up after gate, for instance."""
-    zeros_before: int = 0
-    """Ranks of zeros that PEFT puts before the factors' own, fusing an adapter of one projection with those of its neighbours."""
-    zeros_after: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Any
 from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
 from finetune_trainer.merge.adapter_settings import AdapterSettings
 from finetune_trainer.merge.changes import Addition, LowRank, ModuleMerge, Orientation
-from finetune_trainer.merge.errors import (
+from finetune_trainer.weights.errors import (
     AdapterTensorMisshapedError,
     AdapterTensorMissingError,
     AdapterTensorUnknownError,
     UnsupportedAdapterError,
 )
-from finetune_trainer.merge.headers import TensorHeader
-from finetune_trainer.merge.stored import StoredParameter
+from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.stored import StoredParameter
 
 CONV1D_MODEL_TYPES = frozenset({"gpt2", "openai-gpt", "decision_transformer", "imagegpt", "clvp"})
 """Model types of transformers 5.23 whose projections are Conv1D, i.e. stored as (in, out) rather than (out, in)."""

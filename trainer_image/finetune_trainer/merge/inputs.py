@@ -14,11 +14,11 @@ from pathlib import Path
 
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.merge.errors import BrokenCheckpointError, InputChangedError, UnsupportedAdapterError
-from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
 from finetune_trainer.merge.plan import MergePlan, merge_plan
 from finetune_trainer.merge.read_adapters import read_adapter_headers
-from finetune_trainer.merge.read_model import read_stored_model
+from finetune_trainer.weights.errors import BrokenCheckpointError, InputChangedError, UnsupportedAdapterError
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
+from finetune_trainer.weights.read_model import read_stored_model
 
 FINGERPRINT_BYTES = 64 << 10
 """Read from each end of every base shard to tell models of equal layout apart."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.merge.errors import OutputBusyError
-from finetune_trainer.merge.storage import naming_file, write_all
+from finetune_trainer.weights.errors import OutputBusyError
+from finetune_trainer.weights.storage import naming_file, write_all
 
 log = logging.getLogger(__name__)
 JOURNAL_FORMAT = 1

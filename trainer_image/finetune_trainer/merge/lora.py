@@ -14,16 +14,16 @@ from finetune_job.api.method import ALL_LINEAR
 from finetune_trainer.merge.adapter_changes import AdapterChanges, let_copies_follow, module_of, require_all_targets
 from finetune_trainer.merge.adapter_names import ParsedAdapter, parse_names
 from finetune_trainer.merge.adapter_settings import EMBEDDINGS, AdapterHeaders, adapter_settings
-from finetune_trainer.merge.errors import (
+from finetune_trainer.merge.factors import Found, bias_change, check_shapes, convolution_changes, module_change
+from finetune_trainer.merge.parameter_adapters import parameter_changes
+from finetune_trainer.merge.token_rows import add_token_rows
+from finetune_trainer.weights.errors import (
     AdapterTensorDuplicateError,
     AdapterTensorMisshapedError,
     AdapterTensorUnknownError,
 )
-from finetune_trainer.merge.factors import Found, bias_change, check_shapes, convolution_changes, module_change
-from finetune_trainer.merge.headers import TensorHeader
-from finetune_trainer.merge.parameter_adapters import parameter_changes
-from finetune_trainer.merge.stored import StoredModel, StoredParameter
-from finetune_trainer.merge.token_rows import add_token_rows
+from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.stored import StoredModel, StoredParameter
 
 
 def lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: Mapping[str, Any]) -> AdapterChanges:

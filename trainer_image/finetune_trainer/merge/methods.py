@@ -19,16 +19,16 @@ from finetune_trainer.merge.adapter_changes import AdapterChanges, let_copies_fo
 from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
 from finetune_trainer.merge.adapter_settings import AdapterHeaders, adapter_settings
 from finetune_trainer.merge.changes import ModuleMerge, TokenRows
-from finetune_trainer.merge.errors import (
+from finetune_trainer.merge.factors import CONV1D_MODEL_TYPES, check_shapes
+from finetune_trainer.weights.errors import (
     AdapterTensorDuplicateError,
     AdapterTensorMisshapedError,
     AdapterTensorMissingError,
     AdapterTensorUnknownError,
     UnsupportedAdapterError,
 )
-from finetune_trainer.merge.factors import CONV1D_MODEL_TYPES, check_shapes
-from finetune_trainer.merge.headers import TensorHeader
-from finetune_trainer.merge.stored import StoredModel
+from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.stored import StoredModel
 
 SHARED_PREFIX = "base_model."
 LAYER_NORM_PART = "ln_tuning_layers."

@@ -16,16 +16,17 @@ from dataclasses import dataclass, field
 
 from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
 from finetune_trainer.merge.adapter_settings import AdapterSettings
-from finetune_trainer.merge.changes import ExpertPart, LowRank, Orientation
-from finetune_trainer.merge.errors import (
+from finetune_trainer.merge.changes import LowRank, Orientation
+from finetune_trainer.merge.factors import check_shapes
+from finetune_trainer.weights.errors import (
     AdapterTensorMissingError,
     TiedWeightsError,
     UnsupportedAdapterError,
     UnsupportedBaseError,
 )
-from finetune_trainer.merge.factors import check_shapes
-from finetune_trainer.merge.headers import TensorHeader
-from finetune_trainer.merge.stored import ExpertProjection, StoredModel, StoredParameter
+from finetune_trainer.weights.expert_part import ExpertPart
+from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.stored import ExpertProjection, StoredModel, StoredParameter
 
 PARAMETER_ORDER = (
     "w1", "v1", "w2", "gate_up_proj", "gate_up_proj_bias", "gate_proj", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias",

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import torch
 
 from finetune_trainer.merge.changes import Change, LowRank
-from finetune_trainer.merge.headers import DTYPE_BYTES
 from finetune_trainer.merge.plan import OutputTensor, Shard
 from finetune_trainer.merge.shard_file import ShardFile
 from finetune_trainer.merge.sources import Sources
 from finetune_trainer.merge.steps.load import load_step
 from finetune_trainer.merge.steps.on_device import OnDevice
-from finetune_trainer.merge.steps.rounding import TORCH_DTYPES
 from finetune_trainer.merge.steps.step import Step
+from finetune_trainer.weights.headers import DTYPE_BYTES
+from finetune_trainer.weights.rounding import TORCH_DTYPES
 
 PIECE_BYTES = 4 << 20
 """Bytes read at once. Large enough for full disk speed, small enough that buffers stay a small part of memory."""

@@ -17,9 +17,9 @@ from typing import Any
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.assignment import assign
 from finetune_trainer.merge.changes import Change, Quantization, read_by
-from finetune_trainer.merge.errors import MergeError, UnsupportedBaseError
-from finetune_trainer.merge.headers import DTYPE_BYTES, INDEX_FILE, SINGLE_FILE, TensorHeader
-from finetune_trainer.merge.stored import StoredModel
+from finetune_trainer.weights.errors import MergeError, UnsupportedBaseError
+from finetune_trainer.weights.headers import DTYPE_BYTES, INDEX_FILE, SINGLE_FILE, TensorHeader
+from finetune_trainer.weights.stored import StoredModel
 
 OUTPUT_DTYPES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """`MergeOptions.dtype` -> the name in safetensors headers. None keeps each tensor's dtype."""
@@ -125,7 +125,7 @@ def merge_plan(
     max_shard_bytes: int,
     quantized: Mapping[str, Quantization] = MappingProxyType({}),
 ) -> MergePlan:
-    """base, base_config, model: of one checkpoint (read_model.py). adapters: merged one after the other, at least one. dtype: None
+    """base, base_config, model: of one checkpoint. adapters: merged one after the other, at least one. dtype: None
     keeps the base's, else a key of OUTPUT_DTYPES.
 
     quantized: base tensors, by stored name, that adapters are added to as a quantised layer holds them. Raises MergeError

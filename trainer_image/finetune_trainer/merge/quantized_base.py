@@ -18,10 +18,10 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.merge.errors import UnsupportedBaseError
-from finetune_trainer.merge.stored import StoredModel
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.load import quantization_config, stored_dtype
+from finetune_trainer.weights.errors import UnsupportedBaseError
+from finetune_trainer.weights.stored import StoredModel
 
 
 def packed_in_training(plan: RunPlan, base: Path) -> Quantization | None:

@@ -17,11 +17,11 @@ import torch
 
 from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
-from finetune_trainer.merge.errors import AdapterTensorDuplicateError
-from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, TensorHeader, read_adapter, read_json
-from finetune_trainer.merge.read_model import have_same_values
-from finetune_trainer.merge.steps.rounding import TORCH_DTYPES
-from finetune_trainer.merge.stored import StoredModel
+from finetune_trainer.weights.errors import AdapterTensorDuplicateError
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, TensorHeader, read_adapter, read_json
+from finetune_trainer.weights.read_model import have_same_values
+from finetune_trainer.weights.rounding import TORCH_DTYPES
+from finetune_trainer.weights.stored import StoredModel
 
 _TRANSPOSED = {"lora_A.weight": "lora_embedding_B", "lora_B.weight": "lora_embedding_A"}
 """Part on the output embeddings -> the one on the input embeddings that it is the transpose of."""

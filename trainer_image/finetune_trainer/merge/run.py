@@ -12,12 +12,12 @@ from pathlib import Path
 
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.merge.errors import MergeError, StorageError
 from finetune_trainer.merge.inputs import Inputs, plan_merge
 from finetune_trainer.merge.plan import MergePlan, plan_digest
-from finetune_trainer.merge.storage import naming_file
 from finetune_trainer.merge.stream import Progress, StreamResult, stream
 from finetune_trainer.merge.writer import OutputDirectory, WrittenFile, complete_manifest, remove_leftovers
+from finetune_trainer.weights.errors import MergeError, StorageError
+from finetune_trainer.weights.storage import naming_file
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_trainer.merge.journal import Durable
-from finetune_trainer.merge.storage import naming_file, read_some, write_all
+from finetune_trainer.weights.storage import naming_file, read_some, write_all
 
 if TYPE_CHECKING:
     from hashlib import _Hash

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from finetune_trainer.merge.errors import BrokenCheckpointError
-from finetune_trainer.merge.headers import TensorHeader
-from finetune_trainer.merge.steps.rounding import READ_DTYPES
-from finetune_trainer.merge.storage import naming_file, read_some
+from finetune_trainer.weights.errors import BrokenCheckpointError
+from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.rounding import READ_DTYPES
+from finetune_trainer.weights.storage import naming_file, read_some
 
 
 class Sources:

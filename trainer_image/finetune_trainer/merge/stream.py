@@ -22,15 +22,15 @@ from pathlib import Path
 import torch
 
 from finetune_trainer.merge.changes import ModuleMerge, read_by
-from finetune_trainer.merge.errors import NotFiniteError
 from finetune_trainer.merge.journal import Durable, Journal
 from finetune_trainer.merge.pieces import PIECE_BYTES, Cutter, Piece
 from finetune_trainer.merge.plan import OutputTensor, Shard
 from finetune_trainer.merge.shard_file import PAGE_BYTES, ShardFile
 from finetune_trainer.merge.sources import Sources
 from finetune_trainer.merge.steps.on_device import require_device
-from finetune_trainer.merge.steps.rounding import TORCH_DTYPES, all_finite, round_into
 from finetune_trainer.merge.steps.step import Scratch
+from finetune_trainer.weights.errors import NotFiniteError
+from finetune_trainer.weights.rounding import TORCH_DTYPES, all_finite, round_into
 
 MAX_WORKERS = 6
 """More gain little, as one thread hashes at about 2 GB/s, and each costs up to 50 MiB."""

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune_trainer.merge.changes import Change
-from finetune_trainer.merge.errors import TiedWeightsError
-from finetune_trainer.merge.headers import TensorHeader
-from finetune_trainer.merge.stored import StoredModel, Tie
-
-TIE_FIELD = "tie_word_embeddings"
+from finetune_trainer.weights.errors import TiedWeightsError
+from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.stored import StoredModel, Tie
+from finetune_trainer.weights.tie_settings import tie_settings
 
 
 @dataclass
@@ -63,15 +62,6 @@ def part_ties(edits: Mapping[str, Edit], model: StoredModel, config: Mapping[str
                 result.sources[path] = tie.source
         result.config_changes |= tie_settings(config, is_tied=False)
     return result
-
-
-def tie_settings(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, Any]:
-    """What says in config.json whether the embeddings are tied."""
-    changes: dict[str, Any] = {TIE_FIELD: is_tied}
-    text = config.get("text_config")
-    if isinstance(text, Mapping) and TIE_FIELD in text:
-        changes["text_config"] = {**text, TIE_FIELD: is_tied}
-    return changes
 
 
 def _require_separable(tie: Tie, edits: Mapping[str, Edit], model: StoredModel, config: Mapping[str, Any]) -> None:

@@ -11,15 +11,15 @@ from finetune_trainer.merge.adapter_changes import AdapterChanges, module_of
 from finetune_trainer.merge.adapter_names import TOKENS_PART
 from finetune_trainer.merge.adapter_settings import AdapterSettings
 from finetune_trainer.merge.changes import TokenRows
-from finetune_trainer.merge.errors import (
+from finetune_trainer.merge.factors import check_shapes
+from finetune_trainer.weights.errors import (
     AdapterTensorMisshapedError,
     AdapterTensorMissingError,
     AdapterTensorUnknownError,
     UnsupportedAdapterError,
 )
-from finetune_trainer.merge.factors import check_shapes
-from finetune_trainer.merge.headers import TensorHeader
-from finetune_trainer.merge.stored import StoredModel
+from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.stored import StoredModel
 
 Tokens = Mapping[str, TensorHeader]
 """Trained rows by module."""

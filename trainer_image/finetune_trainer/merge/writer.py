@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune_trainer.files import MANIFEST_FILE, TEMPORARY_MARK
-from finetune_trainer.merge.errors import NoSpaceError, OutputBusyError, OutputExistsError
-from finetune_trainer.merge.headers import CONFIG_FILE, read_json
+from finetune_trainer.licence_files import licence_files
 from finetune_trainer.merge.journal import Journal
 from finetune_trainer.merge.plan import MergePlan, Shard
 from finetune_trainer.merge.shard_file import ShardFile
-from finetune_trainer.merge.storage import naming_file, sync
-from finetune_trainer.terms import terms_files
+from finetune_trainer.weights.errors import NoSpaceError, OutputBusyError, OutputExistsError
+from finetune_trainer.weights.headers import CONFIG_FILE, read_json
+from finetune_trainer.weights.storage import naming_file, sync
 
 MANIFEST_FORMAT = 1
 GENERATION_FILES = ("generation_config.json",)
@@ -159,7 +159,7 @@ class OutputDirectory:
         tokenizer = next((adapter for adapter in reversed(adapters) if (adapter / TOKENIZER_CONFIG_FILE).exists()), base)
         # Models with code of their own cannot be loaded without it; it is run only by those who allow it.
         code = sorted(path.name for path in base.glob("*.py")) if "auto_map" in config else []
-        terms = [path.name for path in terms_files(base)]
+        terms = [path.name for path in licence_files(base)]
         for source, names in ((base, [*GENERATION_FILES, *PROCESSOR_FILES, *terms, *code]), (tokenizer, TOKENIZER_FILES)):
             for name in names:
                 if (source / name).is_file():

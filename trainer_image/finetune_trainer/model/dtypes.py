@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from finetune_job.api.base import Dtype
-from finetune_job.memory.element_types import resolve_elements
+from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 
 

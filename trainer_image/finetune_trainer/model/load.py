@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from finetune_job.api.model import Attention
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_trainer.errors import ModelError
-from finetune_trainer.merge.errors import MergeError
-from finetune_trainer.merge.headers import read_checkpoint
 from finetune_trainer.model.dtypes import ModelDtypes, resolve_dtypes, torch_dtype
 from finetune_trainer.model.packed_weights import keep_biases, make_fit_for_training
+from finetune_trainer.weights.errors import MergeError
+from finetune_trainer.weights.headers import read_checkpoint
 
 SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -27,11 +27,11 @@ from finetune_job.methods import METHODS, Family
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.state import Piece
 from finetune_trainer.errors import InvariantError, ModelError
-from finetune_trainer.merge.errors import MergeError
-from finetune_trainer.merge.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import LORA_MARKS
 from finetune_trainer.model.load import SAFETENSORS_DTYPES, build_unwritten, stored_dtype
+from finetune_trainer.weights.errors import MergeError
+from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
 
 log = logging.getLogger(__name__)
 BLOCK_BYTES = 16 * 2**20

@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from finetune_job.api.method import MethodType
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.state import Piece, check_complete, pieces
-from finetune_trainer.gang import Gang
-from finetune_trainer.merge.headers import TensorHeader
 from finetune_trainer.model import fsdp1, fsdp2
 from finetune_trainer.model.activations import checkpoint_activations
 from finetune_trainer.model.adapters import attach, fixed_tensors
@@ -25,9 +23,11 @@ from finetune_trainer.model.dtypes import computes_in_float16, resolve_dtypes
 from finetune_trainer.model.invariants import check_decomposed, check_magnitudes, check_trainable, trainable_shapes
 from finetune_trainer.model.load import frozen_names, load_base_model, stored_dtype
 from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes, read_into, read_token_rows
+from finetune_trainer.model.objective import Objective
 from finetune_trainer.model.reduction import Reduction, reduces_every_micro_step
 from finetune_trainer.model.saved_embeddings import hand_on
-from finetune_trainer.objective.interface import Objective
+from finetune_trainer.ranks.gang import Gang
+from finetune_trainer.weights.headers import TensorHeader
 
 HOLD_BUFFERS = (MethodType.VERA, MethodType.PVERA, MethodType.DELORA, MethodType.TINYLORA, MethodType.UNILORA)
 """Methods that multiply by buffers: random projections, norms of the base's weights."""

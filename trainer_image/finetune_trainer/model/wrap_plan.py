@@ -11,8 +11,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from finetune_job.api.parallelism import AutoWrapPolicy
-from finetune_job.memory.sharding import DEFAULT_MIN_NUM_PARAMS
 from finetune_job.plan.run_plan import FsdpPlan
+from finetune_memory.sharding import DEFAULT_MIN_NUM_PARAMS
 from finetune_trainer.errors import ConfigError
 
 

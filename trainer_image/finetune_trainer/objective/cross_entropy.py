@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from finetune_job.memory.loss import ROWS_RECOMPUTED, rows_per_part
+from finetune_memory.loss import ROWS_RECOMPUTED, rows_per_part
 
 
 @dataclass(frozen=True)

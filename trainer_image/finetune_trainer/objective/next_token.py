@@ -11,9 +11,9 @@ from torch import nn
 from finetune_trainer.data.batches import IGNORED_LABEL, Batch, PreparedSplit
 from finetune_trainer.errors import InvariantError
 from finetune_trainer.model import document_masks, long_positions
+from finetune_trainer.model.objective import BatchSize
 from finetune_trainer.objective import head
 from finetune_trainer.objective.cross_entropy import Targets, cross_entropy_of
-from finetune_trainer.objective.interface import BatchSize
 
 
 class NextToken:

@@ -23,7 +23,6 @@ from finetune_trainer.checkpoint.manifest import RunState
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import classify
 from finetune_trainer.files import write_durably
-from finetune_trainer.gang import Gang
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.load import build_on_meta
 from finetune_trainer.observe.accounts import AccountBook, Stopwatch
@@ -32,9 +31,10 @@ from finetune_trainer.observe.flops import ModelCost, model_cost, peak_flops
 from finetune_trainer.observe.goodput import Activity
 from finetune_trainer.observe.history import History
 from finetune_trainer.observe.server import serving
+from finetune_trainer.observe.step_result import StepResult
 from finetune_trainer.observe.throughput import StepTiming, Window, straggler_ratio
 from finetune_trainer.observe.trackers import Trackers
-from finetune_trainer.train.step import StepResult
+from finetune_trainer.ranks.gang import Gang
 
 OBSERVE_FILE = "observe.json"
 """On the workspace: the port on which rank 0 answers."""

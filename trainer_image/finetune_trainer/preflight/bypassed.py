@@ -1,6 +1,6 @@
 """PURE. Modules that are adapted, trained, packed or made units although the model does not work with them as that needs.
 
-What the model does with each module comes from observed_use.py. Called by meta_model.py with the model as it is trained.
+What the model does with each module comes from inspection/observed_use.py. Called by meta_model.py with the model as it is trained.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.method_settings import known_settings
 from finetune_job.plan.run_plan import MethodPlan, RunPlan
 from finetune_job.rules.rule import FieldChange, Finding
+from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.attached import is_packed
 from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
-from finetune_trainer.preflight.module_use import ModuleUse, ModuleUses
 
 _PEFT_FIELD = "spec.parallelism.fsdp.peftWrapPolicy"
 _ADAPTED = "base_model.model."

@@ -1,7 +1,7 @@
 """Do the regular expressions of the adapter's settings compile, and in a time that anybody would wait for?
 
 Here and nowhere before: a few characters can keep a processor busy for minutes, so that neither operator nor command line compiles
-what a manifest holds. Called by run.py, before anything else asks PEFT about these settings.
+what a manifest holds. Called by roles/preflight.py, before anything else asks PEFT about these settings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from finetune_job.plan.run_plan import MethodPlan
 from finetune_job.rules.method_configuration.expressions import expression_findings, expressions_of
 from finetune_job.rules.rule import Finding
-from finetune_trainer.preflight.confined import EndedError, confined
+from finetune_trainer.processes.sandbox import EndedError, confined
 
 
 def compiled_or_none(text: str) -> re.Pattern[str] | None:

@@ -1,6 +1,6 @@
-"""The real structure as the memory planner reads it, and what the planner says of it. Called by meta_model.py and run.py.
+"""The real structure as the memory planner reads it, and what the planner says of it. Called by meta_model.py and the role.
 
-Nothing here imports torch when it is imported: run.py prepares data beside it.
+Nothing here imports torch when it is imported: roles/preflight.py prepares data beside it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune_job.memory.limits import limit_of
-from finetune_job.memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of
-from finetune_job.memory.verdict import finding_of, judge_memory
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
+from finetune_memory.limits import limit_of
+from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of
+from finetune_memory.verdict import finding_of, judge_memory
 from finetune_trainer.data.prepare import SplitFacts
-from finetune_trainer.preflight.model_structure import ModelStructure
+from finetune_trainer.inspection.model_structure import ModelStructure
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,15 +12,15 @@ from pathlib import Path
 from finetune_job.api.output import MergeBase
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
+from finetune_trainer.inspection.model_structure import ModelStructure
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
-from finetune_trainer.merge.errors import MergeError
-from finetune_trainer.merge.headers import ADAPTER_FILE, CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.merge.plan import merge_plan
 from finetune_trainer.merge.quantized_base import packed_in_training, quantized_tensors
-from finetune_trainer.merge.read_model import read_stored_model
-from finetune_trainer.preflight.model_structure import ModelStructure
 from finetune_trainer.verify.hollow import is_made_from_base_weights
 from finetune_trainer.verify.logits import FROM_BASE_WEIGHTS, require_whole
+from finetune_trainer.weights.errors import MergeError
+from finetune_trainer.weights.headers import ADAPTER_FILE, CONFIG_FILE, TensorHeader, read_checkpoint, read_json
+from finetune_trainer.weights.read_model import read_stored_model
 
 
 def check_merge(plan: RunPlan, directory: Path, structure: ModelStructure) -> Finding | None:

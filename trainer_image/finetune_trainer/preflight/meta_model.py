@@ -1,7 +1,7 @@
 """The real model, adapters and wrap plan, built by the pinned libraries on torch's meta device: structure without weights.
 
 What rules cannot know stands here as findings: names that match nothing, weights that do not fill the model, units that FSDP 1
-cannot flatten. The checks are those that the trainer asserts again after wrapping (model/invariants.py). Called by run.py.
+cannot flatten. The checks are those that the trainer asserts again after wrapping (model/invariants.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import FieldChange, Finding
 from finetune_trainer.errors import ConfigError, TrainerError
+from finetune_trainer.inspection.declared_weights import load_declared, pack
+from finetune_trainer.inspection.model_structure import ModelStructure
+from finetune_trainer.inspection.module_use import ModuleUses
+from finetune_trainer.inspection.valueless import attach_valueless
 from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, stored_names, unfit_for_experts
 from finetune_trainer.model.compilation import missing_compiler
 from finetune_trainer.model.dtypes import resolve_dtypes
@@ -39,7 +43,6 @@ from finetune_trainer.model.wrap_plan import layer_classes, unit_names
 from finetune_trainer.preflight.attached import check_attached
 from finetune_trainer.preflight.bypassed import bypassed_linear, check_units_used, check_used
 from finetune_trainer.preflight.coverage import check_coverage
-from finetune_trainer.preflight.declared_weights import load_declared, pack
 from finetune_trainer.preflight.element_types import check_element_types
 from finetune_trainer.preflight.fsdp_units import check_units, stacked_weights
 from finetune_trainer.preflight.fused_experts import (
@@ -51,11 +54,8 @@ from finetune_trainer.preflight.fused_experts import (
     taken_for_experts,
 )
 from finetune_trainer.preflight.memory import shape_of
-from finetune_trainer.preflight.model_structure import ModelStructure
 from finetune_trainer.preflight.module_names import check_names, check_parameters, check_settings, check_tokens
-from finetune_trainer.preflight.module_use import ModuleUses
 from finetune_trainer.preflight.positions import max_positions, max_row
-from finetune_trainer.preflight.valueless import attach_valueless
 from finetune_trainer.preflight.zero_rows import check_zero_rows
 
 ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)

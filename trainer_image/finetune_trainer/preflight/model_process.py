@@ -1,7 +1,7 @@
 """`python -m finetune_trainer.preflight.model_process`: what will be trained and merged, found out in a process of its own.
 
 torch and the libraries around it take hundreds of MB for as long as a process lives, so the one that prepares the data, perhaps for
-an hour and with workers beside it, does without them (process_start.py). Called by run.py.
+an hour and with workers beside it, does without them (processes/start.py). Called by roles/preflight.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from finetune_job.failures import FailureClass
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.preflight.confined import how_it_ended, limit_this_process
-from finetune_trainer.preflight.model_structure import ModelStructure
-from finetune_trainer.process_start import NO_ADVICE, die_with, end, preload, torch_is_kept_out
+from finetune_trainer.inspection.model_structure import ModelStructure
+from finetune_trainer.processes.sandbox import how_it_ended, limit_this_process
+from finetune_trainer.processes.start import NO_ADVICE, die_with, end, preload, torch_is_kept_out
 
 Checked = tuple[ModelStructure | None, list[Finding]]
 ANSWER: TypeAdapter[Checked] = TypeAdapter(Checked)
@@ -43,9 +43,9 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
     """
     if torch_is_kept_out():
         return _in_own_process(plan, directory)
+    from finetune_trainer.inspection.observed_use import observe
     from finetune_trainer.preflight.merge_check import check_merge
     from finetune_trainer.preflight.meta_model import inspect_structure
-    from finetune_trainer.preflight.observed_use import observe
     from finetune_trainer.preflight.small_model import check_small_model
     from finetune_trainer.preflight.task import check_task
     from finetune_trainer.preflight.thresholds import check_thresholds
@@ -105,7 +105,7 @@ def main(parent: str, directory: str) -> int:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
         limit_this_process()
-        preload("finetune_trainer.preflight.meta_model", "finetune_trainer.preflight.observed_use")
+        preload("finetune_trainer.preflight.meta_model", "finetune_trainer.inspection.observed_use")
         answer.write(ANSWER.dump_json(check_model(plan, Path(directory))))
     return 0
 

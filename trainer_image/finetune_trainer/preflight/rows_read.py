@@ -1,6 +1,6 @@
 """Trained rows of the input embedding whose tokens no record holds, or that pad: they get no gradient, and stay what they are.
 
-Where an output head shares the rows, every prediction gives them one. Reads the tokens of the training split once, for run.py.
+Where an output head shares the rows, every prediction gives them one. Reads the tokens of the training split once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Can the job's directories be written, as the user that runs it, and is there room? Leaves nothing behind.
 
-Called by run.py before anything is computed.
+Called by roles/preflight.py before anything is computed.
 """
 
 from __future__ import annotations

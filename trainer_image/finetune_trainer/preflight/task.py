@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding, Severity
-from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_json
 from finetune_trainer.model.load import load_config
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_json
 
 FIELD = "spec.model.source"
 SUPPORTED = "give a causal language model: a decoder whose class in config.json ends with ForCausalLM or LMHeadModel"

@@ -8,7 +8,7 @@ from pathlib import Path
 from finetune_job.api.method import MethodType
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import FieldChange, Finding
-from finetune_trainer.preflight.model_structure import ModelStructure
+from finetune_trainer.inspection.model_structure import ModelStructure
 from finetune_trainer.verify.element_types import judged_dtype
 from finetune_trainer.verify.gate import GATES, LARGEST_MEASURED_KL, TIE_UNITS
 

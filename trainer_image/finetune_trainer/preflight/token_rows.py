@@ -1,7 +1,7 @@
 """Tokens that every chat holds and that the base model has never learnt: their rows of the embedding are zeros, or equal.
 
 Base models ship tokens for chats whose rows nobody trained; adapters of other layers cannot tell them apart. Reads the rows of
-these few tokens and no other weight. Called by run.py.
+these few tokens and no other weight. Called by roles/preflight.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from finetune_job.rules.rule import FieldChange, Finding
 from finetune_job.rules.tokens import EMBEDDINGS, SAVED, TOKENS
 from finetune_trainer.data.chat import PROBE, ChatError, Tokenizer, chat_template, template_source
 from finetune_trainer.files import open_regular
-from finetune_trainer.merge.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
-from finetune_trainer.preflight.confined import EndedError, confined
-from finetune_trainer.preflight.model_structure import ModelStructure
+from finetune_trainer.inspection.model_structure import ModelStructure
+from finetune_trainer.processes.sandbox import EndedError, confined
+from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
 
 log = logging.getLogger(__name__)
 

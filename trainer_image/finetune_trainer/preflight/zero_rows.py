@@ -18,9 +18,9 @@ from torch import nn
 from finetune_job.api.method import LoraInit
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_job.rules.rule import Finding
-from finetune_trainer.merge.headers import TensorHeader, read_checkpoint
 from finetune_trainer.model.invariants import zero_row
 from finetune_trainer.model.load_shards import ADAPTER, base_name
+from finetune_trainer.weights.headers import TensorHeader, read_checkpoint
 
 MAGNITUDES: Mapping[str, tuple[Any, int]] = {
     "F32": (np.dtype("<u4"), 0x7FFFFFFF),

@@ -4,7 +4,7 @@ What the Hub has already is not sent again, so a publication that was killed goe
 storage protocol, not by Xet: that is a second stack of libraries with its own proxies, caches, buffers and log lines, none of which
 this image bounds or tests, and its gain, sending only the changed parts of a file, is nothing to weights that are all new.
 
-Importing this module imports huggingface_hub, which reads its settings from the environment then and only then: see online.py.
+Importing this module imports huggingface_hub, which reads its settings from the environment then (network/online.py).
 """
 
 from __future__ import annotations

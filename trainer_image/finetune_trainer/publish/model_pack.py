@@ -15,9 +15,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from finetune_trainer.fetch.selection import CODE_SUFFIX
+from finetune_trainer.licence_files import LICENCE_NAMES
 from finetune_trainer.release.files import Release, ReleaseFile
 from finetune_trainer.release.places import BESIDE, CHECKSUMS, WEIGHT_SUFFIX
-from finetune_trainer.terms import TERMS_NAMES
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
@@ -57,7 +57,7 @@ def media_type(name: str) -> str:
         return WEIGHT_TYPE
     if path.suffix == CODE_SUFFIX:
         return CODE_TYPE
-    if name in _DOCS or path.suffix == ".md" or path.name.upper().startswith(TERMS_NAMES):
+    if name in _DOCS or path.suffix == ".md" or path.name.upper().startswith(LICENCE_NAMES):
         return DOC_TYPE
     return WEIGHT_CONFIG_TYPE
 

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,26 +21,27 @@ from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.utils import logging as transformers_logging
 
-from finetune_job.failures import Outcome
-from finetune_job.memory.optimizers import FORMS
-from finetune_trainer import merge_role
+from finetune_job.failures import Outcome, TerminationReport
+from finetune_memory.optimizers import FORMS
 from finetune_trainer.checkpoint.load import PieceReader, full_parameters
 from finetune_trainer.checkpoint.manifest import Manifest, decode
 from finetune_trainer.checkpoint.names import MANIFEST, directory_name
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.gang import joined
-from finetune_trainer.merge.headers import ADAPTER_FILE
 from finetune_trainer.model.adapters import attach, stored_names
 from finetune_trainer.model.load import build_unwritten, load_base_model, stored_dtype
 from finetune_trainer.observe.lines import read_lines
+from finetune_trainer.ranks.gang import joined
 from finetune_trainer.rehearsal.comparison import Gradients, computes_in, differing_gradients, differing_lines, tolerance_of
 from finetune_trainer.rehearsal.places import Places
 from finetune_trainer.rehearsal.twin import make_twin
 from finetune_trainer.train import rank as rank_module
+from finetune_trainer.weights.headers import ADAPTER_FILE
 
 MEETING_SECONDS = 10
 _CPU = torch.device("cpu")
+MergeRole = Callable[[RunContext], TerminationReport]
+"""What the pod of a job's merge runs; handed in, because roles are above this package."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,10 @@ def check_saved(context: RunContext) -> None:
             raise RehearsalError(f"PEFT does not load {name} from the adapter file")
 
 
-def merge(context: RunContext) -> dict[str, str]:
+def merge(role: MergeRole, context: RunContext) -> dict[str, str]:
     """The merge role on the trained twin. Raises what it raises, and RehearsalError where it made nothing."""
     _log_plainly()
-    facts = merge_role.merge(context).facts
+    facts = role(context).facts
     if context.plan.merge.enabled and not context.output.merged.is_dir():
         raise RehearsalError("the merge ended without a merged model")
     if context.plan.merge.enabled and "verification_sha256" not in facts:

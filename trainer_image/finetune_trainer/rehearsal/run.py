@@ -1,4 +1,4 @@
-"""The rehearsal, stage by stage. Called in a process of its own (process.py), which does nothing else and never computes itself."""
+"""The rehearsal, stage by stage. Called in a process of its own (roles/rehearse.py), which never computes itself."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import file_sha256
+from finetune_trainer.inspection.rehearsal_report import RehearsalReport, Stage, StageResult, Verdict
 from finetune_trainer.model.load import load_config, stored_dtype
+from finetune_trainer.processes.forked import Bounds, BoundsExceededError, Ended, run_children
+from finetune_trainer.ranks.reports import read_rank_reports, root_cause
 from finetune_trainer.rehearsal import bodies
 from finetune_trainer.rehearsal.comparison import computes_in
 from finetune_trainer.rehearsal.places import Places
-from finetune_trainer.rehearsal.processes import Bounds, BoundsExceededError, Ended, run_children
-from finetune_trainer.rehearsal.report import RehearsalReport, Stage, StageResult, Verdict
 from finetune_trainer.rehearsal.twin_plan import KILLED_IN_STEP, alone, exact, quiet_method
 from finetune_trainer.rehearsal.verdicts import CannotTell, Problem, failed, not_done, problem_of
-from finetune_trainer.train.reports import read_rank_reports, root_cause
 
 log = logging.getLogger(__name__)
 Told = Callable[[StageResult], None]
 
 
-def rehearse(plan: RunPlan, directory: Path, root: Path, bounds: Bounds, told: Told = lambda _: None) -> RehearsalReport:
+def rehearse(
+    plan: RunPlan, directory: Path, root: Path, bounds: Bounds, *, merge: bodies.MergeRole, told: Told = lambda _: None
+) -> RehearsalReport:
     """Try `plan` on a twin of the model in `directory`, with files under `root`, which is empty. Never raises for what it finds.
 
-    `told`: of each stage when it has ended.
+    `merge`: the merge role. `told`: of each stage when it has ended.
     """
-    rehearsal = _Rehearsal(plan, directory, Places(root), bounds, told)
+    rehearsal = _Rehearsal(plan, directory, Places(root), bounds, merge=merge, told=told)
     started = time.monotonic()
     verdict, findings = Verdict.PASSED, []
     try:
@@ -63,8 +65,11 @@ def rehearse(plan: RunPlan, directory: Path, root: Path, bounds: Bounds, told: T
 
 
 class _Rehearsal:
-    def __init__(self, plan: RunPlan, directory: Path, places: Places, bounds: Bounds, told: Told) -> None:
-        self.plan, self.directory, self.places, self.bounds, self.told = plan, directory, places, bounds, told
+    def __init__(
+        self, plan: RunPlan, directory: Path, places: Places, bounds: Bounds, *, merge: bodies.MergeRole, told: Told
+    ) -> None:
+        self.plan, self.directory, self.places, self.bounds = plan, directory, places, bounds
+        self.merge, self.told = merge, told
         self.stage = Stage.BUILD
         self.stages: list[StageResult] = []
         self.changes: list[str] = []
@@ -115,7 +120,7 @@ class _Rehearsal:
         if plan.parallelism.world_size > 1:
             work[Stage.COMPARE] = self._compared(plan, undisturbed, draws_random_numbers=draws_random_numbers)
         before = {Stage.COMPARE: time.monotonic() - started}
-        work[Stage.MERGE] = partial(bodies.merge, undisturbed)
+        work[Stage.MERGE] = partial(bodies.merge, self.merge, undisturbed)
         self.stage = Stage.MERGE
         ended = self._children({stage.value: body for stage, body in work.items()})
         for stage in work:

@@ -17,16 +17,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.data.shard_writer import write_prepared
-from finetune_trainer.merge.headers import read_checkpoint
 from finetune_trainer.model.load import load_config, stored_dtype
 from finetune_trainer.preflight.meta_model import inspect_structure
-from finetune_trainer.rehearsal.layers import layer_count
 from finetune_trainer.rehearsal.places import Places
-from finetune_trainer.rehearsal.search import NoTwinError, search, special_tokens
-from finetune_trainer.rehearsal.shrink import Change, Tokens, has_dropout, without_dropout
 from finetune_trainer.rehearsal.tiny_data import tiny_splits
 from finetune_trainer.rehearsal.twin_plan import draws_random_numbers, twin_plan, twin_tokens, without_unmatched
 from finetune_trainer.rehearsal.units import with_units_alike
+from finetune_trainer.small_models.layers import layer_count
+from finetune_trainer.small_models.search import NoTwinError, search, special_tokens
+from finetune_trainer.small_models.shrink import Change, Tokens, has_dropout, without_dropout
+from finetune_trainer.weights.headers import read_checkpoint
 
 log = logging.getLogger(__name__)
 OWN_TWIN_PARAMETERS, OWN_TWIN_LAYERS = 4_000_000, 6

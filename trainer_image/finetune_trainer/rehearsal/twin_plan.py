@@ -9,8 +9,9 @@ from finetune_job.api.base import ClaimPath, Dtype
 from finetune_job.api.training import Precision
 from finetune_job.method_settings import known_settings
 from finetune_job.plan.run_plan import AdapterPlan, LoraPlan, MethodPlan, RunPlan
-from finetune_trainer.rehearsal.layers import KeptLayers
-from finetune_trainer.rehearsal.shrink import Change, Shrunken, Tokens
+from finetune_trainer.small_models.layers import KeptLayers
+from finetune_trainer.small_models.named_tokens import TOKENS_FIELD, named_tokens
+from finetune_trainer.small_models.shrink import Change, Shrunken, Tokens
 
 STEPS = 3
 KILLED_IN_STEP = 3
@@ -22,7 +23,6 @@ LARGEST_RANK = 32
 _MICRO_BATCH, _ACCUMULATION, _PROMPTS, _KEPT_CHECKPOINTS = 2, 2, 4, 10
 _STEP_TIMEOUT_SECONDS = 60
 _LAYER_NUMBER = re.compile(r"(?<![\w\[{(-])(\d+)(?=\\?\.|$)")
-TOKENS_FIELD = "tokenIndices"
 LARGEST_SETTINGS = {
     "r": LARGEST_RANK,
     "blockSize": 32,
@@ -138,14 +138,6 @@ def quiet_method(method: MethodPlan) -> MethodPlan:
         return method
     settings = {name: value for name, value in method.adapter.settings.items() if "dropout" not in name.lower()}
     return method.model_copy(update={"adapter": method.adapter.model_copy(update={"settings": settings})})
-
-
-def named_tokens(method: MethodPlan) -> list[int]:
-    """Token ids that the method trains."""
-    if method.lora is not None:
-        return list(method.lora.trainable_token_indices)
-    found = method.adapter.settings.get(TOKENS_FIELD, []) if method.adapter is not None else []
-    return [token for token in found if type(token) is int] if isinstance(found, list) else []
 
 
 def _small_method(method: MethodPlan, shrunken: Shrunken, changes: list[Change]) -> MethodPlan:

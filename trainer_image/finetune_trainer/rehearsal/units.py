@@ -12,12 +12,12 @@ from torch import nn
 
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.plan.run_plan import FsdpPlan, RunPlan
+from finetune_trainer.inspection.declared_weights import load_declared, pack
+from finetune_trainer.inspection.valueless import attach_valueless
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.load import packed_dtype, stored_dtype
 from finetune_trainer.model.wrap_plan import unit_names
-from finetune_trainer.preflight.declared_weights import load_declared, pack
-from finetune_trainer.preflight.valueless import attach_valueless
-from finetune_trainer.rehearsal.shrink import Change
+from finetune_trainer.small_models.shrink import Change
 
 _FIELD = "parallelism.fsdp.minNumParams"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from finetune_job.failures import FailureClass
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import FieldChange, Finding
-from finetune_trainer.rehearsal.report import TITLES, Stage
+from finetune_trainer.inspection.rehearsal_report import TITLES, Stage
 
 FAILED, NOT_DONE = "rehearsal-failed", "rehearsal-not-done"
 SKIP = "set spec.preflight.rehearsal: Skip"

@@ -15,9 +15,9 @@ import torch
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import MANIFEST_FILE
-from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_header
-from finetune_trainer.merge.steps.rounding import READ_DTYPES
 from finetune_trainer.release.serving import PEFT_PREFIX, ServingReport, serving_report
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_header
+from finetune_trainer.weights.rounding import READ_DTYPES
 
 TENSORS_KEY = "tensors"
 """In the manifest of a trained adapter: element type and shape by name, as training knew them."""

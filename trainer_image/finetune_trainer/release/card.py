@@ -14,6 +14,7 @@ import yaml
 from finetune_job.api.base import BucketPath, HubPath, RegistryPath, parse_destination, parse_source
 from finetune_job.names import MANAGED_BY
 from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.markdown import block, code, one_line
 from finetune_trainer.release.card_sections import (
     evaluation,
     licence,
@@ -25,7 +26,6 @@ from finetune_trainer.release.card_sections import (
 )
 from finetune_trainer.release.facts import RunFacts
 from finetune_trainer.release.licence import OTHER
-from finetune_trainer.release.markdown import block, code, one_line
 from finetune_trainer.release.places import ADAPTER, MERGED
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")

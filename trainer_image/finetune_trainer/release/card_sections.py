@@ -7,9 +7,9 @@ from typing import Any
 
 from finetune_job.api.output import MergeBase
 from finetune_job.names import MANAGED_BY
+from finetune_trainer.markdown import block, code, table
 from finetune_trainer.release.curves import chosen, sparkline
 from finetune_trainer.release.facts import DataSource, RunFacts
-from finetune_trainer.release.markdown import block, code, table
 from finetune_trainer.release.places import CHECKSUMS, PROVENANCE, VERIFICATION_PAGE
 
 _SHOWN_FILES = 5

@@ -11,8 +11,8 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_job.plan.transfers import FetchItem
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shards import TRAIN, VALIDATION, read_manifest
+from finetune_trainer.inspection.report import ModelReport
 from finetune_trainer.observe.lines import read_lines
-from finetune_trainer.preflight.report import ModelReport
 from finetune_trainer.release.curves import Course, course
 from finetune_trainer.release.licence import Licence, read_licence
 from finetune_trainer.release.places import Places, places_of

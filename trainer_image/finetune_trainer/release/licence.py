@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from finetune_trainer.terms import terms_files
+from finetune_trainer.licence_files import licence_files
 
 CARD_FILE = "README.md"
 _MAX_FRONT_MATTER = 1 << 20
@@ -39,7 +39,7 @@ class Licence:
 
 def read_licence(model: Path) -> Licence:
     """What the base's card, its configuration and its files say; in this order where they differ. Raises OSError."""
-    files = tuple(path.name for path in terms_files(model))
+    files = tuple(path.name for path in licence_files(model))
     card = front_matter(_text(model / CARD_FILE))
     identifier = _identifier(card.get("license")) or _identifier(_settings(model).get("license"))
     if not identifier:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune_trainer.gang import Gang
-from finetune_trainer.objective.interface import Objective, Split
+from finetune_trainer.model.objective import Objective, Split
+from finetune_trainer.ranks.gang import Gang
 
 
 def held_out_loss(

@@ -24,15 +24,15 @@ from finetune_trainer.checkpoint.manifest import Manifest
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import InvariantError
 from finetune_trainer.files import MANIFEST_FILE, file_sha256, publish_directory, sync_file, temporary_beside, write_durably
-from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from finetune_trainer.licence_files import licence_files
 from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, second_names, stored_names
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_saved
 from finetune_trainer.model.load import build_on_meta, build_unwritten, stored_dtype
 from finetune_trainer.model.load_shards import stored_by_name
 from finetune_trainer.release.adapter_check import TENSORS_KEY, described
-from finetune_trainer.terms import terms_files
 from finetune_trainer.train.model_writer import write_model
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 _RESULTS = OutputLayout(Path())
 NOT_COPIED = (
@@ -89,7 +89,7 @@ def _write_adapter(
         check_saved({name: written.get_tensor(name) for name in written.keys()}, shapes)  # noqa: SIM118
     settings = adapter_settings(model, context.plan.model.name, context.plan.model.revision)
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    for path in terms_files(context.base_model):
+    for path in licence_files(context.base_model):
         shutil.copyfile(path, directory / path.name)
     return tensors
 

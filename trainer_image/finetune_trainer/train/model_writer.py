@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from finetune_trainer.checkpoint.load import PieceReader
-from finetune_trainer.merge.headers import TensorHeader
 from finetune_trainer.merge.plan import MergePlan, OutputTensor, shard_layout
 from finetune_trainer.model.invariants import check_saved
 from finetune_trainer.model.load import SAFETENSORS_DTYPES
 from finetune_trainer.model.load_shards import read_into
+from finetune_trainer.weights.headers import TensorHeader
 
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 

@@ -16,13 +16,13 @@ from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import OBSERVE_PORT, Role
 from finetune_trainer.arguments import add_run_arguments, run_context
 from finetune_trainer.context import RunContext
-from finetune_trainer.gang import ENVIRONMENT, joined, launched_rank
+from finetune_trainer.ranks.gang import ENVIRONMENT, joined, launched_rank
+from finetune_trainer.ranks.heartbeat import Heartbeat
+from finetune_trainer.ranks.reports import ECHO_SECONDS, dated, write_rank_report
+from finetune_trainer.ranks.watchdog import Watchdog
 from finetune_trainer.termination import exit_code, failure_report
-from finetune_trainer.train.heartbeat import Heartbeat
-from finetune_trainer.train.reports import ECHO_SECONDS, dated, write_rank_report
 from finetune_trainer.train.run import train
 from finetune_trainer.train.stop import StopRequest
-from finetune_trainer.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 

@@ -16,21 +16,21 @@ from finetune_trainer.checkpoint.optimizer_state import described
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
 from finetune_trainer.errors import DataError, InvariantError, NonFiniteError, PreemptedError
-from finetune_trainer.gang import Gang
 from finetune_trainer.model.invariants import has_learnt
 from finetune_trainer.model.sharded import TrainedModel, build
 from finetune_trainer.objective.next_token import NextToken
 from finetune_trainer.observe.accounts import Stopwatch, process_age_seconds
 from finetune_trainer.observe.goodput import Activity
 from finetune_trainer.observe.observer import ObservedRun, Observer, StepDone, observing, peak_memory_bytes
+from finetune_trainer.ranks.gang import Gang
+from finetune_trainer.ranks.heartbeat import STEP, Heartbeat
+from finetune_trainer.ranks.stalls import patience
 from finetune_trainer.train import evaluation_policy, loss_scale
 from finetune_trainer.train import step as one_step
 from finetune_trainer.train.evaluate import held_out_loss
 from finetune_trainer.train.export import export
-from finetune_trainer.train.heartbeat import STEP, Heartbeat
 from finetune_trainer.train.optimizers import build_optimizer
 from finetune_trainer.train.schedule import learning_rate, total_steps
-from finetune_trainer.train.stalls import patience
 from finetune_trainer.train.stop import StopRequest
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from finetune_job.plan.run_plan import TrainingPlan
 from finetune_trainer.errors import NonFiniteError
-from finetune_trainer.gang import Gang
+from finetune_trainer.model.objective import Objective, Split
 from finetune_trainer.model.reduction import Reduction, reducing
-from finetune_trainer.objective.interface import Objective, Split
+from finetune_trainer.observe.step_result import StepResult
+from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.train.batches import global_batch, micro_batch
 from finetune_trainer.train.loss_scale import UNSCALED, halved
 from finetune_trainer.train.optimizers import set_learning_rate
@@ -27,30 +28,6 @@ from finetune_trainer.train.randomness import seed_forward_pass
 log = logging.getLogger(__name__)
 
 NON_FINITE_HINT = "lower learningRate, raise warmupRatio, or look at the records of this step; the last checkpoint is kept"
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did."""
-
-    loss: float
-    """Mean over the supervised tokens of the global batch."""
-    gradient_norm: float
-    """Before clipping, over all ranks."""
-    supervised_tokens: int
-    tokens: int
-    """Of documents, padding not counted, over all ranks."""
-    squared_document_lengths: int
-    """Sum over all documents of length squared, over all ranks: for the work that attention does."""
-    data_seconds: float
-    """What this rank waited for batches."""
-    compute_seconds: tuple[float, ...]
-    """What each rank computed, by rank. On CPU the main thread's time without waiting, so that slow ranks show; on a GPU elapsed
-    time without that for batches, which includes waiting for other ranks inside collectives."""
-    stop: bool
-    """Some rank has been asked to stop."""
-    loss_scale: float
-    """Factor of the loss with which the gradients were finite."""
 
 
 class StepBatches:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune_trainer.merge.headers import CONFIG_FILE, read_json
 from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.verify.gate import GATES, Gate, coarsest
+from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 
 def gate_of(base: Path, merged: str | None) -> Gate:

@@ -12,10 +12,10 @@ from functools import lru_cache
 import torch
 
 from finetune_trainer.merge.changes import Addition, Change, LowRank, ModuleMerge, Orientation, Quantization, TokenRows
-from finetune_trainer.merge.errors import BrokenCheckpointError
-from finetune_trainer.merge.headers import TensorHeader
-from finetune_trainer.merge.steps.rounding import TORCH_DTYPES
 from finetune_trainer.verify.gate import UNIT_ROUNDOFF
+from finetune_trainer.weights.errors import BrokenCheckpointError
+from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.rounding import TORCH_DTYPES
 
 _FP32 = UNIT_ROUNDOFF["float32"]
 _NORM_ROWS = 512

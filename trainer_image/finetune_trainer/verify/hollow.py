@@ -17,9 +17,9 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, read_adapter, read_json
 from finetune_trainer.model.load import reserve_parameters
 from finetune_trainer.verify.weights import StoredWeights
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, read_adapter, read_json
 
 ADAPTER_FROM_BASE_WEIGHTS = frozenset({"PSOFT"})
 """Methods whose layers compute part of themselves from the base's weights as they are attached."""

@@ -22,7 +22,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.merge.headers import CONFIG_FILE, read_json
 from finetune_trainer.verify.allocator import return_large_blocks
 from finetune_trainer.verify.chain import MergedWeights, Weights
 from finetune_trainer.verify.errors import UnverifiableModelError
@@ -30,6 +29,7 @@ from finetune_trainer.verify.gate import TIE_UNITS, UNIT_ROUNDOFF, LogitFigures,
 from finetune_trainer.verify.hollow import hollow_model, model_class, needs_base_weights
 from finetune_trainer.verify.streaming import NotStreamableError, Prompt, StreamedModels, logits_of, write_logits
 from finetune_trainer.verify.weights import StoredWeights
+from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 VALUES_AT_ONCE = 1 << 20
 """Logits that are held in fp64 at a time, several times over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from finetune_trainer.release.markdown import code, table
+from finetune_trainer.markdown import code, table
 from finetune_trainer.verify.gate import Gate, LogitFigures
 from finetune_trainer.verify.report import VerificationReport
 

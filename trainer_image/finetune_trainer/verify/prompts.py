@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.merge.errors import BrokenCheckpointError
-from finetune_trainer.merge.headers import CONFIG_FILE, read_json
+from finetune_trainer.weights.errors import BrokenCheckpointError
+from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 NUM_PROMPTS = 8
 NUM_TOKENS = 96

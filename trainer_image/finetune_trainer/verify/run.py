@@ -11,14 +11,14 @@ from pathlib import Path
 from finetune_job.api.output import MergeBase
 from finetune_trainer.files import MANIFEST_FILE, file_sha256, write_durably
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.merge.errors import UnsupportedBaseError
-from finetune_trainer.merge.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
-from finetune_trainer.merge.read_model import read_stored_model
 from finetune_trainer.verify.gate import Gate, LogitFigures, failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.page import verification_page
 from finetune_trainer.verify.report import Compared, VerificationReport
 from finetune_trainer.verify.tensors import check_tensors
+from finetune_trainer.weights.errors import UnsupportedBaseError
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
+from finetune_trainer.weights.read_model import read_stored_model
 
 
 def verify_merge(

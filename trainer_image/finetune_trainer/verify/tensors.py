@@ -18,12 +18,12 @@ import torch
 
 from finetune_trainer.files import MANIFEST_FILE, file_sha256
 from finetune_trainer.merge.changes import LowRank, Quantization, TokenRows
-from finetune_trainer.merge.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.merge.inputs import plan_merge
 from finetune_trainer.merge.plan import MergePlan, OutputTensor
-from finetune_trainer.merge.steps.rounding import TORCH_DTYPES
 from finetune_trainer.verify.exact import ExactMatrix, forget_adapter, has_formula, is_zero, read_rows
 from finetune_trainer.verify.tensor_classes import ORDER, class_of
+from finetune_trainer.weights.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
+from finetune_trainer.weights.rounding import TORCH_DTYPES
 
 SAMPLE_ROWS = 16
 """Rows of each changed matrix that are computed again in fp64, the first and the last among them."""

@@ -1,6 +1,6 @@
 """Values of a model's parameters by the model's own names, from the safetensors files of a directory: whole, or some of their rows.
 
-Called by streaming.py. The names are the merge's (stored.py); what is read here is compared with whole models in the tests.
+Called by streaming.py. The names are the merge's (weights/stored.py); what is read here is compared with whole models in the tests.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.merge.errors import BrokenCheckpointError
-from finetune_trainer.merge.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
-from finetune_trainer.merge.read_model import read_stored_model
-from finetune_trainer.merge.steps.rounding import READ_DTYPES, TORCH_DTYPES
-from finetune_trainer.merge.stored import StoredParameter
 from finetune_trainer.model.load import unwritten
+from finetune_trainer.weights.errors import BrokenCheckpointError
+from finetune_trainer.weights.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
+from finetune_trainer.weights.read_model import read_stored_model
+from finetune_trainer.weights.rounding import READ_DTYPES, TORCH_DTYPES
+from finetune_trainer.weights.stored import StoredParameter
 
 BLOCK_BYTES = 16 << 20
 """Read at a time where values are converted."""
@@ -25,7 +25,7 @@ BLOCK_BYTES = 16 << 20
 class StoredWeights:
     """A model directory's weights. Raises MergeError where it is broken.
 
-    quantized: stored tensors, by name, that stand for what a quantised layer computes with (quantized_base.py).
+    quantized: stored tensors, by name, that stand for what a quantised layer computes with (merge/quantized_base.py).
     """
 
     def __init__(self, directory: Path, quantized: Mapping[str, Quantization] | None = None) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from finetune_trainer.merge.changes import ExpertPart, Orientation
-from finetune_trainer.merge.errors import MergeError
+from finetune_trainer.merge.changes import Orientation
+from finetune_trainer.weights.errors import MergeError
+from finetune_trainer.weights.expert_part import ExpertPart
 
 CHECK_BYTES = 32 << 20
 """fp32 bytes of the batch that single products are compared with, because memory is bounded."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from finetune_trainer.merge.changes import Addition, Change, LowRank, ModuleMerge, Orientation, TokenRows
-from finetune_trainer.merge.headers import TensorHeader
 from finetune_trainer.merge.steps.addition import AdditionStep
 from finetune_trainer.merge.steps.low_rank import Factors, LowRankStep
-from finetune_trainer.merge.steps.step import Step
+from finetune_trainer.merge.steps.step import Read, Step
 from finetune_trainer.merge.steps.token_rows import TokenRowsStep
-
-Read = Callable[[TensorHeader], torch.Tensor]
 
 
 def load_step(change: Change, num_rows: int, num_columns: int, compute: torch.dtype, read: Read) -> Step:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from finetune_trainer.merge.changes import Orientation
-from finetune_trainer.merge.steps.rounding import all_finite, round_into
 from finetune_trainer.merge.steps.step import Scratch
+from finetune_trainer.weights.rounding import all_finite, round_into
 
 BLOCK_ROWS = 256
 """Rows of one matrix product. Measured: blocks of 64 rows and more had PEFT's bits, of 1 and 7 rows had not."""

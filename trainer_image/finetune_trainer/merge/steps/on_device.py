@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune_trainer.merge.errors import DeviceUnavailableError
 from finetune_trainer.merge.steps.step import Scratch, Step
+from finetune_trainer.weights.errors import DeviceUnavailableError
 
 _of_thread = threading.local()
 

@@ -23,16 +23,15 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from finetune_trainer.merge.changes import ModuleMerge
-from finetune_trainer.merge.errors import (
+from finetune_trainer.merge.steps.step import Read, Scratch, WholeMatrix
+from finetune_trainer.model.without_values import without_values
+from finetune_trainer.weights.errors import (
     AdapterTensorMisshapedError,
     AdapterTensorMissingError,
     AdapterTensorUnknownError,
     UnsupportedAdapterError,
 )
-from finetune_trainer.merge.steps.load import Read
-from finetune_trainer.merge.steps.rounding import all_finite, round_into
-from finetune_trainer.merge.steps.step import Scratch, WholeMatrix
-from finetune_trainer.model.without_values import without_values
+from finetune_trainer.weights.rounding import all_finite, round_into
 
 ADAPTER = "default"
 """PEFT's name of the adapter."""

@@ -16,8 +16,8 @@ import torch
 from bitsandbytes import functional
 
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.merge.steps.rounding import all_finite, round_into
 from finetune_trainer.merge.steps.step import Scratch, WholeMatrix
+from finetune_trainer.weights.rounding import all_finite, round_into
 
 BLOCK_VALUES = 64
 """Values with one largest absolute value: what bitsandbytes' layers take where nothing is said, and transformers says nothing."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+from finetune_trainer.weights.headers import TensorHeader
+
+Read = Callable[[TensorHeader], torch.Tensor]
+"""Loads one of the adapter's tensors as its header says, in its own dtype and shape."""
 
 
 class Scratch:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from finetune_trainer.merge.steps.low_rank import row_blocks
-from finetune_trainer.merge.steps.rounding import all_finite, round_into
 from finetune_trainer.merge.steps.step import Scratch
+from finetune_trainer.weights.rounding import all_finite, round_into
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""`finetune estimate`: a job and its model's configuration in, the memory of a rank out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from finetune_cli.checks.validate import Outcome, Verdict, validate
+from finetune_cli.exit_codes import ExitCode
+from finetune_job.api.base import ClaimPath, parse_source
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.rules.book import evaluate
+from finetune_job.rules.changes import with_changes
+from finetune_job.rules.context import RuleContext
+from finetune_memory.describe import model_shape, read_model
+from finetune_memory.limits import Limit, limit_of, quantity_bytes, shown
+from finetune_memory.model_shape import UnknownModelError
+from finetune_memory.verdict import MemoryVerdict, judge_memory
+
+GPU_MEMORY_OPTION = "--gpu-memory"
+SMALLEST_DEVICE = 2**20
+"""Bytes; of less, the unit has been forgotten."""
+
+
+class EstimateError(Exception):
+    """Nothing can be estimated; the text says what is missing."""
+
+    exit_code = ExitCode.UNUSABLE
+
+
+class RefusedError(EstimateError):
+    """A rule speaks against the job."""
+
+    exit_code = ExitCode.REFUSED
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """What is to say about one job."""
+
+    name: str
+    plan: RunPlan
+    verdict: MemoryVerdict
+
+
+def estimate(manifest: str, *, profile: str | None, model: Path | None, gpu_memory: str | None, claims: Path) -> list[Estimated]:
+    """The memory of every job of a manifest. Raises EstimateError.
+
+    `model`: directory of the base model, or its config.json; None: what `claims` holds under the job's source.
+    """
+    report = validate(manifest, profile)
+    jobs = [verdict for verdict in report.verdicts if verdict.job is not None]
+    for verdict in report.verdicts:
+        if verdict.outcome in (Outcome.REFUSED, Outcome.UNUSABLE):
+            first = next(finding for finding in verdict.findings if finding.severity == "error")
+            kind = RefusedError if verdict.outcome is Outcome.REFUSED else EstimateError
+            raise kind(f"{verdict.name or 'the manifest'}: {first.field}: {first.message}\n  fix: {first.fix}")
+    if not jobs:
+        raise EstimateError("the manifest holds no FineTuneJob")
+    return [_estimated(verdict, model, gpu_memory, claims) for verdict in jobs]
+
+
+def _estimated(verdict: Verdict, model: Path | None, gpu_memory: str | None, claims: Path) -> Estimated:
+    plan, job = verdict.plan, verdict.job
+    if plan is None or job is None:
+        raise EstimateError(f"{verdict.name}: has no plan")
+    try:
+        files = read_model(model if model is not None else _on_claim(job.spec.model.source, claims))
+        limit = limit_of(plan)
+        if gpu_memory is not None:
+            limit = Limit(_device_bytes(gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
+        found = judge_memory(plan, model_shape(plan, files), files.stored, limit)
+        return Estimated(verdict.name, plan, _completed(found, job.spec))
+    except (UnknownModelError, ValueError) as error:
+        raise EstimateError(f"{verdict.name}: {error}") from error
+
+
+def _device_bytes(written: str) -> int:
+    try:
+        size = quantity_bytes(written)
+    except ValueError as error:
+        raise EstimateError(f"{GPU_MEMORY_OPTION}: {error}") from error
+    if size < SMALLEST_DEVICE:
+        raise EstimateError(f"{GPU_MEMORY_OPTION}: {written} is {shown(size)}, and no device is as small; write it as in 80Gi")
+    return size
+
+
+def _completed(verdict: MemoryVerdict, spec: FineTuneJobSpec) -> MemoryVerdict:
+    """With what the rules ask for beside the change, which the plan does not know: several nodes share a workspace."""
+    if verdict.alternative is None:
+        return verdict
+    written = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    changed = FineTuneJobSpec.model_validate(with_changes({"spec": written}, verdict.alternative.changes)["spec"])
+    more = [change for finding in evaluate(RuleContext(changed)) if finding.severity == "error" for change in finding.changes]
+    return replace(verdict, alternative=replace(verdict.alternative, changes=(*verdict.alternative.changes, *more)))
+
+
+def _on_claim(source: str, claims: Path) -> Path:
+    place = parse_source(source)
+    if not isinstance(place, ClaimPath):
+        raise EstimateError(
+            f"spec.model.source: {source} is not on this machine; give --model the directory of the model or its config.json"
+        )
+    directory = claims / place.claim / place.path
+    if not directory.exists():
+        raise EstimateError(
+            f"spec.model.source: {source} is not at {directory}; give --model the directory of the model or its config.json"
+        )
+    return directory

@@ -1,0 +1,77 @@
+"""`finetune validate --fix`: manifests with the fixes of all findings made, until no rule has a fix that a program can make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune_cli.checks.validate import Profiles, judge, known_profiles
+from finetune_cli.documents import Document, DocumentError, is_list, read_documents
+from finetune_cli.edit_yaml import edited, written_anew
+from finetune_cli.manifest import parse_job
+from finetune_job.names import JOB_KIND
+from finetune_job.rules.book import rule_by_id
+from finetune_job.rules.changes import with_changes
+from finetune_job.rules.rule import Finding
+
+MOST_FIXES = 200
+"""Each fix clears its finding for good, and there are fewer rules."""
+
+
+@dataclass
+class FixedFile:
+    """One file after its fixes."""
+
+    name: str
+    text: str
+    made: list[tuple[str, Finding]] = field(default_factory=list)
+    """Name of a job and the finding whose changes were made in it, in the order in which they were made."""
+
+
+def fix(files: Sequence[tuple[str, str]], profile: str | None = None) -> list[FixedFile]:
+    """Make the changes of every finding in every FineTuneJob of the files, by name and text; not those that a person has to weigh.
+
+    What is no job, or does not parse as one, stays as it is.
+    """
+    fixed = [FixedFile(name, text) for name, text in files]
+    documents = [_documents(file) for file in fixed]
+    profiles = known_profiles([each for group in documents for each in group], profile)
+    for file, group in zip(fixed, documents, strict=True):
+        for document in group:
+            content = _fixed(document.content, profiles, file.made)
+            if content != document.content:
+                # Edits replace lists whole, which would put all objects of a list on one line.
+                edit = written_anew if is_list(content) else edited
+                file.text = edit(file.text, document.number, content)
+    return fixed
+
+
+def _is_weighed(finding: Finding) -> bool:
+    rule = rule_by_id(finding.rule)
+    return rule is not None and rule.is_weighed
+
+
+def _documents(file: FixedFile) -> list[Document]:
+    try:
+        return read_documents(file.text, file.name)
+    except DocumentError:
+        return []
+
+
+def _fixed(content: Any, profiles: Profiles, made: list[tuple[str, Finding]]) -> Any:
+    if is_list(content):
+        return content | {"items": [_fixed(item, profiles, made) for item in content["items"]]}
+    if not isinstance(content, dict) or content.get("kind") != JOB_KIND:
+        return content
+    for _ in range(MOST_FIXES):
+        job = parse_job(content)
+        if isinstance(job, list):
+            break
+        _, findings = judge(job, profiles.of(job))
+        finding = next((each for each in findings if each.changes and not _is_weighed(each)), None)
+        if finding is None:
+            break
+        made.append((job.metadata.name, finding))
+        content = with_changes(content, finding.changes)
+    return content

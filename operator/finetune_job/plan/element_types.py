@@ -1,0 +1,86 @@
+"""Which element type is used where: plan and stored type -> types of loading, computing, reducing and saving.
+
+Trained weights need more bits than their products: updates of 16-bit weights round to nothing. So full fine-tuning holds float32
+weights and computes in the model's type; adapters see to the same with `autocastAdapterDtype`. Whole modules and biases that are
+trained beside adapters are held in float32 with them, and must then compute in the type of the base around them.
+
+FSDP 2 casts whatever it gathers to the type of the computation. Elsewhere autocast casts the operands of products alone, and
+what comes after them would meet a base of another type: torch has operations that refuse two types, and computes in float32 only
+what is held in float32. There a 16-bit base is held in the type of the computation from the start, which is what FSDP 2 would
+compute with, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune_job.api.base import Dtype
+from finetune_job.api.method import MethodType
+from finetune_job.api.training import Precision
+from finetune_job.plan.run_plan import RunPlan
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
+"""Bytes of a value, by torch's names."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Element types of one run, by torch's names, and what becomes of them in a forward pass."""
+
+    load: str
+    """Base weights as they are held."""
+    param: str | None
+    """Gathered parameters in forward and backward; None: as they are held."""
+    reduce: str | None
+    """Gradients while they are reduced."""
+    save: str
+    """A fully fine-tuned model on disk."""
+    casts_parameters: bool
+    """Whether FSDP casts parameters to `param`, layer inputs and adapters included. Otherwise autocast casts inside each layer."""
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a value that layers hand on."""
+        return DTYPE_BYTES[(self.param or self.load) if self.casts_parameters else self.load]
+
+    @property
+    def product(self) -> int:
+        """Bytes of a value of a matrix product."""
+        return DTYPE_BYTES[self.param or self.load]
+
+    def adapter(self, held: str) -> int:
+        """Bytes of a value that an adapter computes with."""
+        return DTYPE_BYTES[self.param or held]
+
+    def adapter_copies_input(self, held: str) -> bool:
+        """Whether each adapter casts its input, and keeps a copy of its own: PEFT casts to the adapter's element type first."""
+        if self.casts_parameters and self.param:
+            return False
+        return DTYPE_BYTES[held] != self.stream or (self.param is not None and DTYPE_BYTES[held] != self.product)
+
+    @property
+    def layers_copy_input(self) -> bool:
+        """Whether autocast casts the input of each trained layer, which keeps the copy."""
+        return self.stream != self.product
+
+
+def resolve_elements(plan: RunPlan, stored: str) -> Elements:
+    """Element types of a run on a base model whose weights are stored as `stored`."""
+    fsdp = plan.parallelism.fsdp
+    save = plan.model.dtype.value if plan.model.dtype else stored
+    param = fsdp.param_dtype.value if fsdp.param_dtype else None
+    load = "float32" if plan.training.precision is Precision.FP32 else save
+    if plan.method.type is MethodType.FULL and load != "float32":
+        param, load = param or load, "float32"
+    elif plan.method.autocast_adapter_dtype and plan.method.trains_parts_of_the_base and load != "float32":
+        param = param or load
+    casts = plan.parallelism.world_size > 1 and fsdp.version == 2
+    if not casts and param is not None and load != Dtype.FLOAT32:
+        load = param
+    return Elements(
+        load=load,
+        param=param,
+        reduce=fsdp.reduce_dtype.value if fsdp.reduce_dtype else None,
+        save=save,
+        casts_parameters=casts,
+    )

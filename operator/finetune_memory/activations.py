@@ -1,0 +1,350 @@
+"""What autograd keeps of a layer until its backward pass, by the operations of transformers' layers.
+
+Rules of torch's derivatives.yaml: a product keeps what the gradient of its *trained* factors needs, so a frozen linear layer keeps
+nothing, and an adapter beside it its input and the input of its second matrix; normalisation, activation and attention keep their
+inputs in any case. A tensor that several layers keep counts once. Roles of modules are known by their last names and by the shapes
+of their weights, so that layers of other models find their place, too. Checked against the bytes that autograd keeps of real models
+(tests/unit/memory/test_activations.py, bench/memory).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from finetune_job.api.model import Attention
+from finetune_job.plan.element_types import DTYPE_BYTES, Elements
+from finetune_memory.model_shape import LINEAR, ArchitectureFacts, ModelShape, ParameterShape
+from finetune_memory.workload import Workload
+
+OUTPUTS = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "down_proj", "fc2", "dense_4h_to_h", "w2"})
+"""Last names of the layers that end a block and have an input of their own."""
+FUSED_ATTENTION = frozenset({"qkv_proj", "query_key_value", "c_attn", "Wqkv", "in_proj"})
+PYTHON_ACTIVATIONS = {"gelu_new": 4, "gelu_fast": 4, "gelu_python": 3, "quick_gelu": 3, "relu2": 2}
+"""Tensors kept by activations that are written in Python; torch's own keep their input alone."""
+_LAYER = re.compile(r"^(.*?\.)(\d+)\.")
+_WRAPPED = (".base_layer", ".original_module", ".modules_to_save.default")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of a layer of the model, with what is trained of it."""
+
+    name: str
+    inputs: int
+    outputs: int
+    is_trained: bool
+    rank: int
+    """Of its adapter; 0: none."""
+    adapter_dtype: str
+    has_magnitude: bool
+
+    @property
+    def parent(self) -> str:
+        """Name of the block that it is a part of."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def last(self) -> str:
+        """The last part of its name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_output(self) -> bool:
+        """Whether it ends its block."""
+        return self.last in OUTPUTS
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is a part of attention."""
+        return "attn" in self.parent or "attention" in self.parent
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation of a layer of the model."""
+
+    name: str
+    size: int
+    is_trained: bool
+    has_bias: bool
+    """torch's own LayerNorm."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the model."""
+
+    linears: tuple[Linear, ...]
+    norms: tuple[Norm, ...]
+    experts: tuple[ParameterShape, ...]
+    expert_factors: int
+    """Values of adapters on stacked weights of experts."""
+    factor_dtype: str
+    trained_bytes: int
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one layer."""
+
+    kept: int
+    """Without checkpointing."""
+    products: int
+    """What Selective keeps of them: results of products and attention."""
+    boundary: int
+    """Its input, which every kind of checkpointing keeps."""
+    backward: int
+    """Gradients that live at once in its backward pass, less what of `kept` has gone by then."""
+
+
+def read_layers(shape: ModelShape) -> tuple[Layer, ...]:
+    """The layers of the model's longest list, in order."""
+    return tuple(read_layer(parameters) for parameters in _layers_of(shape))
+
+
+def _layers_of(shape: ModelShape) -> list[list[ParameterShape]]:
+    lists: dict[str, dict[int, list[ParameterShape]]] = {}
+    for each in shape.parameters:
+        if found := _LAYER.match(each.name):
+            lists.setdefault(found.group(1), {}).setdefault(int(found.group(2)), []).append(each)
+    if not lists:
+        return []
+    longest = max(lists.values(), key=len)
+    return [longest[number] for number in sorted(longest)]
+
+
+def layer_names(parameters: Sequence[ParameterShape]) -> list[str]:
+    """Names of the modules of the longest list of layers."""
+    lists: dict[str, dict[int, None]] = {}
+    for each in parameters:
+        if found := _LAYER.match(each.name):
+            lists.setdefault(found.group(1), {})[int(found.group(2))] = None
+    longest = max(lists.items(), key=lambda item: len(item[1]), default=("", {}))
+    return [f"{longest[0]}{number}" for number in longest[1]]
+
+
+def read_layer(parameters: Sequence[ParameterShape]) -> Layer:
+    """The parts of a layer by their roles."""
+    weights: dict[str, ParameterShape] = {}
+    ranks: dict[str, tuple[int, str]] = {}
+    magnitudes, biases, trained = set(), set(), set()
+    experts, expert_factors, factor_dtype = [], 0, "float32"
+    for each in parameters:
+        name = _LAYER.sub("", each.name)
+        module, _, last = name.rpartition(".")
+        base = module.split(".lora_")[0]
+        for wrapper in _WRAPPED:
+            base = base.replace(wrapper, "")
+        if (".lora_A." in name or ".lora_B." in name) and "experts" in module:
+            expert_factors, factor_dtype = expert_factors + each.numel, each.dtype
+        elif ".lora_A." in name:
+            ranks[base] = (each.shape[0], each.dtype)
+        elif ".lora_magnitude_vector." in name:
+            magnitudes.add(base)
+        elif len(each.shape) == 3:
+            experts.append(each)
+        elif last == "weight" and ".lora_" not in name:
+            if each.is_trained or base not in weights:
+                weights[base] = each
+            if each.is_trained:
+                trained.add(base)
+        elif last == "bias":
+            biases.add(base)
+    linears, norms = [], []
+    for name, weight in weights.items():
+        rank, dtype = ranks.get(name, (0, "float32"))
+        if len(weight.shape) == 1:
+            norms.append(Norm(name, weight.shape[0], name in trained, name in biases))
+        elif weight.kind in LINEAR or name in ranks:
+            outputs, inputs = reversed(weight.shape) if weight.kind == "transposed" else weight.shape
+            linears.append(Linear(name, inputs, outputs, name in trained, rank, dtype, name in magnitudes))
+    trained_bytes = sum(each.num_bytes for each in parameters if each.is_trained)
+    return Layer(tuple(linears), tuple(norms), tuple(experts), expert_factors, factor_dtype, trained_bytes)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward and backward pass over one micro-batch."""
+
+    facts: ArchitectureFacts
+    work: Workload
+    elements: Elements
+    attention: Attention
+    dropout: float
+    """On the input of adapters."""
+
+    @property
+    def scores(self) -> int:
+        """Attention scores of all heads."""
+        return self.work.rows * self.facts.num_heads * self.work.length * self.work.length
+
+    @property
+    def is_unfused(self) -> bool:
+        """Whether torch has no fused attention for it, and computes it in float32: a CPU's has no dropout, nor values of another
+        size than keys.
+        """
+        facts = self.facts
+        has_fused = self.work.on_gpu or (not facts.attention_dropout and facts.value_head_size == facts.head_size)
+        return self.attention is Attention.SDPA and not has_fused
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether the scores of all pairs of tokens are kept."""
+        return self.attention is Attention.EAGER or self.is_unfused
+
+
+def layer_activations(layer: Layer, during: Pass, *, is_first: bool) -> Activations:
+    """`is_first`: nothing before this layer is trained, so what stands before its first adapter keeps nothing."""
+    kept = sum(_norm(norm, during) for norm in layer.norms[1 if is_first else 0 :])
+    kept += _inputs(layer, during) + _attention(layer, during) + _blocks(layer, during) + _experts(layer, during)
+    return Activations(
+        kept=kept,
+        products=_products(layer, during),
+        boundary=during.work.tokens * during.facts.hidden_size * during.elements.stream,
+        backward=_backward(layer, during),
+    )
+
+
+def _norm(norm: Norm, during: Pass) -> int:
+    facts, tokens = during.facts, during.work.tokens
+    # A norm over each head's values has one weight for all heads.
+    heads = {"q_norm": facts.num_heads, "k_norm": facts.num_key_value_heads}.get(norm.name.rpartition(".")[2], 1)
+    repeats = heads if norm.size == facts.head_size else 1
+    values = tokens * norm.size * repeats
+    if norm.has_bias:
+        return values * during.elements.stream + tokens * repeats * 8
+    # RMSNorm in float32: its input, the root, and the normalised values where the weight is trained.
+    return values * 4 + tokens * repeats * 4 + (values * during.elements.stream if norm.is_trained else 0)
+
+
+def _inputs(layer: Layer, during: Pass) -> int:
+    """Inputs of trained layers and of adapters; layers of a block that read the same input keep it once."""
+    elements, tokens, total = during.elements, during.work.tokens, 0
+    groups: dict[tuple[str, int, bool], list[Linear]] = {}
+    for linear in layer.linears:
+        groups.setdefault((linear.parent, linear.inputs, linear.is_output), []).append(linear)
+    for (_, width, is_output), members in groups.items():
+        values, is_shared = tokens * width, False
+        for linear in members:
+            size = elements.adapter(linear.adapter_dtype)
+            if linear.is_trained and elements.layers_copy_input and not is_output:
+                total += values * elements.product
+            elif linear.is_trained:
+                is_shared = True
+            if linear.rank:
+                total += tokens * linear.rank * size
+            if linear.rank and during.dropout:
+                # What is left, and the mask: a byte for each value on a GPU, a value on a CPU.
+                total += values * size + values * (1 if during.work.on_gpu else size)
+            elif linear.rank and elements.adapter_copies_input(linear.adapter_dtype):
+                total += values * size
+            elif linear.rank:
+                is_shared = True
+            if linear.has_magnitude:
+                # The base's result and the adapter's, which the magnitude scales.
+                total += tokens * linear.outputs * (elements.product + size)
+        reads_attention = is_output and members[0].is_attention and not during.keeps_scores
+        if is_shared and not reads_attention:
+            total += values * (elements.product if is_output else elements.stream)
+    return total
+
+
+def _attention(layer: Layer, during: Pass) -> int:
+    facts, work, size = during.facts, during.work, during.elements.product
+    tokens, heads, shared = work.tokens, facts.num_heads, facts.num_key_value_heads
+    queries, values = heads * facts.head_size, heads * facts.value_head_size
+    if during.is_unfused:
+        # Softmax of the scores, and what dropout leaves of it with its mask, all in float32.
+        return (tokens * (2 * queries + values) + during.scores * (3 if facts.attention_dropout else 1)) * 4
+    if during.keeps_scores:
+        # Queries, keys and values of all heads; the scores' softmax in float32, and as the product with the values reads it.
+        kept = tokens * (2 * queries + values) * size + during.scores * (4 + (size if size != 4 else 0))
+        kept += during.scores * size if facts.score_softcap else 0
+        return kept + (2 * during.scores * size if facts.attention_dropout else 0)
+    is_repeated = work.has_mask and shared < heads
+    key_heads = heads if is_repeated else shared
+    kept = tokens * (queries + key_heads * facts.head_size) * size
+    fused = next((linear for linear in layer.linears if linear.last in FUSED_ATTENTION), None)
+    if fused is not None and not is_repeated:
+        # The values are a part of the whole result, which stays; so are queries and keys where nothing rotates them.
+        whole = tokens * fused.outputs * size
+        kept = kept + whole if facts.rotates_positions else whole
+    else:
+        kept += tokens * _value_storage(layer, facts, key_heads, is_repeated=is_repeated) * size
+    # Result, and the logarithm of the sums in float32.
+    kept += tokens * values * size + tokens * heads * 4
+    # torch turns a mask of truth values into one of summands, in each layer anew.
+    return kept + (work.rows * work.length * work.length * size if work.has_mask else 0)
+
+
+def _value_storage(layer: Layer, facts: ArchitectureFacts, key_heads: int, *, is_repeated: bool) -> int:
+    """Values of a token that the tensor with the attention's values takes: a view keeps all that it was cut from."""
+    latent = next((linear for linear in layer.linears if linear.last == "kv_b_proj"), None)
+    return latent.outputs if latent is not None and not is_repeated else key_heads * facts.value_head_size
+
+
+def _blocks(layer: Layer, during: Pass) -> int:
+    """Activation functions, and the products of gated blocks."""
+    facts, tokens, total = during.facts, during.work.tokens, 0
+    for output in layer.linears:
+        if not output.is_output or output.is_attention:
+            continue
+        before = sum(each.outputs for each in layer.linears if each.parent == output.parent and not each.is_output)
+        factor = PYTHON_ACTIVATIONS.get(facts.activation, 1) + (2 if before == 2 * output.inputs else 0)
+        total += tokens * output.inputs * factor * during.elements.product
+        if output.parent.endswith("shared_expert"):
+            # Times a gate of one value.
+            total += tokens * facts.hidden_size * during.elements.product
+    # Masks of the dropout after attention and after the block.
+    return total + (
+        2 * tokens * facts.hidden_size * (1 if during.work.on_gpu else during.elements.stream) if facts.residual_dropout else 0
+    )
+
+
+def _experts(layer: Layer, during: Pass) -> int:
+    if not layer.experts:
+        return 0
+    hidden, size, rows = during.facts.hidden_size, during.elements.product, during.work.tokens * during.facts.experts_per_token
+    is_trained, is_adapted = any(each.is_trained for each in layer.experts), layer.expert_factors > 0
+    width = _expert_width(layer, hidden)
+    # Gate and up in one, the activation, and the results before they are weighted.
+    total = rows * (3 * width + hidden) * size
+    if is_trained or is_adapted:
+        total += rows * (hidden + width) * size
+    if is_adapted:
+        # PEFT adds the update to all experts' weights in every forward pass, with factors in the weights' type.
+        total += sum(each.numel for each in layer.experts) * size
+        if during.elements.param is None and DTYPE_BYTES[layer.factor_dtype] != size:
+            total += layer.expert_factors * size
+    return total
+
+
+def _expert_width(layer: Layer, hidden: int) -> int:
+    return sum(each.numel for each in layer.experts) // (layer.experts[0].shape[0] * 3 * hidden)
+
+
+def _products(layer: Layer, during: Pass) -> int:
+    facts, tokens, size = during.facts, during.work.tokens, during.elements.product
+    total = tokens * facts.num_heads * (facts.value_head_size * size + 4)
+    for linear in layer.linears:
+        total += tokens * linear.outputs * size
+        if linear.rank:
+            total += tokens * (linear.rank + linear.outputs) * during.elements.adapter(linear.adapter_dtype)
+    return total
+
+
+def _backward(layer: Layer, during: Pass) -> int:
+    """The gradients of the widest place of a layer: of a gated block's three tensors, or of the scores."""
+    hidden, tokens, size = during.facts.hidden_size, during.work.tokens, during.elements.product
+    widest = max((linear.inputs for linear in layer.linears if linear.is_output), default=hidden)
+    block = tokens * (3 * widest + hidden) * size
+    if layer.experts:
+        block = max(block, tokens * during.facts.experts_per_token * (3 * _expert_width(layer, hidden) + hidden) * size)
+    if layer.expert_factors:
+        # The gradient of all experts' second matrices; when that of the first, twice as wide, comes, it has gone with its weights.
+        block += sum(each.numel for each in layer.experts) // 3 * size
+    scores = during.scores * 8 if during.is_unfused else during.scores * (8 + size) if during.keeps_scores else 0
+    # The block comes after attention, so its activations have gone when the gradients of the scores are computed.
+    return max(block, scores - _blocks(layer, during) - _experts(layer, during))

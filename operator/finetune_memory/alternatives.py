@@ -1,0 +1,215 @@
+"""Which change of the job makes it fit: the cheapest for the user, and of equally cheap ones the largest micro-batch.
+
+Changes that alter only speed come first, then more devices, then what alters the result.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_job.api.base import Dtype
+from finetune_job.api.method import MethodType
+from finetune_job.api.training import ActivationCheckpointing, Precision
+from finetune_job.method_settings import effective_settings
+from finetune_job.plan.resolve_method import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
+from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_job.rules.method_configuration.setting_conflicts import SHARDED
+from finetune_job.rules.rule import FieldChange
+from finetune_memory.estimate import Estimate
+
+SHARDED_BITS = 4
+"""Of a packed base, the only ones that several ranks can share."""
+SHORTEST_SEQUENCE = 256
+"""Tokens; shorter ones would drop most of the records of most data sets."""
+MOST_TIMES_RANKS = 16
+_SHRINK_COST, _RECOMPUTE_COST, _RANKS_COST, _QUANTISE_COST, _SHORTEN_COST = 1, 3, 20, 60, 200
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Changes of the manifest that together make the job fit."""
+
+    changes: tuple[FieldChange, ...]
+    estimate: Estimate
+
+    @property
+    def text(self) -> str:
+        """The changes as people write them."""
+        return ", ".join(f"{change.field}: {_written(change.value)}" for change in self.changes)
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A setting of one kind of change; no changes: as it is."""
+
+    cost: float
+    changes: tuple[tuple[str, Any], ...]
+    apply: Callable[[RunPlan], RunPlan]
+
+
+def largest_fitting(plan: RunPlan, limit: int, predict: Callable[[RunPlan], Estimate]) -> Alternative | None:
+    """The cheapest combination of changes whose estimate is within `limit`; None where none is.
+
+    `predict`: the estimate of a changed plan. Every combination keeps the global batch.
+    """
+    if leanest(plan, predict).total > limit:
+        return None
+    combinations = sorted(itertools.product(*_kinds(plan)), key=lambda steps: sum(step.cost for step in steps))
+    for steps in combinations:
+        made = _combined(steps, plan)
+        if made is None or not made[1]:
+            continue
+        found = predict(made[0])
+        if found.total <= limit:
+            return Alternative(tuple(FieldChange(field=f"spec.{field}", value=value) for field, value in made[1]), found)
+    return None
+
+
+def leanest(plan: RunPlan, predict: Callable[[RunPlan], Estimate]) -> Estimate:
+    """The estimate with all changes that save memory; where no combination is within a limit, neither is this."""
+    kinds = _kinds(plan)
+    # Packing the base saves, but not while it is loaded.
+    most = [_combined([*(options[-1] for options in kinds[:-1]), packing], plan) for packing in kinds[-1]]
+    return min((predict(made[0]) for made in most if made is not None), key=lambda found: found.total, default=predict(plan))
+
+
+def _kinds(plan: RunPlan) -> list[list[_Step]]:
+    return [_ranks(plan), _recomputed(plan), _resharded(plan), _precise(plan), _shortened(plan), _micro(plan), _quantised(plan)]
+
+
+def _combined(steps: Iterable[_Step], plan: RunPlan) -> tuple[RunPlan, list[tuple[str, Any]]] | None:
+    """The changed plan and what was changed; None where the global batch cannot be cut in that way."""
+    changes: list[tuple[str, Any]] = []
+    for step in steps:
+        plan = step.apply(plan)
+        changes += step.changes
+    training, world_size = plan.training, plan.parallelism.world_size
+    at_once = training.micro_batch_size * world_size
+    if training.global_batch_size % at_once:
+        return None
+    training = training.model_copy(update={"gradient_accumulation_steps": training.global_batch_size // at_once})
+    return plan.model_copy(update={"training": training}), changes
+
+
+def _unchanged(plan: RunPlan) -> RunPlan:
+    return plan
+
+
+_AS_IT_IS = _Step(0, (), _unchanged)
+
+
+def _updated(part: str, **values: Any) -> Callable[[RunPlan], RunPlan]:
+    return lambda plan: plan.model_copy(update={part: getattr(plan, part).model_copy(update=values)})
+
+
+def _micro(plan: RunPlan) -> list[_Step]:
+    micro = plan.training.micro_batch_size
+    smaller = [size for size in range(micro - 1, 0, -1) if micro % size == 0]
+    return [
+        _AS_IT_IS,
+        *(
+            _Step(_SHRINK_COST + number / 100, (("training.microBatchSize", size),), _updated("training", micro_batch_size=size))
+            for number, size in enumerate(smaller)
+        ),
+    ]
+
+
+def _recomputed(plan: RunPlan) -> list[_Step]:
+    order = [ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL]
+    more = order[order.index(plan.training.activation_checkpointing) + 1 :]
+    if plan.training.compile:
+        # The rules refuse it: a compiled layer hides its matrix products.
+        more = [kind for kind in more if kind is not ActivationCheckpointing.SELECTIVE]
+    return [
+        _AS_IT_IS,
+        *(
+            _Step(
+                _RECOMPUTE_COST + number,
+                (("training.activationCheckpointing", kind.value),),
+                _updated("training", activation_checkpointing=kind),
+            )
+            for number, kind in enumerate(more)
+        ),
+    ]
+
+
+def _resharded(plan: RunPlan) -> list[_Step]:
+    if plan.parallelism.fsdp.reshard_after_forward is not False:
+        return [_AS_IT_IS]
+    return [
+        _AS_IT_IS,
+        _Step(_SHRINK_COST, (("parallelism.fsdp.reshardAfterForward", True),), _with_fsdp(reshard_after_forward=True)),
+    ]
+
+
+def _with_fsdp(**values: Any) -> Callable[[RunPlan], RunPlan]:
+    def apply(plan: RunPlan) -> RunPlan:
+        fsdp = plan.parallelism.fsdp.model_copy(update=values)
+        return plan.model_copy(update={"parallelism": plan.parallelism.model_copy(update={"fsdp": fsdp})})
+
+    return apply
+
+
+def _precise(plan: RunPlan) -> list[_Step]:
+    """Products in bfloat16: adapters beside a 16-bit base otherwise compute in float32, and keep copies of their inputs."""
+    if plan.parallelism.fsdp.param_dtype is not None or plan.model.dtype is Dtype.FLOAT32:
+        return [_AS_IT_IS]
+    cost = _RECOMPUTE_COST - 1 if plan.training.precision is None else _QUANTISE_COST / 2
+
+    def apply(changed: RunPlan) -> RunPlan:
+        return _with_fsdp(param_dtype=Dtype.BFLOAT16)(_updated("training", precision=Precision.BF16)(changed))
+
+    return [_AS_IT_IS, _Step(cost, (("training.precision", Precision.BF16.value),), apply)]
+
+
+def _ranks(plan: RunPlan) -> list[_Step]:
+    steps, nodes = [_AS_IT_IS], plan.parallelism.nodes
+    if _is_for_one_rank(plan):
+        return steps
+    times = 2
+    while times <= MOST_TIMES_RANKS and plan.training.global_batch_size % (plan.parallelism.world_size * times) == 0:
+        # Whole nodes: how many devices one has nobody has said.
+        steps.append(
+            _Step(_RANKS_COST + times, (("parallelism.nodes", nodes * times),), _updated("parallelism", nodes=nodes * times))
+        )
+        times *= 2
+    return steps
+
+
+def _is_for_one_rank(plan: RunPlan) -> bool:
+    """Whether the rules refuse the job's settings on several ranks."""
+    method = plan.method
+    if method.quantization is not None and method.quantization.bits != SHARDED_BITS:
+        return True
+    if method.adapter is None:
+        return False
+    settings = effective_settings(method.type, method.adapter.settings)
+    return any(method.type in each.methods and each.exists(settings) for each in SHARDED)
+
+
+def _quantised(plan: RunPlan) -> list[_Step]:
+    placement = plan.placement
+    if plan.method.type is not MethodType.LORA or placement is None or placement.gpu_resource_name is None:
+        return [_AS_IT_IS]
+    packed = QuantizationPlan(
+        bits=SHARDED_BITS, quant_type=DEFAULT_QUANT_TYPE, double_quant=DEFAULT_DOUBLE_QUANT, compute_dtype=None, quant_storage=None
+    )
+    change = _updated("method", type=MethodType.QLORA, quantization=packed)
+    return [_AS_IT_IS, _Step(_QUANTISE_COST, (("method.type", MethodType.QLORA.value),), change)]
+
+
+def _shortened(plan: RunPlan) -> list[_Step]:
+    steps, length = [_AS_IT_IS], plan.data.max_sequence_length // 2
+    while length >= SHORTEST_SEQUENCE:
+        steps.append(
+            _Step(_SHORTEN_COST + len(steps), (("data.maxSequenceLength", length),), _updated("data", max_sequence_length=length))
+        )
+        length //= 2
+    return steps

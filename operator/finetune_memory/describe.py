@@ -1,0 +1,150 @@
+"""A model on disk -> what the planner needs of it: config.json where the family is known, else the headers of the weight files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune_job.api.parallelism import AutoWrapPolicy
+from finetune_job.plan.element_types import resolve_elements
+from finetune_job.plan.run_plan import RunPlan
+from finetune_memory.activations import layer_names
+from finetune_memory.adapters import trained_parameters
+from finetune_memory.families import FAMILIES, base_parameters, layer_class
+from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of, text_config
+from finetune_memory.sharding import unit_names
+
+CONFIG_FILE = "config.json"
+HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library refuses larger headers."""
+MAX_CONFIG_BYTES = 16 << 20
+
+
+GATE, DOWN = ("gate_proj", "w1"), ("down_proj", "w2")
+EXPERT = re.compile(r"\.experts\.\d+\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+"""A weight of one expert, as files hold it whose experts transformers stacks."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What was read of a model: its settings, and the tensors of its weight files where they are at hand."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Element type, as the header names it, and shape, by name."""
+
+    @property
+    def stored(self) -> str:
+        """Element type of most of the weights: of the files, else as config.json says, else float32 as transformers takes it."""
+        sizes: Counter[str] = Counter()
+        for dtype, shape in self.tensors.values():
+            if dtype in HEADER_DTYPES:
+                sizes[HEADER_DTYPES[dtype]] += math.prod(shape)
+        if sizes:
+            return sizes.most_common(1)[0][0]
+        named = self.config.get("dtype") or self.config.get("torch_dtype") or text_config(self.config).get("dtype")
+        return str(named) if named in HEADER_DTYPES.values() else "float32"
+
+
+def read_model(path: Path) -> ModelFiles:
+    """A model's directory, or its config.json alone. Raises UnknownModelError."""
+    directory = path if path.is_dir() else None
+    file = path / CONFIG_FILE if directory is not None else path
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise UnknownModelError(f"{file}: too large for a configuration; give the config.json of a transformers model")
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnknownModelError(f"{file}: cannot be read ({error}); give a model's directory or its config.json") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UnknownModelError(f"{file}: names no model_type; give the config.json of a transformers model")
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for weights in sorted(directory.glob("*.safetensors")) if directory is not None else ():
+        tensors.update(_header(weights))
+    return ModelFiles(config, tensors)
+
+
+def _header(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"its header would take {length} bytes")
+            header = json.loads(file.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, (str(entry["dtype"]), tuple(int(size) for size in entry["shape"]))
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnknownModelError(f"{path}: is not a safetensors file ({error}); copy it again") from error
+
+
+def model_shape(plan: RunPlan, files: ModelFiles) -> ModelShape:
+    """The model as the plan trains it. Raises UnknownModelError where only the libraries could tell."""
+    held = resolve_elements(plan, files.stored).load
+    parameters = trained_parameters(_base(files, held), plan.method, held, str(files.config["model_type"]))
+    fsdp = plan.parallelism.fsdp
+    layers = layer_names(parameters)
+    if fsdp.auto_wrap_policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP and fsdp.transformer_layer_cls_to_wrap is not None:
+        own = layer_class(files.config)
+        if fsdp.transformer_layer_cls_to_wrap != (own,):
+            raise UnknownModelError(
+                "spec.parallelism.fsdp.transformerLayerClsToWrap: which modules are of the class "
+                f"{', '.join(fsdp.transformer_layer_cls_to_wrap)} only preflight can tell; leave it unset"
+                + (f" or name {own}" if own else "")
+            )
+    return ModelShape(
+        parameters,
+        unit_names(parameters, fsdp, layers),
+        facts_of(files.config, is_stored_otherwise=any(EXPERT.search(name) for name in files.tensors) or None),
+    )
+
+
+def _base(files: ModelFiles, held: str) -> tuple[ParameterShape, ...]:
+    if files.config["model_type"] in FAMILIES or not files.tensors:
+        return base_parameters(files.config, held)
+    shapes = _stacked({name: shape for name, (_, shape) in files.tensors.items() if _is_loaded(name, files.config)})
+    return tuple(ParameterShape(name, shape, held, is_trained=False, kind=_kind(name, shape)) for name, shape in shapes.items())
+
+
+def _is_loaded(name: str, config: Mapping[str, Any]) -> bool:
+    """Not a layer after the last, which published files hold for predicting several tokens at once and transformers leaves out."""
+    layer, count = re.match(r"model\.layers\.(\d+)\.", name), config.get("num_hidden_layers")
+    return layer is None or not isinstance(count, int) or int(layer[1]) < count
+
+
+def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The weights of single experts as transformers stacks them while it loads: gate and up in one, down in another."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        expert = EXPERT.search(name)
+        if expert is None or len(shape) != 2:
+            found[name] = shape
+            continue
+        is_down = expert["projection"] in DOWN
+        stack = f"{name[: expert.start()]}.experts.{'down_proj' if is_down else 'gate_up_proj'}"
+        count, rows, columns = found.get(stack, (0, 0, 0))
+        if is_down:
+            found[stack] = (count + 1, *shape)
+        elif expert["projection"] in GATE:
+            found[stack] = (count + 1, rows or shape[0], columns or shape[1])
+        else:
+            found[stack] = (count, 2 * shape[0], shape[1])
+    return found
+
+
+def _kind(name: str, shape: tuple[int, ...]) -> Kind:
+    """By the name and the dimensions of a tensor: matrices are weights of linear layers, but for embeddings and routers."""
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    if len(shape) != 2 or not name.endswith(".weight"):
+        return "other"
+    if "embed" in module or module in ("wte", "wpe", "word_embeddings"):
+        return "embedding"
+    return "other" if module in ("gate", "router") else "linear"

@@ -1,0 +1,184 @@
+"""How FSDP cuts a model: units, and what a rank keeps of each parameter, with the padding of either version.
+
+Version 2 cuts every parameter along its first dimension and pads each shard to the largest
+(torch/distributed/fsdp/_fully_shard/_fsdp_param.py). Version 1 lays the parameters of a unit into one flat one and cuts that;
+where original parameters are kept each begins at a multiple of 16 bytes (torch/distributed/fsdp/_flat_param.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from finetune_job.api.parallelism import AutoWrapPolicy
+from finetune_job.plan.element_types import DTYPE_BYTES
+from finetune_job.plan.run_plan import FsdpPlan
+from finetune_memory.model_shape import ModelShape, ParameterShape
+
+ALIGNMENT_BYTES = 16
+PACKED = ("uint8", "int8")
+DEFAULT_MIN_NUM_PARAMS = 100_000_000
+"""Smallest unit of SIZE_BASED_WRAP in parameters where the plan names none; torch's own default."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together."""
+
+    name: str
+    """Empty: the root."""
+    parameters: tuple[ParameterShape, ...]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether some of it is."""
+        return any(each.is_trained for each in self.parameters)
+
+    def gathered_bytes(self, param_dtype: str | None) -> int:
+        """All of it, in the element type of the computation; packed values are never cast."""
+        return sum(
+            each.numel * DTYPE_BYTES[each.dtype if param_dtype is None or each.dtype in PACKED else param_dtype]
+            for each in self.parameters
+        )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Bytes that one rank keeps."""
+
+    frozen: int
+    trained: int
+    trained_elements: int
+    """Values that this rank's optimizer knows, padding left out."""
+    gradients: int
+    """Reduced gradients of trained parameters."""
+    trained_tensors: int
+    """Parameters that this rank's optimizer knows."""
+
+
+def units_of(shape: ModelShape) -> tuple[Unit, ...]:
+    """Each parameter in the innermost unit that holds it; the root comes last."""
+    names = set(shape.units)
+    held: dict[str, list[ParameterShape]] = {name: [] for name in (*shape.units, "")}
+    for each in shape.parameters:
+        owner = each.module
+        while owner and owner not in names:
+            owner = owner.rpartition(".")[0]
+        held[owner].append(each)
+    return tuple(Unit(name, tuple(parameters)) for name, parameters in held.items() if parameters)
+
+
+def unit_names(parameters: Sequence[ParameterShape], fsdp: FsdpPlan, layers: Sequence[str]) -> tuple[str, ...]:
+    """Units by the plan's policy, children before parents. `layers`: names of the model's layers, units by default."""
+    if fsdp.auto_wrap_policy is AutoWrapPolicy.NO_WRAP:
+        chosen: list[str] = []
+    elif fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP:
+        chosen = _large(parameters, fsdp.min_num_params or DEFAULT_MIN_NUM_PARAMS)
+    else:
+        chosen = list(layers)
+    if fsdp.peft_wrap_policy:
+        # PEFT's rule: leaf modules whose weight is trained.
+        leaves = dict.fromkeys(each.module for each in parameters if each.is_trained and each.name.endswith(".weight"))
+        chosen += [name for name in leaves if name not in chosen]
+    return tuple(sorted(chosen, key=lambda name: (-name.count("."), name)))
+
+
+def _large(parameters: Sequence[ParameterShape], minimum: int) -> list[str]:
+    """Deepest modules first: a module is a unit where the parameters that no unit below it holds reach the minimum."""
+    sizes: dict[str, int] = {}
+    for each in parameters:
+        module = each.module
+        while module:
+            sizes[module] = sizes.get(module, 0) + each.numel
+            module = module.rpartition(".")[0]
+    chosen: list[str] = []
+    for name in sorted(sizes, key=lambda name: (-name.count("."), name)):
+        if sizes[name] < minimum or _is_list(name, sizes):
+            continue
+        chosen.append(name)
+        taken, parent = sizes[name], name.rpartition(".")[0]
+        while parent:
+            sizes[parent] -= taken
+            parent = parent.rpartition(".")[0]
+    return chosen
+
+
+def _is_list(name: str, modules: dict[str, int]) -> bool:
+    """Whether a module is a list of layers, which has no forward pass of its own."""
+    return f"{name}.0" in modules
+
+
+def shards(units: Sequence[Unit], fsdp: FsdpPlan, world_size: int, rank: int = 0, param_dtype: str | None = None) -> Shards:
+    """What `rank` keeps of these units. No other rank keeps more than the first."""
+    if world_size == 1:
+        every = [each for unit in units for each in unit.parameters]
+        trained = [each for each in every if each.is_trained]
+        size = sum(each.num_bytes for each in trained)
+        return Shards(
+            frozen=sum(each.num_bytes for each in every) - size,
+            trained=size,
+            trained_elements=sum(each.num_bytes for each in trained),
+            gradients=size,
+            trained_tensors=len(trained),
+        )
+    parts = [
+        _flat(unit, fsdp, world_size, rank, param_dtype) if fsdp.version == 1 else _rows(unit, world_size, rank) for unit in units
+    ]
+    return Shards(
+        frozen=sum(part.frozen for part in parts),
+        trained=sum(part.trained for part in parts),
+        trained_elements=sum(part.trained_elements for part in parts),
+        gradients=sum(part.gradients for part in parts),
+        trained_tensors=sum(part.trained_tensors for part in parts),
+    )
+
+
+def _rows(unit: Unit, world_size: int, rank: int) -> Shards:
+    frozen = trained = own = 0
+    for each in unit.parameters:
+        rows, row_bytes = each.shape[0], each.num_bytes // max(each.shape[0], 1)
+        padded = -(-rows // world_size)
+        if each.is_trained:
+            trained += padded * row_bytes
+            own += max(min(rows - rank * padded, padded), 0) * row_bytes
+        else:
+            frozen += padded * row_bytes
+    return Shards(frozen, trained, own, trained, sum(each.is_trained for each in unit.parameters))
+
+
+def _flat(unit: Unit, fsdp: FsdpPlan, world_size: int, rank: int, param_dtype: str | None) -> Shards:
+    width = DTYPE_BYTES[unit.parameters[0].dtype]
+    total, places = _flat_layout(unit, fsdp, world_size, param_dtype)
+    shard = -(-total // world_size)
+    size = shard * width
+    if not unit.is_trained:
+        return Shards(size, 0, 0, 0, 0)
+    if not fsdp.use_orig_params:
+        return Shards(0, size, size, size, 1)
+    start, stop = rank * shard, (rank + 1) * shard
+    own = trained = tensors = 0
+    for each, place in zip(unit.parameters, places, strict=True):
+        part = max(min(place + each.numel, stop) - max(place, start), 0)
+        trained += each.numel if each.is_trained else 0
+        own += part if each.is_trained else 0
+        tensors += each.is_trained
+    kept = min(own * width, size)
+    # One flat gradient covers frozen parameters, too.
+    return Shards(size - kept, kept, own * width, size, tensors)
+
+
+def _flat_layout(unit: Unit, fsdp: FsdpPlan, world_size: int, param_dtype: str | None) -> tuple[int, list[int]]:
+    """Values of the flat parameter, padding included, and where each parameter begins."""
+    if not fsdp.use_orig_params:
+        places, total = [], 0
+        for each in unit.parameters:
+            places.append(total)
+            total += each.numel
+        return total, places
+    aligned = ALIGNMENT_BYTES // DTYPE_BYTES[param_dtype or unit.parameters[0].dtype]
+    total, places = 0, []
+    for each in unit.parameters:
+        total += -total % aligned
+        places.append(total)
+        total += each.numel
+    return total + -total % world_size, places

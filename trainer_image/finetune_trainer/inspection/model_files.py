@@ -1,0 +1,227 @@
+"""The model directory as files: is it there, is it whole, is it safe to open. Weights are read for their digests alone.
+
+Called by roles/preflight.py before any library touches the directory. Every broken file gets a finding of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune_job.rules.rule import Finding
+from finetune_trainer.fetch.manifest import read_manifest
+from finetune_trainer.files import file_sha256
+from finetune_trainer.inspection.special_files import check_entries
+from finetune_trainer.weights.errors import MergeError
+from finetune_trainer.weights.headers import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    TensorHeader,
+    read_checkpoint,
+    read_header,
+    read_json,
+)
+
+FIELD = "spec.model.source"
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+"""Files that run code of their author's choice when they are loaded."""
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What configurations call the number of their layers, each of which has weights of its own."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What the directory holds. `digest` is empty where a finding is an error."""
+
+    findings: tuple[Finding, ...]
+    digest: str
+    weight_bytes: int
+
+
+def inspect_model_files(directory: Path, address: str) -> ModelFiles:
+    """Check the model in `directory`, which the user knows as `address` (`pvc://claim/path`)."""
+    if not directory.is_dir():
+        beside = sorted(path.name for path in directory.parent.iterdir() if path.is_dir()) if directory.parent.is_dir() else []
+        shown = f"; beside it are {', '.join(beside[:8])}" if beside else ""
+        message = f"is not a directory on its claim{shown}"
+        return ModelFiles(
+            (_finding("model-directory-missing", address, message, "put the model there or correct the path"),), "", 0
+        )
+    try:
+        findings = check_entries(directory)
+    except OSError as error:
+        message = f"the directory cannot be listed ({error.strerror})"
+        fix = "let the group of the pods (the profile's fsGroup) read it"
+        return ModelFiles((_finding("model-directory-unreadable", address, message, fix),), "", 0)
+    if findings:
+        return ModelFiles(tuple(findings), "", 0)
+    config = _json(directory / CONFIG_FILE, address, findings)
+    text = config.get("text_config") if config is not None else None
+    # Null stands for none, as transformers takes it and writes it again.
+    if any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text)):
+        findings.append(
+            _finding(
+                "model-already-quantized",
+                address,
+                f"{CONFIG_FILE} has a quantization_config: a base is read as float32, float16 or bfloat16 numbers, which quantised "
+                "weights are not, and nothing could be merged into them exactly",
+                "give the original 16-bit model, and method QLoRA if it is to be quantised while it trains",
+            )
+        )
+    names, index = _weight_files(directory, address, findings)
+    headers: dict[str, list[TensorHeader]] = {}
+    for name in names:
+        try:
+            headers[name] = read_header(directory / name)
+        except MergeError as error:
+            findings.append(_finding("model-shard-broken", name, str(error), "copy the file to the claim again"))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            findings.append(
+                _finding(
+                    "model-shard-broken", name, f"{name}: its header is malformed ({error!r})", "copy the file to the claim again"
+                )
+            )
+        except OSError as error:
+            findings.append(
+                _finding("model-shard-broken", name, f"{name}: cannot be read ({error.strerror})", "copy it again, readable")
+            )
+    if index is not None and len(headers) == len(names):
+        findings += _index_problems(index, headers)
+    if config is not None and not findings:
+        findings += _layers_without_weights(config, sum(len(tensors) for tensors in headers.values()))
+    if findings:
+        return ModelFiles(tuple(findings), "", 0)
+    sizes = {name: (directory / name).stat().st_size for name in names}
+    return ModelFiles((), _digest(directory, headers, sizes), sum(sizes.values()))
+
+
+def file_digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of configuration and weight files. Of a fetched model they are known; one on a claim is read once for it."""
+    manifest = read_manifest(directory)
+    known = {file.path: file.sha256 for file in manifest.files} if manifest is not None else {}
+    names = (CONFIG_FILE, *read_checkpoint(directory).file_bytes)
+    return {name: known.get(name) or file_sha256(directory / name) for name in names}
+
+
+def _weight_files(directory: Path, address: str, findings: list[Finding]) -> tuple[list[str], dict[str, str] | None]:
+    """Names of the safetensors files, and the index's tensor -> file where there is one."""
+    single, index_path = directory / SINGLE_FILE, directory / INDEX_FILE
+    if single.exists() and index_path.exists():
+        findings.append(
+            _finding(
+                "model-weights-ambiguous",
+                address,
+                f"holds both {SINGLE_FILE} and {INDEX_FILE}: libraries differ in which they read",
+                "remove the one that does not belong to the model",
+            )
+        )
+        return [], None
+    if index_path.exists():
+        index = _json(index_path, address, findings)
+        if index is None:
+            return [], None
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+            findings.append(_finding("model-index-broken", INDEX_FILE, f"{INDEX_FILE}: holds no weight_map", "copy it again"))
+            return [], None
+        names = sorted(set(weight_map.values()))
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            findings.append(
+                _finding(
+                    "model-index-broken", outside[0], f"{INDEX_FILE}: {outside[0]!r} points outside the model", "copy it again"
+                )
+            )
+            return [], None
+        return names, weight_map
+    if single.exists():
+        return [SINGLE_FILE], None
+    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED_SUFFIXES)
+    if pickled:
+        findings.append(
+            _finding(
+                "model-pickle-only",
+                pickled[0],
+                f"the weights exist only as pickles ({', '.join(pickled[:4])}), which run code when they are opened",
+                "convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)",
+            )
+        )
+    else:
+        findings.append(
+            _finding(
+                "model-weights-missing",
+                address,
+                f"holds neither {SINGLE_FILE} nor {INDEX_FILE}",
+                "copy the whole model directory, weights included",
+            )
+        )
+    return [], None
+
+
+def _index_problems(index: Mapping[str, str], headers: Mapping[str, list[TensorHeader]]) -> list[Finding]:
+    held = {tensor.name: name for name, tensors in headers.items() for tensor in tensors}
+    absent = sorted(name for name, file in index.items() if held.get(name) != file)
+    extra = sorted(set(held) - set(index))
+    findings = []
+    if absent:
+        findings.append(
+            _finding(
+                "model-index-broken",
+                absent[0],
+                f"{INDEX_FILE} places {len(absent)} tensors in files that do not hold them, first {absent[0]}",
+                "copy index and shards of the same save",
+            )
+        )
+    if extra:
+        findings.append(
+            _finding(
+                "model-index-broken",
+                extra[0],
+                f"{held[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not know ({len(extra)} such tensors)",
+                "copy index and shards of the same save",
+            )
+        )
+    return findings
+
+
+def _layers_without_weights(config: Mapping[str, Any], num_tensors: int) -> list[Finding]:
+    """More layers than tensors: building them all would take for ever to find out what is known already."""
+    parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
+    for prefix, part in parts.items():
+        for name in LAYER_COUNTS:
+            count = part.get(name)
+            if isinstance(count, int) and count > num_tensors:
+                message = f"{CONFIG_FILE}: {prefix}{name} is {count}, and the weight files hold {num_tensors} tensors in all"
+                return [_finding("model-weights-incomplete", f"{count}", message, "copy all files of one and the same model")]
+    return []
+
+
+def _digest(directory: Path, headers: Mapping[str, list[TensorHeader]], sizes: Mapping[str, int]) -> str:
+    index = directory / INDEX_FILE
+    identity = {
+        "config": file_sha256(directory / CONFIG_FILE),
+        "index": file_sha256(index) if index.exists() else None,
+        "files": {
+            name: [sizes[name], [[tensor.name, tensor.dtype, tensor.shape, tensor.offset] for tensor in tensors]]
+            for name, tensors in headers.items()
+        },
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _json(path: Path, address: str, findings: list[Finding]) -> dict[str, Any] | None:
+    try:
+        return read_json(path)
+    except (MergeError, OSError, UnicodeDecodeError) as error:
+        rule = "model-config-unreadable" if path.name == CONFIG_FILE else "model-index-broken"
+        findings.append(_finding(rule, address, str(error), f"copy {path.name} to the claim again"))
+        return None
+
+
+def _finding(rule: str, value: str, message: str, fix: str) -> Finding:
+    return Finding(rule=rule, severity="error", field=FIELD, value=value, message=message, fix=fix)

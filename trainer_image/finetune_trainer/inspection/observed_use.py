@@ -1,0 +1,222 @@
+"""What a pass forward and back does with each module, observed on a small model of the same architecture.
+
+An adapter works where its module is called. Some models read the weight of a module themselves instead of calling it, in their own
+code or by handing it to a fused kernel, and some modules take no part in what is trained; no list of architectures can know which.
+Called by preflight/model_process.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
+from finetune_trainer.model.load import load_config
+from finetune_trainer.small_models.search import search, special_tokens
+from finetune_trainer.small_models.shrink import Shrunken, without_dropout
+
+log = logging.getLogger(__name__)
+ROWS, LENGTH = 8, 16
+"""Of the batch: tokens enough that a router of any width sends some to each of its experts, and few for a loop over tokens."""
+_UNTRACKED = "bias"
+"""Adapters and packing leave biases as they are, so that it does not matter who reads one."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A small model and what it does with its modules."""
+
+    model: PreTrainedModel
+    """With random weights in float32, and without dropout."""
+    uses: ModuleUses
+
+
+def observe(plan: RunPlan, directory: Path) -> Observed | None:
+    """None where no small model can be built and computed; the rehearsal says why."""
+    try:
+        config = load_config(plan, directory)
+        with _torch_only(config) as handed:
+            shrunken, model = search(plan, config, without_dropout(config.to_dict()))
+            handed.clear()
+            if plan.method.quantization is not None:
+                _mark_as_quantized(model)
+            uses = ModuleUses(_observed(model, _tokens(shrunken), handed), shrunken.layers)
+    except Exception as error:  # noqa: BLE001 - code of any model
+        log.warning("what only running the model shows is not checked: %s: %s", type(error).__name__, error)
+        return None
+    model.zero_grad()
+    return Observed(model, uses)
+
+
+def _tokens(shrunken: Shrunken) -> torch.Tensor:
+    """(ROWS, LENGTH), none of those that stand for something else than text."""
+    allowed = torch.tensor(sorted(set(range(shrunken.tokens.size)) - special_tokens(shrunken.config)))
+    return allowed[torch.arange(ROWS * LENGTH) % len(allowed)].view(ROWS, LENGTH)
+
+
+def _observed(model: PreTrainedModel, tokens: torch.Tensor, handed: _Handed) -> dict[str, ModuleUse]:
+    model.train()
+    modules = dict(model.named_modules())
+    owners: dict[int, dict[str, str]] = defaultdict(dict)
+    for name, module in modules.items():
+        for last, parameter in module.named_parameters(recurse=False):
+            owners[id(parameter)][name] = last
+    calls = _Calls(modules)
+    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    with calls, (reads := _Reads(owners, calls.inside)):
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    torch.autograd.backward(logits.float().square().mean())
+    kernels: dict[str, set[str]] = defaultdict(set)
+    for parameter, function in handed:
+        for name, last in owners.get(parameter, {}).items():
+            if last != _UNTRACKED:
+                kernels[name].add(function)
+    return {
+        name: ModuleUse(
+            is_called=name in calls.called,
+            gets_gradient=_gets_gradient(module),
+            readers=tuple(sorted({type(modules[reader]).__name__ for reader in reads.past_forward[name]})),
+            gives_tensor=name not in calls.gave_several,
+            is_handed_to=tuple(sorted(kernels[name])),
+        )
+        for name, module in modules.items()
+    }
+
+
+def _gets_gradient(module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    return not own or any(parameter.grad is not None for parameter in own)
+
+
+class _Calls:
+    """Notes which modules are called and which one computes at any time, however they are called."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self.called: set[str] = set()
+        self.gave_several: set[str] = set()
+        """Names of those whose result was something else than a tensor."""
+        self.inside: list[str] = []
+        """Names of the modules whose forward pass has begun and not ended, the innermost last."""
+
+    def __enter__(self) -> None:
+        for name, module in self._modules.items():
+            # As an attribute of the instance it is used, too, by who calls `forward` itself, past torch's hooks.
+            module.forward = self._noted(name, module.forward)
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._modules.values():
+            del module.forward
+
+    def _noted(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.called.add(name)
+            self.inside.append(name)
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                self.inside.pop()
+            if not isinstance(result, torch.Tensor):
+                self.gave_several.add(name)
+            return result
+
+        return noted
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which operations take a parameter while the module that has it is not in its forward pass."""
+
+    def __init__(self, owners: Mapping[int, Mapping[str, str]], inside: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owners, self._inside = owners, inside
+        self.past_forward: dict[str, set[str]] = defaultdict(set)
+        """Name of the module that has the parameter -> names of those that read it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            held_by = self._owners.get(id(value)) if isinstance(value, torch.Tensor) else None
+            # Of tied modules each reads its own.
+            if held_by is not None and not any(name in held_by for name in self._inside):
+                for name, last in held_by.items():
+                    if last != _UNTRACKED:
+                        self.past_forward[name].add(self._inside[-1] if self._inside else "")
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Handed:
+    """Parameters, by identity, that went to a fused kernel."""
+
+    pairs: list[tuple[int, str]] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return iter(self.pairs)
+
+    def clear(self) -> None:
+        self.pairs.clear()
+
+
+@contextmanager
+def _torch_only(config: PreTrainedConfig) -> Iterator[_Handed]:
+    """Let the architecture compute with torch alone, and note which parameters it hands to functions that have a fused kernel.
+
+    transformers puts a kernel in such a function's place where its package is installed (mamba-ssm, causal-conv1d, flash-linear-
+    attention: transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback); it computes on a GPU alone.
+    """
+    handed = _Handed()
+    found = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - there is no public name
+    classes = found if isinstance(found, list | tuple) else (found,)
+    spaces = {each.__module__: vars(sys.modules[each.__module__]) for each in classes if each is not None}
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for space in spaces.values():
+        for name, function in list(space.items()):
+            package = _package_of_kernel(function)
+            if package is not None:
+                replaced.append((space, name, function))
+                space[name] = _noting(handed, function.__wrapped__, f"{package}.{name}" if find_spec(package) else "")
+    try:
+        yield handed
+    finally:
+        for space, name, function in replaced:
+            space[name] = function
+
+
+def _package_of_kernel(function: Any) -> str | None:
+    if not inspect.isfunction(function) or not hasattr(function, "__wrapped__"):
+        return None
+    package = inspect.getclosurevars(function).nonlocals.get("package")
+    return package if isinstance(package, str) else None
+
+
+def _noting(handed: _Handed, function: Callable[..., Any], kernel: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if kernel:
+            handed.pairs.extend((id(value), kernel) for value in (*args, *kwargs.values()) if isinstance(value, nn.Parameter))
+        return function(*args, **kwargs)
+
+    return noted
+
+
+def _mark_as_quantized(model: PreTrainedModel) -> None:
+    """As transformers' quantizers do; some code calls a layer where its weight is packed, and reads the weight where not."""
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            module.config._is_quantized = True  # noqa: SLF001 - see transformers.quantizers.base

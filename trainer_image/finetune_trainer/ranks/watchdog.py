@@ -1,0 +1,264 @@
+"""A thread beside each rank that notices when training stands still, has the stacks of all ranks written, and ends them.
+
+Collectives hang when a rank stops, so watchdogs talk through small files in the workspace's directory of stacks: each keeps a
+record of its rank there, the first to come to a verdict writes it, and all others find it at their next turn. An overdue rank is
+no verdict: it may wait for one that is doing something long, such as the export (see `stalls`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from finetune_job.failures import EXIT_CODES, FailureClass
+from finetune_job.names import Role
+from finetune_trainer.context import RunContext
+from finetune_trainer.files import temporary_beside, write_durably
+from finetune_trainer.ranks.heartbeat import Heartbeat
+from finetune_trainer.ranks.reports import dated, rank_report_name, write_rank_report
+from finetune_trainer.ranks.stalls import (
+    STALLED_FILE,
+    Listener,
+    Patience,
+    Record,
+    Stall,
+    flight_recorder_name,
+    patience,
+    read_record,
+    read_stall,
+    record_name,
+    stacks_name,
+    verdict,
+)
+
+log = logging.getLogger(__name__)
+FLIGHT_RECORDER_SECONDS = 10.0
+"""How long the collective library may take to write what it recorded: it may be what hangs."""
+_STACKS_BYTES = 1 << 16
+_LIBRARIES = ("site-packages", f"python{sys.version_info.major}.{sys.version_info.minor}{os.sep}")
+_COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_INNERMOST = 6
+"""How many frames may lie between a collective and the operation that it waits in."""
+
+
+class Watchdog:
+    """Watches one rank; `watching` starts and stops it."""
+
+    def __init__(self, context: RunContext, heartbeat: Heartbeat, *, rank: int, world_size: int, node_rank: int) -> None:
+        self._heartbeat, self._rank, self._world_size, self._node_rank = heartbeat, rank, world_size, node_rank
+        self._attempt = context.attempt
+        self._directory = context.workspace.stacks(context.attempt)
+        self._reports = context.workspace.reports(Role.TRAIN.value, context.attempt)
+        self._patience: Patience = patience(context.plan.training.step_timeout_seconds)
+        self._listener: Listener | None = None
+        self._turn = 0
+        self._ended = threading.Event()
+        self._main = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch while the body runs."""
+        record_collectives(self._directory)
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            self._thread.join(self._patience.turn)
+            faulthandler.cancel_dump_traceback_later()
+            with suppress(OSError):
+                (self._directory / record_name(self._rank)).unlink(missing_ok=True)
+                # Fails while others are there, and where there is something to read.
+                self._directory.rmdir()
+
+    def _watch(self) -> None:
+        with suppress(OSError):
+            self._directory.mkdir(parents=True, exist_ok=True)
+        while not self._ended.is_set():
+            # Written to the rank's log without the interpreter's lock, which a stuck extension may never give up: then this thread
+            # no longer runs, and the other ranks find this one silent.
+            faulthandler.dump_traceback_later(self._patience.silence, file=sys.__stderr__ or sys.stderr)
+            try:
+                self._look()
+            except Exception:
+                # Nobody would notice the end of this thread.
+                log.exception("the watchdog of rank %d could not look", self._rank)
+            self._ended.wait(self._patience.turn)
+
+    def _look(self) -> None:
+        stall = read_stall(self._directory)
+        if stall is None:
+            own = self._record()
+            try:
+                self._write(own)
+            except OSError as error:
+                # A full or absent workspace must not end the watch: it may come back.
+                log.warning("the watchdog of rank %d cannot write: %s", self._rank, error)
+            if not own.is_overdue:
+                self._listener = None
+                return
+            stall = self._conclude(own)
+        if stall is not None and not self._ended.is_set():
+            self._end(stall)
+
+    def _record(self) -> Record:
+        beat = self._heartbeat.latest
+        idle = time.monotonic() - beat.at
+        self._turn += 1
+        stack = main_stack(self._main)
+        return Record(
+            rank=self._rank,
+            node_rank=self._node_rank,
+            pid=os.getpid(),
+            turn=self._turn,
+            what=beat.what,
+            step=beat.step,
+            idle_seconds=idle,
+            is_overdue=idle > self._patience.allowance(is_long=beat.is_long),
+            collectives=entered_collectives(),
+            is_in_collective=any(_COLLECTIVES in frame.filename for frame in stack[-_INNERMOST:]),
+            at=own_place(stack),
+        )
+
+    def _write(self, record: Record) -> None:
+        path = self._directory / record_name(self._rank)
+        temporary = temporary_beside(path)
+        try:
+            temporary.write_text(record.model_dump_json())
+            temporary.replace(path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def _conclude(self, own: Record) -> Stall | None:
+        records = {record.rank: record for record in map(read_record, sorted(self._directory.glob("heartbeat-*.json"))) if record}
+        records[self._rank] = own
+        self._listener = self._listener or Listener(self._world_size, self._patience.silence)
+        silent = self._listener.silent(records)
+        if silent is None:
+            return None
+        found = verdict(records, silent, self._rank, time.time())
+        return self._declare(found) if found is not None else None
+
+    def _declare(self, stall: Stall) -> Stall:
+        """Make this the verdict of all ranks, or take the one that another rank made a moment earlier."""
+        path = self._directory / STALLED_FILE
+        temporary = temporary_beside(path)
+        try:
+            temporary.write_text(stall.model_dump_json(indent=2))
+            os.link(temporary, path)
+        except FileExistsError:
+            return read_stall(self._directory) or stall
+        except OSError:
+            # Without a workspace to write to nobody else can be told; this rank ends all the same.
+            log.exception("the verdict could not be written")
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+        return stall
+
+    def _end(self, stall: Stall) -> None:
+        """Write what this rank knows, wait for the other ranks to do the same, and end the process."""
+        log.error("%s", stall.message)
+        faulthandler.cancel_dump_traceback_later()
+        try:
+            self._write_stacks()
+            if self._rank != stall.rank:
+                write_rank_report(self._reports, dated(stall.echo(self._rank, self._node_rank, self._attempt)))
+            expected = [self._directory / stacks_name(rank) for rank in range(self._world_size) if rank not in stall.silent]
+            deadline = time.monotonic() + self._patience.collection
+            self._await(expected, deadline)
+            if self._rank == stall.declared_by:
+                write_rank_report(self._reports, stall.report(self._attempt, self._stacks_of(stall.rank)))
+            # The agent ends all ranks of a node once one has ended, so the first must not go before the report stands.
+            self._await([self._reports / rank_report_name(stall.rank)], deadline + self._patience.turn)
+        except Exception:
+            log.exception("rank %d could not leave all that it knows", self._rank)
+        finally:
+            logging.shutdown()
+            failure = FailureClass.STALLED if self._rank == stall.rank else FailureClass.COLLECTIVE
+            os._exit(EXIT_CODES[failure])
+
+    def _await(self, paths: list[Path], deadline: float) -> None:
+        # No event tells of another node's files.
+        while time.monotonic() < deadline and not all(path.exists() for path in paths):
+            time.sleep(0.1)
+
+    def _write_stacks(self) -> None:
+        path = self._directory / stacks_name(self._rank)
+        temporary = temporary_beside(path)
+        with temporary.open("w") as file:
+            faulthandler.dump_traceback(file=file, all_threads=True)
+        temporary.replace(path)
+        recording = threading.Thread(target=self._write_flight_recorder, daemon=True)
+        recording.start()
+        recording.join(FLIGHT_RECORDER_SECONDS)
+
+    def _write_flight_recorder(self) -> None:
+        with suppress(OSError, RuntimeError):
+            content = flight_recorder()
+            if content:
+                write_durably(self._directory / flight_recorder_name(self._rank), content)
+
+    def _stacks_of(self, rank: int) -> str:
+        try:
+            return (self._directory / stacks_name(rank)).read_text(errors="replace")[-_STACKS_BYTES:]
+        except OSError:
+            return ""
+
+
+def main_stack(thread: int | None) -> list[traceback.FrameSummary]:
+    """Frames of a thread, outermost first, without their source lines."""
+    frame: FrameType | None = sys._current_frames().get(thread or 0)  # noqa: SLF001 - the documented way to another thread's stack
+    return list(traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False))[::-1] if frame else []
+
+
+def own_place(stack: list[traceback.FrameSummary]) -> str:
+    """PURE. `file:line in function` of the innermost frame that lies in no library; of the innermost at all where all do."""
+    own = [frame for frame in stack if not any(part in frame.filename for part in (*_LIBRARIES, "<"))]
+    if not stack:
+        return "an unknown place"
+    frame = (own or stack)[-1]
+    return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} in {frame.name}"
+
+
+def entered_collectives() -> int:
+    """How many collectives this process has entered, over all process groups; 0 before it has joined one."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None or not distributed.is_initialized():
+        return 0
+    entered = 0
+    for group in list(distributed._world.pg_map):  # noqa: SLF001 - torch has no public list of groups
+        with suppress(RuntimeError):
+            entered += group._get_sequence_number_for_group()  # noqa: SLF001 - nor a public count
+    return entered
+
+
+def record_collectives(directory: Path) -> None:
+    """Have NCCL write what its recorder holds beside the stacks when it finds a timeout itself; before the group is joined."""
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "nccl-timeout-rank-"))
+    os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "1")
+
+
+def flight_recorder() -> bytes:
+    """What NCCL, or gloo where there is no NCCL, recorded of the latest collectives: JSON, empty where nothing was recorded."""
+    library: Any = sys.modules.get("torch._C._distributed_c10d")
+    distributed: Any = sys.modules.get("torch.distributed")
+    if library is None or distributed is None or not distributed.is_initialized():
+        return b""
+    # The library's readable form; its other one is a pickle.
+    name = "_dump_nccl_trace_json" if "nccl" in str(distributed.get_backend_config()) else "_dump_fr_trace_json"
+    dump: Callable[[], bytes] | None = getattr(library, name, None)
+    return dump() if dump else b""

@@ -1,0 +1,214 @@
+"""The `merge` role: keep the trained adapter, merge it into the base, verify the merged model, describe what is released.
+
+A merged model that fails its verification is quarantined. Where the results go on from here is not this role's matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from finetune_job.api.output import MergeBase
+from finetune_job.failures import Outcome, TerminationReport
+from finetune_job.layout import OutputLayout
+from finetune_job.names import Role
+from finetune_trainer.context import RunContext
+from finetune_trainer.data.batches import PreparedData
+from finetune_trainer.errors import CheckpointError, VerificationError
+from finetune_trainer.files import (
+    MANIFEST_FILE,
+    TEMPORARY_MARK,
+    file_sha256,
+    publish_directory,
+    sync_file,
+    temporary_beside,
+    write_durably,
+)
+from finetune_trainer.inspection.report import ModelReport, read_report
+from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.quantized_base import packed_in_training
+from finetune_trainer.merge.run import MergeOptions, merge_adapter
+from finetune_trainer.release.adapter_check import check_adapter
+from finetune_trainer.release.build import unseal
+from finetune_trainer.release.facts import run_facts
+from finetune_trainer.release.places import places_of
+from finetune_trainer.release.write import is_complete, release_digests, write_release_files
+from finetune_trainer.verify.element_types import gate_of
+from finetune_trainer.verify.gate import Gate
+from finetune_trainer.verify.report import VerificationReport
+from finetune_trainer.verify.run import quarantine, verify_merge
+
+log = logging.getLogger(__name__)
+
+
+def merge(context: RunContext) -> TerminationReport:
+    """Do what the plan's method needs; may be run again after it was killed. Raises VerificationError, MergeError, OSError.
+
+    The trained adapter is safe at its place before the merge begins, and SHA256SUMS is written last: it says that all is there.
+    """
+    plan, trained, output = context.plan, context.workspace.adapter, context.output
+    step = check_trained(trained, context.plan_sha256)
+    serving = check_adapter(trained, plan) if plan.method.trains_adapter else None
+    output.root.mkdir(parents=True, exist_ok=True)
+    places, digest = places_of(plan), file_sha256(trained / MANIFEST_FILE)
+    # Of the merged model: what stands there, because a model under that name has been verified.
+    expected = {output.adapter: digest} if places.has_adapter else {}
+    expected |= {output.merged: _merged_digest(context, digest)} if places.has_merged else {}
+    digests = {f"{path.name}/{MANIFEST_FILE}": sha256 for path, sha256 in expected.items()}
+    was_complete = is_complete(output, places, context.plan_sha256, digests)
+    if not was_complete:
+        unseal(output)
+    facts: dict[str, str] = {}
+    if places.has_adapter:
+        publish_copy(trained, output.adapter)
+        facts["adapter_sha256"] = digest
+    elif not plan.method.trains_adapter:
+        publish_copy(trained, output.merged)
+        facts["merged_manifest_sha256"] = digest
+    verification, preflight = None, read_report(context.workspace.model_report)
+    if plan.merge.enabled:
+        verification = _merge_and_verify(context, preflight, was_complete=was_complete)
+        facts |= {
+            "merged_manifest_sha256": file_sha256(output.merged / MANIFEST_FILE),
+            "verification_sha256": file_sha256(output.verification),
+            **_figures(verification),
+        }
+    if serving is not None:
+        facts["vllm"] = serving.text()
+    # What is complete stays as it is, byte for byte, whatever a second verification took.
+    if was_complete:
+        facts |= release_digests(output)
+    else:
+        facts |= write_release_files(output, run_facts(context, step, preflight, verification, serving))
+    return TerminationReport(role=Role.MERGE, attempt=context.attempt, outcome=Outcome.SUCCEEDED, time=time.time(), facts=facts)
+
+
+def _merged_digest(context: RunContext, trained: str) -> str:
+    """Of the manifest that the merged model has when all is done; empty: it is still to be made."""
+    if not context.plan.method.trains_adapter:
+        return trained
+    manifest = context.output.merged / MANIFEST_FILE
+    return file_sha256(manifest) if manifest.is_file() else ""
+
+
+def _merge_and_verify(context: RunContext, preflight: ModelReport | None, *, was_complete: bool) -> VerificationReport:
+    """The merged model under its final name. Raises VerificationError, MergeError, OSError."""
+    plan, output, trained = context.plan, context.output, context.workspace.adapter
+    packed = _packed_in_training(context)
+    # A model under the final name has passed before: this run follows one that was killed after that.
+    target = output.merged if output.merged.exists() else output.unverified
+    merge_adapter(
+        MergeOptions(
+            base=context.base_model,
+            adapters=(trained,),
+            output=target,
+            dtype=plan.merge.dtype.value if plan.merge.dtype else None,
+            max_shard_bytes=plan.merge.max_shard_bytes,
+            quantization=packed if plan.merge.base is MergeBase.DEQUANTIZED else None,
+        ),
+        progress=_log_progress,
+    )
+    # Complete results keep their own report; a second one, which says how long it took, stays on the workspace.
+    reports = OutputLayout(context.workspace.root) if was_complete else output
+    report = verify_merge(
+        base=context.base_model,
+        adapters=[trained],
+        merged=target,
+        prompts=PreparedData.open(context.workspace.prepared).verification_prompts(plan.merge.num_prompts),
+        gate=_gate(context),
+        report_path=reports.verification,
+        page_path=reports.verification_page,
+        quantization=packed,
+        merged_onto=plan.merge.base,
+        base_sha256=None if preflight is None else preflight.model_files,
+        allow_remote_code=plan.model.allow_remote_code,
+    )
+    log.info("%s", report.text())
+    if not report.passed:
+        unseal(output)
+        kept = quarantine(target, output.quarantined)
+        for found, shown in (
+            (reports.verification, output.verification),
+            (reports.verification_page, output.verification_page),
+        ):
+            write_durably(shown, found.read_bytes())
+        raise VerificationError(
+            f"{report.text()}\nthe merged model is kept as {kept.name}",
+            f"see {output.verification_page.name} beside it; the adapter itself is whole",
+        )
+    if target != output.merged:
+        publish_directory(target, output.merged)
+    return report
+
+
+def _packed_in_training(context: RunContext) -> Quantization | None:
+    """How training packed the base, where that can be written out or compared with; None: it did not, or in 8 bits."""
+    plan = context.plan
+    if plan.method.quantization is None or (plan.method.quantization.bits != 4 and plan.merge.base is MergeBase.ORIGINAL):
+        return None
+    return packed_in_training(plan, context.base_model)
+
+
+def _figures(report: VerificationReport) -> dict[str, str]:
+    if report.logits is None:
+        return {}
+    return {
+        "kl": f"{report.logits.mean_kl:.4g}",
+        "top1": f"{report.logits.top1_agreement:.6g}",
+        "max_abs": f"{report.logits.max_abs_difference:.4g}",
+    }
+
+
+def _gate(context: RunContext) -> Gate:
+    """The thresholds of the element types, with the plan's own in their place."""
+    merge = context.plan.merge
+    gate = gate_of(context.base_model, merge.dtype.value if merge.dtype else None)
+    if merge.max_kl_divergence is not None:
+        gate = dataclasses.replace(gate, max_mean_kl=merge.max_kl_divergence)
+    if merge.min_top1_agreement is not None:
+        # A share that someone asked for is meant to the position.
+        gate = dataclasses.replace(gate, min_top1_agreement=merge.min_top1_agreement, max_excused=0)
+    return gate
+
+
+def check_trained(directory: Path, plan_sha256: str) -> int:
+    """The trained result is complete, whole and of this plan; the step that it is of. Raises CheckpointError."""
+    hint = "delete it and train again: training resumes from the last checkpoint"
+    try:
+        manifest = json.loads((directory / MANIFEST_FILE).read_bytes())
+        if manifest["plan_sha256"] != plan_sha256:
+            raise CheckpointError(f"{directory}: was trained by plan {manifest['plan_sha256']}, this is {plan_sha256}", hint)
+        for name, entry in manifest["files"].items():
+            if file_sha256(directory / name) != entry["sha256"]:
+                raise CheckpointError(f"{directory / name}: is not what was trained, its sha256 differs from {MANIFEST_FILE}", hint)
+        return int(manifest["step"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory}: {MANIFEST_FILE} or a file it names cannot be read ({error})", hint) from error
+
+
+def publish_copy(source: Path, final: Path) -> None:
+    """Copy a directory of plain files durably and rename it to `final`; an equal one there is kept, another one replaced."""
+    for leftover in final.parent.glob(f"{final.name}{TEMPORARY_MARK}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if (final / MANIFEST_FILE).is_file() and file_sha256(final / MANIFEST_FILE) == file_sha256(source / MANIFEST_FILE):
+        return
+    temporary = temporary_beside(final)
+    temporary.mkdir(parents=True)
+    try:
+        for path in sorted(source.iterdir()):
+            shutil.copyfile(path, temporary / path.name)
+            sync_file(temporary / path.name)
+        if final.exists():
+            shutil.rmtree(final)
+        publish_directory(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _log_progress(written: int, total: int) -> None:
+    log.debug("merged %d of %d bytes", written, total)

@@ -1,0 +1,139 @@
+"""`python -m finetune_trainer.roles.merge_command`: adapters and a base -> a merged model, verified before it takes its name.
+
+Standard output: JSON lines {"written": n, "total": n}, at most one per second, and at the end {"report": {...}}. What goes wrong is
+one message on standard error; the exit code is that of its failure class. A run that was stopped goes on where it was when it is
+started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune_job.api.base import size_bytes
+from finetune_job.api.method import QuantizationSpec
+from finetune_job.api.output import MergeBase, MergeSpec
+from finetune_job.failures import EXIT_CODES
+from finetune_job.plan.choices import Choices
+from finetune_job.plan.resolve_method import quantization_plan
+from finetune_trainer.errors import ConfigError, classify
+from finetune_trainer.merge.plan import OUTPUT_DTYPES
+from finetune_trainer.processes.start import end, preload
+
+if TYPE_CHECKING:
+    from finetune_trainer.merge.changes import Quantization
+
+SECONDS_BETWEEN_LINES = 1.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    arguments = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.merge_command", description=__doc__)
+    arguments.add_argument("--base", type=Path, required=True, help="directory of the base model (safetensors)")
+    arguments.add_argument(
+        "--adapter", type=Path, required=True, action="append", help="directory of a PEFT adapter; several are merged in this order"
+    )
+    arguments.add_argument("--output", type=Path, required=True, help="directory that will hold the merged model")
+    arguments.add_argument("--dtype", choices=sorted(OUTPUT_DTYPES), help="element type of the result; unset: the base's own")
+    arguments.add_argument("--max-shard-size", default=MergeSpec().max_shard_size, help="largest weight file, as in 5GB")
+    arguments.add_argument(
+        "--base-form",
+        type=MergeBase,
+        choices=[MergeBase.ORIGINAL, MergeBase.DEQUANTIZED],
+        default=MergeBase.ORIGINAL,
+        help="weights that a QLoRA adapter is added to: as stored, or what it saw in training",
+    )
+    arguments.add_argument("--quantization", help='how a QLoRA training packed its base, as in a job: {"quantType": "nf4"}')
+    arguments.add_argument(
+        "--device", default="cpu", help="cpu or cuda: where matrix products are made; PEFT's bits are promised for cpu"
+    )
+    arguments.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="compare with base and adapter")
+    arguments.add_argument("--prompts", type=Path, help="lines of text or of JSON arrays of token ids to verify with")
+    return arguments
+
+
+class ProgressLines:
+    """Prints how far a merge is."""
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def __call__(self, written: int, total: int) -> None:
+        if written == total or time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = time.monotonic()
+            print(json.dumps({"written": written, "total": total}), flush=True)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Merge and verify. Raises MergeError, TrainerError, OSError."""
+    preload("finetune_trainer.merge.run")
+    from finetune_trainer.merge.run import MergeOptions, merge_adapter
+
+    output: Path = arguments.output
+    quantization = _quantization(arguments)
+    # As in a job: a model under the final name has passed, or was not to be verified.
+    unverified = output.with_name(f"{output.name}.unverified")
+    options = MergeOptions(
+        base=arguments.base,
+        adapters=tuple(arguments.adapter),
+        output=unverified if arguments.verify and not output.exists() else output,
+        dtype=arguments.dtype,
+        max_shard_bytes=_shard_bytes(arguments.max_shard_size),
+        quantization=quantization if arguments.base_form is MergeBase.DEQUANTIZED else None,
+        device=arguments.device,
+    )
+    report = {**dataclasses.asdict(merge_adapter(options, ProgressLines())), "output": str(output)}
+    if arguments.verify:
+        # Imports transformers, which takes more memory than the merge itself.
+        preload("finetune_trainer.roles.merge_verified")
+        from finetune_trainer.roles.merge_verified import verify_and_name
+
+        report |= verify_and_name(options, output, arguments.prompts, quantization)
+    return report
+
+
+def _shard_bytes(text: str) -> int:
+    try:
+        return size_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard-size {error}") from error
+
+
+def _quantization(arguments: argparse.Namespace) -> Quantization | None:
+    """How the training packed the base: None where neither option speaks of it."""
+    given = arguments.quantization
+    if given is None and arguments.base_form is MergeBase.ORIGINAL:
+        return None
+    try:
+        spec = QuantizationSpec.model_validate_json(given or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--quantization {given}: {error}", "write it as spec.method.quantization of a job") from error
+    from finetune_trainer.merge.quantized_base import training_quantization
+    from finetune_trainer.model.load import stored_dtype
+
+    return training_quantization(quantization_plan(spec, Choices()), stored_dtype(arguments.base))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    arguments = parser().parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    try:
+        report = run(arguments)
+    except Exception as error:  # noqa: BLE001 - every failure has a class
+        failure, hint = classify(error)
+        print("\n".join(text for text in (str(error), hint) if text), file=sys.stderr, flush=True)
+        return EXIT_CODES[failure]
+    print(json.dumps({"report": report}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    end(main())

@@ -1,0 +1,286 @@
+"""The `train` role in each pod: wait for the master's name, run torchrun, pass SIGTERM on, report the root cause.
+
+The rendezvous is static, so torchrun never restarts ranks; a gang is restarted as a whole by who started this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from finetune_job.failures import FailureClass, Outcome, TerminationReport
+from finetune_job.names import SHUTDOWN_SECONDS, Role
+from finetune_trainer.context import RunContext
+from finetune_trainer.ranks.logs import CappedFile, RankLogs, rank_log_name, show
+from finetune_trainer.ranks.reports import (
+    SilentEvidence,
+    failed_ranks,
+    rank_report_name,
+    read_rank_reports,
+    remove_rank_reports,
+    root_cause,
+    silent_failures,
+)
+from finetune_trainer.ranks.stalls import patience, read_record, read_stall, record_name, remove_traces
+
+log = logging.getLogger(__name__)
+RESOLVE_SECONDS = 600.0
+"""How long a master's name may stay unknown: the pod may still pull its image, and DNS caches denials for half a minute."""
+OUTPUT_TAIL_BYTES = 1 << 18
+"""How much of torchrun's own output is kept in memory, to read its summary."""
+LOOPBACK = "127.0.0.1"
+RANK_MODULE = "finetune_trainer.train"
+MEMORY_EVENTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
+"""What the kernel counts for the container's cgroup, in version 2 and in version 1; the first that exists is read."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this node takes part."""
+
+    plan_path: Path
+    node_rank: int
+    master_address: str
+    master_port: int
+    observe_port: int
+
+
+class MasterUnreachableError(ConnectionError):
+    """The name of node rank 0 did not resolve in time."""
+
+
+def supervise(context: RunContext, launch: Launch) -> TerminationReport:
+    """Run this node's ranks to their end; the report of the node.
+
+    SIGTERM stays taken after the return, so that another one cannot end the process before its report is written.
+    """
+    role = Role.TRAIN.value
+    stopped = threading.Event()
+    reports_directory = context.workspace.reports(role, context.attempt)
+    remove_rank_reports(reports_directory, _local_ranks(context, launch))
+    remove_traces(context.workspace.stacks(context.attempt), _local_ranks(context, launch))
+    signal.signal(signal.SIGTERM, lambda _number, _frame: stopped.set())
+    if launch.node_rank > 0:
+        wait_until_resolved(launch.master_address, stopped)
+    exit_status, output = (0, "") if stopped.is_set() else _run_torchrun(context, launch, stopped)
+    reports = read_rank_reports(reports_directory)
+    if stopped.is_set():
+        return _preempted(context, launch, reports)
+    if exit_status == 0:
+        facts = next((report.facts for report in reports if report.rank == 0), {})
+        return TerminationReport(
+            role=role, attempt=context.attempt, outcome=Outcome.SUCCEEDED, node_rank=launch.node_rank, time=time.time(), facts=facts
+        )
+    codes = failed_ranks(output)
+    reports += silent_failures(
+        codes,
+        reports,
+        SilentEvidence(
+            role=role,
+            attempt=context.attempt,
+            node_rank=launch.node_rank,
+            is_out_of_memory=was_out_of_memory(),
+            log_ends={rank: _log_end(context, rank) for rank in codes},
+            now=time.time(),
+        ),
+    )
+    cause = root_cause(reports)
+    if cause is None:
+        cause = TerminationReport(
+            role=role,
+            attempt=context.attempt,
+            outcome=Outcome.FAILED,
+            failure=FailureClass.INTERNAL,
+            message=f"torchrun exited with code {exit_status} before any rank reported",
+            hint="see torchrun's log on the workspace",
+            exception=output[-4000:],
+            time=time.time(),
+        )
+    return cause.model_copy(update={"node_rank": launch.node_rank if cause.rank is None else cause.node_rank})
+
+
+def torchrun_command(context: RunContext, launch: Launch, pipes: Path) -> list[str]:
+    """PURE. The command of this node's agent."""
+    parallelism = context.plan.parallelism
+    agent = {
+        "--nnodes": parallelism.nodes,
+        "--nproc-per-node": parallelism.processes_per_node,
+        "--node-rank": launch.node_rank,
+        "--master-addr": LOOPBACK if parallelism.nodes == 1 else launch.master_address,
+        "--master-port": launch.master_port,
+        "--max-restarts": 0,
+        "--shutdown-timeout": SHUTDOWN_SECONDS,
+    }
+    rank = {
+        "--plan": launch.plan_path,
+        "--plan-sha256": context.plan_sha256,
+        "--claims-root": context.claims_root,
+        "--attempt": context.attempt,
+        "--node-rank": launch.node_rank,
+        "--observe-port": launch.observe_port,
+        "--output-pipes": pipes,
+    }
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *(str(part) for pair in agent.items() for part in pair),
+        "-m",
+        RANK_MODULE,
+        *(str(part) for pair in rank.items() for part in pair),
+    ]
+
+
+def _local_ranks(context: RunContext, launch: Launch) -> range:
+    """Global ranks on this node, by local rank."""
+    num_ranks = context.plan.parallelism.processes_per_node
+    return range(launch.node_rank * num_ranks, (launch.node_rank + 1) * num_ranks)
+
+
+def _run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event) -> tuple[int, str]:
+    logs = context.workspace.logs(Role.TRAIN.value, context.attempt)
+    ended = threading.Event()
+    with RankLogs(logs, _local_ranks(context, launch)) as rank_logs:
+        agent = subprocess.Popen(
+            torchrun_command(context, launch, rank_logs.pipes),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+
+        is_told = False
+
+        def forward(_number: int, _frame: FrameType | None) -> None:
+            nonlocal is_told
+            stopped.set()
+            # Once: a second signal would end the agent while its ranks still save.
+            if not is_told:
+                is_told = True
+                agent.send_signal(signal.SIGTERM)
+
+        signal.signal(signal.SIGTERM, forward)
+        if stopped.is_set():
+            forward(signal.SIGTERM, None)
+        guard = threading.Thread(target=end_after_verdict, args=(context, _local_ranks(context, launch), agent, ended), daemon=True)
+        guard.start()
+        try:
+            output = _read_output(agent, logs / f"torchrun-{launch.node_rank}.log")
+            return agent.wait(), output
+        finally:
+            ended.set()
+            guard.join()
+
+
+def is_rank(pid: int) -> bool:
+    """Whether this process is a rank, and not another that was given the number of one."""
+    try:
+        return RANK_MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def end_after_verdict(context: RunContext, ranks: range, agent: subprocess.Popen[bytes], ended: threading.Event) -> None:
+    """After the verdict of a stall, end the silent ranks of this node, and the agent if that was not enough.
+
+    An agent sees nothing wrong with a process that is only stopped, and gives it all the time for saving that it cannot use.
+    """
+    directory = context.workspace.stacks(context.attempt)
+    allowed = patience(context.plan.training.step_timeout_seconds)
+    while (stall := read_stall(directory)) is None:
+        if ended.wait(allowed.turn):
+            return
+    reported = context.workspace.reports(Role.TRAIN.value, context.attempt) / rank_report_name(stall.rank)
+    deadline = time.monotonic() + allowed.collection + allowed.silence
+    while not reported.exists() and time.monotonic() < deadline:
+        if ended.wait(1.0):
+            return
+    for rank in set(stall.silent) & set(ranks):
+        record = read_record(directory / record_name(rank))
+        if record is not None and is_rank(record.pid):
+            log.error("killing rank %d, which gives no sign of life", rank)
+            os.kill(record.pid, signal.SIGKILL)
+    if not ended.wait(allowed.silence + allowed.collection):
+        log.error("ranks of this node did not end after a stall: ending them")
+        agent.send_signal(signal.SIGTERM)
+
+
+def _read_output(agent: subprocess.Popen[bytes], path: Path) -> str:
+    tail = b""
+    kept: CappedFile | None = None
+    with suppress(OSError):
+        # An agent that says nothing leaves an empty file, so that nobody looks for a missing one.
+        kept = CappedFile(path)
+    for line in agent.stdout or ():
+        tail = (tail + line)[-OUTPUT_TAIL_BYTES:]
+        show("torchrun", [line.rstrip(b"\n")])
+        try:
+            kept = kept or CappedFile(path)
+            kept.write(line)
+        except OSError:
+            # A full claim must not stop the agent, which would block on a pipe that nobody reads.
+            continue
+    if kept is not None:
+        kept.close()
+    return tail.decode(errors="replace")
+
+
+def wait_until_resolved(host: str, stopped: threading.Event, seconds: float = RESOLVE_SECONDS) -> None:
+    """Wait until `host` has an address or a stop is asked for. Raises MasterUnreachableError."""
+    deadline = time.monotonic() + seconds
+    while not stopped.is_set():
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise MasterUnreachableError(
+                    f"rendezvous: the master address {host} did not resolve in {seconds:.0f} s ({error})"
+                ) from error
+        stopped.wait(1.0)
+
+
+def _preempted(context: RunContext, launch: Launch, reports: list[TerminationReport]) -> TerminationReport:
+    steps = [report.step for report in reports if report.failure is FailureClass.PREEMPTED and report.step is not None]
+    until = (
+        f"after step {steps[0]}; the state is saved" if steps else "before the state could be saved; the last checkpoint is kept"
+    )
+    return TerminationReport(
+        role=Role.TRAIN.value,
+        attempt=context.attempt,
+        outcome=Outcome.FAILED,
+        failure=FailureClass.PREEMPTED,
+        message=f"stopped by SIGTERM {until}",
+        node_rank=launch.node_rank,
+        step=steps[0] if steps else None,
+        time=time.time(),
+    )
+
+
+def _log_end(context: RunContext, rank: int) -> str:
+    path = context.workspace.logs(Role.TRAIN.value, context.attempt) / rank_log_name(rank)
+    try:
+        return path.read_bytes()[-OUTPUT_TAIL_BYTES:].decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def was_out_of_memory(events: Sequence[Path] = MEMORY_EVENTS) -> bool:
+    """Whether the kernel has killed a process of this container for memory."""
+    for path in events:
+        try:
+            counts = dict(line.split() for line in path.read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        return int(counts.get("oom_kill", 0)) > 0
+    return False

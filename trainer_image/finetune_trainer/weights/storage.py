@@ -1,0 +1,57 @@
+"""System calls on files, whole and with the file's name in every error. Used by what reads inputs and writes outputs."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from finetune_trainer.files import sync_file
+from finetune_trainer.weights.errors import NoSpaceError, StorageError
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def naming_file(path: Path, what: str) -> Iterator[None]:
+    """Turns an OSError into a StorageError that says which file could not be `what`: read, written, made durable."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _NO_SPACE:
+            raise NoSpaceError(
+                f"{path}: could not be {what} ({reason}). The merged model needs as much space as the base model, or what its "
+                "dtype takes; enlarge the workspace. What is finished is kept beside the output and taken up by the next try."
+            ) from error
+        is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        advice = "Change its owner, its mode or how it is mounted" if is_refused else "Look at the disk and its mount"
+        raise StorageError(
+            f"{path}: could not be {what} ({reason}). {advice}; the next try goes on from what is on disk."
+        ) from error
+
+
+def read_some(descriptor: int, target: memoryview, position: int) -> int:
+    """Fills `target` from `position` on; fewer bytes than it has only at the end of the file."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], position + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def write_all(descriptor: int, data: memoryview, position: int) -> None:
+    """Writes all of `data` at `position`."""
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, data[written:], position + written)
+
+
+def sync(path: Path) -> None:
+    """Makes a file's bytes, or a directory's names, durable."""
+    with naming_file(path, "made durable"):
+        sync_file(path)

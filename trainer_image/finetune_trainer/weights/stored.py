@@ -1,0 +1,297 @@
+"""PURE. Where the parameters of a model, as transformers and PEFT name them, stand in its safetensors files.
+
+In: headers, config.json and the rules of the model type (families.py). Out: StoredModel, which the planner and verify ask for the
+stored tensors of a parameter and the other way round. Most parameters are one stored tensor of their own name. Names differ where
+transformers 5 renamed modules, where a file leaves out the model's prefix, and where experts are stored one by one but held as one
+parameter (experts, rows, columns). Parameters that share memory are one stored tensor with several names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_trainer.weights.errors import BrokenCheckpointError, UnsupportedBaseError
+from finetune_trainer.weights.expert_part import ExpertPart
+from finetune_trainer.weights.families import LEGACY, Family
+from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.name_rules import ExpertStack, Renaming, Unreadable, match
+
+EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""How config.json calls the number of experts of a layer, depending on the model type."""
+
+
+LAYER_COUNT_FIELDS = ("num_hidden_layers", "n_layer")
+_LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A stored tensor and the place that its values take in a parameter of the model."""
+
+    header: TensorHeader
+    expert: int | None = None
+    """The expert whose rows it holds. None: it holds the whole parameter."""
+    first_row: int = 0
+    """Row of that expert's matrix, or of the parameter, at which it begins."""
+    is_whole: bool = True
+    """Whether it holds all rows of the parameter, where no expert is named."""
+
+    @property
+    def place(self) -> tuple[int | slice, ...]:
+        """Index into the parameter's tensor: `tensor[part.place] = stored`."""
+        if self.expert is None and self.is_whole:
+            return ()  # of a scalar, too
+        rows = slice(self.first_row, self.first_row + self.header.shape[0])
+        return (rows,) if self.expert is None else (self.expert, rows)
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter of the model. Its parts cover every element once."""
+
+    path: str
+    shape: tuple[int, ...]
+    parts: tuple[StoredPart, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Name of the element type in safetensors headers; all parts have one."""
+        return self.parts[0].header.dtype
+
+    def expert_parts(self, part: StoredPart) -> tuple[ExpertPart, ...]:
+        """For each matrix of a stored part, in order: which part of an adapter on the whole parameter belongs to it.
+
+        A parameter of two dimensions counts as one expert, as PEFT has it.
+        """
+        if len(self.shape) == 2:
+            return (ExpertPart(0, 1, 0),)
+        count = self.shape[0]
+        if part.expert is not None:
+            return (ExpertPart(part.expert, count, part.first_row),)
+        return tuple(ExpertPart(expert, count, 0) for expert in range(count))
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters of the model that share memory."""
+
+    paths: tuple[str, ...]
+    """The one that the library ties the others to comes first."""
+    stored: tuple[str, ...]
+    """Which of them stand in the files, as paths. More than one: they are equal there, or else they are no Tie."""
+
+    @property
+    def source(self) -> str:
+        """The path whose stored values all of them have."""
+        return self.stored[0]
+
+
+@dataclass(frozen=True)
+class ExpertProjection:
+    """One of the matrices of an expert that make up its matrix in a fused parameter, whether or not it is stored by itself."""
+
+    parameter: StoredParameter
+    expert: int
+    index: int
+    """Among the projections, from the first row on."""
+    count: int
+
+    @property
+    def part(self) -> StoredPart | None:
+        """Where it is stored by itself; None: it is stored within a stack."""
+        parts = self.parameter.parts
+        is_stored = len(parts) == self.parameter.shape[0] * self.count and self.expert < self.parameter.shape[0]
+        return parts[self.expert * self.count + self.index] if is_stored else None
+
+
+class StoredModel:
+    """All parameters of a checkpoint."""
+
+    def __init__(
+        self, headers: Mapping[str, TensorHeader], config: Mapping[str, Any], family: Family, differing: Collection[str] = ()
+    ) -> None:
+        """differing: paths whose stored values differ from those of the parameter that they are tied to (read_model.py).
+
+        Raises BrokenCheckpointError where tensors of experts are missing or do not fit each other, naming them.
+        """
+        self.family = family
+        self._headers = headers
+        self._rules = (*family.rules, *LEGACY)
+        self._prefix = f"{family.prefix}." if family.prefix else ""
+        self._unreadable: dict[str, Unreadable] = {}
+        self._joined: dict[str, dict[int, TensorHeader]] = {}
+        """Of the unreadable ones, those that are stored tensors below each other, by the number of the source."""
+        text_config = config.get("text_config") or {}
+        counts = [source.get(key) for source in (config, text_config) for key in LAYER_COUNT_FIELDS]
+        self._num_layers: int | None = next((count for count in counts if isinstance(count, int)), None)
+        self._adds_prefix = bool(self._prefix) and not any(self._renamed(name).startswith(self._prefix) for name in headers)
+        self._heads = frozenset(family.ties)
+        self.parameters: Mapping[str, StoredParameter] = self._gather(headers, config)
+        """By the model's own path, in the order of the files."""
+        self._owners = {part.header.name: (found, part) for found in self.parameters.values() for part in found.parts}
+        self.ties: tuple[Tie, ...] = self._find_ties(family, differing) if family.is_tied(config) else ()
+
+    def parameter(self, path: str) -> StoredParameter | None:
+        """The parameter that PEFT would call so, which may be stored under the name of one tied to it; None: the files lack it.
+
+        path: without PEFT's `base_model.model.`; names of older library versions are understood. Raises UnsupportedBaseError where
+        transformers computes the parameter from what is stored.
+        """
+        for candidate in self._spellings(path):
+            if candidate in self._unreadable:
+                raise UnsupportedBaseError(
+                    f"base parameter {path}: transformers makes it from stored tensors by {self._unreadable[candidate].operation}, "
+                    "which cannot be merged into as stored. Load the model with transformers, save it with "
+                    "save_original_format=False, and give that copy as the base."
+                )
+            if candidate in self.parameters:
+                return self.parameters[candidate]
+            tie = self.tie(candidate)
+            if tie is not None:
+                return self.parameters[tie.source]
+        return None
+
+    def readable(self, path: str) -> StoredParameter | None:
+        """The same for who reads values alone: they may be joined from several tensors, and a model with code of its own may have
+        single experts where transformers' has a stack. Raises UnsupportedBaseError.
+        """
+        joined = next((candidate for candidate in self._spellings(path) if candidate in self._joined), None)
+        if joined is None or len(self._joined[joined]) != len(self._unreadable[joined].sources):
+            found, header = self.parameter(path), self._headers.get(path)
+            return found if found is not None or header is None else StoredParameter(path, header.shape, (StoredPart(header),))
+        parts: list[StoredPart] = []
+        num_rows = 0
+        for _, header in sorted(self._joined[joined].items()):
+            parts.append(StoredPart(header, first_row=num_rows, is_whole=False))
+            num_rows += header.shape[0]
+        return StoredParameter(joined, (num_rows, *parts[0].header.shape[1:]), tuple(parts))
+
+    def require_readable(self) -> None:
+        """Every parameter that the trained model loads can be read. Raises UnsupportedBaseError naming one that cannot."""
+        for path in self._unreadable:
+            if not self.is_extra(path):
+                self.readable(path)
+
+    def path(self, path: str) -> str:
+        """The model's own spelling of a parameter's path, which is the key of `parameters` and `ties`; itself where unknown."""
+        return next((name for name in self._spellings(path) if name in self.parameters or self.tie(name)), path)
+
+    def module(self, path: str) -> str:
+        """The model's own spelling of a module's path, as far as the rules say."""
+        return self._model_path(self._renamed(f"{path}.weight")).removesuffix(".weight")
+
+    def is_extra(self, path: str) -> bool:
+        """Whether the files hold a parameter that the trained model does not load: of images, or for multi-token prediction."""
+        if self.family.part is not None:
+            return path not in self.family.part
+        number = _LAYER_NUMBER.search(path)
+        return self._num_layers is not None and number is not None and int(number[1]) >= self._num_layers
+
+    def owner(self, stored: str) -> tuple[StoredParameter, StoredPart] | None:
+        """The parameter and the part of it that a stored tensor holds; None where transformers computes several things from it."""
+        return self._owners.get(stored)
+
+    def projection(self, path: str) -> ExpertProjection | None:
+        """What `path` of a single expert, as `...experts.3.w1.weight`, is in this model; None: it is no such path."""
+        renamed = self._renamed(path)
+        for rule in self._rules:
+            found = match(rule, renamed) if isinstance(rule, ExpertStack) else None
+            parameter = self.parameter(found.with_target(rule.target)) if found and isinstance(rule, ExpertStack) else None
+            if found and parameter:
+                return ExpertProjection(parameter, found.expert, found.source, len(rule.sources))
+        return None
+
+    def tie(self, path: str) -> Tie | None:
+        """The tie of a parameter, by the model's own path."""
+        return next((tie for tie in self.ties if path in tie.paths), None)
+
+    def _spellings(self, path: str) -> tuple[str, ...]:
+        renamed = self._renamed(path)
+        with_prefix = f"{self._prefix}{renamed}" if self._prefix else renamed
+        return tuple(dict.fromkeys((path, renamed, with_prefix)))
+
+    def _renamed(self, name: str) -> str:
+        for rule in self._rules:
+            if isinstance(rule, Renaming):
+                found = match(rule, name)
+                name = found.with_target(rule.target) if found else name
+        return name
+
+    def _model_path(self, renamed: str) -> str:
+        return self._prefix + renamed if self._adds_prefix and renamed not in self._heads else renamed
+
+    def _gather(self, headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> dict[str, StoredParameter]:
+        single: dict[str, StoredParameter] = {}
+        stacks: dict[str, tuple[ExpertStack, dict[tuple[int, int], TensorHeader]]] = {}
+        order: dict[str, None] = {}
+        for name, header in headers.items():
+            renamed = self._renamed(name)
+            applying = ((rule, match(rule, renamed)) for rule in self._rules if not isinstance(rule, Renaming))
+            rule, found = next(((rule, found) for rule, found in applying if found), (None, None))
+            if found is None:
+                path = self._model_path(renamed)
+                path = name if path in single else path  # the library keeps a name that was already taken as it is
+                single[path] = StoredParameter(path, header.shape, (StoredPart(header),))
+            elif isinstance(rule, ExpertStack):
+                path = self._model_path(found.with_target(rule.target))
+                stacks.setdefault(path, (rule, {}))[1][found.expert, found.source] = header
+            elif isinstance(rule, Unreadable):
+                for target in rule.targets:
+                    path = self._model_path(found.with_target(target))
+                    self._unreadable[path] = rule
+                    if rule.joins_rows:
+                        self._joined.setdefault(path, {})[found.source] = header
+                continue
+            order[path] = None
+        counts = {value for key in EXPERT_COUNT_FIELDS if isinstance(value := config.get(key), int)}
+        return {path: single[path] if path in single else _stack(path, *stacks[path], counts) for path in order}
+
+    def _find_ties(self, family: Family, differing: Collection[str]) -> tuple[Tie, ...]:
+        groups: dict[str, list[str]] = {}
+        for target, source in family.ties.items():
+            while source in family.ties:
+                source = family.ties[source]
+            groups.setdefault(source, [source]).append(target)
+        ties = []
+        for group in groups.values():
+            paths = tuple(path for path in group if path not in differing)
+            stored = tuple(path for path in paths if path in self.parameters)
+            if stored and len(paths) > 1:
+                ties.append(Tie(paths, stored))
+        return tuple(ties)
+
+
+def _stack(path: str, rule: ExpertStack, found: Mapping[tuple[int, int], TensorHeader], counts: Collection[int]) -> StoredParameter:
+    """One parameter of stored matrices of single experts. Raises BrokenCheckpointError naming what is missing or does not fit."""
+    num_experts = 1 + max(expert for expert, _ in found)
+    sources = range(len(rule.sources))
+    missing = next(((expert, source) for expert in range(num_experts) for source in sources if (expert, source) not in found), None)
+    if missing is not None:
+        expert, source = missing
+        raise BrokenCheckpointError(
+            f"base parameter {path}: expert {expert} of {num_experts} has no tensor named like {rule.sources[source]!r} beside "
+            f"{next(iter(found.values())).name}. The model was saved or fetched incompletely; fetch it again."
+        )
+    first = [found[0, source] for source in sources]
+    for (_, source), header in found.items():
+        if len(header.shape) != 2 or header.shape[1] != first[0].shape[-1] or header.shape != first[source].shape:
+            raise BrokenCheckpointError(
+                f"base tensor {header.name}: shape {list(header.shape)} does not fit {first[source].name} of shape "
+                f"{list(first[source].shape)} in {path}. Fetch the model again."
+            )
+        if header.dtype != first[0].dtype:
+            raise BrokenCheckpointError(
+                f"base tensor {header.name}: dtype {header.dtype}, but {first[0].name} has {first[0].dtype}, and both are parts of "
+                f"{path}. Save the model in one dtype."
+            )
+    if counts and num_experts not in counts:
+        raise BrokenCheckpointError(
+            f"base parameter {path}: the files hold {num_experts} experts, config.json says {sorted(counts)}. Weights and "
+            "configuration are of different models; fetch them again."
+        )
+    starts = [sum(header.shape[0] for header in first[:source]) for source in sources]
+    parts = tuple(StoredPart(found[expert, source], expert, starts[source]) for expert in range(num_experts) for source in sources)
+    return StoredParameter(path, (num_experts, sum(header.shape[0] for header in first), first[0].shape[1]), parts)
