@@ -20,9 +20,10 @@ from finetune_operator.cluster.projection import Held
 from finetune_operator.decide.observed import ConfigMapView, JobView, ProfileView
 from finetune_operator.remembered import Remembered
 
-RECENT_JOBS = 256
-"""Jobs whose document and status are kept as they were read; about 20 kB each."""
-RECENT_SPECS = 1024
+RECENT_JOBS = 128
+"""Jobs whose document and status are kept as they were read; about 45 kB each. Passes over one job follow each other."""
+RECENT_SPECS = 256
+"""About 14 kB each."""
 PROFILES_AT_A_TIME = 64
 LARGEST_KEPT = 64 << 10
 """Bytes of JSON. What is larger is read again each time: a thousand manifests of a tenant may be a megabyte of objects each."""

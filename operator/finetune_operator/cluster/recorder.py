@@ -40,9 +40,19 @@ MOST_TRIES = 10
 """So often an event that gets no answer is tried: for an API server that restarts."""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """The job of an event. Not its view: with spec and status that is fifty times as large, and thousands of events may wait."""
+
+    namespace: str
+    name: str
+    uid: str
+    resource_version: str
+
+
+@dataclass(slots=True)
 class _Waiting:
-    job: JobView
+    job: _Subject
     event: Emit
     noted: float
     times: int = 1
@@ -91,7 +101,8 @@ class Recorder:
         elif len(self._waiting) >= self._most_waiting:
             self._dropped()
         else:
-            self._waiting[name] = _Waiting(job, event, self._clock())
+            subject = _Subject(job.namespace, job.name, job.uid, job.resource_version)
+            self._waiting[name] = _Waiting(subject, event, self._clock())
             self._noted.set()
 
     async def run(self) -> None:
@@ -138,7 +149,7 @@ class Recorder:
             _log.warning("event not written", namespace=job.namespace, job=job.name, reason=str(event.reason), error=str(error))
         return True
 
-    async def _write(self, job: JobView, event: Emit, name: str, count: int, *, is_first: bool, now: datetime) -> None:
+    async def _write(self, job: _Subject, event: Emit, name: str, count: int, *, is_first: bool, now: datetime) -> None:
         time = now.isoformat(timespec="seconds").replace("+00:00", "Z")
         if not is_first:
             try:
@@ -157,7 +168,7 @@ class Recorder:
             self._counts[name] = int((known or {}).get("count") or 1) + count
             await self._api.patch(EVENTS, job.namespace, name, {"count": self._counts[name], "lastTimestamp": time})
 
-    def _body(self, job: JobView, event: Emit, name: str, count: int, time: str) -> Document:
+    def _body(self, job: _Subject, event: Emit, name: str, count: int, time: str) -> Document:
         return {
             "apiVersion": "v1",
             "kind": "Event",

@@ -1,9 +1,12 @@
 """Events are written when there is time, each once, and never at the cost of a pass."""
 
 import asyncio
+import tracemalloc
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
+from finetune_job.api.status import FineTuneJobStatus, PlanChoice, PlanStatus
 from finetune_job.reasons import Reason
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.recorder import LONGEST_WAIT, MOST_TRIES, Recorder
@@ -72,6 +75,24 @@ def test_noting_an_event_asks_nothing_of_the_server() -> None:
         assert recorder.num_waiting == 1
 
     run(scenario)
+
+
+def test_event_that_waits_holds_no_job_in_memory() -> None:
+    def job(number: int) -> JobView:
+        choices = [PlanChoice(field=f"spec.field{choice}", value="1", reason=f"{number}") for choice in range(40)]
+        return replace(JOB, name=f"tune-{number}", status=FineTuneJobStatus(plan=PlanStatus(hash="0" * 64, choices=choices)))
+
+    recorder = Recorder(EventApi(), "operator-1")
+    recorder.record(job(0), EVENT)
+    tracemalloc.start()
+    try:
+        for number in range(1, 201):
+            recorder.record(job(number), EVENT)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert recorder.num_waiting == 201
+    assert held < 200 * 2_000  # bytes; such a job is 25,000
 
 
 def test_same_event_that_waits_is_written_once_with_its_count() -> None:
