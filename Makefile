@@ -83,6 +83,7 @@ generate: environment ## Write all generated files: CRDs, rules, pitfalls, metho
 	$(PYTHON) -m tests.pitfalls.catalogue > docs/pitfalls.md
 	$(PYTHON) -m tests.sweep.methods_table
 	$(PYTHON) -m finetune_trainer.observe.metrics > docs/trainer-metrics.md
+	$(PYTHON) -m tests.support.layers_page > docs/layers.md
 	$(PYTHON) -m tests.support.images.locks
 
 .PHONY: format

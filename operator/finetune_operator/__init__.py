@@ -1,0 +1,1 @@
+"""The operator: watches FineTuneJobs, decides what comes next for each, and carries it out."""

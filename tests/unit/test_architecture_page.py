@@ -1,0 +1,48 @@
+"""docs/architecture.md and docs/layers.md say what is there."""
+
+import ast
+import re
+from pathlib import Path
+
+from tests.support import layers_page
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+QUESTIONS = 12
+NAME = re.compile(r"`((?:finetune_\w+|tests)/[\w/]+(?:\.py)?)(?:::(\w+))?`")
+
+
+def found(path: str) -> Path | None:
+    places = [source / path for source in (ROOT / "operator", ROOT / "trainer_image", ROOT)]
+    return next((place for place in places if place.exists()), None)
+
+
+def top_level_names(module: Path) -> set[str]:
+    names = set()
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def test_every_module_and_name_on_the_page_exists() -> None:
+    mentioned = NAME.findall(PAGE)
+    assert len(mentioned) > 60
+    missing = [path for path, _ in mentioned if found(path) is None]
+    assert missing == []
+    unknown = [f"{path}::{name}" for path, name in mentioned if name and name not in top_level_names(found(path) or ROOT)]
+    assert unknown == []
+
+
+def test_each_question_is_answered_by_a_module() -> None:
+    section = PAGE.split("## Questions")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.endswith("|") and "?" in line.split("|")[1]]
+    assert len(rows) == QUESTIONS
+    assert [question for question, answer in rows if not NAME.search(answer)] == []
+
+
+def test_the_picture_of_the_layers_is_that_of_the_contracts() -> None:
+    assert (ROOT / "docs" / "layers.md").read_text() == layers_page.page(), "run `make generate`"
