@@ -23,10 +23,16 @@ EVENTS = "/api/v1/namespaces/{}/events"
 MERGE_PATCH = "application/merge-patch+json"
 METADATA = "application/json;as=PartialObjectMetadata;v=v1;g=meta.k8s.io"
 LARGEST_EVENT = 2**22
+GATEWAY_TIMEOUT = 504
+MOST_DELETIONS = 20
 
 
 class RefusedError(Exception):
     """The API server did not answer 2xx."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Client:
@@ -54,7 +60,7 @@ class Client:
         async with self._session.request(method, self._host + path, data=data, headers={"Content-Type": content_type}) as response:
             content = await response.read()
             if not 200 <= response.status < 300:
-                raise RefusedError(f"{method} {path}: {response.status}: {content[:500]!r}")
+                raise RefusedError(f"{method} {path}: {response.status}: {content[:500]!r}", response.status)
             document: Document = json.loads(content)
             return document
 
@@ -66,6 +72,18 @@ class Client:
         """Merge into the status of an object."""
         return await self.request("PATCH", f"{collection}/{name}/status", {"status": status}, MERGE_PATCH)
 
+    async def delete_all(self, collection: str) -> None:
+        """Delete what is in a collection. Of thousands of objects one request does not delete all before it times out."""
+        for _ in range(MOST_DELETIONS):
+            try:
+                await self.request("DELETE", collection, {"propagationPolicy": "Background"})
+            except RefusedError as error:
+                if error.status != GATEWAY_TIMEOUT:
+                    raise
+            else:
+                return
+        raise RefusedError(f"DELETE {collection}: timed out {MOST_DELETIONS} times", GATEWAY_TIMEOUT)
+
     async def watch(self, collection: str, *, metadata_only: bool = False) -> AsyncIterator[Document]:
         """Events of a collection from its beginning, over any number of connections. Raises RefusedError."""
         headers = {"Accept": METADATA} if metadata_only else {}
@@ -76,13 +94,14 @@ class Client:
                 async with self._session.get(f"{self._host}{collection}?{query}", headers=headers, timeout=timeout) as response:
                     # An API server that has just started says 503 until it knows all paths, and 429 until its caches are filled.
                     if response.status not in (200, 429, 503):
-                        raise RefusedError(f"watch {collection}: {response.status}: {(await response.read())[:500]!r}")
+                        content = await response.read()
+                        raise RefusedError(f"watch {collection}: {response.status}: {content[:500]!r}", response.status)
                     async for line in response.content:
                         event = json.loads(line)
                         if response.status != 200:
                             continue
                         if event["type"] == "ERROR":
-                            raise RefusedError(f"watch {collection}: {event['object']}")
+                            raise RefusedError(f"watch {collection}: {event['object']}", response.status)
                         query = f"watch=1&resourceVersion={event['object']['metadata']['resourceVersion']}"
                         yield event
             except aiohttp.ClientError:

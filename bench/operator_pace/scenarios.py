@@ -126,8 +126,8 @@ async def floor(stage: Stage) -> None:
         },
     )
     for collection in (JOBS, BATCH_JOBS, CONFIG_MAPS):
-        await stage.client.request("DELETE", collection.format("floor"), {"propagationPolicy": "Background"})
-    await stage.client.request("DELETE", JOBS.format("model-life"))
+        await stage.client.delete_all(collection.format("floor"))
+    await stage.client.delete_all(JOBS.format("model-life"))
     stage.operator.start()
     stage.is_restarting = False
     await ready(stage)
