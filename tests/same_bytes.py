@@ -1,7 +1,7 @@
 """`python -m tests.same_bytes COMMIT`: whether this tree trains, saves and merges the same bytes as another commit.
 
 For changes that must not change a result. Each case is a small job, run from its manifest to the merged model by `finetune run`,
-once with the sources of COMMIT (in a temporary work tree) and once with these. Compared are the SHA-256 of every weight file: trained
+once with the sources of COMMIT (in a temporary directory) and once with these. Compared is the SHA-256 of each weight file: trained
 adapter or model, checkpoints, merged model. Prints a line for each case and ends with 1 if any differs.
 """
 

@@ -12,7 +12,7 @@ from finetune_operator.app import run
 from finetune_operator.cluster.discovery import CrdsMissingError
 from finetune_operator.garbage import collect_rarely
 from finetune_operator.logs import configure_logs, logger
-from finetune_operator.settings import Clockwork, parse_settings
+from finetune_operator.settings import Timeouts, parse_settings
 
 DEEPEST_OBJECT = 10_000
 """Levels of the deepest object that an API server takes. Our definition cannot bound what the free-form settings of a method hold,
@@ -35,7 +35,7 @@ def main() -> int:
     settings = parse_settings()
     configure_logs(settings.log_level)
     try:
-        return asyncio.run(run(settings, Clockwork()))
+        return asyncio.run(run(settings, Timeouts()))
     except (CrdsMissingError, ConfigException) as error:
         logger(__name__).error("cannot start", error=str(error))
         return 1

@@ -26,7 +26,7 @@ from finetune_operator.cluster.leadership import Candidacy, LeadershipThread
 from finetune_operator.cluster.lease import Elector, LeaseTiming
 from finetune_operator.cluster.lease_object import LeaseObject
 from finetune_operator.cluster.progress_poll import ProgressPoll
-from finetune_operator.cluster.projection import Held, utc_now
+from finetune_operator.cluster.projection import CachedObject, utc_now
 from finetune_operator.cluster.recorder import Recorder
 from finetune_operator.cluster.relist import fill, relist
 from finetune_operator.cluster.unreadable import UnreadableObjects
@@ -36,7 +36,7 @@ from finetune_operator.health import BEAT_SECONDS, Health, health_server
 from finetune_operator.logs import logger
 from finetune_operator.loop_lag import measure_loop_lag
 from finetune_operator.metrics import Metrics
-from finetune_operator.settings import Clockwork, Settings
+from finetune_operator.settings import Settings, Timeouts
 from finetune_operator.watch import Watches
 from finetune_operator.worker import Worker, urgency
 from finetune_operator.workqueue import WorkQueue
@@ -46,7 +46,7 @@ FLUSH_SECONDS = 2.0
 """Longest wait for the last events at the end."""
 
 
-async def run(settings: Settings, clockwork: Clockwork) -> int:
+async def run(settings: Settings, timeouts: Timeouts) -> int:
     """Run until SIGTERM or SIGINT (exit code 0) or until something that cannot be mended here (1)."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -57,16 +57,16 @@ async def run(settings: Settings, clockwork: Clockwork) -> int:
     _log.info("listening", address=server.address[0], port=server.address[1], identity=settings.identity)
     beat = asyncio.create_task(_beat(health))
     configuration = await load_configuration()
-    leadership = LeadershipThread(lambda: _candidacy(configuration, settings, clockwork), health.standing_by)
-    api = _leaders_api(configuration, clockwork, metrics, leadership.fence)
+    leadership = LeadershipThread(lambda: _candidacy(configuration, settings, timeouts), health.standing_by)
+    api = _leaders_api(configuration, timeouts, metrics, leadership.fence)
     try:
-        if not await _unless(stopping, _wait_for_crds(configuration, clockwork, metrics)):
+        if not await _unless(stopping, _wait_for_crds(configuration, timeouts, metrics)):
             return 0
         leadership.start()
         if not await _unless(stopping, leadership.held.wait()):
             return 0
         _log.info("leading", identity=settings.identity)
-        return await _lead(settings, clockwork, api, health=health, metrics=metrics, stopping=stopping)
+        return await _lead(settings, timeouts, api, health=health, metrics=metrics, stopping=stopping)
     finally:
         # Whoever takes over must not meet a write of ours, so the lease goes back last.
         await api.close()
@@ -75,37 +75,37 @@ async def run(settings: Settings, clockwork: Clockwork) -> int:
         server.stop()
 
 
-async def _wait_for_crds(configuration: Configuration, clockwork: Clockwork, metrics: Metrics) -> None:
-    api = Api(configuration, request_timeout=clockwork.request_timeout, observer=metrics.request)
+async def _wait_for_crds(configuration: Configuration, timeouts: Timeouts, metrics: Metrics) -> None:
+    api = Api(configuration, request_timeout=timeouts.request_timeout, observer=metrics.request)
     try:
-        await wait_for_crds(api, clockwork.crd_wait, clockwork.crd_poll)
+        await wait_for_crds(api, timeouts.crd_wait, timeouts.crd_poll)
     finally:
         await api.close()
 
 
-def _leaders_api(configuration: Configuration, clockwork: Clockwork, metrics: Metrics, fence: Fence) -> Api:
+def _leaders_api(configuration: Configuration, timeouts: Timeouts, metrics: Metrics, fence: Fence) -> Api:
     return Api(
         configuration,
-        in_flight=InFlight(clockwork.requests_in_flight),
-        request_timeout=clockwork.request_timeout,
+        in_flight=InFlight(timeouts.requests_in_flight),
+        request_timeout=timeouts.request_timeout,
         observer=metrics.request,
         fence=fence,
     )
 
 
 async def _lead(
-    settings: Settings, clockwork: Clockwork, api: Api, *, health: Health, metrics: Metrics, stopping: asyncio.Event
+    settings: Settings, timeouts: Timeouts, api: Api, *, health: Health, metrics: Metrics, stopping: asyncio.Event
 ) -> int:
     cache = Cache(unreadable=UnreadableObjects(metrics.unreadable))
     queue: WorkQueue[JobKey] = WorkQueue(
-        retry_first=clockwork.retry_first, retry_longest=clockwork.retry_longest, waited=metrics.waited
+        retry_first=timeouts.retry_first, retry_longest=timeouts.retry_longest, waited=metrics.waited
     )
     warnings = WarningEvents(cache)
-    gatherer = Gatherer(api, cache, clockwork.pending_events_after, warnings)
+    gatherer = Gatherer(api, cache, timeouts.pending_events_after, warnings)
     recorder = Recorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
     executor = Executor(api, cache, gatherer, recorder)
 
-    def take_in(kind: Kind, deleted: bool, held: Held) -> None:
+    def take_in(kind: Kind, deleted: bool, held: CachedObject) -> None:
         for key in cache.remove(kind, held) if deleted else cache.apply(kind, held):
             queue.add(key, urgency(cache.job(key)))
 
@@ -127,22 +127,22 @@ async def _lead(
     watches.start()
     for key in cache.job_keys():
         queue.add(key, urgency(cache.job(key)))
-    worker = Worker(queue, gatherer, executor, metrics, utc_now, pass_budget=clockwork.pass_budget)
+    worker = Worker(queue, gatherer, executor, metrics, utc_now, pass_budget=timeouts.pass_budget)
     poll = ProgressPoll(
         cache,
         gatherer,
         queue.add,
-        period=clockwork.progress_period,
-        longest=clockwork.progress_period_longest,
-        writes_per_second=clockwork.progress_writes_per_second,
+        period=timeouts.progress_period,
+        longest=timeouts.progress_period_longest,
+        writes_per_second=timeouts.progress_writes_per_second,
     )
-    workers = [asyncio.create_task(worker.run()) for _ in range(clockwork.workers)]
+    workers = [asyncio.create_task(worker.run()) for _ in range(timeouts.workers)]
     relisting = Relisting(
         compare=lambda: relist(api, cache, settings.namespaces),
         job_keys=cache.job_keys,
         queue=queue,
-        first=clockwork.first_relist,
-        period=clockwork.relist,
+        first=timeouts.first_relist,
+        period=timeouts.relist,
         restarted=watches.restarted,
         failed=metrics.failed,
     )
@@ -166,7 +166,7 @@ async def _lead(
     await watches.stop()
     for task in others:
         task.cancel()
-    _, unfinished = await asyncio.wait(workers, timeout=clockwork.drain)
+    _, unfinished = await asyncio.wait(workers, timeout=timeouts.drain)
     for task in unfinished:
         task.cancel()
     await recorder.flush(FLUSH_SECONDS)
@@ -202,8 +202,8 @@ async def _first_of(*things: Awaitable[object]) -> None:
             task.cancel()
 
 
-async def _candidacy(configuration: Configuration, settings: Settings, clockwork: Clockwork) -> Candidacy:
-    api = Api(configuration, request_timeout=clockwork.lease_renew_deadline / 2)
+async def _candidacy(configuration: Configuration, settings: Settings, timeouts: Timeouts) -> Candidacy:
+    api = Api(configuration, request_timeout=timeouts.lease_renew_deadline / 2)
     release = f"{settings.lease_namespace}/{settings.lease_name}"
     lease = LeaseObject(api, settings.lease_namespace, settings.lease_name)
     claim = LeaseObject(api, settings.claim_namespace, claim_name(release), claim_metadata(settings.namespaces))
@@ -211,12 +211,12 @@ async def _candidacy(configuration: Configuration, settings: Settings, clockwork
     async def read_claims() -> list[Document]:
         return (await api.list(LEASES, settings.claim_namespace, label_selector=f"{CLAIM_LABEL}=true"))[0]
 
-    timing = LeaseTiming(clockwork.lease_duration, clockwork.lease_renew_deadline, clockwork.lease_retry)
-    claim_timing = LeaseTiming(clockwork.claim_duration, clockwork.claim_renew_deadline, clockwork.claim_retry)
+    timing = LeaseTiming(timeouts.lease_duration, timeouts.lease_renew_deadline, timeouts.lease_retry)
+    claim_timing = LeaseTiming(timeouts.claim_duration, timeouts.claim_renew_deadline, timeouts.claim_retry)
     return Candidacy(
         lease=Elector(lease, settings.identity, timing),
         claim=Elector(claim, release, claim_timing),
         rivals=Rivals(read_claims, release, settings.namespaces),
-        retry=clockwork.lease_retry,
+        retry=timeouts.lease_retry,
         close=api.close,
     )

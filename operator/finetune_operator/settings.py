@@ -1,4 +1,4 @@
-"""What the operator can be told, and the numbers of its inner clockwork, each with its reason."""
+"""What the operator can be told, and the its time-outs and limits, each with its reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Clockwork:
+class Timeouts:
     """Periods and limits, in seconds unless their name says otherwise."""
 
     workers: int = 32

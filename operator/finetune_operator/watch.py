@@ -23,7 +23,7 @@ from finetune_operator.cluster.access import session_for_kopf
 from finetune_operator.cluster.api import PAGE_SIZE
 from finetune_operator.cluster.child_watch import ReadObject, WatchSink
 from finetune_operator.cluster.kinds import WRITTEN_BY_USERS, Kind
-from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.cluster.relist import scopes
 from finetune_operator.kopf_storage import NoDiffBase, NoProgress
 from finetune_operator.logs import logger
@@ -79,7 +79,7 @@ class Watches:
         """Set in the main loop after each time that kopf was started again: deletions may have been missed. To be cleared there."""
         self.num_restarts = 0
         self._heard = {kind.name: time.monotonic() for kind in WRITTEN_BY_USERS}
-        self._inbox: deque[tuple[Kind, bool, Held]] = deque()
+        self._inbox: deque[tuple[Kind, bool, CachedObject]] = deque()
         """Events between kopf's thread, which appends, and the main loop, which takes."""
 
     def ages(self) -> dict[str, float]:

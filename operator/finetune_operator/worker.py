@@ -1,7 +1,7 @@
 """One reconcile pass: take a key, gather, decide, execute; what to log and when to look again.
 
 No two passes over a job follow each other without an effect of the first, a pause, or a new event between them. An effect is
-what the API server carried out: a status write, a delete that it accepted, a create of what did not exist (`Outcome.ACTED`).
+what the API server carried out: a status write, a delete that it accepted, a create of what did not exist (`PassOutcome.ACTED`).
 A pass that only did what had been done already, or that found itself outdated, is none, and a job whose passes have an effect
 each time without ever coming to rest is stopped for a pause too.
 """
@@ -16,9 +16,9 @@ from datetime import datetime
 
 from finetune_operator.cluster.cache import JobKey
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
-from finetune_operator.cluster.execute import Executor, Outcome
+from finetune_operator.cluster.execute import Executor, PassOutcome
 from finetune_operator.cluster.gather import Gathered, Gatherer
-from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.observed import JobView, Observed
 from finetune_operator.decide.reconcile import reconcile
@@ -35,7 +35,7 @@ REST_PER_CPU_SECOND = 20.0
 SHORTEST_PAUSE = 0.05
 
 
-def urgency(held: Held | None) -> Urgency:
+def urgency(held: CachedObject | None) -> Urgency:
     """How soon to look at a job of which an event has come."""
     is_new = held is None or held.summary is None or not held.summary.conditions
     return Urgency.NEW if is_new else Urgency.CHANGED
@@ -96,12 +96,12 @@ class Worker:
             _log.exception("pass failed unexpectedly", namespace=key.namespace, job=key.name, retry_seconds=delay)
             return "defect"
 
-    async def _reconcile(self, key: JobKey) -> Outcome:
+    async def _reconcile(self, key: JobKey) -> PassOutcome:
         await self._turn()
         now = self.now()
         gathered = await self.gatherer.gather(key, now)
         if gathered is None or gathered.observed.job.deleting:
-            return self._settle(key, Outcome.GONE)
+            return self._settle(key, PassOutcome.GONE)
         observed = self._marked(key, gathered.observed)
         await self._turn()
         begun = self.cpu_clock()
@@ -114,19 +114,19 @@ class Worker:
                 if overruns == 1:
                     # It may be chance, so nothing is done before it is measured once more.
                     self.queue.rest(key, cpu * REST_PER_CPU_SECOND)
-                    return self._settle(key, Outcome.REPEATED)
+                    return self._settle(key, PassOutcome.REPEATED)
                 observed = replace(observed, too_complex=True)
                 actions = reconcile(observed, now)
         outcome = await self.executor.execute(gathered, actions)
-        if outcome is Outcome.ACTED:
+        if outcome is PassOutcome.ACTED:
             _log_decision(observed, actions)
             for finding in actions.news:
                 self.instruments.found(finding.rule, finding.severity)
         else:
             self.queue.rest(key, cpu * REST_PER_CPU_SECOND)
         self._settle(key, outcome)
-        if outcome is Outcome.UNCHANGED:
-            self._look_again(key, gathered, actions)
+        if outcome is PassOutcome.UNCHANGED:
+            self._requeue(key, gathered, actions)
         return outcome
 
     async def _turn(self) -> None:
@@ -134,20 +134,20 @@ class Worker:
         async with self._computing:
             await asyncio.sleep(0)
 
-    def _settle(self, key: JobKey, outcome: Outcome) -> Outcome:
+    def _settle(self, key: JobKey, outcome: PassOutcome) -> PassOutcome:
         """When to go on after a pass that ended so."""
-        if outcome in (Outcome.UNCHANGED, Outcome.GONE):
+        if outcome in (PassOutcome.UNCHANGED, PassOutcome.GONE):
             self.queue.forget(key)
             self._acts.pop(key, None)
-        if outcome is Outcome.GONE:
+        if outcome is PassOutcome.GONE:
             self._overruns.pop(key, None)
-        elif outcome in (Outcome.OUTDATED, Outcome.REPEATED):
+        elif outcome in (PassOutcome.OUTDATED, PassOutcome.REPEATED):
             self.queue.retry(key)
-        elif outcome is Outcome.ACTED:
+        elif outcome is PassOutcome.ACTED:
             self._acts[key] = self._acts.get(key, 0) + 1
             if self._acts[key] <= MOST_ACTS_IN_A_ROW:
                 # Echoes of our own writes are known already and wake nobody, so what they allow next is looked at here.
-                self.queue.go_on(key)
+                self.queue.requeue_now(key)
             else:
                 delay = self.queue.retry(key)
                 _log.warning("job does not come to rest", namespace=key.namespace, job=key.name, retry_seconds=delay)
@@ -169,7 +169,7 @@ class Worker:
         _log.warning("pass over its budget", namespace=job.namespace, job=job.name, cpu_seconds=round(cpu, 3))
         return overrun.passes
 
-    def _look_again(self, key: JobKey, gathered: Gathered, actions: Actions) -> None:
+    def _requeue(self, key: JobKey, gathered: Gathered, actions: Actions) -> None:
         times = [item for item in (actions.requeue_after_seconds, gathered.revisit_after_seconds) if item is not None]
         if times:
             self.queue.add_after(key, max(min(times), SHORTEST_PAUSE))

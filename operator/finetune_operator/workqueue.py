@@ -41,7 +41,7 @@ class Urgency(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Entry:
     """Of a key in the queue."""
 
     since: float
@@ -74,10 +74,10 @@ class WorkQueue(Generic[K]):
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._waited = waited or (lambda _: None)
         self._ready: KeyedHeap[K] = KeyedHeap()
-        self._places: dict[K, _Place] = {}
+        self._places: dict[K, _Entry] = {}
         """Of the keys in `_ready`."""
-        self._taken: dict[K, _Place] = {}
-        self._again: dict[K, _Place] = {}
+        self._taken: dict[K, _Entry] = {}
+        self._again: dict[K, _Entry] = {}
         """Keys added while taken."""
         self._due: KeyedHeap[K] = KeyedHeap()
         """Delayed keys by the time at which they are due."""
@@ -114,18 +114,18 @@ class WorkQueue(Generic[K]):
     def add(self, key: K, urgency: Urgency = Urgency.CHANGED) -> None:
         """Queue the key now. A delayed addition of it is done away with."""
         now = self._clock()
-        self._add(key, _Place(now, urgency.value, now))
+        self._add(key, _Entry(now, urgency.value, now))
 
-    def go_on(self, key: K) -> None:
+    def requeue_now(self, key: K) -> None:
         """Queue a key again that the caller holds: it keeps its first place, so that what is begun comes to an end."""
         taken, now = self._taken.get(key), self._clock()
-        self._add(key, _Place(now if taken is None else taken.since, Urgency.BEGUN.value, now))
+        self._add(key, _Entry(now if taken is None else taken.since, Urgency.BEGUN.value, now))
 
     def add_after(self, key: K, seconds: float) -> None:
         """Queue the key after a delay, unless it is due earlier already."""
         now = self._clock()
         if seconds <= 0:
-            self._add(key, _Place(now, 0.0, now))
+            self._add(key, _Entry(now, 0.0, now))
         elif not self._closed and key not in self._ready and key not in self._again:
             self._delay(key, now + seconds, min(seconds, LONGEST_PATIENCE))
 
@@ -180,7 +180,7 @@ class WorkQueue(Generic[K]):
         self._closed = True
         self._changed.set()
 
-    def _add(self, key: K, place: _Place) -> None:
+    def _add(self, key: K, place: _Entry) -> None:
         if self._closed:
             return
         if key in self._taken:
@@ -196,7 +196,7 @@ class WorkQueue(Generic[K]):
         self._due_no_more(key)
         known = self._places.get(key)
         if known is None or place.moment < known.moment:
-            self._places[key] = place if known is None else _Place(place.since, place.patience, known.queued)
+            self._places[key] = place if known is None else _Entry(place.since, place.patience, known.queued)
             self._ready.put(key, place.moment)
             self._changed.set()
 
@@ -222,7 +222,7 @@ class WorkQueue(Generic[K]):
             due, key = first
             patience = self._patience[key]
             self._due_no_more(key)
-            self._add(key, _Place(due, patience, due))
+            self._add(key, _Entry(due, patience, due))
 
     def _seconds_to_next(self) -> float | None:
         first = self._due.first()

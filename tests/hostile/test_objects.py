@@ -12,7 +12,7 @@ from collections import Counter
 from random import Random
 
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, SERVICES, Kind
-from finetune_operator.cluster.projection import Held, project
+from finetune_operator.cluster.projection import CachedObject, project
 from finetune_operator.cluster.reading import Reader
 from finetune_operator.decide.observed import Observed, ProfileView
 from finetune_operator.decide.reconcile import reconcile
@@ -38,7 +38,7 @@ def forged(forger: Forger, kind: Kind, number: int) -> Document:
     return document
 
 
-def judged(held: Held) -> None:
+def judged(held: CachedObject) -> None:
     view = Reader().job(held).view
     reconcile(Observed(job=view, profile=PROFILE), T0)
 

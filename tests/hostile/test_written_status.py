@@ -18,7 +18,7 @@ from finetune_job.rules.book import evaluate
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.rule import Finding
 from finetune_operator.cluster.execute import status_document
-from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.reconcile import reconcile
 from finetune_operator.decide.validate_stage import status_findings
 from tests.hostile.manifests import Document, job_of, status_schema
@@ -141,9 +141,9 @@ def test_what_the_rules_say_of_any_manifest_can_be_stored() -> None:
             spec = parse_job(job_of(random)).spec
         except (ValueError, RecursionError):
             continue
-        draft = Draft(observing(a_job()).build().job, T0)
-        draft.find(status_findings(evaluate(RuleContext(spec))))
-        assert_storable(draft.actions().status, spec)
+        result = PassResult(observing(a_job()).build().job, T0)
+        result.find(status_findings(evaluate(RuleContext(spec))))
+        assert_storable(result.actions().status, spec)
         judged += 1
     assert judged > REPORTS / 5
 
@@ -152,9 +152,9 @@ def test_what_the_rules_say_of_any_manifest_can_be_stored() -> None:
 def test_64_findings_of_the_longest_texts_fit_into_an_object(letter: str) -> None:
     texts = dict.fromkeys(("field", "value", "message", "fix", "source"), letter * 10_000)
     findings = [Finding(rule=f"rule-{number}", severity="error", **texts) for number in range(100)]
-    draft = Draft(observing(a_job()).build().job, T0)
-    draft.find(status_findings(findings))
-    status = draft.actions().status
+    result = PassResult(observing(a_job()).build().job, T0)
+    result.find(status_findings(findings))
+    status = result.actions().status
     assert status is not None
     assert len(status.findings) == 64
     assert all(finding.message for finding in status.findings)

@@ -18,7 +18,7 @@ from finetune_operator.cluster.kinds import EVENTS, WATCHED, Kind, selector_of
 from finetune_operator.cluster.recorder import Recorder
 from finetune_operator.cluster.relist import fill, relist
 from finetune_operator.cluster.warning_events import WarningEvents
-from finetune_operator.settings import Clockwork
+from finetune_operator.settings import Timeouts
 from finetune_operator.worker import Worker, urgency
 from finetune_operator.workqueue import WorkQueue
 from tests.simulation.api_server import ApiServer, Change, Document, labels_match
@@ -123,15 +123,15 @@ class OperatorProcess:
         self.watches = {kind: Watch(kind, server) for kind in WATCHED}
         self._loop = loop
         self._wire = Wire(server, weather, random.Random(seed), on_call, self.kill)
-        clockwork = Clockwork()
-        in_flight = InFlight(clockwork.requests_in_flight, clock=loop.time)
+        timeouts = Timeouts()
+        in_flight = InFlight(timeouts.requests_in_flight, clock=loop.time)
         # Small pages, so that lists break in the middle.
         api = simulated_api(self._wire, page_size=3, in_flight=in_flight, clock=lambda: loop.now().timestamp())
         self.cache = Cache(clock=loop.time)
-        self.queue: WorkQueue[JobKey] = WorkQueue(retry_first=clockwork.retry_first, retry_longest=clockwork.retry_longest)
+        self.queue: WorkQueue[JobKey] = WorkQueue(retry_first=timeouts.retry_first, retry_longest=timeouts.retry_longest)
         self.warnings = WarningEvents(self.cache)
         draw = random.Random(f"jitter {seed}").random
-        self.gatherer = _Gatherer(api, self.cache, clockwork.pending_events_after, self.warnings, draw)
+        self.gatherer = _Gatherer(api, self.cache, timeouts.pending_events_after, self.warnings, draw)
         self.gatherer.observer = self.observer
         recorder = Recorder(api, "simulated", is_busy=lambda: len(self.queue) > 0, clock=loop.time)
         executor = Executor(api, self.cache, self.gatherer, recorder, now=loop.now)
@@ -141,8 +141,8 @@ class OperatorProcess:
             compare=lambda: relist(api, self.cache, ()),
             job_keys=self.cache.job_keys,
             queue=self.queue,
-            first=clockwork.first_relist,
-            period=clockwork.relist,
+            first=timeouts.first_relist,
+            period=timeouts.relist,
             restarted=self._restarted,
             failed=_unheard,
         )

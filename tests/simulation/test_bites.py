@@ -22,10 +22,10 @@ from finetune_operator.cluster.kinds import Kind
 from finetune_operator.decide import finish, preflight_stage, reconcile, role_stage
 from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.classify import Failure
-from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.finish import finish_failed
 from finetune_operator.decide.observed import Observed
-from finetune_operator.decide.restart_policy import POLICY, Retry, Verdict
+from finetune_operator.decide.pass_result import PassResult
+from finetune_operator.decide.restart_policy import POLICY, RestartDecision, Retry
 from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.worker import Worker
 from tests.simulation.walk import walk
@@ -52,7 +52,7 @@ def _always_at_once(self: Worker, key: Any, outcome: Any) -> Any:
 
 
 def _always_failed(self: RoleStage, failure: Failure, _: Any) -> None:
-    finish_failed(self.observed, self.draft, Reason.FAILED, failure.text)
+    finish_failed(self.observed, self.result, Reason.FAILED, failure.text)
 
 
 def _with_other_words_each_time(observed: Observed, now: datetime) -> Actions:
@@ -87,7 +87,7 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     ),
     "restarts without a budget": (
         "counted restarts",
-        lambda: patch.object(role_stage, "verdict", lambda *_: Verdict.RESTART_COUNTED),
+        lambda: patch.object(role_stage, "verdict", lambda *_: RestartDecision.RESTART_COUNTED),
     ),
     "an eviction that is counted": (
         "nothing failed by its own fault|without a fault of its own",
@@ -105,7 +105,7 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
         "created without a gate|before Prepared is True",
         lambda: patch.object(preflight_stage, "gated_train_job", train_job),
     ),
-    "a gate that nobody takes off": ("no rest|has not ended", lambda: patch.object(Draft, "ungate", lambda *_: None)),
+    "a gate that nobody takes off": ("no rest|has not ended", lambda: patch.object(PassResult, "ungate", lambda *_: None)),
     "events that are not heard": (
         "no rest|does not say so|has not ended|no status",
         lambda: patch.object(Cache, "apply", lambda *_: set()),

@@ -20,7 +20,7 @@ from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.progress import Progress
-from finetune_operator.decide.restart_policy import after, pause_seconds, verdict
+from finetune_operator.decide.restart_policy import after, pause_seconds, restart_decision
 
 
 def roles_of(plan: RunPlan) -> tuple[Role, ...]:
@@ -65,7 +65,7 @@ def next_step(
         return Step(record, exit_code=ExitCode.INTERRUPTED)
     failure = report.failure or FailureClass.UNKNOWN
     restarts = record.restarts.get(role, Restarts())
-    decision = verdict(failure, restarts, max_restarts, now)
+    decision = restart_decision(failure, restarts, max_restarts, now)
     if not decision.restarts:
         return Step(record, exit_code=ExitCode.FAILED)
     following = after(decision, restarts, now)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import BATCH_JOBS, CHILDREN, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES, JobKey, Kind
 from finetune_operator.cluster.object_key import ObjectKey, UnreadableObjectError, object_key
-from finetune_operator.cluster.projection import Held, project
+from finetune_operator.cluster.projection import CachedObject, project
 from finetune_operator.cluster.store import Store
 from finetune_operator.cluster.unreadable import UnreadableObjects
 
@@ -40,7 +40,7 @@ class Child(NamedTuple):
     """An object of a FineTuneJob."""
 
     kind: Kind
-    held: Held
+    held: CachedObject
 
 
 class Cache(Store):
@@ -55,7 +55,7 @@ class Cache(Store):
         self.job_gone: Callable[[str], None] = lambda _: None
         """Called with the UID of a FineTuneJob that is gone, for whoever keeps notes about it."""
 
-    def read(self, kind: Kind, document: Any) -> Held | None:
+    def read(self, kind: Kind, document: Any) -> CachedObject | None:
         """What is kept of an object, whatever stands in it; None where it is a stranger's or not even its identity can be read."""
         key = self.key_of(kind, document)
         if key is None:
@@ -69,7 +69,7 @@ class Cache(Store):
                 self._unreadable.note(kind, document, held.unreadable)
             return held
         says_it_is_ours = key.is_controlled_by(BATCH_JOBS if kind == PODS else JOBS) and not self._is_owner_known(kind, key)
-        return Held(key, is_bare=True) if says_it_is_ours or known is not None else None
+        return CachedObject(key, is_bare=True) if says_it_is_ours or known is not None else None
 
     def key_of(self, kind: Kind, document: Any) -> ObjectKey | None:
         """Identity and owner of an object, or None where they cannot be read."""
@@ -84,7 +84,7 @@ class Cache(Store):
         held = self.read(kind, document)
         return set() if held is None else self.apply(kind, held)
 
-    def apply(self, kind: Kind, held: Held) -> set[JobKey]:
+    def apply(self, kind: Kind, held: CachedObject) -> set[JobKey]:
         """Take in a newer state of an object. Returns the jobs to reconcile; none where nothing is new."""
         uid, version = held.key.uid, held.key.version
         known = self._objects[kind].get(uid)
@@ -104,7 +104,7 @@ class Cache(Store):
             woken |= self._concerned(kind, held.key)
         return woken
 
-    def remove(self, kind: Kind, held: Held) -> set[JobKey]:
+    def remove(self, kind: Kind, held: CachedObject) -> set[JobKey]:
         """A watch says that it was deleted; `held` is the last state. Returns the jobs to reconcile.
 
         It says the same when a label was taken off, and shows the state before that. So a child that nobody had asked to
@@ -147,7 +147,7 @@ class Cache(Store):
         if known is not None:
             self.bury(kind, known)
 
-    def bury(self, kind: Kind, held: Held) -> set[JobKey]:
+    def bury(self, kind: Kind, held: CachedObject) -> set[JobKey]:
         """It is gone for certain. Returns the jobs to reconcile."""
         uid = held.key.uid
         if uid not in self._objects[kind]:
@@ -184,7 +184,7 @@ class Cache(Store):
         ours = kind not in CHILDREN or bool(self._job_of(kind, key))
         return ours and self._tombstones.get(key.uid, (0, 0.0))[0] <= key.version
 
-    def forget_evidence(self, job_uid: str, is_settled: Callable[[Held], bool]) -> None:
+    def forget_evidence(self, job_uid: str, is_settled: Callable[[CachedObject], bool]) -> None:
         """Drop deleted pods of a job whose outcome no later pass can need, as `is_settled` says."""
         for held in self.pods_of(job_uid):
             if held.pod is not None and held.pod.gone and is_settled(held):
@@ -203,18 +203,18 @@ class Cache(Store):
         held = self._all_owned(BATCH_JOBS, job_uid) + self.pods_of(job_uid)
         return frozenset((one.key.uid, one.key.version) for one in held)
 
-    def is_in_doubt(self, held: Held) -> bool:
+    def is_in_doubt(self, held: CachedObject) -> bool:
         """Whether no pass may be made before this object was looked up."""
         return held.is_bare or held.key.uid in self._in_doubt
 
-    def _miss(self, kind: Kind, held: Held) -> set[JobKey]:
+    def _miss(self, kind: Kind, held: CachedObject) -> set[JobKey]:
         """A complete list does not show it. Any state later than the one that we know proves that it exists."""
         if kind in CHILDREN and not held.key.is_deleting and self._job_of(kind, held.key):
             self._in_doubt[held.key.uid] = held.key.version + 1
             return self._concerned(kind, held.key)
         return self.bury(kind, held)
 
-    def _is_shown_again(self, known: Held, held: Held) -> bool:
+    def _is_shown_again(self, known: CachedObject, held: CachedObject) -> bool:
         is_same_version = known.key.version == held.key.version
         return is_same_version and ((known.is_bare and not held.is_bare) or self._in_doubt.get(held.key.uid) == held.key.version)
 
@@ -238,6 +238,6 @@ class Cache(Store):
         return set() if job is None else {JobKey(job.key.namespace, job.key.name)}
 
 
-def _is_unlabelled(kind: Kind, held: Held) -> bool:
+def _is_unlabelled(kind: Kind, held: CachedObject) -> bool:
     """Whether no watch tells of it."""
     return kind in CHILDREN and not held.key.is_labelled

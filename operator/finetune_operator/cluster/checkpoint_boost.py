@@ -22,7 +22,7 @@ from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.errors import ApiError
 from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, Kind
-from finetune_operator.cluster.projection import Held, utc_now
+from finetune_operator.cluster.projection import CachedObject, utc_now
 from finetune_operator.cluster.reading import Reader
 from finetune_operator.cluster.workloads import ABSENT_SECONDS, Workloads
 from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
@@ -44,10 +44,10 @@ LONGEST_BOOST = 64
 class Pods(Protocol):
     """Who runs, and what it told; `ProgressPoll`."""
 
-    def rank_zero(self, held: Held) -> PodView | None:
+    def rank_zero(self, held: CachedObject) -> PodView | None:
         """The pod of rank 0 of the current training attempt, if it runs."""
 
-    def progress_of(self, held: Held, pod: PodView) -> Progress | None:
+    def progress_of(self, held: CachedObject, pod: PodView) -> Progress | None:
         """What that pod told last."""
 
 
@@ -133,7 +133,7 @@ class CheckpointBoost:
         self._absent_until = {uid: until for uid, until in self._absent_until.items() if uid in followed and now < until}
         self._refused_until = {namespace: until for namespace, until in self._refused_until.items() if now < until}
 
-    async def _wish(self, held: Held) -> _Wish | None:
+    async def _wish(self, held: CachedObject) -> _Wish | None:
         """What the plan of a job asks for; None: nothing."""
         config_map = next(iter(self._cache.owned(CONFIG_MAPS, held.key.uid)), None)
         if config_map is None:
@@ -146,7 +146,7 @@ class CheckpointBoost:
             self._wishes[held.key.uid] = known
         return known[1]
 
-    def _train_job(self, held: Held) -> BatchJobView | None:
+    def _train_job(self, held: CachedObject) -> BatchJobView | None:
         """The Job of the current attempt, unless it has ended."""
         for item in self._cache.owned(BATCH_JOBS, held.key.uid):
             job = item.batch_job
@@ -155,7 +155,7 @@ class CheckpointBoost:
             return None if job.deleting or job.has("Complete", "Failed") else job
         return None
 
-    def _boost(self, held: Held, batch_job: BatchJobView, wish: _Wish) -> int | None:
+    def _boost(self, held: CachedObject, batch_job: BatchJobView, wish: _Wish) -> int | None:
         """None: not known, because the run has told nothing since it began, or since the operator did."""
         pod = None if batch_job.suspended else self._pods.rank_zero(held)
         if pod is None:
@@ -211,7 +211,7 @@ class CheckpointBoost:
         return _Told(found.kind, metadata.name("name"), metadata.name("uid"), boost)
 
 
-def _read_wish(held: Held, config_map: Held) -> _Wish | None:
+def _read_wish(held: CachedObject, config_map: CachedObject) -> _Wish | None:
     # A reader of its own: one that remembers would hold plans that are read once.
     reader = Reader()
     plan = reader.plan(config_map)

@@ -10,15 +10,15 @@ from typing import Any
 
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.kinds import CHILDREN, CHILDREN_SELECTOR, Kind
-from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.cluster.relist import scopes
 from finetune_operator.cluster.stream_watch import Sleep, StreamWatch
 
 LONGEST_LINE = 4 << 20
 """Twice what an object in etcd may have."""
-ReadObject = Callable[[Kind, Any], Held | None]
+ReadObject = Callable[[Kind, Any], CachedObject | None]
 """What is kept of an object; None for a stranger's."""
-WatchSink = Callable[[Kind, bool, Held], None]
+WatchSink = Callable[[Kind, bool, CachedObject], None]
 """Called with the kind, whether the object was deleted, and its state."""
 
 

@@ -24,7 +24,7 @@ from finetune_operator.decide.actions import Actions, Create, Delete, Ungate
 from finetune_operator.decide.observed import JobView
 
 
-class Outcome(StrEnum):
+class PassOutcome(StrEnum):
     """How a pass ended."""
 
     UNCHANGED = "unchanged"
@@ -49,7 +49,7 @@ class Executor:
     recorder: Recorder
     now: Callable[[], datetime] = utc_now
 
-    async def execute(self, gathered: Gathered, actions: Actions) -> Outcome:
+    async def execute(self, gathered: Gathered, actions: Actions) -> PassOutcome:
         """Raises ApiError and ApiUnreachableError; what was done until then stands, and the next pass goes on from there."""
         job = gathered.observed.job
         patch = {} if actions.status is None else merge_patch(gathered.raw_status, status_document(actions.status))
@@ -69,23 +69,23 @@ class Executor:
         for event in actions.events:
             self.recorder.record(job, event)
         if has_effect:
-            return Outcome.ACTED
-        return Outcome.REPEATED if actions.deletes or actions.ungates or actions.creates else Outcome.UNCHANGED
+            return PassOutcome.ACTED
+        return PassOutcome.REPEATED if actions.deletes or actions.ungates or actions.creates else PassOutcome.UNCHANGED
 
-    async def _write_status(self, job: JobView, patch: Document) -> Outcome | None:
+    async def _write_status(self, job: JobView, patch: Document) -> PassOutcome | None:
         body = {"metadata": {"resourceVersion": job.resource_version, "uid": job.uid}, "status": patch}
         try:
             written = await self.api.patch(JOBS, job.namespace, job.name, body, subresource="status")
         except ApiError as error:
             if error.is_not_found:
-                return Outcome.GONE
+                return PassOutcome.GONE
             if not error.is_conflict:
                 raise
             current = await self.api.get(JOBS, job.namespace, job.name)
             if current is None:
-                return Outcome.GONE
+                return PassOutcome.GONE
             self.cache.take(JOBS, current)
-            return Outcome.OUTDATED
+            return PassOutcome.OUTDATED
         self.cache.take(JOBS, written)
         return None
 

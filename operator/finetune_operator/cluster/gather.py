@@ -24,7 +24,7 @@ from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOB
 from finetune_operator.cluster.live_reads import LiveReads
 from finetune_operator.cluster.notes import JobNotes, refusal
 from finetune_operator.cluster.object_key import belongs_to
-from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.cluster.reading import Reader
 from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.cluster.workloads import Workloads
@@ -157,7 +157,7 @@ class Gatherer:
             service_exists=bool(self._cache.owned(SERVICES, uid)),
         )
 
-    def _line(self, held: Held, job: JobView, profile: ProfileView) -> Line | None:
+    def _line(self, held: CachedObject, job: JobView, profile: ProfileView) -> Line | None:
         limit = profile.spec.max_active_jobs if profile.spec is not None else None
         if limit is None or is_started(job.status):
             return None
@@ -229,7 +229,7 @@ class Gatherer:
         current = (role, attempt_of(job.status, role))
         finished = is_terminal(job.status)
 
-        def is_settled(held: Held) -> bool:
+        def is_settled(held: CachedObject) -> bool:
             pod = held.pod
             if pod is None or held.key.owner_uid in existing:
                 return False

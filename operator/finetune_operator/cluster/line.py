@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from finetune_operator.cluster.kinds import JobKey
-from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.projection import CachedObject
 
 BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class _Place(NamedTuple):
+class _Waiter(NamedTuple):
     """Sorts by age; of two jobs of one second the name decides."""
 
     created: datetime
@@ -24,7 +24,7 @@ class _Place(NamedTuple):
 @dataclass
 class _Line:
     active: set[str] = field(default_factory=set)
-    waiting: list[_Place] = field(default_factory=list)
+    waiting: list[_Waiter] = field(default_factory=list)
 
 
 class Lines:
@@ -32,12 +32,12 @@ class Lines:
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, str], _Line] = {}
-        self._places: dict[str, tuple[tuple[str, str], _Place, bool]] = {}
+        self._places: dict[str, tuple[tuple[str, str], _Waiter, bool]] = {}
         """Job UID -> its line, its place, and whether it is active."""
         self._limits: dict[str, int] = {}
         """Profile -> `maxActiveJobs`, where it sets one."""
 
-    def ahead_of(self, held: Held) -> int:
+    def ahead_of(self, held: CachedObject) -> int:
         """Jobs that are active, or wait and are older, of the same namespace and profile."""
         line = self._lines.get(_line_of(held))
         if line is None:
@@ -50,7 +50,7 @@ class Lines:
         if most is not None:
             self._limits[profile] = most
 
-    def put(self, held: Held) -> set[JobKey]:
+    def put(self, held: CachedObject) -> set[JobKey]:
         """Take in a state of a job. Returns the job whose turn may have come by it."""
         uid, summary = held.key.uid, held.summary
         before = self._places.get(uid)
@@ -89,10 +89,10 @@ class Lines:
         return {JobKey(key[0], place.name) for place in line.waiting[last : last + 1]} if last >= 0 else set()
 
 
-def _line_of(held: Held) -> tuple[str, str]:
+def _line_of(held: CachedObject) -> tuple[str, str]:
     return held.key.namespace, held.summary.profile if held.summary is not None else ""
 
 
-def _place_of(held: Held) -> _Place:
+def _place_of(held: CachedObject) -> _Waiter:
     created = held.summary.created if held.summary is not None else None
-    return _Place(created or BEGINNING, held.key.name, held.key.uid)
+    return _Waiter(created or BEGINNING, held.key.name, held.key.uid)

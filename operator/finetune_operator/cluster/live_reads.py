@@ -77,13 +77,12 @@ class LiveReads:
         )
         shown = [(BATCH_JOBS, one.uid) for one in children.batch_jobs] + [(PODS, one.uid) for one in children.running_pods]
         is_watched = all(self._cache.is_watched(kind, uid) for kind, uid in shown)
-        notes.listed = Listed(children, self._cache.fingerprint(job.uid), now, is_watched)
+        # That nothing runs is looked at each time that something is to be created by it, so it is not kept.
+        is_kept = children != LiveChildren()
+        notes.listed = Listed(children, self._cache.fingerprint(job.uid), now, is_watched) if is_kept else None
         return children
 
     def _holds(self, listed: Listed, job: JobView, now: datetime) -> bool:
-        if listed.children == LiveChildren():
-            # That nothing runs is looked at each time that something is to be created by it.
-            return False
         age = (now - listed.at).total_seconds()
         is_young = age < (LISTED_SECONDS if listed.is_watched else UNWATCHED_SECONDS)
         return is_young and listed.fingerprint == self._cache.fingerprint(job.uid)

@@ -12,7 +12,7 @@ from finetune_job.names import OBSERVE_PORT, Role
 from finetune_job.progress import Progress
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.gather import Gatherer
-from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.decide.observed import PodView
 
 CONCURRENT_POLLS = 32
@@ -21,7 +21,7 @@ ANSWER_SECONDS = 2.0
 LARGEST_ANSWER_BYTES = 65_536
 
 
-class _Told(NamedTuple):
+class _Polled(NamedTuple):
     pod_uid: str
     progress: Progress
 
@@ -45,7 +45,7 @@ class ProgressPoll:
         self._period = period
         self._longest = longest
         self._writes_per_second = writes_per_second
-        self._told: dict[str, _Told] = {}
+        self._told: dict[str, _Polled] = {}
         """Job UID -> what was passed on last, and who had told it."""
 
     async def run(self) -> None:
@@ -56,7 +56,7 @@ class ProgressPoll:
                 num_polled = await self._round(session)
                 await asyncio.sleep(min(max(self._period, num_polled / self._writes_per_second), self._longest))
 
-    def progress_of(self, held: Held, pod: PodView) -> Progress | None:
+    def progress_of(self, held: CachedObject, pod: PodView) -> Progress | None:
         """What that pod of the job told last. What another has told is none of it: the run went back to a checkpoint in between."""
         told = self._told.get(held.key.uid)
         return told.progress if told is not None and told.pod_uid == pod.uid else None
@@ -67,7 +67,7 @@ class ProgressPoll:
             del self._told[uid]
         limit = asyncio.Semaphore(CONCURRENT_POLLS)
 
-        async def poll(held: Held) -> bool:
+        async def poll(held: CachedObject) -> bool:
             pod = self.rank_zero(held)
             if pod is None:
                 return False
@@ -77,7 +77,7 @@ class ProgressPoll:
 
         return sum(await asyncio.gather(*(poll(held) for held in training)))
 
-    def rank_zero(self, held: Held) -> PodView | None:
+    def rank_zero(self, held: CachedObject) -> PodView | None:
         """The pod of rank 0 of the current training attempt, if it runs."""
         attempt = held.summary.attempt if held.summary is not None else -1
         newest: PodView | None = None
@@ -89,7 +89,7 @@ class ProgressPoll:
                 newest = pod
         return newest
 
-    async def _ask(self, session: aiohttp.ClientSession, held: Held, pod: PodView) -> None:
+    async def _ask(self, session: aiohttp.ClientSession, held: CachedObject, pod: PodView) -> None:
         host = f"[{pod.pod_ip}]" if ":" in pod.pod_ip else pod.pod_ip
         try:
             async with session.get(f"http://{host}:{OBSERVE_PORT}/progress", allow_redirects=False) as response:
@@ -99,7 +99,7 @@ class ProgressPoll:
         except (aiohttp.ClientError, TimeoutError, ValueError):
             # Normal while the pod starts, ends or restarts; a run that hangs is the deadlines' affair.
             return
-        uid, told = held.key.uid, _Told(pod.uid, progress)
+        uid, told = held.key.uid, _Polled(pod.uid, progress)
         if held.summary is None or progress.attempt != held.summary.attempt or self._told.get(uid) == told:
             return
         self._told[uid] = told

@@ -1,7 +1,7 @@
 """Raw objects -> the small typed views that the cache keeps. Raw dicts of many jobs and pods would cost forty times the memory.
 
 Whatever stands in an object, nothing here raises but `UnreadableObjectError`, for one without a readable identity; other values
-that cannot be read are as good as absent, and `Held.unreadable` names them. Every text is bounded.
+that cannot be read are as good as absent, and `CachedObject.unreadable` names them. Every text is bounded.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Any
 
 from finetune_job.names import DEFAULT_PROFILE, PLAN_KEY, Role
@@ -24,6 +25,7 @@ INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 LONGEST_REASON = 256
 LONGEST_MESSAGE = 2048
 LONGEST_GATES = 4096
+KEPT_CONDITIONS = 1024
 TERMINATION_MESSAGE = 4096
 """What the kubelet keeps of it: its last bytes."""
 LONGEST_GRACE_SECONDS = 366 * 86_400
@@ -33,7 +35,7 @@ _BATCH_JOB_NAME = re.compile(r".+-(fetch|preflight|train|merge|publish)-([0-9]{1
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class CachedObject:
     """One object of the cache."""
 
     key: ObjectKey
@@ -87,26 +89,26 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-def project(kind: Kind, document: Document) -> Held:
+def project(kind: Kind, document: Document) -> CachedObject:
     """What the cache keeps of an object. Raises UnreadableObjectError."""
     fields = Fields(document)
     key = key_of(fields)
     match kind.name:
         case "FineTuneJob":
             summary = _summary(fields)
-            return Held(key, *_compressed(fields, document, "spec", "status"), summary=summary, unreadable=fields.notes)
+            return CachedObject(key, *_compressed(fields, document, "spec", "status"), summary=summary, unreadable=fields.notes)
         case "FineTuneProfile":
             limit = fields.at("spec").integer("maxActiveJobs")
-            return Held(key, *_compressed(fields, document, "spec"), max_active_jobs=limit, unreadable=fields.notes)
+            return CachedObject(key, *_compressed(fields, document, "spec"), max_active_jobs=limit, unreadable=fields.notes)
         case "ConfigMap":
             plan = fields.at("data").text(PLAN_KEY, 2**20)
-            return Held(key, *packed_plan(plan), unreadable=fields.notes)
+            return CachedObject(key, *packed_plan(plan), unreadable=fields.notes)
         case "Job":
-            return Held(key, batch_job=_batch_job_view(key, fields), unreadable=fields.notes)
+            return CachedObject(key, batch_job=_batch_job_view(key, fields), unreadable=fields.notes)
         case "Pod":
-            return Held(key, pod=_pod_view(key, fields), unreadable=fields.notes)
+            return CachedObject(key, pod=_pod_view(key, fields), unreadable=fields.notes)
         case _:
-            return Held(key)
+            return CachedObject(key)
 
 
 def _compressed(fields: Fields, document: Document, *parts: str) -> tuple[bytes, int]:
@@ -138,6 +140,12 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return bool(layer)
 
 
+@lru_cache(KEPT_CONDITIONS)
+def _shared_condition(kind: str, status: str, reason: str) -> tuple[str, str, str]:
+    """The same tuple each time: the conditions of thousands of jobs are a few dozen different ones."""
+    return kind, status, reason
+
+
 def _summary(fields: Fields) -> JobSummary:
     status = fields.at("status")
     conditions: dict[str, tuple[str, str]] = {
@@ -152,7 +160,7 @@ def _summary(fields: Fields) -> JobSummary:
     return JobSummary(
         profile=fields.at("spec").name("profile") or DEFAULT_PROFILE,
         phase=status.text("phase", LONGEST_REASON) or "Pending",
-        conditions=tuple((kind, state, reason) for kind, (state, reason) in conditions.items()),
+        conditions=tuple(_shared_condition(kind, *found) for kind, found in conditions.items()),
         outcomes=tuple(
             (item.text("outcome", 32) or "Running", item.text("failure", 64), item.flag("counted"))
             for item in status.items("attempts")

@@ -16,7 +16,7 @@ from finetune_job.api.started_spec import spec_of_started_job
 from finetune_job.status.stored import read_status
 from finetune_operator.cluster.kinds import JOBS, PROFILES, Kind
 from finetune_operator.cluster.object_key import Document
-from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.decide.observed import ConfigMapView, JobView, ProfileView
 from finetune_operator.remembered import Remembered
 
@@ -56,7 +56,7 @@ class Reader:
         self._profiles: Remembered[tuple[str, int], ProfileView] = Remembered(PROFILES_AT_A_TIME)
         self._plans: Remembered[tuple[str, int], ConfigMapView] = Remembered(RECENT_JOBS)
 
-    def job(self, held: Held) -> ReadJob:
+    def job(self, held: CachedObject) -> ReadJob:
         """The job; a manifest that does not parse has no spec, and the reason."""
         key = (held.key.uid, held.key.version)
         read = self._jobs.get(key, lambda: self._read_job(held))
@@ -65,11 +65,11 @@ class Reader:
             self._specs.forget(held.key.uid)
         return read
 
-    def profile(self, held: Held) -> ProfileView:
+    def profile(self, held: CachedObject) -> ProfileView:
         """The profile; one that does not parse has no spec, and the reason."""
         return self._profiles.get((held.key.uid, held.key.version), lambda: _read_profile(held))
 
-    def plan(self, held: Held) -> ConfigMapView:
+    def plan(self, held: CachedObject) -> ConfigMapView:
         """The ConfigMap with the frozen plan."""
         key = (held.key.uid, held.key.version)
         plan = self._plans.get(key, lambda: ConfigMapView(name=held.key.name, uid=held.key.uid, plan_json=held.document()["plan"]))
@@ -77,7 +77,7 @@ class Reader:
             self._plans.forget(key)
         return plan
 
-    def _read_job(self, held: Held) -> ReadJob:
+    def _read_job(self, held: CachedObject) -> ReadJob:
         document = held.document()
         metadata: dict[str, Any] = document["metadata"]
         raw = document.get("spec") or {}
@@ -112,7 +112,7 @@ def _read_spec(document: Document) -> _Spec:
     return _Spec(raw, parsed.spec, "")
 
 
-def _read_profile(held: Held) -> ProfileView:
+def _read_profile(held: CachedObject) -> ProfileView:
     try:
         profile = FineTuneProfile.model_validate(_envelope(held.document(), PROFILES))
     except ValidationError as error:

@@ -11,7 +11,7 @@ from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS, PROFILES, WA
 from finetune_operator.cluster.line import Lines
 from finetune_operator.cluster.object_key import ObjectKey
 from finetune_operator.cluster.owner_index import OwnerIndex
-from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.decide.observed import PodView
 
 MOST_BARE_KEYS = 10_000
@@ -22,7 +22,7 @@ class Store:
     """Objects by kind and UID."""
 
     def __init__(self) -> None:
-        self._objects: dict[Kind, dict[str, Held]] = {kind: {} for kind in WATCHED}
+        self._objects: dict[Kind, dict[str, CachedObject]] = {kind: {} for kind in WATCHED}
         self._owned = {kind: OwnerIndex() for kind in WATCHED}
         self._job_uids: dict[JobKey, str] = {}
         self._profiles: dict[str, str] = {}
@@ -35,7 +35,7 @@ class Store:
         """UID of an object that no watch shows any more -> version of the event that said so."""
         self.lines = Lines()
 
-    def job(self, key: JobKey) -> Held | None:
+    def job(self, key: JobKey) -> CachedObject | None:
         """The FineTuneJob of that name."""
         uid = self._job_uids.get(key)
         return None if uid is None else self._objects[JOBS].get(uid)
@@ -44,7 +44,7 @@ class Store:
         """Whether a FineTuneJob exists."""
         return uid in self._objects[JOBS]
 
-    def jobs(self) -> list[Held]:
+    def jobs(self) -> list[CachedObject]:
         """Every FineTuneJob."""
         return list(self._objects[JOBS].values())
 
@@ -52,16 +52,16 @@ class Store:
         """Keys of every FineTuneJob."""
         return list(self._job_uids)
 
-    def profile(self, name: str) -> Held | None:
+    def profile(self, name: str) -> CachedObject | None:
         """The FineTuneProfile of that name."""
         uid = self._profiles.get(name)
         return None if uid is None else self._objects[PROFILES].get(uid)
 
-    def owned(self, kind: Kind, owner_uid: str) -> list[Held]:
+    def owned(self, kind: Kind, owner_uid: str) -> list[CachedObject]:
         """Objects whose controller owner has that UID, as far as that is proved."""
         return [held for held in self._all_owned(kind, owner_uid) if not held.is_bare]
 
-    def pods_of(self, job_uid: str) -> list[Held]:
+    def pods_of(self, job_uid: str) -> list[CachedObject]:
         """Pods of every batch Job of a FineTuneJob, gone ones included."""
         return [held for batch_job in self._batch_jobs_of.of(job_uid) for held in self.owned(PODS, batch_job)]
 
@@ -94,7 +94,7 @@ class Store:
         job = None if held is None else self._objects[JOBS].get(self._job_of(kind, held.key))
         return None if job is None else JobKey(job.key.namespace, job.key.name)
 
-    def _all_owned(self, kind: Kind, owner_uid: str) -> list[Held]:
+    def _all_owned(self, kind: Kind, owner_uid: str) -> list[CachedObject]:
         objects = self._objects[kind]
         return [objects[uid] for uid in self._owned[kind].of(owner_uid)]
 
@@ -114,7 +114,7 @@ class Store:
         """Whether the object that it names as its controller is known; then it is ours already, or a stranger's."""
         return key.owner_uid in (self._job_of_batch_job if kind == PODS else self._objects[JOBS])
 
-    def _put(self, kind: Kind, held: Held) -> set[JobKey]:
+    def _put(self, kind: Kind, held: CachedObject) -> set[JobKey]:
         uid = held.key.uid
         known = self._objects[kind].get(uid)
         if known is not None and known.key.owner_uid != held.key.owner_uid:

@@ -8,9 +8,9 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.attempts import latest_of
 from finetune_operator.decide.clock import moment_after
-from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.earlier_attempts import Remains
 from finetune_operator.decide.observed import LivePod, Observed
+from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.pending import is_quota
 from finetune_operator.decide.stage import CONDITION
 
@@ -23,47 +23,47 @@ BLOCKED_SECONDS = 1800.0
 """A node that does not answer for so long needs a human."""
 
 
-def say_remains(observed: Observed, draft: Draft, role: Role, left: Remains) -> None:
+def report_remains(observed: Observed, result: PassResult, role: Role, left: Remains) -> None:
     """Wait until the earlier attempt is gone, and say so if it takes long or a node does not answer."""
     if observed.live is None:
-        draft.wake_after(FIRST_LOOK_SECONDS)
+        result.requeue_after(FIRST_LOOK_SECONDS)
         return
     latest = latest_of(observed.job.status, role)
     ended = moment_after(latest.end_time, 0.0) if latest is not None else None
-    waited = (draft.now - ended).total_seconds() if ended is not None else QUIET_SECONDS
-    draft.wake_after(min(max(FIRST_LOOK_SECONDS, waited / 4), LONGEST_LOOK_SECONDS))
+    waited = (result.now - ended).total_seconds() if ended is not None else QUIET_SECONDS
+    result.requeue_after(min(max(FIRST_LOOK_SECONDS, waited / 4), LONGEST_LOOK_SECONDS))
     if left.blocked:
-        _blocked_on_nodes(observed, draft, role, left.blocked)
+        _blocked_on_nodes(observed, result, role, left.blocked)
     elif waited >= QUIET_SECONDS:
-        draft.condition(CONDITION[role], None, Reason.RESTARTING, left.text)
-        draft.condition(ConditionType.READY, False, Reason.RESTARTING, left.text)
+        result.condition(CONDITION[role], None, Reason.RESTARTING, left.text)
+        result.condition(ConditionType.READY, False, Reason.RESTARTING, left.text)
 
 
-def _blocked_on_nodes(observed: Observed, draft: Draft, role: Role, pods: tuple[LivePod, ...]) -> None:
+def _blocked_on_nodes(observed: Observed, result: PassResult, role: Role, pods: tuple[LivePod, ...]) -> None:
     place = ", ".join(f"pod {pod.name} on node {pod.node or 'unknown'}" for pod in pods[:4])
     # The profile as it is now, not as it was frozen: whoever takes this back means it at once.
     profile = observed.profile.spec
     if profile is not None and profile.force_delete_pods_of_lost_nodes:
         for pod in pods:
-            draft.delete_object("Pod", pod.name, pod.uid, force=True)
+            result.delete_object("Pod", pod.name, pod.uid, force=True)
         said = f"{place}: the node does not answer, and the profile has the pod deleted by force."
     else:
         said = (
             f"{place}: the node does not answer, and the old rank may still write checkpoints. Once the node is certainly down, "
             "add the taint node.kubernetes.io/out-of-service to it, or delete the pod by force."
         )
-    draft.condition(CONDITION[role], None, Reason.BLOCKED_ON_NODE, said)
-    draft.condition(ConditionType.READY, False, Reason.BLOCKED_ON_NODE, said)
-    draft.warn_once(CONDITION[role], Reason.BLOCKED_ON_NODE, said)
+    result.condition(CONDITION[role], None, Reason.BLOCKED_ON_NODE, said)
+    result.condition(ConditionType.READY, False, Reason.BLOCKED_ON_NODE, said)
+    result.warn_once(CONDITION[role], Reason.BLOCKED_ON_NODE, said)
     since = min(pod.deletion_due for pod in pods if pod.deletion_due is not None)
     limit = since + timedelta(seconds=BLOCKED_SECONDS)
-    if draft.now >= limit:
-        draft.stall(Reason.BLOCKED_ON_NODE, said)
+    if result.now >= limit:
+        result.stall(Reason.BLOCKED_ON_NODE, said)
     else:
-        draft.wake_at(limit)
+        result.requeue_at(limit)
 
 
-def wait_for_refused_write(observed: Observed, draft: Draft, kind: ConditionType, fix: str = "") -> bool:
+def wait_for_refused_write(observed: Observed, result: PassResult, kind: ConditionType, fix: str = "") -> bool:
     """Whether the API server has refused a child or a change of one and is not to be asked again yet. The condition `kind` then has
     its words, and `fix` if there is one to name.
 
@@ -73,13 +73,13 @@ def wait_for_refused_write(observed: Observed, draft: Draft, kind: ConditionType
     if refused is None:
         return False
     said = f"{refused.kind} {refused.name} was refused by the API server ({refused.code}): {refused.message} {fix}".rstrip()
-    draft.condition(kind, None, Reason.CREATE_REFUSED, said)
-    draft.condition(ConditionType.READY, False, Reason.CREATE_REFUSED, said)
+    result.condition(kind, None, Reason.CREATE_REFUSED, said)
+    result.condition(ConditionType.READY, False, Reason.CREATE_REFUSED, said)
     if is_quota(refused.message):
-        draft.warn_once(kind, Reason.CREATE_REFUSED, said)
+        result.warn_once(kind, Reason.CREATE_REFUSED, said)
     else:
-        draft.stall(Reason.CREATE_REFUSED, said)
-    if draft.now >= refused.retry_at:
+        result.stall(Reason.CREATE_REFUSED, said)
+    if result.now >= refused.retry_at:
         return False
-    draft.wake_at(refused.retry_at)
+    result.requeue_at(refused.retry_at)
     return True

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 
 def timestamp(moment: datetime) -> str:
-    """A moment as it stands in status."""
+    """A moment as status shows it."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

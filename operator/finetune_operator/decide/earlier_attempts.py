@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from finetune_job.names import Role, batch_job_name
 from finetune_job.reasons import Reason
 from finetune_job.status.conditions import find
-from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.job_state import OVERDUE_GRACE
 from finetune_operator.decide.observed import LivePod, Observed
+from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.stage import CONDITION, attempt_of, current_role, is_ended, is_started, is_terminal
-from finetune_operator.decide.standing import OVERDUE_GRACE
 
 _NEVER_CREATED = frozenset({Reason.NOT_OBSERVED, Reason.PENDING, Reason.CREATE_REFUSED})
 
 
-def delete_earlier_attempts(observed: Observed, draft: Draft) -> None:
+def delete_earlier_attempts(observed: Observed, result: PassResult) -> None:
     """Delete Jobs whose number has been passed on: the status says so already, whoever was to delete them."""
     for batch_job in observed.batch_jobs:
         if batch_job.attempt < attempt_of(observed.job.status, batch_job.role):
-            draft.delete(batch_job)
+            result.delete(batch_job)
 
 
 def needs_live_list(observed: Observed) -> bool:
@@ -53,7 +53,7 @@ class Remains:
     """Pods whose grace period is over: their nodes do not answer."""
 
 
-def remains(observed: Observed, draft: Draft, role: Role, nodes: int) -> Remains | None:
+def remains(observed: Observed, result: PassResult, role: Role, nodes: int) -> Remains | None:
     """Delete what a live list has shown of earlier attempts, by UID, and say what is left; None: nothing is."""
     status = observed.job.status
     attempt = attempt_of(status, role)
@@ -66,16 +66,16 @@ def remains(observed: Observed, draft: Draft, role: Role, nodes: int) -> Remains
     wanted = batch_job_name(observed.job.name, role, attempt, nodes)
     for job in others:
         if not job.deleting and job.name != wanted:
-            draft.delete_object("Job", job.name, job.uid)
+            result.delete_object("Job", job.name, job.uid)
     pods = observed.live.running_pods
     if not others:
         # Their Job is gone without them: somebody deleted it with the policy Orphan. What still has a controller, the garbage
         # collector deletes, or it is not ours: a label proves nothing.
         for pod in pods:
             if pod.orphaned and pod.deletion_due is None:
-                draft.delete_object("Pod", pod.name, pod.uid)
+                result.delete_object("Pod", pod.name, pod.uid)
     left = [f"Job {job.name}" for job in others] + [f"pod {pod.name}" for pod in pods]
     if not left:
         return None
-    blocked = tuple(pod for pod in pods if pod.deletion_due is not None and draft.now >= pod.deletion_due + OVERDUE_GRACE)
+    blocked = tuple(pod for pod in pods if pod.deletion_due is not None and result.now >= pod.deletion_due + OVERDUE_GRACE)
     return Remains(f"Waiting until the earlier attempt is gone: {', '.join(left[:4])}.", blocked)

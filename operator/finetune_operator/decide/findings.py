@@ -1,4 +1,4 @@
-"""Findings of the rule book as they stand in status."""
+"""Findings of the rule book as status shows them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from finetune_job.api.status import StatusFinding
 from finetune_job.rules.rule import Finding
-from finetune_operator.decide.draft import TEXT_LIMIT
+from finetune_operator.decide.pass_result import TEXT_LIMIT
 
 FINDINGS_LIMIT = 64
 
 
 def status_findings(findings: Sequence[Finding]) -> list[StatusFinding]:
-    """Findings as they stand in status."""
+    """Findings as status shows them."""
     return [
         StatusFinding(
             rule=finding.rule,

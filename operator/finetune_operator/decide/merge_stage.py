@@ -11,36 +11,38 @@ from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.merge_job import merge_job
-from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.finish import finish_succeeded
+from finetune_operator.decide.job_state import JobState
 from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.role_stage import RoleStage
-from finetune_operator.decide.standing import Standing
 from finetune_operator.decide.stopped import renewed_resources
 
 
-def merge_stage(observed: Observed, draft: Draft, run: FrozenRun) -> bool:
+def merge_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     """One pass while the job is trained and nothing is merged yet. Returns whether the next stage may begin."""
-    stage = RoleStage(observed, draft, Role.MERGE)
+    stage = RoleStage(observed, result, Role.MERGE)
     return stage.drive(
         lambda: merge_job(run, stage.attempt, renewed_resources(observed, Role.MERGE)),
-        lambda stands: _succeeded(observed, draft, stands, run.plan),
+        lambda found: _succeeded(observed, result, found, run.plan),
     )
 
 
-def _succeeded(observed: Observed, draft: Draft, stands: Standing, plan: LaunchPlan) -> bool:
-    report = stands.report
+def _succeeded(observed: Observed, result: PassResult, found: JobState, plan: LaunchPlan) -> bool:
+    report = found.report
     said = report.message if report is not None else ""
     if plan.merge.enabled:
-        draft.condition(ConditionType.MERGED, True, Reason.COMPLETED, said or "Merged and verified.")
+        result.condition(ConditionType.MERGED, True, Reason.COMPLETED, said or "Merged and verified.")
     else:
-        draft.condition(ConditionType.MERGED, True, Reason.SKIPPED, said or "Nothing to merge; the trained weights are the result.")
+        result.condition(
+            ConditionType.MERGED, True, Reason.SKIPPED, said or "Nothing to merge; the trained weights are the result."
+        )
     if plan.publish is not None:
         return True
     found = artifacts(plan, report.facts if report is not None else {})
-    draft.set(artifacts=found)
-    draft.condition(ConditionType.PUBLISHED, True, Reason.COMPLETED, "The merge wrote the results to where they belong.")
-    finish_succeeded(observed, draft, f"Results are at {', '.join(artifact.path for artifact in found)}.")
+    result.set(artifacts=found)
+    result.condition(ConditionType.PUBLISHED, True, Reason.COMPLETED, "The merge wrote the results to where they belong.")
+    finish_succeeded(observed, result, f"Results are at {', '.join(artifact.path for artifact in found)}.")
     return False
 
 

@@ -13,27 +13,27 @@ from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.preflight_job import preflight_job
 from finetune_operator.children.train_job import gated_train_job
 from finetune_operator.decide.classify import Failure
-from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.job_state import JobState, State
 from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.decide.stage import attempt_of
-from finetune_operator.decide.standing import Standing, State
 from finetune_operator.decide.stopped import renewed_resources, stop, stop_for_user, with_reported
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 """Bytes, as many as a 64-bit number holds."""
 
 
-def preflight_stage(observed: Observed, draft: Draft, run: FrozenRun) -> bool:
+def preflight_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     """One pass while the job is not prepared. Returns whether the next stage may begin."""
-    stage = RoleStage(observed, draft, Role.PREFLIGHT)
-    if _may_queue_training(observed, run) and stage.standing().state in (State.QUEUED, State.WAITING, State.RUNNING):
-        draft.create(gated_train_job(run, attempt_of(observed.job.status, Role.TRAIN)))
+    stage = RoleStage(observed, result, Role.PREFLIGHT)
+    if _may_queue_training(observed, run) and stage.job_state().state in (State.QUEUED, State.WAITING, State.RUNNING):
+        result.create(gated_train_job(run, attempt_of(observed.job.status, Role.TRAIN)))
         return False
     return stage.drive(
         lambda: preflight_job(run, stage.attempt, renewed_resources(observed, Role.PREFLIGHT)),
-        lambda stands: _succeeded(observed, draft, stands),
-        lambda failure: _refused(observed, draft, failure),
+        lambda found: _succeeded(observed, result, found),
+        lambda failure: _refused(observed, result, failure),
     )
 
 
@@ -46,33 +46,33 @@ def _may_queue_training(observed: Observed, run: FrozenRun) -> bool:
     return wanted and not is_there and observed.refused is None
 
 
-def _succeeded(observed: Observed, draft: Draft, stands: Standing) -> bool:
-    status, report = observed.job.status, stands.report
+def _succeeded(observed: Observed, result: PassResult, found: JobState) -> bool:
+    status, report = observed.job.status, found.report
     if report is not None:
-        _set_memory(draft, report.facts)
+        _set_memory(result, report.facts)
     if report is not None and report.outcome is Outcome.REFUSED:
         refused = Failure(FailureClass.USER_CONFIG, report.message, report.hint, findings=tuple(report.findings))
-        stop(observed, draft, Role.PREFLIGHT, refused)
+        stop(observed, result, Role.PREFLIGHT, refused)
         return False
     if report is not None and status.plan is not None:
         facts = report.facts
-        draft.set(
+        result.set(
             plan=status.plan.model_copy(
                 update={"model_digest": facts.get("model_digest", ""), "data_hash": facts.get("data_hash", "")}
             )
         )
-        draft.find(with_reported(observed, report.findings, Role.PREFLIGHT))
-    draft.condition(ConditionType.PREPARED, True, Reason.COMPLETED, report.message if report is not None else "")
+        result.find(with_reported(observed, report.findings, Role.PREFLIGHT))
+    result.condition(ConditionType.PREPARED, True, Reason.COMPLETED, report.message if report is not None else "")
     return True
 
 
-def _refused(observed: Observed, draft: Draft, failure: Failure) -> bool:
-    _set_memory(draft, failure.facts)
-    return stop_for_user(observed, draft, Role.PREFLIGHT, failure)
+def _refused(observed: Observed, result: PassResult, failure: Failure) -> bool:
+    _set_memory(result, failure.facts)
+    return stop_for_user(observed, result, Role.PREFLIGHT, failure)
 
 
-def _set_memory(draft: Draft, facts: Mapping[str, str]) -> None:
+def _set_memory(result: PassResult, facts: Mapping[str, str]) -> None:
     """Record what preflight says of it, if anything. Facts are a container's: what should be a number may be none."""
     estimate, limit = facts.get("memory_estimate", ""), facts.get("memory_limit", "")
     if _NUMBER.fullmatch(estimate):
-        draft.set(memory=MemoryStatus(estimate=int(estimate), limit=int(limit) if _NUMBER.fullmatch(limit) else None))
+        result.set(memory=MemoryStatus(estimate=int(estimate), limit=int(limit) if _NUMBER.fullmatch(limit) else None))

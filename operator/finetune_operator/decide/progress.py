@@ -1,4 +1,4 @@
-"""Progress of the training run as it stands in status."""
+"""Progress of the training run as status shows it."""
 
 from __future__ import annotations
 

@@ -8,29 +8,29 @@ from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.publish_job import publish_job
-from finetune_operator.decide.draft import TEXT_LIMIT, Draft
 from finetune_operator.decide.finish import finish_succeeded
+from finetune_operator.decide.job_state import JobState
 from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.pass_result import TEXT_LIMIT, PassResult
 from finetune_operator.decide.role_stage import RoleStage
-from finetune_operator.decide.standing import Standing
 
 ARTIFACT_NAME = "published"
 _ALGORITHM = "sha256:"
 _SHA256_LENGTH = 64
 
 
-def publish_stage(observed: Observed, draft: Draft, run: FrozenRun) -> bool:
+def publish_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     """One pass while the results are on the workspace and not yet where they belong."""
-    stage = RoleStage(observed, draft, Role.PUBLISH)
-    return stage.drive(lambda: publish_job(run, stage.attempt), lambda stands: _succeeded(observed, draft, stands, run.plan))
+    stage = RoleStage(observed, result, Role.PUBLISH)
+    return stage.drive(lambda: publish_job(run, stage.attempt), lambda found: _succeeded(observed, result, found, run.plan))
 
 
-def _succeeded(observed: Observed, draft: Draft, stands: Standing, plan: LaunchPlan) -> bool:
-    report = stands.report
+def _succeeded(observed: Observed, result: PassResult, found: JobState, plan: LaunchPlan) -> bool:
+    report = found.report
     artifact = published_artifact(plan, report.facts if report is not None else {})
-    draft.set(artifacts=[artifact])
-    draft.condition(ConditionType.PUBLISHED, True, Reason.COMPLETED, report.message if report is not None else "")
-    finish_succeeded(observed, draft, f"Results are at {artifact.path}.")
+    result.set(artifacts=[artifact])
+    result.condition(ConditionType.PUBLISHED, True, Reason.COMPLETED, report.message if report is not None else "")
+    finish_succeeded(observed, result, f"Results are at {artifact.path}.")
     return False
 
 

@@ -15,13 +15,13 @@ from finetune_job.status.conditions import is_true
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.deadlines import active_deadline
-from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.earlier_attempts import delete_earlier_attempts
 from finetune_operator.decide.fetch_stage import fetch_stage
 from finetune_operator.decide.finish import conclude, finish_cancelled, finish_failed
 from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
 from finetune_operator.decide.merge_stage import merge_stage
 from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.preflight_stage import preflight_stage
 from finetune_operator.decide.publish_stage import publish_stage
 from finetune_operator.decide.retention import retain
@@ -29,7 +29,7 @@ from finetune_operator.decide.stage import CONDITION, attempt_of, is_ended, is_s
 from finetune_operator.decide.stopped import keeps_retry, wait_for_retry
 from finetune_operator.decide.suspend import resume, suspend
 from finetune_operator.decide.train_stage import train_stage
-from finetune_operator.decide.validate_stage import LOOK_AGAIN_SECONDS, has_begun, missing_claims, validate_stage
+from finetune_operator.decide.validate_stage import REQUEUE_SECONDS, has_begun, missing_claims, validate_stage
 
 _STAGES = {
     Role.FETCH: fetch_stage,
@@ -43,89 +43,89 @@ _STAGES = {
 def reconcile(observed: Observed, now: datetime) -> Actions:
     """What is to be done about one FineTuneJob. `now`: aware, UTC."""
     job = observed.job
-    draft = Draft(job, now)
+    result = PassResult(job, now)
     if job.deleting:
         return Actions()
     if is_terminal(job.status):
-        retain(observed, draft)
-        return draft.actions()
+        retain(observed, result)
+        return result.actions()
     if is_ended(job.status):
-        conclude(observed, draft)
-        return draft.actions()
+        conclude(observed, result)
+        return result.actions()
     if job.spec is not None and not keeps_retry(job.status):
-        draft.set(retry_handled=max(job.spec.run.retry, job.status.retry_handled))
+        result.set(retry_handled=max(job.spec.run.retry, job.status.retry_handled))
     if job.spec is not None and job.spec.run.cancel:
-        finish_cancelled(observed, draft)
+        finish_cancelled(observed, result)
     elif not is_started(job.status) or not has_begun(observed):
-        _before_the_first_child(observed, draft)
+        _before_the_first_child(observed, result)
     elif job.spec is None:
-        draft.stall(Reason.INVALID_SPEC, f"The manifest is not valid any more: {job.spec_error}")
+        result.stall(Reason.INVALID_SPEC, f"The manifest is not valid any more: {job.spec_error}")
     elif job.spec.run.suspend:
-        suspend(observed, draft)
+        suspend(observed, result)
     else:
-        resume(observed, draft)
-        _go_on(observed, draft)
-    return draft.actions()
+        resume(observed, result)
+        _reconcile_started(observed, result)
+    return result.actions()
 
 
-def _before_the_first_child(observed: Observed, draft: Draft) -> None:
-    if _waits_for_name(observed, draft):
+def _before_the_first_child(observed: Observed, result: PassResult) -> None:
+    if _waits_for_name(observed, result):
         return
-    run = validate_stage(observed, draft)
+    run = validate_stage(observed, result)
     if run is not None:
-        _run_stages(observed, draft, run)
+        _run_stages(observed, result, run)
 
 
-def _go_on(observed: Observed, draft: Draft) -> None:
+def _reconcile_started(observed: Observed, result: PassResult) -> None:
     """A started job that nobody holds back."""
     job = observed.job
     deadline = active_deadline(job.spec.run, job.status) if job.spec is not None else None
     if deadline is not None:
-        if draft.now >= deadline:
+        if result.now >= deadline:
             finish_failed(
-                observed, draft, Reason.ACTIVE_DEADLINE_EXCEEDED, "The job was not done within spec.run.activeDeadlineSeconds."
+                observed, result, Reason.ACTIVE_DEADLINE_EXCEEDED, "The job was not done within spec.run.activeDeadlineSeconds."
             )
             return
-        draft.wake_at(deadline)
-    delete_earlier_attempts(observed, draft)
+        result.requeue_at(deadline)
+    delete_earlier_attempts(observed, result)
     frozen = frozen_plan(observed)
     if isinstance(frozen, PlanLost):
-        draft.stall(Reason.PLAN_LOST, frozen.message)
+        result.stall(Reason.PLAN_LOST, frozen.message)
         return
-    if _waits_for_name(observed, draft):
+    if _waits_for_name(observed, result):
         return
     missing = missing_claims(observed, template_counts=True)
     if missing:
-        draft.stall(Reason.CLAIM_NOT_FOUND, missing)
-        draft.wake_after(LOOK_AGAIN_SECONDS)
+        result.stall(Reason.CLAIM_NOT_FOUND, missing)
+        result.requeue_after(REQUEUE_SECONDS)
         return
-    draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
-    _run_stages(observed, draft, frozen)
+    result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
+    _run_stages(observed, result, frozen)
 
 
-def _run_stages(observed: Observed, draft: Draft, run: FrozenRun) -> None:
+def _run_stages(observed: Observed, result: PassResult, run: FrozenRun) -> None:
     """The first stage that is not done, and in the same pass the next ones for as long as each is found done."""
     for role, stage in _STAGES.items():
         if is_true(observed.job.status.conditions, CONDITION[role]):
             continue
         if role is Role.FETCH and run.plan.fetch is None:
-            draft.condition(ConditionType.FETCHED, True, Reason.SKIPPED, "Model and data are on claims.")
+            result.condition(ConditionType.FETCHED, True, Reason.SKIPPED, "Model and data are on claims.")
             continue
-        if wait_for_retry(observed, draft, role) or not stage(observed, draft, run):
+        if wait_for_retry(observed, result, role) or not stage(observed, result, run):
             return
 
 
-def _waits_for_name(observed: Observed, draft: Draft) -> bool:
+def _waits_for_name(observed: Observed, result: PassResult) -> bool:
     """Whether no child may be created: a name is taken, or a Job of an attempt exists that this status has not come to yet."""
     if observed.vanishing:
         said = f"{', '.join(observed.vanishing)} of an earlier job of this name is still being deleted."
-        draft.condition(ConditionType.READY, False, Reason.PENDING, said)
-        draft.wake_after(LOOK_AGAIN_SECONDS)
+        result.condition(ConditionType.READY, False, Reason.PENDING, said)
+        result.requeue_after(REQUEUE_SECONDS)
         return True
     taken = _conflict(observed)
     if taken:
-        draft.stall(Reason.CONFLICT, taken)
-        draft.wake_after(LOOK_AGAIN_SECONDS)
+        result.stall(Reason.CONFLICT, taken)
+        result.requeue_after(REQUEUE_SECONDS)
     return bool(taken)
 
 

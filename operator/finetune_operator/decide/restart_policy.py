@@ -186,7 +186,7 @@ POLICY: dict[FailureClass, Policy] = {
 }
 
 
-class Verdict(Enum):
+class RestartDecision(Enum):
     """What follows a failure."""
 
     RESTART_COUNTED = "restart, counted"
@@ -197,17 +197,17 @@ class Verdict(Enum):
     @property
     def restarts(self) -> bool:
         """Whether another attempt follows."""
-        return self in (Verdict.RESTART_COUNTED, Verdict.RESTART_UNCOUNTED)
+        return self in (RestartDecision.RESTART_COUNTED, RestartDecision.RESTART_UNCOUNTED)
 
 
-def verdict(failure: FailureClass, restarts: Restarts, max_restarts: int, now: datetime) -> Verdict:
+def restart_decision(failure: FailureClass, restarts: Restarts, max_restarts: int, now: datetime) -> RestartDecision:
     """What follows a failure of this class after so many restarts of the same role."""
     policy = POLICY[failure]
     if policy.retry is Retry.NEVER:
-        return Verdict.STOP
+        return RestartDecision.STOP
     if policy.retry is Retry.COUNTED:
-        return Verdict.RESTART_COUNTED if restarts.counted < max_restarts else Verdict.EXHAUSTED
-    return Verdict.EXHAUSTED if _is_given_up(policy, restarts, now) else Verdict.RESTART_UNCOUNTED
+        return RestartDecision.RESTART_COUNTED if restarts.counted < max_restarts else RestartDecision.EXHAUSTED
+    return RestartDecision.EXHAUSTED if _is_given_up(policy, restarts, now) else RestartDecision.RESTART_UNCOUNTED
 
 
 def _is_given_up(policy: Policy, restarts: Restarts, now: datetime) -> bool:
@@ -224,14 +224,14 @@ def with_progress(restarts: Restarts, checkpoint_step: int | None) -> Restarts:
     return restarts.model_copy(update={"in_a_row": 0, "in_a_row_since": "", "at_checkpoint": checkpoint_step})
 
 
-def after(decision: Verdict, restarts: Restarts, now: datetime) -> Restarts:
+def after(decision: RestartDecision, restarts: Restarts, now: datetime) -> Restarts:
     """The counters after a decision."""
     if not decision.restarts:
         return restarts
     return restarts.model_copy(
         update={
-            "counted": restarts.counted + (decision is Verdict.RESTART_COUNTED),
-            "uncounted": restarts.uncounted + (decision is Verdict.RESTART_UNCOUNTED),
+            "counted": restarts.counted + (decision is RestartDecision.RESTART_COUNTED),
+            "uncounted": restarts.uncounted + (decision is RestartDecision.RESTART_UNCOUNTED),
             "in_a_row": restarts.in_a_row + 1,
             "in_a_row_since": restarts.in_a_row_since or timestamp(now),
         }

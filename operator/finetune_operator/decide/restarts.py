@@ -17,7 +17,7 @@ def restarts_of(status: FineTuneJobStatus, role: Role) -> Restarts:
 
 
 def with_restarts(status: FineTuneJobStatus, role: Role, restarts: Restarts) -> dict[str, Any]:
-    """Fields of the status, as `Draft.set` takes them, that set the counters of a role."""
+    """Fields of the status, as `PassResult.set` takes them, that set the counters of a role."""
     if role is Role.TRAIN:
         return {"restarts": restarts}
     return {"role_restarts": status.role_restarts.model_copy(update={role.value: restarts})}

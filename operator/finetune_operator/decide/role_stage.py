@@ -12,19 +12,19 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.status.conditions import find
 from finetune_operator.decide.attempts import End, closed, interrupted, latest_of, opened, record_of
-from finetune_operator.decide.blocked import say_remains, wait_for_refused_write
+from finetune_operator.decide.blocked import report_remains, wait_for_refused_write
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.clock import moment_after, timestamp
 from finetune_operator.decide.deadlines import startup_deadline
-from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.earlier_attempts import remains
 from finetune_operator.decide.finish import finish_failed
+from finetune_operator.decide.job_state import JobState, State, job_state
 from finetune_operator.decide.observed import BatchJobView, Observed
+from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.pending import Pending
-from finetune_operator.decide.restart_policy import POLICY, Verdict, after, pause_seconds, verdict, with_progress
+from finetune_operator.decide.restart_policy import POLICY, RestartDecision, after, pause_seconds, restart_decision, with_progress
 from finetune_operator.decide.restarts import newest_checkpoint, restarts_of, with_restarts
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
-from finetune_operator.decide.standing import Standing, State, standing
 from finetune_operator.decide.stopped import begin_again, stop
 
 QUIET_SECONDS = 10.0
@@ -40,7 +40,7 @@ class RoleStage:
     """One role in one pass."""
 
     observed: Observed
-    draft: Draft
+    result: PassResult
     role: Role
     nodes: int = 1
     """Pods of its Job."""
@@ -55,22 +55,22 @@ class RoleStage:
         """What status knows of the current attempt."""
         return record_of(self.observed.job.status, self.role, self.attempt)
 
-    def standing(self) -> Standing:
-        """How the Job of the current attempt stands."""
+    def job_state(self) -> JobState:
+        """The state of the current attempt's Job."""
         before = find(self.observed.job.status.conditions, CONDITION[self.role])
         # The first release kept no records of roles other than training: there the condition tells.
         unrecorded = self.role is not Role.TRAIN and latest_of(self.observed.job.status, self.role) is None
         was_seen = self.record is not None or (unrecorded and before is not None and before.reason == Reason.RUNNING)
-        return standing(self.observed, self.role, self.attempt, self.nodes, was_seen=was_seen, now=self.draft.now)
+        return job_state(self.observed, self.role, self.attempt, self.nodes, was_seen=was_seen, now=self.result.now)
 
-    def say(self, reason: Reason, message: str = "") -> None:
+    def set_reason(self, reason: Reason, message: str = "") -> None:
         """Set the condition of this stage, which is not done."""
-        self.draft.condition(CONDITION[self.role], None, reason, message)
+        self.result.condition(CONDITION[self.role], None, reason, message)
 
     def drive(
         self,
         build: Callable[[], Mapping[str, Any]],
-        succeeded: Callable[[Standing], bool],
+        succeeded: Callable[[JobState], bool],
         refused: Callable[[Failure], bool] = lambda _failure: False,
     ) -> bool:
         """One pass over the Job of a single pod.
@@ -83,61 +83,61 @@ class RoleStage:
         Returns:
             Whether the stage is done.
         """
-        stands = self.standing()
-        if stands.state is State.ABSENT:
+        found = self.job_state()
+        if found.state is State.ABSENT:
             self.create(lambda: [build()])
-        elif stands.state is State.SUCCEEDED:
-            done = succeeded(stands)
-            if not self.draft.has_value("attempts"):
+        elif found.state is State.SUCCEEDED:
+            done = succeeded(found)
+            if not self.result.has_value("attempts"):
                 self.close("Succeeded")
             return done
-        elif stands.failure is not None:
-            if not refused(stands.failure):
-                self.fail(stands.failure, stands.batch_job)
-        elif stands.batch_job is not None:
-            self.wait(stands, stands.batch_job)
+        elif found.failure is not None:
+            if not refused(found.failure):
+                self.fail(found.failure, found.batch_job)
+        elif found.batch_job is not None:
+            self.wait(found, found.batch_job)
         return False
 
     def create(self, build: Callable[[], list[Mapping[str, Any]]]) -> None:
         """Create the Job of the current attempt, once its pause is over and nothing of an earlier one is left."""
-        left = remains(self.observed, self.draft, self.role, self.nodes)
+        left = remains(self.observed, self.result, self.role, self.nodes)
         if left is not None:
-            say_remains(self.observed, self.draft, self.role, left)
+            report_remains(self.observed, self.result, self.role, left)
             return
-        if self._pauses() or wait_for_refused_write(self.observed, self.draft, CONDITION[self.role]):
+        if self._pauses() or wait_for_refused_write(self.observed, self.result, CONDITION[self.role]):
             return
         for body in build():
-            self.draft.create(body)
+            self.result.create(body)
         if self.observed.refused is None:
-            self.say(Reason.WAITING_FOR_PODS, f"Attempt {self.attempt} is being created.")
-            self.draft.condition(ConditionType.READY, False, Reason.WAITING_FOR_PODS)
+            self.set_reason(Reason.WAITING_FOR_PODS, f"Attempt {self.attempt} is being created.")
+            self.result.condition(ConditionType.READY, False, Reason.WAITING_FOR_PODS)
 
-    def wait(self, stands: Standing, batch_job: BatchJobView) -> None:
+    def wait(self, found: JobState, batch_job: BatchJobView) -> None:
         """Say what the Job is doing, and give it up if its pods have a node and take too long to start."""
-        if stands.look_again is not None:
-            self.draft.wake_at(stands.look_again)
-        if stands.state in (State.WAITING, State.QUEUED) and stands.pending is not None:
-            self._wait_for_pods(stands, batch_job, stands.pending)
+        if found.requeue_at is not None:
+            self.result.requeue_at(found.requeue_at)
+        if found.state in (State.WAITING, State.QUEUED) and found.pending is not None:
+            self._wait_for_pods(found, batch_job, found.pending)
             return
         self.open(batch_job)
-        if stands.state is State.RUNNING:
-            self.say(Reason.RUNNING, f"Attempt {self.attempt} runs.")
-            self.draft.condition(ConditionType.READY, True, Reason.RUNNING)
+        if found.state is State.RUNNING:
+            self.set_reason(Reason.RUNNING, f"Attempt {self.attempt} runs.")
+            self.result.condition(ConditionType.READY, True, Reason.RUNNING)
         else:
-            self.say(Reason.RUNNING, f"Attempt {self.attempt} fails; waiting for the cause.")
-            self.draft.condition(ConditionType.READY, False, Reason.RUNNING)
+            self.set_reason(Reason.RUNNING, f"Attempt {self.attempt} fails; waiting for the cause.")
+            self.result.condition(ConditionType.READY, False, Reason.RUNNING)
 
     def open(self, batch_job: BatchJobView) -> None:
         """Record that the pods of this attempt run."""
         if self.record is None:
             # A Job that waited in a queue was created long before.
             begun = batch_job.start_time or batch_job.created
-            self.draft.set(attempts=opened(self.observed.job.status, self.role, self.attempt, begun))
+            self.result.set(attempts=opened(self.observed.job.status, self.role, self.attempt, begun))
 
     def close(self, outcome: Literal["Succeeded", "Failed"], failure: Failure | None = None, *, counted: bool = False) -> None:
         """Record the end of this attempt."""
-        end = End(outcome, self.draft.now, failure, counted)
-        self.draft.set(attempts=closed(self.observed.job.status, self.role, self.attempt, end))
+        end = End(outcome, self.result.now, failure, counted)
+        self.result.set(attempts=closed(self.observed.job.status, self.role, self.attempt, end))
 
     def fail(self, failure: Failure, batch_job: BatchJobView | None) -> None:
         """Restart or give up, as the policy says. The new number and the evidence are written before the old Job is deleted."""
@@ -145,40 +145,40 @@ class RoleStage:
         if spec is None:
             return
         restarts = with_progress(restarts_of(status, self.role), newest_checkpoint(status, self.role))
-        decision = verdict(failure.failure, restarts, spec.run.max_restarts, self.draft.now)
-        self.close("Failed", failure, counted=decision is Verdict.RESTART_COUNTED)
+        decision = restart_decision(failure.failure, restarts, spec.run.max_restarts, self.result.now)
+        self.close("Failed", failure, counted=decision is RestartDecision.RESTART_COUNTED)
         if not decision.restarts:
             self._give_up(failure, decision)
             return
-        following = after(decision, restarts, self.draft.now)
-        self.draft.set(**{ATTEMPT_FIELD[self.role]: self.attempt + 1}, **with_restarts(status, self.role, following))
+        following = after(decision, restarts, self.result.now)
+        self.result.set(**{ATTEMPT_FIELD[self.role]: self.attempt + 1}, **with_restarts(status, self.role, following))
         pause = pause_seconds(failure.failure, following, self.role, self.observed.job.uid)
         reason = _WAITING.get(failure.failure, Reason.BACKING_OFF) if pause else Reason.RESTARTING
-        self.say(reason, f"Attempt {self.attempt} failed: {failure.text}{self._outlook(failure.failure, pause)}")
-        self.draft.condition(ConditionType.READY, False, reason, failure.text)
-        self.draft.emit("Warning", Reason.RESTARTING, f"Attempt {self.attempt} of {self.role} failed: {failure.text}")
+        self.set_reason(reason, f"Attempt {self.attempt} failed: {failure.text}{self._outlook(failure.failure, pause)}")
+        self.result.condition(ConditionType.READY, False, reason, failure.text)
+        self.result.emit("Warning", Reason.RESTARTING, f"Attempt {self.attempt} of {self.role} failed: {failure.text}")
         if batch_job is not None:
-            self.draft.delete(batch_job)
+            self.result.delete(batch_job)
 
-    def _wait_for_pods(self, stands: Standing, batch_job: BatchJobView, pending: Pending) -> None:
-        spec, now = self.observed.job.spec, self.draft.now
-        if stands.state is State.QUEUED:
+    def _wait_for_pods(self, found: JobState, batch_job: BatchJobView, pending: Pending) -> None:
+        spec, now = self.observed.job.spec, self.result.now
+        if found.state is State.QUEUED:
             self._count_preemption()
         elif not pending.is_capacity and spec is not None:
-            deadline = startup_deadline(spec.run, batch_job, stands.pods)
+            deadline = startup_deadline(spec.run, batch_job, found.pods)
             if deadline is not None and now >= deadline:
                 self._did_not_start(pending, batch_job, spec.run.startup_deadline_seconds)
                 return
             if deadline is not None:
-                self.draft.wake_at(deadline)
+                self.result.requeue_at(deadline)
         age = (now - batch_job.created).total_seconds()
         if not pending.is_trouble and age < QUIET_SECONDS:
-            self.draft.wake_after(QUIET_SECONDS - age)
+            self.result.requeue_after(QUIET_SECONDS - age)
             return
-        if pending.is_trouble and stands.state is not State.QUEUED:
-            self.draft.warn_once(CONDITION[self.role], pending.reason, pending.text)
-        self.say(pending.reason, pending.text)
-        self.draft.condition(ConditionType.READY, False, pending.reason, pending.text)
+        if pending.is_trouble and found.state is not State.QUEUED:
+            self.result.warn_once(CONDITION[self.role], pending.reason, pending.text)
+        self.set_reason(pending.reason, pending.text)
+        self.result.condition(ConditionType.READY, False, pending.reason, pending.text)
 
     def _did_not_start(self, pending: Pending, batch_job: BatchJobView, seconds: int) -> None:
         """All pods have a node and do not start: the end of a job that has trained nothing yet, and never of another.
@@ -187,30 +187,30 @@ class RoleStage:
         """
         message = f"Not all pods of {self.role} ran within {seconds} s of being placed. {pending.text}"
         if self.role in (Role.MERGE, Role.PUBLISH):
-            if not begin_again(self.observed, self.draft, self.role):
-                self.say(pending.reason, pending.text)
-                self.draft.stall(Reason.STARTUP_DEADLINE_EXCEEDED, message)
+            if not begin_again(self.observed, self.result, self.role):
+                self.set_reason(pending.reason, pending.text)
+                self.result.stall(Reason.STARTUP_DEADLINE_EXCEEDED, message)
         elif self.role is Role.TRAIN and newest_checkpoint(self.observed.job.status, Role.TRAIN) is not None:
             self.fail(Failure(pending.failure, message, POLICY[pending.failure].advice), batch_job)
         else:
-            finish_failed(self.observed, self.draft, Reason.STARTUP_DEADLINE_EXCEEDED, message)
+            finish_failed(self.observed, self.result, Reason.STARTUP_DEADLINE_EXCEEDED, message)
 
     def _count_preemption(self) -> None:
         """A queue took back the room that the attempt ran in: an interruption that counts for nothing, told once."""
         before = find(self.observed.job.status.conditions, CONDITION[self.role])
         if self.record is not None and before is not None and before.reason == Reason.RUNNING:
-            self.draft.set(attempts=interrupted(self.observed.job.status, self.record))
+            self.result.set(attempts=interrupted(self.observed.job.status, self.record))
             said = f"The queue has preempted attempt {self.attempt} of {self.role}; it goes on once it is admitted again."
-            self.draft.emit("Warning", Reason.QUEUED, said)
+            self.result.emit("Warning", Reason.QUEUED, said)
 
-    def _give_up(self, failure: Failure, decision: Verdict) -> None:
+    def _give_up(self, failure: Failure, decision: RestartDecision) -> None:
         if failure.failure is FailureClass.VERIFICATION_FAILED:
-            finish_failed(self.observed, self.draft, Reason.VERIFICATION_FAILED, failure.text)
+            finish_failed(self.observed, self.result, Reason.VERIFICATION_FAILED, failure.text)
         elif self.role is Role.TRAIN and not POLICY[failure.failure].outside:
-            reason = Reason.RESTARTS_EXHAUSTED if decision is Verdict.EXHAUSTED else Reason.FAILED
-            finish_failed(self.observed, self.draft, reason, failure.text)
+            reason = Reason.RESTARTS_EXHAUSTED if decision is RestartDecision.EXHAUSTED else Reason.FAILED
+            finish_failed(self.observed, self.result, reason, failure.text)
         else:
-            stop(self.observed, self.draft, self.role, failure)
+            stop(self.observed, self.result, self.role, failure)
 
     def _pauses(self) -> bool:
         """Whether the pause after the latest failure lasts; the condition says so since that failure."""
@@ -220,19 +220,19 @@ class RoleStage:
         if latest is None or latest.outcome != "Failed" or latest.failure is None or not restarts.in_a_row:
             return False
         until = moment_after(latest.end_time, pause_seconds(latest.failure, restarts, self.role, self.observed.job.uid))
-        if until is None or self.draft.now >= until:
+        if until is None or self.result.now >= until:
             return False
-        self.draft.wake_at(until)
+        self.result.requeue_at(until)
         return True
 
     def _outlook(self, failure: FailureClass, pause: float) -> str:
         if not pause:
             return ""
-        following = moment_after(timestamp(self.draft.now), pause)
+        following = moment_after(timestamp(self.result.now), pause)
         said = f" The next attempt starts at {timestamp(following)}." if following is not None else ""
         policy = POLICY[failure]
         restarts = restarts_of(self.observed.job.status, self.role)
         if policy.longest_seconds is not None:
-            end = moment_after(restarts.in_a_row_since or timestamp(self.draft.now), policy.longest_seconds)
+            end = moment_after(restarts.in_a_row_since or timestamp(self.result.now), policy.longest_seconds)
             said += f" It is tried until {timestamp(end)}." if end is not None else ""
         return said

@@ -15,9 +15,9 @@ from finetune_job.reasons import ConditionType, Reason
 from finetune_job.status.conditions import find
 from finetune_operator.decide.attempts import End, closed
 from finetune_operator.decide.classify import Failure
-from finetune_operator.decide.draft import TEXT_LIMIT, Draft
 from finetune_operator.decide.findings import FINDINGS_LIMIT
 from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.pass_result import TEXT_LIMIT, PassResult
 from finetune_operator.decide.restarts import with_restarts
 from finetune_operator.decide.retention import stop_running
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
@@ -54,33 +54,33 @@ def keeps_retry(status: FineTuneJobStatus) -> bool:
     return waits or any(is_stopped(status, role) for role in REFUSED)
 
 
-def stop(observed: Observed, draft: Draft, role: Role, failure: Failure) -> None:
+def stop(observed: Observed, result: PassResult, role: Role, failure: Failure) -> None:
     """Stall the job with the findings of this role."""
     findings = failure.findings or (
         ReportedFinding(
             rule=f"{role}/{failure.failure}", severity="error", message=failure.message or str(failure.failure), fix=failure.hint
         ),
     )
-    draft.find(with_reported(observed, findings, role))
+    result.find(with_reported(observed, findings, role))
     errors = [finding for finding in findings if finding.severity == "error"] or list(findings)
     place = f"{errors[0].field}: " if errors[0].field else ""
     said = f"{errors[0].rule}: {place}{errors[0].message} {errors[0].fix}".rstrip()
     message = f"{said}{'' if said.endswith('.') else '.'} {_WHAT_TO_DO[role]}"
-    if not draft.has_value("attempts"):
+    if not result.has_value("attempts"):
         attempt = attempt_of(observed.job.status, role)
-        draft.set(attempts=closed(observed.job.status, role, attempt, End("Failed", draft.now, failure)))
+        result.set(attempts=closed(observed.job.status, role, attempt, End("Failed", result.now, failure)))
     reason = REFUSED[role] if _is_verdict(failure) else STOPPED[role]
-    draft.condition(CONDITION[role], False, reason, message)
-    draft.stall(reason, message)
+    result.condition(CONDITION[role], False, reason, message)
+    result.stall(reason, message)
     # Pods that wait for something hold what others could use, and so does a place in a queue.
-    stop_running(observed, draft)
+    stop_running(observed, result)
 
 
-def stop_for_user(observed: Observed, draft: Draft, role: Role, failure: Failure) -> bool:
+def stop_for_user(observed: Observed, result: PassResult, role: Role, failure: Failure) -> bool:
     """Stall the job if only a human can fix what failed. False: it is a failure like others."""
     if not _is_verdict(failure):
         return False
-    stop(observed, draft, role, failure)
+    stop(observed, result, role, failure)
     return True
 
 
@@ -88,36 +88,36 @@ def _is_verdict(failure: Failure) -> bool:
     return failure.refused or failure.failure in USER_FAILURES
 
 
-def wait_for_retry(observed: Observed, draft: Draft, role: Role) -> bool:
+def wait_for_retry(observed: Observed, result: PassResult, role: Role) -> bool:
     """Rest while the role is stopped, and begin its next attempt once `spec.run.retry` is increased. False: it is not stopped."""
     job = observed.job
     before = find(job.status.conditions, CONDITION[role])
     if before is None or not is_stopped(job.status, role):
         return False
-    if not begin_again(observed, draft, role):
-        draft.stall(Reason(before.reason), before.message)
+    if not begin_again(observed, result, role):
+        result.stall(Reason(before.reason), before.message)
     return True
 
 
-def begin_again(observed: Observed, draft: Draft, role: Role) -> bool:
+def begin_again(observed: Observed, result: PassResult, role: Role) -> bool:
     """Begin the next attempt of a role with a full budget if `spec.run.retry` was increased. False: it was not."""
     job = observed.job
     if job.spec is None or job.spec.run.retry <= job.status.retry_handled:
         return False
     attempt = attempt_of(job.status, role)
     said = f"spec.run.retry is {job.spec.run.retry}: {role} runs again."
-    draft.set(
+    result.set(
         **{ATTEMPT_FIELD[role]: attempt + 1},
         **with_restarts(job.status, role, Restarts()),
         retry_handled=job.spec.run.retry,
         findings=_warnings(observed),
     )
-    draft.condition(CONDITION[role], None, Reason.RESTARTING, said)
-    draft.condition(ConditionType.READY, False, Reason.RESTARTING)
-    draft.emit("Normal", Reason.RESTARTING, said)
+    result.condition(CONDITION[role], None, Reason.RESTARTING, said)
+    result.condition(ConditionType.READY, False, Reason.RESTARTING)
+    result.emit("Normal", Reason.RESTARTING, said)
     earlier = observed.batch_job(role, attempt)
     if earlier is not None:
-        draft.delete(earlier)
+        result.delete(earlier)
     return True
 
 

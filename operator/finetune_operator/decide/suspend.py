@@ -10,14 +10,14 @@ from finetune_job.reasons import ConditionType, Reason
 from finetune_job.status.conditions import find
 from finetune_operator.decide.attempts import End, closed
 from finetune_operator.decide.clock import moment_after
-from finetune_operator.decide.draft import Draft
 from finetune_operator.decide.earlier_attempts import delete_earlier_attempts
+from finetune_operator.decide.job_state import ends_by_itself
 from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of, current_role
-from finetune_operator.decide.standing import ends_by_itself
 
 
-def suspend(observed: Observed, draft: Draft) -> None:
+def suspend(observed: Observed, result: PassResult) -> None:
     """Stop what runs. A Job that ended by itself is left to its stage, which looks at it when the job goes on."""
     status = observed.job.status
     message = "spec.run.suspend is true; the checkpoint is kept."
@@ -25,23 +25,23 @@ def suspend(observed: Observed, draft: Draft) -> None:
     attempt = attempt_of(status, role)
     batch_job = observed.batch_job(role, attempt)
     if batch_job is not None and not ends_by_itself(batch_job, observed.pods_of(role, attempt)):
-        draft.set(attempts=closed(status, role, attempt, End("Suspended", draft.now)))
-        draft.set(**{ATTEMPT_FIELD[role]: attempt + 1})
-        draft.condition(CONDITION[role], None, Reason.SUSPENDED_BY_USER, message)
-        draft.delete(batch_job)
-        draft.emit("Normal", Reason.SUSPENDED_BY_USER, f"Attempt {attempt} of {role} is stopped; {message}")
-    delete_earlier_attempts(observed, draft)
+        result.set(attempts=closed(status, role, attempt, End("Suspended", result.now)))
+        result.set(**{ATTEMPT_FIELD[role]: attempt + 1})
+        result.condition(CONDITION[role], None, Reason.SUSPENDED_BY_USER, message)
+        result.delete(batch_job)
+        result.emit("Normal", Reason.SUSPENDED_BY_USER, f"Attempt {attempt} of {role} is stopped; {message}")
+    delete_earlier_attempts(observed, result)
     # Whatever needs a human is looked at again when the job goes on.
-    draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
-    draft.condition(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, message)
-    draft.condition(ConditionType.READY, False, Reason.SUSPENDED_BY_USER)
+    result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
+    result.condition(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, message)
+    result.condition(ConditionType.READY, False, Reason.SUSPENDED_BY_USER)
 
 
-def resume(observed: Observed, draft: Draft) -> None:
+def resume(observed: Observed, result: PassResult) -> None:
     """A job that nobody holds back; how long it was held back is added up when it goes on."""
     status = observed.job.status
     before = find(status.conditions, ConditionType.SUSPENDED)
     since = moment_after(before.last_transition_time, 0.0) if before is not None and before.status == "True" else None
     if since is not None and status.start_time:
-        draft.set(suspended_seconds=status.suspended_seconds + max(int((draft.now - since).total_seconds()), 0))
-    draft.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)
+        result.set(suspended_seconds=status.suspended_seconds + max(int((result.now - since).total_seconds()), 0))
+    result.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)

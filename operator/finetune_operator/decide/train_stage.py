@@ -15,37 +15,37 @@ from finetune_operator.children.train_job import train_job
 from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.deadlines import stall_deadline
-from finetune_operator.decide.draft import Draft
+from finetune_operator.decide.job_state import JobState, State
 from finetune_operator.decide.observed import BatchJobView, Observed
+from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.progress import progress_of_facts, progress_status
 from finetune_operator.decide.restart_policy import POLICY
 from finetune_operator.decide.role_stage import RoleStage
-from finetune_operator.decide.standing import Standing, State
 
 _FIX_OF_UNGATING = "The operator has to take the gate off the Job: install the chart with kueue.patchJobs=true."
 
 
-def train_stage(observed: Observed, draft: Draft, run: FrozenRun) -> bool:
+def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     """One pass while the job is prepared and not trained. Returns whether the next stage may begin."""
-    stage = RoleStage(observed, draft, Role.TRAIN, run.plan.parallelism.nodes)
-    stands = stage.standing()
-    _report_progress(observed, draft, stage.attempt)
-    if stands.state is State.ABSENT:
+    stage = RoleStage(observed, result, Role.TRAIN, run.plan.parallelism.nodes)
+    found = stage.job_state()
+    _report_progress(observed, result, stage.attempt)
+    if found.state is State.ABSENT:
         _create(observed, stage, run)
-    elif stands.state is State.SUCCEEDED:
-        _succeeded(observed, draft, stage, stands)
+    elif found.state is State.SUCCEEDED:
+        _succeeded(observed, result, stage, found)
         return True
-    elif stands.failure is not None:
-        stage.fail(stands.failure, stands.batch_job)
-    elif stands.batch_job is not None:
+    elif found.failure is not None:
+        stage.fail(found.failure, found.batch_job)
+    elif found.batch_job is not None:
         if not observed.service_exists:
-            draft.create(gang_service(run.owner))
+            result.create(gang_service(run.owner))
         # A gate on a Job that runs holds nothing back: anybody may have written it there.
-        if stands.state is State.QUEUED and PREFLIGHT_GATE in stands.batch_job.admission_gates:
-            if not wait_for_refused_write(observed, draft, ConditionType.TRAINED, _FIX_OF_UNGATING):
-                draft.ungate(stands.batch_job, PREFLIGHT_GATE)
-        elif not _is_stalled(observed, draft, stage, stands, stands.batch_job):
-            stage.wait(stands, stands.batch_job)
+        if found.state is State.QUEUED and PREFLIGHT_GATE in found.batch_job.admission_gates:
+            if not wait_for_refused_write(observed, result, ConditionType.TRAINED, _FIX_OF_UNGATING):
+                result.ungate(found.batch_job, PREFLIGHT_GATE)
+        elif not _is_stalled(observed, result, stage, found, found.batch_job):
+            stage.wait(found, found.batch_job)
     return False
 
 
@@ -59,34 +59,34 @@ def _create(observed: Observed, stage: RoleStage, run: FrozenRun) -> None:
     stage.create(build)
 
 
-def _is_stalled(observed: Observed, draft: Draft, stage: RoleStage, stands: Standing, batch_job: BatchJobView) -> bool:
+def _is_stalled(observed: Observed, result: PassResult, stage: RoleStage, found: JobState, batch_job: BatchJobView) -> bool:
     """Whether the pods run and no new step has come for too long; then the attempt has failed."""
     spec, status = observed.job.spec, observed.job.status
-    if stands.state is not State.RUNNING or spec is None or draft.has_value("progress"):
+    if found.state is not State.RUNNING or spec is None or result.has_value("progress"):
         return False
-    deadline = stall_deadline(spec.run, status, stands.pods, stage.nodes)
+    deadline = stall_deadline(spec.run, status, found.pods, stage.nodes)
     if deadline is None:
         return False
-    if draft.now < deadline:
-        draft.wake_at(deadline)
+    if result.now < deadline:
+        result.requeue_at(deadline)
         return False
     step = status.progress.step if status.progress is not None else 0
     said = f"All pods run, and no step after {step} came within spec.run.stallDeadlineSeconds: {spec.run.stall_deadline_seconds} s."
-    draft.emit("Warning", Reason.STALL_DEADLINE_EXCEEDED, said)
+    result.emit("Warning", Reason.STALL_DEADLINE_EXCEEDED, said)
     stage.fail(Failure(FailureClass.STALLED, said, POLICY[FailureClass.STALLED].advice), batch_job)
     return True
 
 
-def _report_progress(observed: Observed, draft: Draft, attempt: int) -> None:
+def _report_progress(observed: Observed, result: PassResult, attempt: int) -> None:
     if observed.progress is not None and observed.progress.attempt == attempt:
-        draft.set(progress=progress_status(observed.progress, observed.job.status.progress, draft.now))
+        result.set(progress=progress_status(observed.progress, observed.job.status.progress, result.now))
 
 
-def _succeeded(observed: Observed, draft: Draft, stage: RoleStage, stands: Standing) -> None:
-    report = stands.report
+def _succeeded(observed: Observed, result: PassResult, stage: RoleStage, found: JobState) -> None:
+    report = found.report
     last = progress_of_facts(report.facts, stage.attempt) if report is not None else None
     if last is not None:
-        draft.set(progress=progress_status(last, observed.job.status.progress, draft.now))
+        result.set(progress=progress_status(last, observed.job.status.progress, result.now))
     stage.close("Succeeded")
-    draft.condition(ConditionType.TRAINED, True, Reason.COMPLETED, report.message if report is not None else "")
-    draft.emit("Normal", Reason.COMPLETED, f"Attempt {stage.attempt} finished the training.")
+    result.condition(ConditionType.TRAINED, True, Reason.COMPLETED, report.message if report is not None else "")
+    result.emit("Normal", Reason.COMPLETED, f"Attempt {stage.attempt} finished the training.")

@@ -24,16 +24,16 @@ from finetune_operator.children.ownership import Owner
 from finetune_operator.children.plan_configmap import plan_configmap
 from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.clock import timestamp
-from finetune_operator.decide.draft import TEXT_LIMIT, Draft
 from finetune_operator.decide.findings import status_findings
 from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.pass_result import TEXT_LIMIT, PassResult
 from finetune_operator.decide.stage import CONDITION, attempt_of, is_started
 
 NEAR_PLACES = 10
 """Places in the line of a namespace that are told exactly."""
-FAR_LOOK_AGAIN_SECONDS = 300.0
+FAR_REQUEUE_SECONDS = 300.0
 """For those further behind; the job whose turn it is is woken."""
-LOOK_AGAIN_SECONDS = 30.0
+REQUEUE_SECONDS = 30.0
 """For what no watch announces: a claim that somebody creates."""
 TOO_COMPLEX_MESSAGE = (
     "spec: checking this manifest took longer than the operator may spend on one job. "
@@ -53,71 +53,71 @@ def has_begun(observed: Observed) -> bool:
     return bool(stored or reached or tried or status.attempts or observed.batch_jobs or found)
 
 
-def validate_stage(observed: Observed, draft: Draft) -> FrozenRun | None:
+def validate_stage(observed: Observed, result: PassResult) -> FrozenRun | None:
     """Judge the manifest, freeze the plan and store it. Returns what the first stage may start with, in the same pass.
 
     The freeze is the status write, and every child comes after it; the ConfigMap is the first of them.
     """
-    plan = _accepted_plan(observed, draft)
+    plan = _accepted_plan(observed, result)
     if plan is None or plan.placement is None:
         return None
-    draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
+    result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
     status = observed.job.status
     plan_json = canonical_json(plan)
     digest = text_sha256(plan_json)
     if not is_started(status) or status.plan is None or status.plan.hash != digest:
         # A digest that changed between the freeze and the first child means that the profile was edited in that moment:
         # nothing has run, so the newer plan is frozen instead.
-        _freeze(observed, draft, plan, digest)
+        _freeze(observed, result, plan, digest)
     if observed.plan is not None:
         # Of another freeze: its content is not the one of the digest in status.
-        draft.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)
-        draft.wake_after(1.0)
+        result.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)
+        result.requeue_after(1.0)
         return None
-    if wait_for_refused_write(observed, draft, ConditionType.READY):
+    if wait_for_refused_write(observed, result, ConditionType.READY):
         return None
-    _store(observed, draft, plan_json)
+    _store(observed, result, plan_json)
     job = observed.job
     return FrozenRun(Owner(job.namespace, job.name, job.uid), plan, plan.placement, digest)
 
 
-def _accepted_plan(observed: Observed, draft: Draft) -> RunPlan | None:
+def _accepted_plan(observed: Observed, result: PassResult) -> RunPlan | None:
     """The plan, or None where the job is stalled or suspended."""
     job, profile = observed.job, observed.profile
     if job.spec is None:
-        _refuse(draft, Reason.INVALID_SPEC, f"The manifest is not valid: {job.spec_error}")
-        draft.find([_invalid(job.spec_error)])
+        _refuse(result, Reason.INVALID_SPEC, f"The manifest is not valid: {job.spec_error}")
+        result.find([_invalid(job.spec_error)])
         return None
     if not is_started(job.status) and (observed.too_complex or _was_too_complex(observed)):
-        _refuse(draft, Reason.TOO_COMPLEX, TOO_COMPLEX_MESSAGE)
+        _refuse(result, Reason.TOO_COMPLEX, TOO_COMPLEX_MESSAGE)
         return None
     if profile.spec is None:
         if profile.error:
-            _refuse(draft, Reason.PROFILE_INVALID, f"spec.profile: FineTuneProfile {profile.name!r} is not valid: {profile.error}")
+            _refuse(result, Reason.PROFILE_INVALID, f"spec.profile: FineTuneProfile {profile.name!r} is not valid: {profile.error}")
         else:
-            _refuse(draft, Reason.PROFILE_NOT_FOUND, f"spec.profile: there is no FineTuneProfile {profile.name!r}. Create it.")
+            _refuse(result, Reason.PROFILE_NOT_FOUND, f"spec.profile: there is no FineTuneProfile {profile.name!r}. Create it.")
         return None
     findings = evaluate(RuleContext(job.spec, profile.spec))
-    draft.find(status_findings(findings))
+    result.find(status_findings(findings))
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         more = f" And {len(errors) - 1} more in status.findings." if len(errors) > 1 else ""
-        _refuse(draft, Reason.REFUSED, f"{errors[0].rule}: {errors[0].field}: {errors[0].message} {errors[0].fix}{more}")
+        _refuse(result, Reason.REFUSED, f"{errors[0].rule}: {errors[0].field}: {errors[0].message} {errors[0].fix}{more}")
         return None
     missing = missing_claims(observed, template_counts=False)
     if missing:
-        _refuse(draft, Reason.CLAIM_NOT_FOUND, missing)
-        draft.wake_after(LOOK_AGAIN_SECONDS)
+        _refuse(result, Reason.CLAIM_NOT_FOUND, missing)
+        result.requeue_after(REQUEUE_SECONDS)
         return None
     if job.spec.run.suspend:
         if not is_started(job.status):
-            draft.condition(ConditionType.VALIDATED, None, Reason.SUSPENDED_BY_USER, "Accepted; the plan is frozen on resumption.")
-        draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
-        draft.condition(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, "spec.run.suspend is true.")
-        draft.condition(ConditionType.READY, False, Reason.SUSPENDED_BY_USER)
+            result.condition(ConditionType.VALIDATED, None, Reason.SUSPENDED_BY_USER, "Accepted; the plan is frozen on resumption.")
+        result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
+        result.condition(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, "spec.run.suspend is true.")
+        result.condition(ConditionType.READY, False, Reason.SUSPENDED_BY_USER)
         return None
-    draft.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)
-    if not is_started(job.status) and _waits_in_line(observed, draft):
+    result.condition(ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED)
+    if not is_started(job.status) and _waits_in_line(observed, result):
         return None
     return resolve(JobIdentity(namespace=job.namespace, name=job.name, uid=job.uid), job.spec, profile.spec, profile.name)
 
@@ -129,7 +129,7 @@ def _was_too_complex(observed: Observed) -> bool:
     return is_refused and validated is not None and validated.observed_generation == observed.job.generation
 
 
-def _waits_in_line(observed: Observed, draft: Draft) -> bool:
+def _waits_in_line(observed: Observed, result: PassResult) -> bool:
     line = observed.line
     if line is None or line.ahead < line.limit:
         return False
@@ -141,10 +141,10 @@ def _waits_in_line(observed: Observed, draft: Draft) -> bool:
         f"Profile {observed.profile.name} allows {line.limit} active jobs in namespace {observed.job.namespace} "
         f"(spec.maxActiveJobs). Place in the line: {told}."
     )
-    draft.condition(ConditionType.VALIDATED, None, Reason.WAITING_IN_LINE, said)
-    draft.condition(ConditionType.READY, False, Reason.WAITING_IN_LINE, said)
-    draft.condition(ConditionType.STALLED, False, Reason.HEALTHY)
-    draft.wake_after(LOOK_AGAIN_SECONDS if is_near else FAR_LOOK_AGAIN_SECONDS)
+    result.condition(ConditionType.VALIDATED, None, Reason.WAITING_IN_LINE, said)
+    result.condition(ConditionType.READY, False, Reason.WAITING_IN_LINE, said)
+    result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
+    result.requeue_after(REQUEUE_SECONDS if is_near else FAR_REQUEUE_SECONDS)
     return True
 
 
@@ -158,24 +158,24 @@ def _invalid(error: str) -> StatusFinding:
     )
 
 
-def _refuse(draft: Draft, reason: Reason, message: str) -> None:
-    draft.condition(ConditionType.VALIDATED, False, reason, message)
-    draft.stall(reason, message)
+def _refuse(result: PassResult, reason: Reason, message: str) -> None:
+    result.condition(ConditionType.VALIDATED, False, reason, message)
+    result.stall(reason, message)
 
 
-def _freeze(observed: Observed, draft: Draft, plan: RunPlan, digest: str) -> None:
+def _freeze(observed: Observed, result: PassResult, plan: RunPlan, digest: str) -> None:
     image = plan.placement.trainer_image if plan.placement is not None else ""
-    draft.set(start_time=observed.job.status.start_time or timestamp(draft.now))
+    result.set(start_time=observed.job.status.start_time or timestamp(result.now))
     choices = [PlanChoice(field=one.field, value=json.dumps(one.value)[:TEXT_LIMIT], reason=one.reason) for one in plan.choices]
-    draft.set(plan=PlanStatus(hash=digest, trainer_image=image, choices=choices))
-    draft.condition(ConditionType.VALIDATED, True, Reason.ACCEPTED, f"Plan {digest[:12]} is frozen.")
-    draft.condition(ConditionType.FINISHED, False, Reason.RUNNING)
+    result.set(plan=PlanStatus(hash=digest, trainer_image=image, choices=choices))
+    result.condition(ConditionType.VALIDATED, True, Reason.ACCEPTED, f"Plan {digest[:12]} is frozen.")
+    result.condition(ConditionType.FINISHED, False, Reason.RUNNING)
     for stage in CONDITION.values():
-        draft.condition(stage, None, Reason.PENDING)
-    draft.emit("Normal", Reason.ACCEPTED, f"Accepted; plan {digest[:12]} is frozen.")
+        result.condition(stage, None, Reason.PENDING)
+    result.emit("Normal", Reason.ACCEPTED, f"Accepted; plan {digest[:12]} is frozen.")
 
 
-def _store(observed: Observed, draft: Draft, plan_json: str) -> None:
+def _store(observed: Observed, result: PassResult, plan_json: str) -> None:
     """Create what every stage needs, before the Job of the first."""
     job = observed.job
     owner = Owner(job.namespace, job.name, job.uid)
@@ -183,8 +183,8 @@ def _store(observed: Observed, draft: Draft, plan_json: str) -> None:
         template = job.spec.workspace.volume_claim_template
         if template is not None and workspace_claim_of(job.spec, job.name) not in observed.claims:
             # Before the ConfigMap: once that is there, a missing claim is one that somebody has deleted.
-            draft.create(workspace_claim(owner, template, job.spec.workspace.retain, observed.profile.spec.storage_class_name))
-    draft.create(plan_configmap(owner, plan_json))
+            result.create(workspace_claim(owner, template, job.spec.workspace.retain, observed.profile.spec.storage_class_name))
+    result.create(plan_configmap(owner, plan_json))
 
 
 def missing_claims(observed: Observed, *, template_counts: bool) -> str:

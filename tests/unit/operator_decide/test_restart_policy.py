@@ -8,7 +8,16 @@ from finetune_job.api.status import Restarts
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_operator.decide.clock import timestamp
-from finetune_operator.decide.restart_policy import POLICY, Verdict, after, pause_seconds, verdict, with_progress
+from finetune_operator.decide.restart_policy import (
+    POLICY,
+    after,
+    pause_seconds,
+    restart_decision,
+    with_progress,
+)
+from finetune_operator.decide.restart_policy import (
+    RestartDecision as Decision,
+)
 from tests.support.builders import T0
 from tests.support.builders import after as later
 
@@ -47,32 +56,37 @@ def test_every_class_is_in_one_of_the_three() -> None:
 
 @pytest.mark.parametrize("failure", sorted(NEVER))
 def test_what_would_fail_again_is_never_tried_again(failure: str) -> None:
-    assert verdict(FailureClass(failure), Restarts(), 100, T0) is Verdict.STOP
+    assert restart_decision(FailureClass(failure), Restarts(), 100, T0) is Decision.STOP
 
 
 @pytest.mark.parametrize("failure", sorted(COUNTED))
 def test_what_the_job_may_have_caused_is_counted_within_its_budget(failure: str) -> None:
-    assert verdict(FailureClass(failure), Restarts(counted=2, uncounted=1000), 3, T0) is Verdict.RESTART_COUNTED
-    assert verdict(FailureClass(failure), Restarts(counted=3), 3, T0) is Verdict.EXHAUSTED
-    assert verdict(FailureClass(failure), Restarts(), 0, T0) is Verdict.EXHAUSTED
+    assert restart_decision(FailureClass(failure), Restarts(counted=2, uncounted=1000), 3, T0) is Decision.RESTART_COUNTED
+    assert restart_decision(FailureClass(failure), Restarts(counted=3), 3, T0) is Decision.EXHAUSTED
+    assert restart_decision(FailureClass(failure), Restarts(), 0, T0) is Decision.EXHAUSTED
 
 
 @pytest.mark.parametrize("failure", sorted(UNCOUNTED))
 def test_what_others_caused_costs_the_job_nothing(failure: str) -> None:
-    assert verdict(FailureClass(failure), Restarts(counted=3), 3, T0) is Verdict.RESTART_UNCOUNTED
-    assert verdict(FailureClass(failure), Restarts(uncounted=1000), 0, T0) is Verdict.RESTART_UNCOUNTED, "with progress in between"
+    assert restart_decision(FailureClass(failure), Restarts(counted=3), 3, T0) is Decision.RESTART_UNCOUNTED
+    assert restart_decision(FailureClass(failure), Restarts(uncounted=1000), 0, T0) is Decision.RESTART_UNCOUNTED, (
+        "with progress in between"
+    )
     most = UNCOUNTED[failure]
     if most is not None:
-        assert verdict(FailureClass(failure), Restarts(in_a_row=most - 1), 0, T0) is Verdict.RESTART_UNCOUNTED
-        assert verdict(FailureClass(failure), Restarts(in_a_row=most), 0, T0) is Verdict.EXHAUSTED
+        assert restart_decision(FailureClass(failure), Restarts(in_a_row=most - 1), 0, T0) is Decision.RESTART_UNCOUNTED
+        assert restart_decision(FailureClass(failure), Restarts(in_a_row=most), 0, T0) is Decision.EXHAUSTED
 
 
 @pytest.mark.parametrize("failure", ["SourceUnavailable", "DestinationUnavailable"])
 def test_who_does_not_answer_is_asked_for_a_day(failure: str) -> None:
     restarts = Restarts(in_a_row=10_000, in_a_row_since=timestamp(T0))
-    assert verdict(FailureClass(failure), restarts, 0, later(86_399)) is Verdict.RESTART_UNCOUNTED
-    assert verdict(FailureClass(failure), restarts, 0, later(86_400)) is Verdict.EXHAUSTED
-    assert verdict(FailureClass(failure), Restarts(in_a_row_since=timestamp(T0)), 0, later(10**7)) is Verdict.RESTART_UNCOUNTED
+    assert restart_decision(FailureClass(failure), restarts, 0, later(86_399)) is Decision.RESTART_UNCOUNTED
+    assert restart_decision(FailureClass(failure), restarts, 0, later(86_400)) is Decision.EXHAUSTED
+    assert (
+        restart_decision(FailureClass(failure), Restarts(in_a_row_since=timestamp(T0)), 0, later(10**7))
+        is Decision.RESTART_UNCOUNTED
+    )
 
 
 @pytest.mark.parametrize("failure", sorted(FailureClass))
@@ -83,20 +97,20 @@ def test_what_lies_outside_the_job_never_fails_what_was_trained(failure: Failure
 @pytest.mark.parametrize(
     ("decision", "counted", "uncounted", "in_a_row"),
     [
-        (Verdict.RESTART_COUNTED, 2, 5, 4),
-        (Verdict.RESTART_UNCOUNTED, 1, 6, 4),
-        (Verdict.STOP, 1, 5, 3),
-        (Verdict.EXHAUSTED, 1, 5, 3),
+        (Decision.RESTART_COUNTED, 2, 5, 4),
+        (Decision.RESTART_UNCOUNTED, 1, 6, 4),
+        (Decision.STOP, 1, 5, 3),
+        (Decision.EXHAUSTED, 1, 5, 3),
     ],
 )
-def test_the_counters_follow_the_verdict(decision: Verdict, counted: int, uncounted: int, in_a_row: int) -> None:
+def test_the_counters_follow_the_verdict(decision: Decision, counted: int, uncounted: int, in_a_row: int) -> None:
     found = after(decision, Restarts(counted=1, uncounted=5, in_a_row=3, in_a_row_since="2026-01-01T00:00:00Z"), T0)
     assert (found.counted, found.uncounted, found.in_a_row) == (counted, uncounted, in_a_row)
     assert found.in_a_row_since == "2026-01-01T00:00:00Z"
 
 
 def test_a_row_begins_with_its_first_failure() -> None:
-    assert after(Verdict.RESTART_UNCOUNTED, Restarts(), T0).in_a_row_since == "2026-01-01T12:00:00Z"
+    assert after(Decision.RESTART_UNCOUNTED, Restarts(), T0).in_a_row_since == "2026-01-01T12:00:00Z"
 
 
 def test_a_newer_checkpoint_ends_the_row_and_keeps_the_budget() -> None:

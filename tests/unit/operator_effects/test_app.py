@@ -18,12 +18,12 @@ from finetune_operator.app import run
 from finetune_operator.cluster.checkpoint_boost import CheckpointBoost
 from finetune_operator.cluster.errors import ApiUnreachableError
 from finetune_operator.health import Health, HttpServer
-from finetune_operator.settings import Clockwork, Settings
+from finetune_operator.settings import Settings, Timeouts
 from tests.unit.operator_effects.test_watch import TEAM, WatchedServer
 
 Document = dict[str, Any]
 DEADLINE = 60.0
-CLOCKWORK = replace(Clockwork(), crd_poll=0.01, lease_retry=0.05, claim_retry=0.05, first_relist=0.05, relist=0.05, drain=1.0)
+CLOCKWORK = replace(Timeouts(), crd_poll=0.01, lease_retry=0.05, claim_retry=0.05, first_relist=0.05, relist=0.05, drain=1.0)
 
 
 class EmptyCluster(WatchedServer):

@@ -20,7 +20,7 @@ from finetune_operator.cluster.checkpoint_boost import PAUSE_SECONDS, PERIOD_SEC
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, Kind
 from finetune_operator.cluster.progress_poll import ProgressPoll
-from finetune_operator.cluster.projection import Held
+from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.decide.observed import PodView
 from tests.support.builders import a_job
 from tests.unit.operator_effects import objects
@@ -93,11 +93,11 @@ class Pods:
         self.told: dict[str, Progress | None] = {}
         self.reads = 0
 
-    def rank_zero(self, held: Held) -> PodView | None:
+    def rank_zero(self, held: CachedObject) -> PodView | None:
         self.reads += 1
         return PodView("tune-train-0-0", POD, Role.TRAIN, 0, NOW) if held.key.uid in self.told else None
 
-    def progress_of(self, held: Held, pod: PodView) -> Progress | None:
+    def progress_of(self, held: CachedObject, pod: PodView) -> Progress | None:
         assert pod.uid == POD
         return self.told[held.key.uid]
 
@@ -262,8 +262,8 @@ def test_a_release_that_writes_out_that_nothing_is_asked_for_is_understood(scene
 def what_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """UIDs of what was taken out of the cache's compressed documents."""
     reads: list[str] = []
-    read = Held.document
-    monkeypatch.setattr(Held, "document", lambda held: (reads.append(held.key.uid), read(held))[1])
+    read = CachedObject.document
+    monkeypatch.setattr(CachedObject, "document", lambda held: (reads.append(held.key.uid), read(held))[1])
     return reads
 
 

@@ -12,7 +12,7 @@ from finetune_operator.cluster.child_watch import ChildWatch
 from finetune_operator.cluster.event_watch import EventWatch
 from finetune_operator.cluster.in_flight import InFlight
 from finetune_operator.cluster.kinds import BATCH_JOBS, CHILDREN, CONFIG_MAPS, JOBS, PODS, Kind
-from finetune_operator.cluster.projection import Held, project
+from finetune_operator.cluster.projection import CachedObject, project
 from tests.unit.operator_effects.test_api import against
 
 OWNER = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "name": "tune", "uid": "uid-tune", "controller": True}
@@ -75,11 +75,11 @@ class Stage:
     def _begun_anew(self) -> None:
         self.num_begun_anew += 1
 
-    def _read(self, kind: Kind, document: Any) -> Held | None:
+    def _read(self, kind: Kind, document: Any) -> CachedObject | None:
         held = project(kind, document)
         return None if held.key.name == "strange" else held
 
-    def _take(self, kind: Kind, deleted: bool, held: Held) -> None:
+    def _take(self, kind: Kind, deleted: bool, held: CachedObject) -> None:
         self.told.append((kind.plural, deleted, held.key.name))
         self._more.set()
 

@@ -13,7 +13,7 @@ from finetune_job.reasons import Reason
 from finetune_job.status.conditions import initial_conditions
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
-from finetune_operator.cluster.execute import Executor, Outcome, merge_patch, status_document
+from finetune_operator.cluster.execute import Executor, PassOutcome, merge_patch, status_document
 from finetune_operator.cluster.gather import Gathered, Gatherer
 from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS
 from finetune_operator.cluster.recorder import Recorder
@@ -70,7 +70,7 @@ def scene() -> Scene:
 def test_status_first_then_deletes_creates_and_events() -> None:
     async def scenario() -> None:
         stage = scene()
-        assert await stage.executor.execute(await stage.gathered(), ALL) is Outcome.ACTED
+        assert await stage.executor.execute(await stage.gathered(), ALL) is PassOutcome.ACTED
         await stage.executor.recorder.flush(60)
         assert stage.writes() == [("patch", "FineTuneJob"), ("delete", "Job"), ("create", "Job"), ("create", "Event")]
         held = stage.cache.job(KEY)
@@ -96,7 +96,7 @@ def test_outdated_observation_changes_nothing_and_is_refreshed() -> None:
         stage = scene()
         gathered = await stage.gathered()
         stage.api.put(JOBS, objects.finetune_job(profile="changed"))
-        assert await stage.executor.execute(gathered, ALL) is Outcome.OUTDATED
+        assert await stage.executor.execute(gathered, ALL) is PassOutcome.OUTDATED
         assert stage.writes() == [("patch", "FineTuneJob")]
         held = stage.cache.job(KEY)
         assert held is not None
@@ -122,7 +122,7 @@ def test_deleted_job_is_left_alone() -> None:
         stage = scene()
         gathered = await stage.gathered()
         stage.api.objects.clear()
-        assert await stage.executor.execute(gathered, ALL) is Outcome.GONE
+        assert await stage.executor.execute(gathered, ALL) is PassOutcome.GONE
         assert stage.writes() == [("patch", "FineTuneJob")]
 
     asyncio.run(scenario())
@@ -132,7 +132,7 @@ def test_same_status_is_not_written() -> None:
     async def scenario() -> None:
         stage = scene()
         await stage.executor.execute(await stage.gathered(), Actions(status=STATUS))
-        assert await stage.executor.execute(await stage.gathered(), Actions(status=STATUS)) is Outcome.UNCHANGED
+        assert await stage.executor.execute(await stage.gathered(), Actions(status=STATUS)) is PassOutcome.UNCHANGED
         assert stage.writes() == []
 
     asyncio.run(scenario())
@@ -145,7 +145,7 @@ def test_own_child_that_exists_already_is_adopted() -> None:
         stage = scene()
         stage.api.put(BATCH_JOBS, objects.batch_job(attempt=1))
         gathered = await stage.gathered()
-        assert await stage.executor.execute(gathered, Actions(creates=ALL.creates)) is Outcome.REPEATED
+        assert await stage.executor.execute(gathered, Actions(creates=ALL.creates)) is PassOutcome.REPEATED
         again = await stage.gathered()
         assert again.observed.conflicts == ()
         assert "tune-train-1" in [job.name for job in again.observed.batch_jobs]
@@ -159,7 +159,7 @@ def test_foreign_object_with_the_childs_name_is_a_conflict_until_it_is_gone() ->
         foreign = objects.batch_job(attempt=1)
         foreign["metadata"]["ownerReferences"][0]["uid"] = "another-job"
         stage.api.put(BATCH_JOBS, foreign)
-        assert await stage.executor.execute(await stage.gathered(), Actions(creates=ALL.creates)) is Outcome.REPEATED
+        assert await stage.executor.execute(await stage.gathered(), Actions(creates=ALL.creates)) is PassOutcome.REPEATED
         assert (await stage.gathered()).observed.conflicts == ("Job/tune-train-1",)
         del stage.api.objects["Job", "team", "tune-train-1"]
         assert (await stage.gathered()).observed.conflicts == ()
@@ -219,7 +219,7 @@ def test_delete_that_meets_nothing_or_another_object_counts_as_done(uid: str) ->
         if uid == "tune-train-0-uid":
             del stage.api.objects["Job", "team", "tune-train-0"]
         outcome = await stage.executor.execute(gathered, Actions(deletes=(Delete("Job", "tune-train-0", uid),)))
-        assert outcome is Outcome.REPEATED
+        assert outcome is PassOutcome.REPEATED
 
     asyncio.run(scenario())
 
@@ -248,7 +248,7 @@ def test_object_of_the_same_name_is_not_deleted_in_the_place_of_the_one_that_was
         gathered = await stage.gathered()
         stage.api.objects["Job", "team", "tune-train-0"]["metadata"]["uid"] = "its-successor"
         delete = Delete("Job", "tune-train-0", "tune-train-0-uid")
-        assert await stage.executor.execute(gathered, Actions(deletes=(delete,))) is Outcome.REPEATED
+        assert await stage.executor.execute(gathered, Actions(deletes=(delete,))) is PassOutcome.REPEATED
         assert ("Job", "team", "tune-train-0") in stage.api.objects
         # Known to be gone now, so that no later pass deletes it again.
         assert (await stage.gathered()).observed.batch_jobs == ()
@@ -262,7 +262,7 @@ def test_deletion_is_known_before_any_watch_tells_of_it(is_held: bool) -> None:
         stage = scene()
         stage.api.deletes_slowly = is_held
         delete = Delete("Job", "tune-train-0", "tune-train-0-uid")
-        assert await stage.executor.execute(await stage.gathered(), Actions(deletes=(delete,))) is Outcome.ACTED
+        assert await stage.executor.execute(await stage.gathered(), Actions(deletes=(delete,))) is PassOutcome.ACTED
         left = (await stage.gathered()).observed.batch_jobs
         assert [job.deleting for job in left] == ([True] if is_held else [])
 
@@ -303,7 +303,7 @@ def test_gate_is_taken_off_and_that_is_known_at_once(before: str, remaining: tup
         gathered = await stage.gathered()
         assert gathered.observed.batch_jobs[0].admission_gates == tuple(before.split(","))
         ungate = Actions(ungates=(Ungate("tune-train-0", "tune-train-0-uid", remaining),))
-        assert await stage.executor.execute(gathered, ungate) is Outcome.ACTED
+        assert await stage.executor.execute(gathered, ungate) is PassOutcome.ACTED
         assert stage.writes() == [("patch", "Job")]
         assert stage.api.objects["Job", "team", "tune-train-0"]["metadata"]["annotations"].get(GATES) == after
         assert (await stage.gathered()).observed.batch_jobs[0].admission_gates == remaining
@@ -317,7 +317,7 @@ def test_gate_of_a_job_that_took_the_name_stays() -> None:
         gated(stage)
         gathered = await stage.gathered()
         stage.api.objects["Job", "team", "tune-train-0"]["metadata"]["uid"] = "its-successor"
-        assert await stage.executor.execute(gathered, UNGATE) is Outcome.REPEATED
+        assert await stage.executor.execute(gathered, UNGATE) is PassOutcome.REPEATED
         assert GATES in stage.api.objects["Job", "team", "tune-train-0"]["metadata"]["annotations"]
         assert (await stage.gathered()).observed.batch_jobs == ()
 
@@ -329,11 +329,11 @@ def test_gate_that_may_not_be_taken_off_is_told_to_the_next_pass() -> None:
         stage = scene()
         gated(stage)
         stage.api.fail["patch"] = [ApiError("patch", 403, "Forbidden", "cannot patch resource jobs")]
-        assert await stage.executor.execute(await stage.gathered(), UNGATE) is Outcome.ACTED
+        assert await stage.executor.execute(await stage.gathered(), UNGATE) is PassOutcome.ACTED
         told = (await stage.gathered()).observed.refused
         assert told is not None
         assert (told.kind, told.name, told.code, told.message) == ("Job", "tune-train-0", 403, "cannot patch resource jobs")
-        assert await stage.executor.execute(await stage.gathered(), UNGATE) is Outcome.ACTED
+        assert await stage.executor.execute(await stage.gathered(), UNGATE) is PassOutcome.ACTED
         assert (await stage.gathered()).observed.refused is None
 
     asyncio.run(scenario())
@@ -378,17 +378,17 @@ def test_refused_create_is_told_to_the_next_pass_and_not_tried_before_its_time(c
         stage = scene()
         gathered = await stage.gathered()
         stage.api.fail["create"] = [refused(code, message=message)]
-        assert await stage.executor.execute(gathered, CREATE) is Outcome.ACTED
+        assert await stage.executor.execute(gathered, CREATE) is PassOutcome.ACTED
         again = await stage.gathered()
         told = again.observed.refused
         assert told is not None
         assert (told.kind, told.name, told.code, told.message, told.tries) == ("Job", "tune-train-1", code, message, 1)
         assert again.revisit_after_seconds is not None
         assert 0 < again.revisit_after_seconds <= 5.0
-        assert await stage.executor.execute(again, CREATE) is Outcome.REPEATED
+        assert await stage.executor.execute(again, CREATE) is PassOutcome.REPEATED
         assert stage.writes() == []
         stage.time.now = told.retry_at
-        assert await stage.executor.execute(again, CREATE) is Outcome.ACTED
+        assert await stage.executor.execute(again, CREATE) is PassOutcome.ACTED
         assert (await stage.gathered()).observed.refused is None
 
     asyncio.run(scenario())
@@ -475,7 +475,7 @@ def test_job_that_was_deleted_and_made_again_is_not_written_to() -> None:
         gathered = await stage.gathered()
         stage.api.fail["patch"] = [ApiError("patch", 409, "Conflict", "another UID")]
         stage.api.objects.clear()
-        assert await stage.executor.execute(gathered, ALL) is Outcome.GONE
+        assert await stage.executor.execute(gathered, ALL) is PassOutcome.GONE
 
     asyncio.run(scenario())
 

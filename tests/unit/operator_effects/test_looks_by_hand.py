@@ -75,7 +75,7 @@ def test_the_earliest_reason_to_look_again_counts(decided: float | None, gathere
         instruments: Any = None
         worker = Worker(queue, stage.gatherer, stage.executor, instruments, lambda: NOW)
         found = replace(await stage.gathered(), revisit_after_seconds=gathered)
-        worker._look_again(KEY, found, Actions(requeue_after_seconds=decided))
+        worker._requeue(KEY, found, Actions(requeue_after_seconds=decided))
         assert queue.delays == expected
 
     asyncio.run(scenario())

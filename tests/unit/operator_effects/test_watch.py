@@ -13,7 +13,7 @@ from yarl import URL
 
 from finetune_operator import watch
 from finetune_operator.cluster.kinds import JOBS, PODS, WRITTEN_BY_USERS, Kind
-from finetune_operator.cluster.projection import Held, project
+from finetune_operator.cluster.projection import CachedObject, project
 from finetune_operator.watch import SILENCE_SECONDS, Answers, ErrorBackoffs, Watches
 from tests.unit.operator_effects.fakes import Clock
 
@@ -116,7 +116,7 @@ class Sink:
         self.told: list[tuple[str, bool, str]] = []
         self._more = asyncio.Event()
 
-    def __call__(self, kind: Kind, deleted: bool, held: Held) -> None:
+    def __call__(self, kind: Kind, deleted: bool, held: CachedObject) -> None:
         self.told.append((kind.plural, deleted, held.key.name))
         self._more.set()
 

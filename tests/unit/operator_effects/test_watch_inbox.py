@@ -7,7 +7,7 @@ import pytest
 
 from finetune_operator import watch
 from finetune_operator.cluster.kinds import JOBS, WRITTEN_BY_USERS, Kind
-from finetune_operator.cluster.projection import Held, project
+from finetune_operator.cluster.projection import CachedObject, project
 from finetune_operator.watch import MOST_AT_ONCE, Watches
 from tests.unit.operator_effects import objects
 
@@ -38,7 +38,7 @@ def received(number: int, broken_at: int = -1) -> list[int]:
         versions: list[int] = []
         complete = asyncio.Event()
 
-        def sink(_kind: Kind, _is_deleted: bool, held: Held) -> None:
+        def sink(_kind: Kind, _is_deleted: bool, held: CachedObject) -> None:
             versions.append(held.key.version)
             if len(versions) == number:
                 complete.set()

@@ -15,7 +15,7 @@ from finetune_job.status.conditions import find, initial_conditions
 from finetune_operator.cluster.api import Answered
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
-from finetune_operator.cluster.execute import Executor, Outcome
+from finetune_operator.cluster.execute import Executor, PassOutcome
 from finetune_operator.cluster.gather import Gathered, Gatherer
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS
 from finetune_operator.cluster.projection import project
@@ -30,7 +30,7 @@ from tests.unit.operator_effects.fakes import Clock, FakeApi
 
 KEY = JobKey("team", "tune")
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
-Script = Callable[[], Outcome | Exception]
+Script = Callable[[], PassOutcome | Exception]
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Scripted:
         self.passes.append(self.clock.now)
         return None if self.seen is None else Gathered(self.seen, {}, self.revisit, self.gather_cpu)
 
-    async def execute(self, gathered: Gathered, actions: Actions) -> Outcome:
+    async def execute(self, gathered: Gathered, actions: Actions) -> PassOutcome:
         self.executed.append(actions)
         end = self.ends()
         if isinstance(end, Exception):
@@ -138,21 +138,21 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(bounded())
 
 
-def in_turn(*ends: Outcome | Exception) -> Script:
+def in_turn(*ends: PassOutcome | Exception) -> Script:
     """These one after the other, then nothing to do."""
     rest = iter(ends)
-    return lambda: next(rest, Outcome.UNCHANGED)
+    return lambda: next(rest, PassOutcome.UNCHANGED)
 
 
 def test_pass_with_an_effect_is_followed_at_once_until_there_is_nothing_to_do() -> None:
-    stage = scene(in_turn(Outcome.ACTED, Outcome.ACTED))
+    stage = scene(in_turn(PassOutcome.ACTED, PassOutcome.ACTED))
     stage.queue.add(KEY)
     assert run(stage.work_for(3600)) == [0.0, 0.0, 0.0]
     assert stage.instruments.results == ["acted", "acted", "unchanged"]
 
 
-@pytest.mark.parametrize("end", [Outcome.REPEATED, Outcome.OUTDATED])
-def test_pass_without_effect_is_followed_after_pauses_that_grow(end: Outcome) -> None:
+@pytest.mark.parametrize("end", [PassOutcome.REPEATED, PassOutcome.OUTDATED])
+def test_pass_without_effect_is_followed_after_pauses_that_grow(end: PassOutcome) -> None:
     stage = scene(lambda: end)
     stage.queue.add(KEY)
     assert run(stage.work_for(100)) == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 31.5, 63.5]
@@ -168,7 +168,7 @@ def test_error_is_followed_after_pauses_that_grow_and_after_what_the_server_asks
 
 
 def test_success_lets_the_next_failure_start_from_the_shortest_pause() -> None:
-    ends = in_turn(Outcome.REPEATED, Outcome.REPEATED, Outcome.UNCHANGED, Outcome.REPEATED)
+    ends = in_turn(PassOutcome.REPEATED, PassOutcome.REPEATED, PassOutcome.UNCHANGED, PassOutcome.REPEATED)
     stage = scene(ends)
     stage.queue.add(KEY)
     assert run(stage.work_for(1.6)) == [0.0, 0.5, 1.5]
@@ -180,13 +180,13 @@ def test_success_lets_the_next_failure_start_from_the_shortest_pause() -> None:
 
 
 def test_effect_does_not_make_a_job_that_fails_in_between_forget_its_pauses() -> None:
-    stage = scene(in_turn(*(Outcome.ACTED, ApiUnreachableError("reset")) * 4))
+    stage = scene(in_turn(*(PassOutcome.ACTED, ApiUnreachableError("reset")) * 4))
     stage.queue.add(KEY)
     assert run(stage.work_for(100)) == [0.0, 0.0, 0.5, 0.5, 1.5, 1.5, 3.5, 3.5, 7.5]
 
 
 def test_job_that_acts_for_ever_is_stopped_for_a_pause() -> None:
-    stage = scene(lambda: Outcome.ACTED)
+    stage = scene(lambda: PassOutcome.ACTED)
     stage.queue.add(KEY)
     passes = run(stage.work_for(600))
     assert passes[: MOST_ACTS_IN_A_ROW + 1] == [0.0] * (MOST_ACTS_IN_A_ROW + 1)
@@ -196,7 +196,7 @@ def test_job_that_acts_for_ever_is_stopped_for_a_pause() -> None:
 
 @pytest.mark.parametrize("gone", [None, observed(deleting=True)])
 def test_deleted_job_is_left_alone_and_nothing_of_it_stays(gone: Observed | None) -> None:
-    stage = scene(in_turn(Outcome.ACTED, ApiUnreachableError("reset")))
+    stage = scene(in_turn(PassOutcome.ACTED, ApiUnreachableError("reset")))
     stage.queue.add(KEY)
     run(stage.work_for(0.1))
     stage.cluster.seen = gone
@@ -217,7 +217,7 @@ def test_job_is_looked_at_again_when_the_earlier_of_two_says_so_and_not_at_once(
 
 def test_findings_are_counted_once_they_are_written() -> None:
     bad = observed(spec=None, spec_error="spec.training: is missing")
-    stage = scene(in_turn(ApiUnreachableError("reset"), Outcome.ACTED), seen=bad)
+    stage = scene(in_turn(ApiUnreachableError("reset"), PassOutcome.ACTED), seen=bad)
     stage.queue.add(KEY)
     run(stage.work_for(0.1))
     assert stage.instruments.findings == []
@@ -249,7 +249,7 @@ def test_answer_that_says_exists_already_for_ever_costs_a_few_requests_an_hour()
 
             passes: list[float] = field(default_factory=list)
 
-            async def execute(self, gathered: Gathered, actions: Actions) -> Outcome:
+            async def execute(self, gathered: Gathered, actions: Actions) -> PassOutcome:
                 self.passes.append(clock.now)
                 return await executor.execute(gathered, Actions(creates=(Create(objects.batch_job()),)))
 
@@ -265,7 +265,7 @@ def test_answer_that_says_exists_already_for_ever_costs_a_few_requests_an_hour()
 
 def test_job_that_takes_too_much_cpu_is_measured_once_more_and_refused_before_its_start() -> None:
     seconds = itertools.count(0.0, 1.5)
-    stage = scene(in_turn(Outcome.ACTED))
+    stage = scene(in_turn(PassOutcome.ACTED))
     stage.worker = replace(stage.worker, cpu_clock=lambda: next(seconds))
     stage.queue.add(KEY)
     assert run(stage.work_for(3600)) == [0.0, 30.0, 30.0]
@@ -344,9 +344,9 @@ def test_newcomer_is_told_from_a_job_that_has_an_answer() -> None:
 
 def test_worker_ends_with_the_queue_and_gives_back_the_key_whatever_happens() -> None:
     async def scenario() -> None:
-        def closing() -> Outcome:
+        def closing() -> PassOutcome:
             stage.queue.close()
-            return Outcome.UNCHANGED
+            return PassOutcome.UNCHANGED
 
         stage = scene(closing)
         stage.queue.add(KEY)
@@ -363,7 +363,7 @@ def test_the_loop_goes_round_between_any_two_passes() -> None:
     rounds: list[int] = []
 
     async def work() -> None:
-        stage = scene(lambda: Outcome.UNCHANGED)
+        stage = scene(lambda: PassOutcome.UNCHANGED)
         gather, now = stage.cluster.gather, 0
 
         async def noted(key: JobKey, moment: datetime) -> Gathered | None:

@@ -185,7 +185,7 @@ def test_memory_follows_the_distinct_keys_and_not_what_was_done_with_them(num_ke
             elif len(keys):
                 taken = await keys.get()
                 if action == 4:
-                    keys.go_on(taken)
+                    keys.requeue_now(taken)
                 keys.done(taken)
             assert keys.num_entries <= 12 * num_keys + 3 * 64
         assert keys.num_taken == 0
@@ -201,7 +201,7 @@ def test_newcomers_come_first_then_what_is_begun_then_changes_then_routine() -> 
         assert await keys.get() == "begun"
         keys.add("routine", Urgency.ROUTINE)
         keys.add("changed", Urgency.CHANGED)
-        keys.go_on("begun")
+        keys.requeue_now("begun")
         keys.done("begun")
         keys.add("new", Urgency.NEW)
         assert await drained(keys) == ["new", "begun", "changed", "routine"]
@@ -223,7 +223,7 @@ def test_job_that_was_begun_is_finished_before_the_next_is_begun() -> None:
             passes.append(key)
             clock.now += 0.1
             if passes.count(key) < 4:
-                keys.go_on(key)
+                keys.requeue_now(key)
             keys.done(key)
         assert "".join(passes) == "abc" + "aaa" + "bbb" + "ccc"
 
@@ -256,7 +256,7 @@ def test_resting_key_is_not_taken_early_whoever_adds_it() -> None:
         keys.add("a")
         assert await keys.get() == "a"
         keys.rest("a", 10)
-        keys.go_on("a")
+        keys.requeue_now("a")
         keys.done("a")
         keys.add("a", Urgency.NEW)
         keys.add_after("a", 1)
@@ -301,7 +301,7 @@ def test_time_in_the_queue_is_measured_from_when_the_key_could_be_taken() -> Non
         keys.add_after("b", 5)
         clock.now += 6
         await keys.get()
-        keys.go_on("b")
+        keys.requeue_now("b")
         clock.now += 3
         keys.done("b")
         await keys.get()

@@ -39,7 +39,7 @@ _UNTRACKED = "bias"
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedUse:
     """A small model and what it does with its modules."""
 
     model: PreTrainedModel
@@ -47,7 +47,7 @@ class Observed:
     uses: ModuleUses
 
 
-def observe(plan: RunPlan, directory: Path) -> Observed | None:
+def observe(plan: RunPlan, directory: Path) -> ObservedUse | None:
     """None where no small model can be built and computed; the rehearsal says why."""
     try:
         config = load_config(plan, directory)
@@ -61,7 +61,7 @@ def observe(plan: RunPlan, directory: Path) -> Observed | None:
         log.warning("what only running the model shows is not checked: %s: %s", type(error).__name__, error)
         return None
     model.zero_grad()
-    return Observed(model, uses)
+    return ObservedUse(model, uses)
 
 
 def _tokens(shrunken: Shrunken) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How the Job of one role and attempt stands, from the Job and its pods: the same question in all three stages."""
+"""How the Job of one role and attempt found, from the Job and its pods: the same question in all three stages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Standing:
+class JobState:
     """Where a Job is, and what follows from it."""
 
     state: State
@@ -48,7 +48,7 @@ class Standing:
     """Set where the state is FAILED or LOST."""
     pending: Pending | None = None
     """What the pods wait for; set where the state is QUEUED or WAITING."""
-    look_again: datetime | None = None
+    requeue_at: datetime | None = None
 
     @property
     def report(self) -> TerminationReport | None:
@@ -61,15 +61,15 @@ class Standing:
         return None
 
 
-def standing(observed: Observed, role: Role, attempt: int, num_pods: int, *, was_seen: bool, now: datetime) -> Standing:
-    """How the Job of a role and attempt stands. `was_seen`: an earlier pass recorded that it existed."""
+def job_state(observed: Observed, role: Role, attempt: int, num_pods: int, *, was_seen: bool, now: datetime) -> JobState:
+    """The state of the Job of a role and attempt. `was_seen`: an earlier pass recorded that it existed."""
     job = observed.batch_job(role, attempt)
     pods = observed.pods_of(role, attempt)
     if job is None or job.deleting:
         if job is None and not was_seen:
-            return Standing(State.ABSENT)
+            return JobState(State.ABSENT)
         cause = classify(pods, FailureClass.INFRASTRUCTURE, "The Job was deleted by somebody else.")
-        return Standing(State.LOST, job, pods, failure=cause)
+        return JobState(State.LOST, job, pods, failure=cause)
     # Pods that a suspension ended belong to an earlier life of the same Job.
     pods = tuple(pod for pod in pods if not _belongs_to_earlier_life(pod, job.start_time))
     pods = tuple(_marked_if_overdue(pod, now) for pod in pods)
@@ -78,19 +78,19 @@ def standing(observed: Observed, role: Role, attempt: int, num_pods: int, *, was
     failed = job.has("Failed", "FailureTarget")
     if job.suspended and not failed:
         said = job.queue or "A queue holds the Job back until there is room for it."
-        return Standing(State.QUEUED, job, pods, pending=Pending(Reason.QUEUED, said, is_capacity=True))
+        return JobState(State.QUEUED, job, pods, pending=Pending(Reason.QUEUED, said, is_capacity=True))
     broken = [pod for pod in pods if _broke(pod)]
     if failed or broken:
         return _failed(job, pods, num_pods, now)
     lost = [one for one in failures_of(pods) if one.failure is FailureClass.NODE_LOST]
     if lost:
         # Nobody else will say so: the pod's phase stays Running, and the Job waits for it for ever.
-        return Standing(State.FAILED, job, pods, failure=classify(pods, FailureClass.NODE_LOST, lost[0].message))
+        return JobState(State.FAILED, job, pods, failure=classify(pods, FailureClass.NODE_LOST, lost[0].message))
     started = {pod.node_rank for pod in pods if pod.started is not None or pod.is_terminal}
     if len(started) < num_pods:
-        return Standing(State.WAITING, job, pods, pending=pending(job, pods, num_pods))
+        return JobState(State.WAITING, job, pods, pending=pending(job, pods, num_pods))
     overdue = [pod.deletion_due + OVERDUE_GRACE for pod in pods if pod.deletion_due is not None and not pod.is_terminal]
-    return Standing(State.RUNNING, job, pods, look_again=min((moment for moment in overdue if moment > now), default=None))
+    return JobState(State.RUNNING, job, pods, requeue_at=min((moment for moment in overdue if moment > now), default=None))
 
 
 def _belongs_to_earlier_life(pod: PodView, start: datetime | None) -> bool:
@@ -123,16 +123,16 @@ def _broke(pod: PodView) -> bool:
     return pod.phase == "Failed" or (pod.exit_code is not None and pod.exit_code != 0)
 
 
-def _succeeded(job: BatchJobView, pods: tuple[PodView, ...], now: datetime) -> Standing:
-    done = Standing(State.SUCCEEDED, job, pods)
+def _succeeded(job: BatchJobView, pods: tuple[PodView, ...], now: datetime) -> JobState:
+    done = JobState(State.SUCCEEDED, job, pods)
     since = next((one.since for one in job.conditions if one.type in ("Complete", "SuccessCriteriaMet")), None)
     if done.report is not None or since is None:
         return done
     until = since + timedelta(seconds=REPORT_GRACE_SECONDS)
-    return done if now >= until else Standing(State.RUNNING, job, pods, look_again=until)
+    return done if now >= until else JobState(State.RUNNING, job, pods, requeue_at=until)
 
 
-def _failed(job: BatchJobView, pods: tuple[PodView, ...], num_pods: int, now: datetime) -> Standing:
+def _failed(job: BatchJobView, pods: tuple[PodView, ...], num_pods: int, now: datetime) -> JobState:
     target = next((one for one in job.conditions if one.type in ("FailureTarget", "Failed")), None)
     disrupted = target is not None and target.reason == "PodFailurePolicy"
     failure = classify(
@@ -142,9 +142,9 @@ def _failed(job: BatchJobView, pods: tuple[PodView, ...], num_pods: int, now: da
     )
     known = failures_of(pods)
     if disrupted or (known and not known[0].is_echo):
-        return Standing(State.FAILED, job, pods, failure=failure)
+        return JobState(State.FAILED, job, pods, failure=failure)
     if len({pod.node_rank for pod in pods if pod.is_terminal}) >= num_pods:
-        return Standing(State.FAILED, job, pods, failure=failure)
+        return JobState(State.FAILED, job, pods, failure=failure)
     signs = [one.time for one in known] + ([target.since] if target is not None and target.since is not None else [])
     until = min(signs, default=now) + timedelta(seconds=EVIDENCE_GRACE_SECONDS)
     # A pod that does not end when it is told to is on a lost node, and that is the cause. Nothing is lost by waiting: the next
@@ -152,5 +152,5 @@ def _failed(job: BatchJobView, pods: tuple[PodView, ...], num_pods: int, now: da
     due = [pod.deletion_due for pod in pods if pod.deletion_due is not None and not pod.is_terminal]
     until = max([until, *(moment + OVERDUE_GRACE for moment in due)])
     if now >= until or not signs:
-        return Standing(State.FAILED, job, pods, failure=failure)
-    return Standing(State.FAILING, job, pods, look_again=until)
+        return JobState(State.FAILED, job, pods, failure=failure)
+    return JobState(State.FAILING, job, pods, requeue_at=until)

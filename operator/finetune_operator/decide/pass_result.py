@@ -29,7 +29,7 @@ EVENTS_OF_FINDINGS = 16
 
 
 @dataclass
-class Draft:
+class PassResult:
     """Collects the outcome of a pass over `job` at `now`."""
 
     job: JobView
@@ -40,7 +40,7 @@ class Draft:
     _ungates: list[Ungate] = field(default_factory=list)
     _creates: list[Create] = field(default_factory=list)
     _events: list[Emit] = field(default_factory=list)
-    _wake_after_seconds: float | None = None
+    _requeue_after_seconds: float | None = None
 
     def set(self, **values: Any) -> None:
         """Set fields of the status by their Python names; the values must be valid, nothing is parsed again."""
@@ -96,14 +96,14 @@ class Draft:
         """Emit an event, after the status is written."""
         self._events.append(Emit(kind, reason, message[:EVENT_LIMIT]))
 
-    def wake_after(self, seconds: float) -> None:
+    def requeue_after(self, seconds: float) -> None:
         """Look again after so many seconds at the latest."""
         seconds = max(seconds, 0.0)
-        self._wake_after_seconds = seconds if self._wake_after_seconds is None else min(self._wake_after_seconds, seconds)
+        self._requeue_after_seconds = seconds if self._requeue_after_seconds is None else min(self._requeue_after_seconds, seconds)
 
-    def wake_at(self, moment: datetime) -> None:
+    def requeue_at(self, moment: datetime) -> None:
         """Look again at a moment at the latest."""
-        self.wake_after((moment - self.now).total_seconds())
+        self.requeue_after((moment - self.now).total_seconds())
 
     def actions(self) -> Actions:
         """What was decided."""
@@ -116,7 +116,7 @@ class Draft:
             creates=tuple(self._creates),
             events=(*self._events, *map(_event, news[:EVENTS_OF_FINDINGS])),
             news=news,
-            requeue_after_seconds=self._wake_after_seconds,
+            requeue_after_seconds=self._requeue_after_seconds,
         )
 
     def _news(self) -> tuple[StatusFinding, ...]:

@@ -8,7 +8,7 @@ import pytest
 
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_job.names import Role
-from finetune_operator.decide.standing import Standing, State, standing
+from finetune_operator.decide.job_state import JobState, State, job_state
 from tests.support.builders import T0, ObservedBuilder, a_job, after, envelope, observing
 
 
@@ -20,12 +20,12 @@ def resumed() -> ObservedBuilder:
     return seen.pod(0, exit_code=exit_code, termination_message=report, deletion_requested=after(-200), gone=True)
 
 
-def stands(seen: ObservedBuilder) -> Standing:
-    return standing(seen.build(), Role.TRAIN, 0, 1, was_seen=True, now=T0)
+def job_state_of(seen: ObservedBuilder) -> JobState:
+    return job_state(seen.build(), Role.TRAIN, 0, 1, was_seen=True, now=T0)
 
 
 def test_a_job_that_goes_on_waits_for_its_new_pods() -> None:
-    found = stands(resumed())
+    found = job_state_of(resumed())
     assert (found.state, found.pods) == (State.WAITING, ())
 
 
@@ -33,25 +33,25 @@ def test_a_job_that_goes_on_waits_for_its_new_pods() -> None:
 def test_until_the_job_controller_starts_it_again_the_pods_of_its_earlier_life_say_nothing(ending: dict[str, bool]) -> None:
     seen = resumed()
     (earlier,) = seen.pods
-    found = stands(seen.but(pods=(replace(earlier, **ending),)).batch_job(start_time=None))
+    found = job_state_of(seen.but(pods=(replace(earlier, **ending),)).batch_job(start_time=None))
     assert (found.state, found.pods) == (State.WAITING, ())
 
 
 def test_a_pod_that_is_gone_without_a_word_belongs_to_the_life_before_the_start() -> None:
     seen = observing(a_job()).prepared().batch_job(start_time=None).pod(0, phase="Running", gone=True)
-    assert stands(seen).pods == ()
+    assert job_state_of(seen).pods == ()
 
 
 def test_pods_that_are_made_before_the_start_is_written_belong_to_this_life() -> None:
     seen = observing(a_job()).prepared().batch_job(start_time=None).pod(0)
-    found = stands(seen)
+    found = job_state_of(seen)
     assert (found.state, found.pods) == (State.WAITING, seen.pods)
 
 
 def test_a_pod_that_was_deleted_after_the_start_belongs_to_this_life() -> None:
     seen = resumed()
     (pod,) = seen.pods
-    found = stands(seen.batch_job(start_time=after(-300)))
+    found = job_state_of(seen.batch_job(start_time=after(-300)))
     assert found.pods == (pod,)
 
 
@@ -59,7 +59,7 @@ def test_what_ended_the_earlier_life_is_not_the_cause_of_a_failure_in_this_one()
     seen = resumed()
     (earlier,) = seen.pods
     now = seen.but(pods=()).failed_pod(0, FailureClass.INTERNAL).batch_job("FailureTarget", start_time=after(-100))
-    found = stands(now.but(pods=(earlier, *now.pods)))
+    found = job_state_of(now.but(pods=(earlier, *now.pods)))
     assert found.failure is not None
     assert (found.state, found.failure.failure) == (State.FAILED, FailureClass.INTERNAL)
     assert found.pods == now.pods
@@ -69,13 +69,13 @@ def test_what_ended_the_earlier_life_is_not_the_cause_of_a_failure_in_this_one()
 def test_a_job_that_failed_is_failed_although_a_queue_has_suspended_it(condition: str) -> None:
     """A queue that takes its room back sets `suspend` on it. Nobody would ever let it go on: it has ended."""
     seen = observing(a_job()).prepared().failed_pod(0, FailureClass.INTERNAL).batch_job(condition, suspended=True)
-    found = stands(seen)
+    found = job_state_of(seen)
     assert found.failure is not None
     assert (found.state, found.failure.failure) == (State.FAILED, FailureClass.INTERNAL)
 
 
 def test_a_job_that_has_not_failed_waits_in_its_queue() -> None:
-    found = stands(observing(a_job()).prepared().batch_job(suspended=True))
+    found = job_state_of(observing(a_job()).prepared().batch_job(suspended=True))
     assert found.state is State.QUEUED
     assert found.pending is not None
     assert found.pending.is_capacity
