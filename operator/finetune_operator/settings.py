@@ -1,4 +1,4 @@
-"""What the operator can be told, and the its time-outs and limits, each with its reason."""
+"""What the operator can be told, and its time-outs and limits, each with its reason."""
 
 from __future__ import annotations
 
