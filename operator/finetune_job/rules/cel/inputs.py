@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune_job.api.base import HUB_DATASETS
-from finetune_job.rules.admission.condition import Condition
+from finetune_job.rules.cel.condition import Condition
 
 _DATA = ("data.datasets[]", "data.validation")
 """Where records are named beside `data` itself, whose source counts only without datasets."""

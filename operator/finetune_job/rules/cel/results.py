@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune_job.api.base import HUB_DATASETS
-from finetune_job.rules.admission.condition import Condition, at_most_one
+from finetune_job.rules.cel.condition import Condition, at_most_one
 from finetune_job.rules.rule import UNREADABLE
 
 _HAS_HELD_OUT = "has(self.data.validation)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune_job.methods import Family
-from finetune_job.rules.admission.condition import Condition, at_most_one, below_one, kinds, words
+from finetune_job.rules.cel.condition import Condition, at_most_one, below_one, kinds, words
 from finetune_job.rules.effective import LEAF_CLASSES
 
 _FSDP = "parallelism.fsdp"

@@ -7,9 +7,9 @@ Conditions stay cheap: the API server counts the cost of the longest lists and t
 
 from __future__ import annotations
 
-from finetune_job.rules.admission import inputs, methods, results, run
-from finetune_job.rules.admission.condition import Condition
-from finetune_job.rules.admission.transition import CANCELLED, FROZEN, TRANSITIONS, Transition
+from finetune_job.rules.cel import inputs, methods, results, run
+from finetune_job.rules.cel.condition import Condition
+from finetune_job.rules.cel.transition import CANCELLED, FROZEN, TRANSITIONS, Transition
 from finetune_job.rules.rule import Rule
 
 __all__ = ["CANCELLED", "CONDITIONS", "FROZEN", "TRANSITIONS", "Condition", "Transition", "conditions_of"]

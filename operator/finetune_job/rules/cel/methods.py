@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune_job.methods import METHODS, Family
-from finetune_job.rules.admission.condition import Condition, is_below_one, kinds, words
+from finetune_job.rules.cel.condition import Condition, is_below_one, kinds, words
 from finetune_job.rules.method_configuration.lora import REFUSED_INITS
 
 _NOT_SUPPORTED = words([str(kind) for kind, method in METHODS.items() if method.refused])
