@@ -226,8 +226,8 @@ def explain(
     """Show what a rule refuses or warns of, on what evidence, and how to see the failure; or list all rules."""
     from finetune_cli.commands.explain import explain as explain_rule
     from finetune_cli.render.text import rule_text, rules_text, transition_text
-    from finetune_job.rules.admission import Transition
     from finetune_job.rules.book import RULES
+    from finetune_job.rules.cel import Transition
     from finetune_job.rules.rule import UNREADABLE, Rule
 
     if rule is None:

@@ -1,224 +1,262 @@
-"""Edits of a YAML text that leave everything else as it stands: comments, order, quotes, blank lines.
+"""Change one document of a YAML text; its comments, order, quotes and block style stay, and so do the other documents.
 
-Each edit is made in the text at the marks of the parser and checked by reading the text again; where it does not read as wanted
-(aliases, tags, a layout that is not known here), the one document is written anew and the others still stand as they were.
+ruamel.yaml keeps the layout. What a word without quotes means is for `documents` alone to say: here it is text from reading to
+writing. Every text is read by `documents` first, whose bounds hold, therefore, for what reaches ruamel.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import CommentMark, YAMLError
+from ruamel.yaml.resolver import VersionedResolver
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
+from ruamel.yaml.tokens import CommentToken
 
-from finetune_cli.documents import RESOLVERS, DocumentError, Loader, read_documents
+from finetune_cli.documents import DocumentError, Loader, read_documents
 
-_INDENT = 2
-_WIDTH = 10_000
+_WIDTH = 10_000_000
+"""Characters; no line is broken."""
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_JSON_INDENT = re.compile(r"\{\n( +)")
+_CHILD = re.compile(r"^( *)[^\s#-][^\n]*:[ \t]*(?:#[^\n]*)?\r?\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*+(?=( *)(- +|[^\s-]))", re.MULTILINE)
+"""A key with nothing but comments behind it, and the begin of its value on a later line."""
+_UNKNOWN_LAYOUT = (YAMLError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
+"""What ruamel raises for layouts that it does not know, and tags, aliases and merge keys for changes that do not fit them."""
 
 
-@dataclass(frozen=True)
-class Edit:
-    """One difference between two objects."""
-
-    path: tuple[str, ...]
-    value: Any
-    """New value; None removes the key."""
-
-
-def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Edit]:
-    """Edits that turn one object into the other. Lists and values are replaced whole."""
-    edits = [Edit((*path, key), None) for key in before if key not in after]
-    for key, value in after.items():
-        old = before.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and old and value:
-            edits += differences(old, value, (*path, key))
-        elif key not in before or old != value or type(old) is not type(value):
-            edits.append(Edit((*path, key), value))
-    return edits
+class _WordsAreText(VersionedResolver):
+    @property
+    def versioned_resolver(self) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+        return {"": [("tag:yaml.org,2002:null", re.compile(""))]}
 
 
 def edited(text: str, number: int, wanted: dict[str, Any]) -> str:
-    """The text with document `number` (from 1) reading as `wanted`."""
-    current: Mapping[str, Any] = next(document.content for document in read_documents(text) if document.number == number)
-    for edit in differences(current, wanted):
-        try:
-            candidate = _with_edit(text, number, edit)
-        except (_UnknownLayoutError, yaml.YAMLError):
-            return written_anew(text, number, wanted)
-        current = _after(current, edit)
-        if not _reads_as(candidate, text, number, current):
-            return written_anew(text, number, wanted)
-        text = candidate
-    return text
+    """Return the text with document `number` (from 1) changed so that it reads as `wanted`.
+
+    If the layout does not allow the change (an alias, a merge key), this document is written without its comments.
+
+    Raises:
+        DocumentError: the text is not readable, or exceeds the bounds of manifests.
+    """
+    contents = {document.number: document.content for document in read_documents(text)}
+    start, end = _span(text, number)
+    head, tail = text[:start], text[end:]
+    if head.rpartition("\n")[2] and not text.startswith("{", start):
+        # What is read behind `--- !!map` is written without the tag, and needs a line of its own behind ---.
+        head += "\n"
+    changed = head + _changed(text[start:end], contents[number], wanted) + tail
+    if _reads_as(changed, contents | {number: wanted}):
+        return changed
+    return f"{head}{_dumped(_new(wanted), '')}\n{tail}"
 
 
-class _UnknownLayoutError(Exception):
-    """This place cannot be edited in the text."""
+def _span(text: str, number: int) -> tuple[int, int]:
+    """Begin and end of a document's content, in characters: behind its `---`, with the comments that follow."""
+    count, start = 0, -1
+    for event in yaml.parse(text, Loader=Loader):
+        mark: Any = event.start_mark
+        if isinstance(event, yaml.DocumentStartEvent):
+            count, start = count + 1, -1
+        elif count == number and isinstance(event, yaml.DocumentEndEvent):
+            return start, mark.index
+        elif count == number and start < 0:
+            start = mark.index
+            line = text[:start].rpartition("\n")[2]
+            start -= 0 if line.strip() else len(line)
+    raise ValueError(f"the text has no document {number}")
 
 
-class _MarkLoader(yaml.SafeLoader):
-    """Python's own, whose marks count characters of the text."""
-
-
-_MarkLoader.yaml_implicit_resolvers = RESOLVERS
-
-
-class _Dumper(yaml.SafeDumper):
-    """Puts everything in quotes that would be read as something else than text."""
-
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the base class names it
-        return True
-
-
-_Dumper.yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
-
-
-def _root(text: str, number: int) -> yaml.MappingNode:
-    roots = list(yaml.compose_all(text, Loader=_MarkLoader))
-    root = roots[number - 1]
-    if not isinstance(root, yaml.MappingNode):
-        raise _UnknownLayoutError
-    return root
-
-
-def _after(content: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
-    first, *rest = edit.path
-    copied = dict(content)
-    if rest:
-        inner = copied.get(first)
-        copied[first] = _after(inner if isinstance(inner, Mapping) else {}, Edit(tuple(rest), edit.value))
-    elif edit.value is None:
-        copied.pop(first, None)
-    else:
-        copied[first] = edit.value
-    return copied
-
-
-def _reads_as(candidate: str, text: str, number: int, wanted: Mapping[str, Any]) -> bool:
+def _changed(chunk: str, before: Mapping[str, Any], wanted: dict[str, Any]) -> str:
+    """The text of one document after the change; without a warranty that it reads as wanted."""
     try:
-        after = {document.number: document.content for document in read_documents(candidate)}
+        return _changed_json(chunk, wanted)
+    except ValueError:
+        pass
+    try:
+        root = _round_trip(chunk).load(chunk)
+        _change(root, before, wanted)
+        return _dumped(root, chunk)
+    except _UNKNOWN_LAYOUT:
+        return chunk
+
+
+def _changed_json(chunk: str, wanted: dict[str, Any]) -> str:
+    """The same of JSON, whose line breaks ruamel would lose. Raises ValueError if the document is something else."""
+    json.loads(chunk)
+    indent = _JSON_INDENT.match(chunk)
+    tail = chunk[len(chunk.rstrip()) :]
+    return json.dumps(wanted, indent=len(indent[1]) if indent else None, ensure_ascii=False) + tail
+
+
+def _round_trip(chunk: str) -> YAML:
+    """Reader and writer with the indentation of a text."""
+    mapping, sequence, dash = _indentation(chunk)
+    made = YAML()
+    made.Resolver = _WordsAreText
+    made.preserve_quotes = True
+    made.width = _WIDTH
+    made.indent(mapping=mapping, sequence=sequence, offset=dash)
+    return made
+
+
+def _indentation(chunk: str) -> tuple[int, int, int]:
+    """Columns by which mappings, items of lists and their dashes are indented; of each, the first in the text."""
+    mapping, dash, sequence = 2, 0, 2
+    children = [(len(child[2]) - len(child[1]), child[3]) for child in _CHILD.finditer(chunk)]
+    for column, begin in reversed(children):
+        if begin.startswith("-"):
+            dash, sequence = column, column + len(begin)
+        elif column > 0:
+            mapping = column
+    return mapping, sequence, dash
+
+
+def _dumped(root: Any, layout: str) -> str:
+    """A document as text, in the indentation and with the line ends of `layout`."""
+    stream = io.StringIO()
+    _round_trip(layout).dump(root, stream)
+    written = stream.getvalue()
+    if layout[-1:] != "\n":
+        written = written.removesuffix("\n")
+    return written.replace("\n", "\r\n") if "\r\n" in layout else written
+
+
+def _reads_as(text: str, contents: Mapping[int, Any]) -> bool:
+    try:
+        found = {document.number: document.content for document in read_documents(text)}
     except DocumentError:
         return False
-    before = {document.number: document.content for document in read_documents(text)}
-    return json.dumps(after, sort_keys=True) == json.dumps(before | {number: wanted}, sort_keys=True)
+    return json.dumps(found, sort_keys=True) == json.dumps(contents, sort_keys=True)
 
 
-def _with_edit(text: str, number: int, edit: Edit) -> str:
-    node = _root(text, number)
-    *parents, last = edit.path
-    for name in parents:
-        _, inner = _entry(node, name)
-        if not isinstance(inner, yaml.MappingNode):
-            raise _UnknownLayoutError
-        node = inner
-    position = next((place for place, (key, _) in enumerate(node.value) if key.value == last), None)
-    if position is None:
-        return _inserted(text, node, last, edit.value)
-    if edit.value is None:
-        return _removed(text, node, position)
-    key, value = node.value[position]
-    return _replaced(text, key, value, edit.value)
+def _change(node: Any, before: Any, after: Any) -> None:
+    """Make a node that reads as `before` read as `after`."""
+    if isinstance(before, list):
+        for index, (old, new) in enumerate(zip(before, after, strict=True)):
+            _change_entry(node, index, old, new)
+        return
+    for key, new in after.items():
+        if key not in before:
+            _add(node, key, new)
+        else:
+            _change_entry(node, key, before[key], new)
+    for key in before:
+        if key not in after:
+            _remove(node, key)
 
 
-def _entry(node: yaml.MappingNode, name: str) -> tuple[yaml.Node, yaml.Node]:
-    for key, value in node.value:
-        if key.value == name:
-            return key, value
-    raise _UnknownLayoutError
+def _change_entry(node: Any, key: Any, old: Any, new: Any) -> None:
+    # Compared as text: 1 is neither true nor 1.0.
+    if json.dumps(old, sort_keys=True) == json.dumps(new, sort_keys=True):
+        return
+    is_inside = bool(old) and bool(new) and type(old) is type(new)
+    if is_inside and (isinstance(old, dict) or (isinstance(old, list) and len(old) == len(new))):
+        _change(node[key], old, new)
+        return
+    following = _take_following(node, key)
+    _keep_comment_of_line(node, key)
+    node[key] = _new(new)
+    _put_following(node, key, following)
 
 
-def _end(node: yaml.Node) -> int:
-    """Where the text of a node ends; a block's own mark stands behind the comments that follow it."""
-    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
-        last = node.value[-1]
-        return _end(last[1] if isinstance(last, tuple) else last)
-    end: int = node.end_mark.index
-    return end
+def _keep_comment_of_line(node: Any, key: Any) -> None:
+    """Drop the comments between a key and the first entry of its value."""
+    token = _token(node, key)
+    if token is not None:
+        token.value = token.value.partition("\n")[0] + "\n"
+    if isinstance(node, CommentedMap) and key in node.ca.items:
+        node.ca.items[key][3] = None
 
 
-def _replaced(text: str, key: yaml.Node, value: yaml.Node, new: Any) -> str:
-    start, end = value.start_mark.index, _end(value)
-    if isinstance(value, yaml.ScalarNode) and value.style in ("|", ">"):
-        end = len(text[:end].rstrip())
-    if start == end or value.start_mark.line != key.start_mark.line:
-        return f"{text[: key.end_mark.index]}: {_flow(new)}{text[end:]}"
-    return f"{text[:start]}{_flow(new)}{text[end:]}"
+def _add(node: CommentedMap, key: str, value: Any) -> None:
+    last = next(reversed(node), None)
+    following = "" if last is None else _take_following(node, last)
+    node[_scalar(key)] = _new(value)
+    _put_following(node, key, following)
 
 
-def _removed(text: str, node: yaml.MappingNode, position: int) -> str:
-    key, value = node.value[position]
-    if len(node.value) == 1:
-        return f"{text[: node.start_mark.index]}{{}}{text[_end(node) :]}"
-    if node.flow_style:
-        if position + 1 < len(node.value):
-            return text[: key.start_mark.index] + text[node.value[position + 1][0].start_mark.index :]
-        return text[: _end(node.value[position - 1][1])] + text[_end(value) :]
-    begin = key.start_mark.index - key.start_mark.column
-    if text[begin : key.start_mark.index].strip():
-        raise _UnknownLayoutError
-    return text[:begin] + text[_line_end(text, max(_end(value), key.end_mark.index)) :]
+def _remove(node: CommentedMap, key: str) -> None:
+    keys = list(node)
+    position = keys.index(key)
+    following = _take_following(node, key)
+    del node[key]
+    node.ca.items.pop(key, None)
+    if position > 0:
+        _put_following(node, keys[position - 1], following)
+    elif following and len(keys) > 1:
+        first = node.ca.items.setdefault(keys[1], [None, None, None, None])
+        first[1] = [CommentToken(following, CommentMark(0), None), *(first[1] or [])]
 
 
-def _inserted(text: str, node: yaml.MappingNode, name: str, value: Any) -> str:
-    if node.flow_style or not node.value:
-        end = node.end_mark.index - 1
-        if text[end : end + 1] != "}":
-            raise _UnknownLayoutError
-        head = text[:end].rstrip()
-        comma = "" if head.endswith(("{", ",")) else ", "
-        return f"{head}{comma}{_flow(name)}: {_flow(value)}{text[end:]}"
-    indent = " " * node.value[0][0].start_mark.column
-    end = _line_end(text, max(_end(node), node.value[-1][0].end_mark.index))
-    head = text[:end] if text[:end].endswith("\n") else f"{text[:end]}\n"
-    lines = "".join(f"{indent}{line}\n" for line in _block(name, value))
-    return f"{head}{lines}{text[end:]}"
+# ruamel keeps the comments behind an entry in one token: the rest of its line, and the lines down to the next entry. Those lines
+# belong to the next entry, so that they have to leave an entry that is removed, replaced or no longer the last.
 
 
-def _line_end(text: str, index: int) -> int:
-    if text[index - 1 : index] == "\n":
-        return index
-    end = text.find("\n", index)
-    return len(text) if end < 0 else end + 1
+def _token(node: Any, key: Any) -> Any:
+    found = node.ca.items.get(key)
+    return None if found is None else found[0 if isinstance(node, CommentedSeq) else 2]
 
 
-def _block(name: str, value: Any) -> list[str]:
-    if isinstance(value, Mapping) and value:
-        inner = [line for key, each in value.items() for line in _block(key, each)]
-        return [f"{_flow(name)}:", *(" " * _INDENT + line for line in inner)]
-    return [f"{_flow(name)}: {_flow(value)}"]
+def _last_entry(node: Any, key: Any) -> tuple[Any, Any]:
+    """The entry in which the text of an entry ends."""
+    value = node[key]
+    while isinstance(value, CommentedMap | CommentedSeq) and value and not value.fa.flow_style():
+        node, key = value, (next(reversed(value)) if isinstance(value, CommentedMap) else len(value) - 1)
+        value = node[key]
+    return node, key
 
 
-def _flow(value: Any) -> str:
-    """A value on one line."""
-    match value:
-        case str():
-            return value if _PLAIN.fullmatch(value) and _is_read_as_text(value) else json.dumps(value, ensure_ascii=False)
-        case Mapping():
-            return "{" + ", ".join(f"{_flow(key)}: {_flow(inner)}" for key, inner in value.items()) + "}"
-        case Sequence():
-            return "[" + ", ".join(map(_flow, value)) + "]"
-        case _:
-            return json.dumps(value)
-
-
-def _is_read_as_text(value: str) -> bool:
-    return isinstance(yaml.load(value, Loader=Loader), str)  # noqa: S506 - a subclass of the safe loader
-
-
-def written_anew(text: str, number: int, wanted: dict[str, Any]) -> str:
-    """The document alone written anew in the place of the old one; all of them where Python's parser does not read the text."""
-    try:
-        root = _root(text, number)
-    except yaml.YAMLError:
-        contents = [wanted if document.number == number else document.content for document in read_documents(text)]
-        return str(yaml.dump_all(contents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_WIDTH))
-    if root.flow_style:
-        written = json.dumps(wanted, indent=_INDENT, ensure_ascii=False)
+def _take_following(node: Any, key: Any) -> str:
+    """Remove and return the lines of comments behind an entry."""
+    node, key = _last_entry(node, key)
+    token = _token(node, key)
+    if token is None:
+        return ""
+    head, line_end, following = token.value.partition("\n")
+    if isinstance(node[key], LiteralScalarString):
+        head, line_end, following = "", "", token.value
+    if head:
+        token.value = head + line_end
     else:
-        written = yaml.dump(wanted, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_WIDTH)
-    return f"{text[: root.start_mark.index]}{written}{text[root.end_mark.index :]}"
+        node.ca.items[key][0 if isinstance(node, CommentedSeq) else 2] = None
+    return str(following)
+
+
+def _put_following(node: Any, key: Any, following: str) -> None:
+    """Append lines of comments behind an entry."""
+    if not following:
+        return
+    node, key = _last_entry(node, key)
+    token = _token(node, key)
+    if token is not None:
+        token.value += following
+        return
+    begin = "" if isinstance(node[key], LiteralScalarString) else "\n"
+    place = node.ca.items.setdefault(key, [None, None, None, None])
+    place[0 if isinstance(node, CommentedSeq) else 2] = CommentToken(begin + following, CommentMark(0), None)
+
+
+def _new(value: Any) -> Any:
+    """A value as ruamel writes it: mappings in block style, lists on one line."""
+    if isinstance(value, Mapping):
+        return CommentedMap((_scalar(key), _new(inner)) for key, inner in value.items())
+    if isinstance(value, list):
+        items = CommentedSeq(map(_new, value))
+        items.fa.set_flow_style()
+        return items
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    if not isinstance(value, str):
+        return json.dumps(value)
+    is_plain = _PLAIN.fullmatch(value) and isinstance(yaml.load(value, Loader=Loader), str)  # noqa: S506 - a safe loader
+    return value if is_plain else DoubleQuotedScalarString(value)

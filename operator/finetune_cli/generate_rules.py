@@ -8,8 +8,8 @@ from collections import Counter
 from importlib import import_module
 
 from finetune_job.methods import METHODS, Method
-from finetune_job.rules.admission import TRANSITIONS, conditions_of
 from finetune_job.rules.book import RULES
+from finetune_job.rules.cel import TRANSITIONS, conditions_of
 from finetune_job.rules.rule import Rule
 from finetune_job.rules.versions import FSDP_FIELDS, FsdpField
 

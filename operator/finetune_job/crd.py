@@ -27,8 +27,8 @@ from finetune_job.names import (
     PROFILE_PLURAL,
     VERSION,
 )
-from finetune_job.rules.admission import CANCELLED, CONDITIONS, FROZEN
 from finetune_job.rules.book import rule_by_id
+from finetune_job.rules.cel import CANCELLED, CONDITIONS, FROZEN
 from finetune_job.rules.rule import UNREADABLE
 
 Schema = dict[str, Any]

@@ -12,8 +12,8 @@ from finetune_cli.manifest import parse_job
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.crd import KEY_LENGTH
 from finetune_job.names import API_VERSION, JOB_KIND, PROFILE_KIND
-from finetune_job.rules.admission import CONDITIONS
 from finetune_job.rules.book import evaluate
+from finetune_job.rules.cel import CONDITIONS
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.rule import UNREADABLE
 from tests.integration.conftest import Installed

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune_cli.checks.validate import Profiles, judge, known_profiles
 from finetune_cli.documents import Document, DocumentError, is_list, read_documents
-from finetune_cli.edit_yaml import edited, written_anew
+from finetune_cli.edit_yaml import edited
 from finetune_cli.manifest import parse_job
 from finetune_job.names import JOB_KIND
 from finetune_job.rules.book import rule_by_id
@@ -41,9 +41,7 @@ def fix(files: Sequence[tuple[str, str]], profile: str | None = None) -> list[Fi
         for document in group:
             content = _fixed(document.content, profiles, file.made)
             if content != document.content:
-                # Edits replace lists whole, which would put all objects of a list on one line.
-                edit = written_anew if is_list(content) else edited
-                file.text = edit(file.text, document.number, content)
+                file.text = edited(file.text, document.number, content)
     return fixed
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 
-from finetune_job.rules.admission import TRANSITIONS, Transition
 from finetune_job.rules.book import RULES, rule_by_id
+from finetune_job.rules.cel import TRANSITIONS, Transition
 from finetune_job.rules.rule import Rule
 
 

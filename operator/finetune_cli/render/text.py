@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from finetune_cli.checks.validate import Outcome, Report, Verdict
 from finetune_job.plan.run_plan import Choice
-from finetune_job.rules.admission import Transition, conditions_of
+from finetune_job.rules.cel import Transition, conditions_of
 from finetune_job.rules.changes import changes_text
 from finetune_job.rules.define import shown
 from finetune_job.rules.rule import Finding, Rule

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 from finetune_job.api.data import DataFormat, LossOn
 from finetune_job.plan.sources import named_sources
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.ranges import Bounds
 from finetune_job.rules.rule import Reproduction
 
 _SOURCE = "data.source"
@@ -18,8 +17,8 @@ _FORMAT = "data.format"
 _TEMPLATE = "data.chatTemplate"
 _LOSS_ON = "data.lossOn"
 
-_LARGEST_WEIGHT = 100
-"""Occurrences of a record in one pass; beyond it a run only repeats itself."""
+WEIGHTS = Bounds(((">", 0.0), ("<=", 100.0)))
+"""Occurrences of a record in one pass; beyond them a run only repeats itself."""
 _UNKNOWN_SOURCE = "pvc://data/train.jsonl"
 """Stands where only the user can know the place."""
 
@@ -122,7 +121,7 @@ def assistant_loss_without_chat(context: RuleContext) -> Problem | None:
 )
 def dataset_weight_range(context: RuleContext) -> Problem | None:
     datasets = context.spec.data.datasets or []
-    is_wrong = [not 0 < Decimal(dataset.weight) <= _LARGEST_WEIGHT for dataset in datasets]
+    is_wrong = [not WEIGHTS.hold(dataset.weight) for dataset in datasets]
     if not any(is_wrong):
         return None
     number = is_wrong.index(True)
@@ -130,8 +129,7 @@ def dataset_weight_range(context: RuleContext) -> Problem | None:
     return Problem(
         field=_DATASETS,
         value=datasets[number].weight,
-        message=f"weight of {_DATASETS}[{number}], {datasets[number].source}: a record occurs more than 0 and at most "
-        f"{_LARGEST_WEIGHT} times in a pass",
+        message=f"weight of {_DATASETS}[{number}], {datasets[number].source}: a record occurs {WEIGHTS} times in a pass",
         fix='write a weight such as "2" (each record twice) or "0.5" (every other record), or remove the data set',
         changes={
             _DATASETS: [{**dataset, "weight": "1"} if wrong else dataset for dataset, wrong in zip(written, is_wrong, strict=True)]

@@ -72,8 +72,12 @@ def rule(
     speaks_of: Speaks = "ours",
     is_weighed: bool = False,
     in_preflight: str = "",
+    module: str = "",
 ) -> Callable[[Check], Rule]:
-    """Turn a check function into a `Rule`. `reads`: paths under `spec`."""
+    """Turn a check function into a `Rule`.
+
+    `reads`: paths under `spec`. `module`: the topic module of the rule, if its check is made elsewhere, from a row of a table.
+    """
 
     def made(check: Check) -> Rule:
         def find(context: RuleContext) -> Finding | None:
@@ -88,7 +92,7 @@ def rule(
             sources=sources,
             holds_for=holds_for,
             check=find,
-            topic=check.__module__.removeprefix(f"{_BOOK}.").partition(".")[0],
+            topic=(module or check.__module__).removeprefix(f"{_BOOK}.").partition(".")[0],
             reproduction=reproduction,
             speaks_of=speaks_of,
             is_weighed=is_weighed,

@@ -4,38 +4,13 @@ from __future__ import annotations
 
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.no_effect import NoEffect, no_effect_rules
 from finetune_job.rules.rule import Reproduction
 
 _EVERY = "evaluation.everySteps"
 _STOPPING = "evaluation.earlyStopping"
 _VALIDATION = "data.validation"
 _STEPS = "training.maxSteps"
-_API = ("this product's API",)
-
-
-@rule(
-    "evaluation-without-validation",
-    "Evaluation needs held-out records",
-    severity="warning",
-    reads=(_EVERY, _VALIDATION),
-    sources=_API,
-    reproduction=Reproduction(
-        "tests/pitfalls/test_results.py::test_without_held_out_records_nothing_is_evaluated",
-        "no error: the run's history holds no evaluation",
-    ),
-    holds_for=OURS,
-)
-def evaluation_without_validation(context: RuleContext) -> Problem | None:
-    every = context.spec.evaluation.every_steps
-    if every is None or context.spec.data.validation is not None:
-        return None
-    return Problem(
-        field=_EVERY,
-        value=every,
-        message="NoEffect: there are no held-out records to evaluate on",
-        fix=f"set {_VALIDATION}.source, or remove {_EVERY}",
-        changes={_EVERY: None},
-    )
 
 
 @rule(
@@ -99,8 +74,19 @@ def early_stopping_after_the_end(context: RuleContext) -> Problem | None:
     )
 
 
-RULES = (
-    evaluation_without_validation,
-    early_stopping_without_evaluation,
-    early_stopping_after_the_end,
+NO_EFFECT = (
+    NoEffect(
+        "evaluation-without-validation",
+        "Evaluation needs held-out records",
+        (_EVERY,),
+        (_VALIDATION,),
+        lambda context: context.spec.data.validation is None,
+        "there are no held-out records to evaluate on",
+        Reproduction(
+            "tests/pitfalls/test_results.py::test_without_held_out_records_nothing_is_evaluated",
+            "no error: the run's history holds no evaluation",
+        ),
+        f"set {_VALIDATION}.source",
+    ),
 )
+RULES = (*no_effect_rules(__name__, NO_EFFECT), early_stopping_without_evaluation, early_stopping_after_the_end)

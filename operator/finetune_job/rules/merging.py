@@ -11,6 +11,7 @@ from finetune_job.api.output import MergeBase
 from finetune_job.methods import METHODS, Family
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule, shown
+from finetune_job.rules.ranges import AT_MOST_1, Range, range_rules
 from finetune_job.rules.rule import Reproduction
 
 _TYPE = "method.type"
@@ -20,7 +21,6 @@ _MERGED = "this product: tests/unit/trainer_merge/test_methods.py"
 _PEFT = "peft 0.21"
 _BASE = "merge.base"
 _DTYPE = "merge.dtype"
-_AGREEMENT = "merge.verify.minTop1Agreement"
 _DIVERGENCE = "merge.verify.maxKlDivergence"
 _LEAST_DIVERGENCE = Decimal("1e-17")
 """Right merges into float32, which rounds least, of models of two layers after three steps have 1e-16 to 6e-16."""
@@ -89,30 +89,6 @@ def merge_dtype_overflow(context: RuleContext) -> Problem | None:
         message=f"weights and, later, activations of a {spec.model.dtype} model can exceed 65504, the largest float16 number",
         fix=f"remove {_DTYPE}: the merged model then has the base's own type",
         changes={_DTYPE: None},
-    )
-
-
-@rule(
-    "verification-agreement-range",
-    "Agreement is a share",
-    reads=(_AGREEMENT,),
-    sources=("this product's API",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_results.py::test_no_merged_model_agrees_more_than_always",
-        "VerificationError: the most likely token agrees at 100.00%; required is 200.00%",
-    ),
-    holds_for=OURS,
-)
-def verification_agreement_range(context: RuleContext) -> Problem | None:
-    written = context.spec.merge.verify.min_top1_agreement
-    if written is None or Decimal(written) <= 1:
-        return None
-    return Problem(
-        field=_AGREEMENT,
-        value=written,
-        message="the agreement is a share of positions and never exceeds 1, so every merged model would be refused",
-        fix=f'write a share such as "0.95", or remove {_AGREEMENT}',
-        changes={_AGREEMENT: None},
     )
 
 
@@ -220,10 +196,26 @@ def merge_while_sharded(context: RuleContext) -> Problem | None:
     )
 
 
+RANGES = (
+    Range(
+        "verification-agreement-range",
+        "Agreement is a share",
+        ("merge.verify.minTop1Agreement",),
+        AT_MOST_1,
+        "the agreement is a share of positions and never exceeds 1, so every merged model would be refused",
+        'a share such as "0.95"',
+        ("this product's API",),
+        OURS,
+        Reproduction(
+            "tests/pitfalls/test_results.py::test_no_merged_model_agrees_more_than_always",
+            "VerificationError: the most likely token agrees at 100.00%; required is 200.00%",
+        ),
+    ),
+)
 RULES = (
     method_merge_setting,
     merge_dtype_overflow,
-    verification_agreement_range,
+    *range_rules(__name__, RANGES),
     verification_divergence_zero,
     merge_into_quantized,
     merge_dequantized_without_qlora,

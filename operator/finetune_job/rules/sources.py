@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
 from finetune_job.api.base import HUB_DATASETS, BucketPath, ClaimPath, HubPath, parse_source
-from finetune_job.api.fetch import SecretKeyRef, SecretRef
 from finetune_job.plan.sources import NamedSource, named_sources, training_sets
 from finetune_job.rules.allowed import is_allowed
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.no_effect import SAME_PLAN, NoEffect, no_effect_rules
 from finetune_job.rules.rule import Reproduction
 
 _DATASETS = "data.datasets"
@@ -248,53 +248,6 @@ def source_not_allowed(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "no-effect-hub-token",
-    "A Hub token is for hf:// sources",
-    severity="warning",
-    reads=("fetch.hubTokenSecretRef", *SOURCES),
-    sources=("this product's API",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
-        "no error: the run's plan is the same with and without it",
-    ),
-    holds_for=OURS,
-)
-def no_effect_hub_token(context: RuleContext) -> Problem | None:
-    return _unused(context, "fetch.hubTokenSecretRef", context.spec.fetch.hub_token_secret_ref, HubPath)
-
-
-@rule(
-    "no-effect-s3-secret",
-    "S3 keys are for s3:// sources",
-    severity="warning",
-    reads=("fetch.s3SecretRef", *SOURCES),
-    sources=("this product's API",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
-        "no error: the run's plan is the same with and without it",
-    ),
-    holds_for=OURS,
-)
-def no_effect_s3_secret(context: RuleContext) -> Problem | None:
-    return _unused(context, "fetch.s3SecretRef", context.spec.fetch.s3_secret_ref, BucketPath)
-
-
-def _unused(
-    context: RuleContext, path: str, secret: SecretKeyRef | SecretRef | None, kind: type[HubPath] | type[BucketPath]
-) -> Problem | None:
-    scheme = "hf://" if kind is HubPath else "s3://"
-    if secret is None or any(isinstance(parse_source(named.source), kind) for named in named_sources(context.spec)):
-        return None
-    return Problem(
-        field=path,
-        value=secret.name,
-        message=f"NoEffect: no source begins with {scheme}",
-        fix=f"remove {path}",
-        changes={path: None},
-    )
-
-
-@rule(
     "remote-code-not-allowed",
     "The profile does not let a model's own code run",
     reads=(_ALLOW,),
@@ -317,6 +270,30 @@ def remote_code_not_allowed(context: RuleContext) -> Problem | None:
     )
 
 
+def _no_source_is(kind: type[HubPath] | type[BucketPath]) -> Callable[[RuleContext], bool]:
+    return lambda context: not any(isinstance(parse_source(named.source), kind) for named in named_sources(context.spec))
+
+
+NO_EFFECT = (
+    NoEffect(
+        "no-effect-hub-token",
+        "A Hub token is for hf:// sources",
+        ("fetch.hubTokenSecretRef",),
+        SOURCES,
+        _no_source_is(HubPath),
+        "no source begins with hf://",
+        SAME_PLAN,
+    ),
+    NoEffect(
+        "no-effect-s3-secret",
+        "S3 keys are for s3:// sources",
+        ("fetch.s3SecretRef",),
+        SOURCES,
+        _no_source_is(BucketPath),
+        "no source begins with s3://",
+        SAME_PLAN,
+    ),
+)
 RULES = (
     hub_source_without_revision,
     revision_without_hub_source,
@@ -324,7 +301,6 @@ RULES = (
     model_source_inside_repository,
     data_source_is_model,
     source_not_allowed,
-    no_effect_hub_token,
-    no_effect_s3_secret,
+    *no_effect_rules(__name__, NO_EFFECT),
     remote_code_not_allowed,
 )

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from finetune_job.api.base import ClaimPath, parse_source
-from finetune_job.api.output import RetainPolicy
 from finetune_job.plan.sources import named_sources
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.no_effect import NoEffect, no_effect_rules
 from finetune_job.rules.rule import Reproduction
 
 _CLAIM = "workspace.claimName"
 _TEMPLATE = "workspace.volumeClaimTemplate"
-_RETAIN = "workspace.retain"
 
 
 def _made(context: RuleContext) -> dict[str, Any]:
@@ -55,31 +54,6 @@ def workspace_claim_or_template(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "retain-with-named-claim",
-    "A named claim is never deleted",
-    severity="warning",
-    reads=(_RETAIN, _CLAIM),
-    sources=("this product's API",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_workspace.py::test_a_named_claim_is_nobodys_to_delete",
-        "no error: the operator makes no claim that it could delete",
-    ),
-    holds_for=OURS,
-)
-def retain_with_named_claim(context: RuleContext) -> Problem | None:
-    workspace = context.spec.workspace
-    if workspace.claim_name is None or workspace.retain is not RetainPolicy.DELETE:
-        return None
-    return Problem(
-        field=_RETAIN,
-        value=workspace.retain,
-        message="NoEffect: only a claim made from the template belongs to the job and can go with it",
-        fix=f"remove {_RETAIN}",
-        changes={_RETAIN: None},
-    )
-
-
-@rule(
     "workspace-inside-data",
     "Records do not lie around the workspace",
     reads=(_CLAIM, "data.source", "data.datasets", "data.validation.source"),
@@ -108,4 +82,18 @@ def workspace_inside_data(context: RuleContext) -> Problem | None:
     return None
 
 
-RULES = (workspace_claim_or_template, retain_with_named_claim, workspace_inside_data)
+NO_EFFECT = (
+    NoEffect(
+        "retain-with-named-claim",
+        "A named claim is never deleted",
+        ("workspace.retain",),
+        (_CLAIM,),
+        lambda context: context.spec.workspace.claim_name is not None,
+        "only a claim made from the template belongs to the job and can go with it",
+        Reproduction(
+            "tests/pitfalls/test_workspace.py::test_a_named_claim_is_nobodys_to_delete",
+            "no error: the operator makes no claim that it could delete",
+        ),
+    ),
+)
+RULES = (workspace_claim_or_template, *no_effect_rules(__name__, NO_EFFECT), workspace_inside_data)

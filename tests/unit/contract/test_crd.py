@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, StringConstraints
 from finetune_job import crd
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import Resources
-from finetune_job.rules.admission import CONDITIONS, Condition
+from finetune_job.rules.cel import CONDITIONS, Condition
 
 ROOT = Path(__file__).parents[3]
 

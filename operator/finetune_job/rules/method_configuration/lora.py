@@ -7,10 +7,10 @@ from typing import Any
 from finetune_job.api.method import ALL_LINEAR, LoraInit, LoraSpec
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
+from finetune_job.rules.ranges import AT_LEAST_1, BELOW_1, Range, range_rules
 from finetune_job.rules.rule import Reproduction
 
 _LORA = "method.lora"
-_DROPOUT = f"{_LORA}.loraDropout"
 _RANKS = f"{_LORA}.rankPattern"
 _INIT = f"{_LORA}.initLoraWeights"
 _PEFT = "peft 0.21"
@@ -23,30 +23,6 @@ REFUSED_INITS = {
     LoraInit.EVA: "it wants activations of the training data before the first step, which this trainer does not compute",
 }
 """Why a way to start is not supported; the others are."""
-
-
-@rule(
-    "lora-dropout-range",
-    "Dropout must leave something over",
-    reads=(_DROPOUT,),
-    sources=("torch: nn.Dropout; a probability of 1 zeroes the adapter's input",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_adapters.py::test_dropout_of_1_blocks_and_above_1_is_refused",
-        "ValueError: dropout probability has to be between 0 and 1; at 1 no error: no adapter gets a gradient",
-    ),
-    holds_for="every version",
-)
-def lora_dropout_range(context: RuleContext) -> Problem | None:
-    written = _lora(context).lora_dropout
-    if written is None or float(written) < 1:
-        return None
-    return Problem(
-        field=_DROPOUT,
-        value=written,
-        message="dropout is a probability below 1; at 1 the adapter sees zeros and learns nothing, above 1 torch refuses it",
-        fix=f'write a number such as "0.05", or remove {_DROPOUT}',
-        changes={_DROPOUT: None},
-    )
 
 
 @rule(
@@ -153,9 +129,34 @@ def lora_init_not_supported(context: RuleContext) -> Problem | None:
     )
 
 
-RULES = (
-    lora_dropout_range,
-    orthogonal_odd_rank,
-    rslora_with_alpha,
-    lora_init_not_supported,
+RANGES = (
+    Range(
+        "lora-dropout-range",
+        "Dropout must leave something over",
+        (f"{_LORA}.loraDropout",),
+        BELOW_1,
+        "dropout is a probability below 1; at 1 the adapter sees zeros and learns nothing, above 1 torch refuses it",
+        'a number such as "0.05"',
+        ("torch: nn.Dropout; a probability of 1 zeroes the adapter's input",),
+        "every version",
+        Reproduction(
+            "tests/pitfalls/test_adapters.py::test_dropout_of_1_blocks_and_above_1_is_refused",
+            "ValueError: dropout probability has to be between 0 and 1; at 1 no error: no adapter gets a gradient",
+        ),
+    ),
+    Range(
+        "lora-plus-ratio-range",
+        "LoRA+ lets B learn faster than A",
+        (f"{_LORA}.loraPlusRatio",),
+        AT_LEAST_1,
+        "it is the learning rate of lora_B as a multiple of lora_A's; below 1, B, which starts at zero, would learn slower",
+        'a ratio such as "16"',
+        ("Hayou, Ghosh and Yu 2024, LoRA+: efficient low rank adaptation of large models",),
+        "every version",
+        Reproduction(
+            "tests/pitfalls/test_optimizer_settings.py::test_lora_b_learns_slower_below_a_ratio_of_1",
+            "no error: the loss is higher after the same steps than without it",
+        ),
+    ),
 )
+RULES = (*range_rules(__name__, RANGES), orthogonal_odd_rank, rslora_with_alpha, lora_init_not_supported)

@@ -7,6 +7,7 @@ from finetune_job.api.method import MethodType
 from finetune_job.plan.sources import named_sources
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
+from finetune_job.rules.no_effect import SAME_PLAN, NoEffect, no_effect_rules
 from finetune_job.rules.outputs.places import free_directory, place_of
 from finetune_job.rules.rule import Reproduction
 from finetune_job.rules.sources import SOURCES
@@ -14,7 +15,6 @@ from finetune_job.rules.sources import SOURCES
 _DESTINATION = "output.destination"
 _ADAPTER = "output.adapter"
 _SECRET = "output.secretRef"  # noqa: S105 - a field that names a Secret
-_PRIVATE = "output.private"
 _TOKEN = "fetch.hubTokenSecretRef"  # noqa: S105 - a field that names a Secret
 
 
@@ -70,81 +70,6 @@ def output_adapter_is_the_result(context: RuleContext) -> Problem | None:
 
 
 @rule(
-    "no-effect-output-adapter",
-    "Full fine-tuning has no adapter",
-    severity="warning",
-    reads=(_ADAPTER, "method.type"),
-    sources=("this product's API",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_evaluation.py::test_full_fine_tuning_has_no_adapter_to_leave_out",
-        "no error: there is no adapter with it or without it",
-    ),
-    holds_for=OURS,
-)
-def no_effect_output_adapter(context: RuleContext) -> Problem | None:
-    spec = context.spec
-    if spec.output.adapter or spec.method.type is not MethodType.FULL:
-        return None
-    return Problem(
-        field=_ADAPTER,
-        value=spec.output.adapter,
-        message="NoEffect: full fine-tuning changes the weights themselves and makes no adapter",
-        fix=f"remove {_ADAPTER}",
-        changes={_ADAPTER: None},
-    )
-
-
-@rule(
-    "no-effect-output-secret",
-    "A claim needs no Secret",
-    severity="warning",
-    reads=(_SECRET, _DESTINATION),
-    sources=("this product's API",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
-        "no error: the run's plan is the same with and without it",
-    ),
-    holds_for=OURS,
-)
-def no_effect_output_secret(context: RuleContext) -> Problem | None:
-    secret = context.spec.output.secret_ref
-    if secret is None or not isinstance(place_of(context), ClaimPath):
-        return None
-    return Problem(
-        field=_SECRET,
-        value=secret.name,
-        message="NoEffect: results on a claim are written by a pod that mounts it, and no credentials are asked for",
-        fix=f"remove {_SECRET}",
-        changes={_SECRET: None},
-    )
-
-
-@rule(
-    "no-effect-output-private",
-    "Only a repository on the Hub is private or public",
-    severity="warning",
-    reads=(_PRIVATE, _DESTINATION),
-    sources=("this product's API",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
-        "no error: the run's plan is the same with and without it",
-    ),
-    holds_for=OURS,
-)
-def no_effect_output_private(context: RuleContext) -> Problem | None:
-    """Of `false` alone: the API server writes the default into every object."""
-    if context.spec.output.private or isinstance(place_of(context), HubPath):
-        return None
-    return Problem(
-        field=_PRIVATE,
-        value=context.spec.output.private,
-        message="NoEffect: who may read a claim, a bucket or a registry is decided there",
-        fix=f"remove {_PRIVATE}",
-        changes={_PRIVATE: None},
-    )
-
-
-@rule(
     "credentials-without-tls",
     "Credentials travel in clear without TLS",
     severity="warning",
@@ -190,11 +115,41 @@ def _is_in_clear(endpoint: str | None) -> bool:
     return (endpoint or "").startswith("http://")
 
 
+NO_EFFECT = (
+    NoEffect(
+        "no-effect-output-adapter",
+        "Full fine-tuning has no adapter",
+        (_ADAPTER,),
+        ("method.type",),
+        lambda context: context.spec.method.type is MethodType.FULL,
+        "full fine-tuning changes the weights themselves and makes no adapter",
+        Reproduction(
+            "tests/pitfalls/test_evaluation.py::test_full_fine_tuning_has_no_adapter_to_leave_out",
+            "no error: there is no adapter with it or without it",
+        ),
+    ),
+    NoEffect(
+        "no-effect-output-secret",
+        "A claim needs no Secret",
+        (_SECRET,),
+        (_DESTINATION,),
+        lambda context: isinstance(place_of(context), ClaimPath),
+        "results on a claim are written by a pod that mounts it, and no credentials are asked for",
+        SAME_PLAN,
+    ),
+    NoEffect(
+        "no-effect-output-private",
+        "Only a repository on the Hub is private or public",
+        ("output.private",),
+        (_DESTINATION,),
+        lambda context: not isinstance(place_of(context), HubPath),
+        "who may read a claim, a bucket or a registry is decided there",
+        SAME_PLAN,
+    ),
+)
 RULES = (
     hub_destination_without_token,
     output_adapter_is_the_result,
-    no_effect_output_adapter,
-    no_effect_output_secret,
-    no_effect_output_private,
+    *no_effect_rules(__name__, NO_EFFECT),
     credentials_without_tls,
 )

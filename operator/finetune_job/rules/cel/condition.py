@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from finetune_job.methods import METHODS, Family
+from finetune_job.rules.ranges import Range
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,10 @@ def kinds(*families: Family) -> str:
     return words([str(kind) for kind, method in METHODS.items() if method.family in families])
 
 
-def below_one(rule: str, at: str, name: str) -> Condition:
-    return Condition(rule, at, f"!has(self.{name}) || {is_below_one(f'self.{name}')}", f"{name} must be below 1", name)
+def within(rows: Iterable[Range]) -> tuple[Condition, ...]:
+    """The conditions of ranges, of one for each field."""
+    return tuple(_within(row, *path.rpartition(".")[::2]) for row in rows for path in row.fields)
 
 
-def is_below_one(number: str) -> str:
-    return f"double({number}) < 1.0"
-
-
-def at_most_one(rule: str, at: str, name: str) -> Condition:
-    return Condition(rule, at, f"!has(self.{name}) || double(self.{name}) <= 1.0", f"{name} must be at most 1", name)
+def _within(row: Range, at: str, name: str) -> Condition:
+    return Condition(row.rule, at, f"!has(self.{name}) || {row.bounds.cel(f'self.{name}')}", f"{name} {row.says}", name)

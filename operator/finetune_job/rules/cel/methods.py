@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from finetune_job.methods import METHODS, Family
-from finetune_job.rules.admission.condition import Condition, is_below_one, kinds, words
-from finetune_job.rules.method_configuration.lora import REFUSED_INITS
+from finetune_job.rules.cel.condition import Condition, kinds, words
+from finetune_job.rules.method_configuration import lora
 
 _NOT_SUPPORTED = words([str(kind) for kind, method in METHODS.items() if method.refused])
 
@@ -58,7 +58,7 @@ CONDITIONS: tuple[Condition, ...] = (
     _lora(
         "lora-init-not-supported",
         "initLoraWeights",
-        f"!(SETTING in {words([str(init) for init in REFUSED_INITS])})",
+        f"!(SETTING in {words([str(init) for init in lora.REFUSED_INITS])})",
         "this way to start an adapter is not supported; remove initLoraWeights",
     ),
     _lora(
@@ -81,6 +81,9 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     _module_names("targetModules"),
     _module_names("modulesToSave"),
-    _lora("lora-dropout-range", "loraDropout", is_below_one("SETTING"), "loraDropout must be below 1"),
-    _lora("lora-plus-ratio-range", "loraPlusRatio", "double(SETTING) >= 1.0", "loraPlusRatio must be at least 1"),
+    *(
+        _lora(row.rule, name, row.bounds.cel("SETTING"), f"{name} {row.says}")
+        for row in lora.RANGES
+        for name in (path.rpartition(".")[2] for path in row.fields)
+    ),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from finetune_job.api.base import HUB_DATASETS
-from finetune_job.rules.admission.condition import Condition
+from finetune_job.rules.cel.condition import Condition
+from finetune_job.rules.data import WEIGHTS
 
 _DATA = ("data.datasets[]", "data.validation")
 """Where records are named beside `data` itself, whose source counts only without datasets."""
@@ -70,8 +71,8 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition(
         "dataset-weight-range",
         "data.datasets[]",
-        "double(self.weight) > 0.0 && double(self.weight) <= 100.0",
-        "a record occurs more than 0 and at most 100 times in a pass",
+        WEIGHTS.cel("self.weight"),
+        f"weight must be {WEIGHTS}: the times that a record occurs in a pass",
         "weight",
     ),
     *_revision("data", _ONLY_SOURCE),

@@ -1,15 +1,15 @@
 """What the API server refuses at once: conditions over the object alone, as CEL in the schema, under the ids of the rule book.
 
 Every condition is true for each object that its rule lets pass; the rule may refuse more, because it sees the whole plan and the
-profile. A number with a fraction is read as a double here and exactly there, so that the conditions leave the last digit alone.
+profile. Numbers with a fraction are read as doubles in both, and their bounds are written once, in the ranges of the rules.
 Conditions stay cheap: the API server counts the cost of the longest lists and texts that the schema allows.
 """
 
 from __future__ import annotations
 
-from finetune_job.rules.admission import inputs, methods, results, run
-from finetune_job.rules.admission.condition import Condition
-from finetune_job.rules.admission.transition import CANCELLED, FROZEN, TRANSITIONS, Transition
+from finetune_job.rules.cel import inputs, methods, results, run
+from finetune_job.rules.cel.condition import Condition
+from finetune_job.rules.cel.transition import CANCELLED, FROZEN, TRANSITIONS, Transition
 from finetune_job.rules.rule import Rule
 
 __all__ = ["CANCELLED", "CONDITIONS", "FROZEN", "TRANSITIONS", "Condition", "Transition", "conditions_of"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from finetune_job.methods import Family
-from finetune_job.rules.admission.condition import Condition, at_most_one, below_one, kinds, words
+from finetune_job.rules.cel.condition import Condition, kinds, within, words
 from finetune_job.rules.effective import LEAF_CLASSES
+from finetune_job.rules.optimizer import moments, schedule
 
 _FSDP = "parallelism.fsdp"
 _RANKS = "self.parallelism.nodes * self.parallelism.processesPerNode"
@@ -14,26 +15,8 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition(
         "epochs-or-max-steps", "training", "has(self.epochs) != has(self.maxSteps)", "set exactly one of epochs and maxSteps"
     ),
-    below_one("warmup-ratio-range", "training", "warmupRatio"),
-    at_most_one("decay-ratio-range", "training", "decayRatio"),
-    at_most_one("min-learning-rate-ratio-range", "training", "minLearningRateRatio"),
-    below_one("adam-beta-range", "training", "adamBeta1"),
-    below_one("adam-beta-range", "training", "adamBeta2"),
-    below_one("momentum-range", "training", "momentum"),
-    Condition(
-        "adam-epsilon-zero",
-        "training",
-        "!has(self.adamEpsilon) || double(self.adamEpsilon) >= 1.2e-38",
-        'adamEpsilon must be a positive number such as "1e-8"',
-        "adamEpsilon",
-    ),
-    Condition(
-        "learning-rate-zero",
-        "training",
-        "!has(self.learningRate) || double(self.learningRate) > 0.0",
-        "at a learningRate of 0 no weight would change",
-        "learningRate",
-    ),
+    *within(schedule.RANGES),
+    *within(moments.RANGES),
     Condition(
         "compile-with-selective-checkpointing",
         "training",

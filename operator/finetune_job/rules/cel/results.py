@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from finetune_job.api.base import HUB_DATASETS
-from finetune_job.rules.admission.condition import Condition, at_most_one
+from finetune_job.rules import merging
+from finetune_job.rules.cel.condition import Condition, within
 from finetune_job.rules.rule import UNREADABLE
 
 _HAS_HELD_OUT = "has(self.data.validation)"
@@ -46,7 +47,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "only QLoRA trains on packed weights; set base to Original",
         "merge.base",
     ),
-    at_most_one("verification-agreement-range", "merge.verify", "minTop1Agreement"),
+    *within(merging.RANGES),
     Condition(
         "output-adapter-is-the-result",
         "",
