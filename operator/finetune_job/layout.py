@@ -68,6 +68,33 @@ class WorkspaceLayout:
 
 
 @dataclass(frozen=True)
+class MergedPaths:
+    """Names of a merged model, by how far its verification is, and of what the verification says about it."""
+
+    verified: Path
+    """Its name as a result: only a model that has passed has it."""
+    report: Path
+    """As JSON."""
+    page: Path
+    """For people."""
+
+    @property
+    def unverified(self) -> Path:
+        """Its name until the verification has passed."""
+        return self.verified.with_name(f"{self.verified.name}.unverified")
+
+    @property
+    def quarantined(self) -> Path:
+        """Its name if the verification has failed: the model is kept, and nobody takes it for a result."""
+        return self.verified.with_name(f"{self.verified.name}.quarantined")
+
+    @property
+    def current(self) -> Path:
+        """Where a merge writes. A model under its final name has passed before: the run before this one was killed after that."""
+        return self.verified if self.verified.exists() else self.unverified
+
+
+@dataclass(frozen=True)
 class OutputLayout:
     """What the user finds at `output.destination`."""
 
@@ -81,15 +108,10 @@ class OutputLayout:
     def merged(self) -> Path:
         return self.root / "merged"
 
-    @property
-    def unverified(self) -> Path:
-        """A merged model until its verification has passed; only then it takes the name `merged`."""
-        return self.root / "merged.unverified"
-
-    @property
-    def quarantined(self) -> Path:
-        """A merged model that failed its verification: kept, under a name that nobody takes for a result."""
-        return self.root / "merged.quarantined"
+    def merged_paths(self, reports: Path | None = None) -> MergedPaths:
+        """Of the merged model. reports: another directory for what the verification says; None: this one."""
+        place = self if reports is None else OutputLayout(reports)
+        return MergedPaths(self.merged, place.verification, place.verification_page)
 
     @property
     def verification(self) -> Path:

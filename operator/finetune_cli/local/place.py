@@ -77,7 +77,8 @@ def start_fresh(place: RunPlace) -> None:
         before = RunPlan.model_validate_json(place.plan.read_bytes())
         output = OutputLayout(_path(place, before.output))
         workspace = _path(place, before.workspace)
-        for directory in (output.adapter, output.merged, output.unverified, output.quarantined, workspace):
+        merged = output.merged_paths()
+        for directory in (output.adapter, merged.verified, merged.unverified, merged.quarantined, workspace):
             shutil.rmtree(directory, ignore_errors=True)
         if Role.MERGE in record.next_attempt:
             # A run that never came to its merge wrote none of these; a README.md that stands there is the user's own.

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -89,8 +90,8 @@ def test_an_error_of_the_file_system_in_a_worker_is_raised_here(claims, monkeypa
 
 def test_any_other_error_in_a_worker_is_shown(claims, monkeypatch):
     task = tasks(claims, monkeypatch)[0]
-    broken = PartTask(task.part, None, task.result)
-    with pytest.raises(WorkerError, match="AttributeError"):
+    broken = PartTask(task.part, replace(SETTINGS, max_sequence_length="many"), task.result)
+    with pytest.raises(WorkerError, match="TypeError"):
         list(in_workers(iter([broken]), 1, claims / "models", allow_remote_code=False))
 
 

@@ -15,7 +15,6 @@ from finetune_trainer.merge.pieces import common_cuts
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.merge.steps.on_device import OnDevice
 from finetune_trainer.roles import merge_command as command
-from finetune_trainer.roles.merge_verified import read_prompts
 from tests.unit.trainer_merge import tiny
 
 
@@ -114,13 +113,13 @@ def test_another_device_gives_nearly_the_same_values(
 def test_prompts_are_text_or_token_ids(tmp_path: Path) -> None:
     path = tmp_path / "prompts"
     path.write_text("[1, 2, 3]\n\n[4]\n")
-    assert read_prompts(path, tmp_path) == [[1, 2, 3], [4]]
+    assert command.read_prompts(path, tmp_path) == [[1, 2, 3], [4]]
     path.write_text("[1]\nWhy is the sky blue?\n")
     with pytest.raises(ConfigError, match="line 2: is text"):
-        read_prompts(path, tmp_path)
+        command.read_prompts(path, tmp_path)
     path.write_text("\n")
     with pytest.raises(ConfigError, match="holds no prompt"):
-        read_prompts(path, tmp_path)
+        command.read_prompts(path, tmp_path)
 
 
 def test_rows_are_cut_where_all_steps_allow_it() -> None:

@@ -189,7 +189,7 @@ FAULTS = {
     "part-of-an-adapter": Planted("train.export:save_file", empty_adapter, Stage.TRAIN),
     "resumes-without-moments": Planted("checkpoint.checkpoints:load", without_moments, Stage.RESUME),
     "gradient-of-one-tensor": Planted("train.step:local_gradients", weaker_last_layer, Stage.COMPARE),
-    "merges-nothing": Planted("merge_role:merge_adapter", copied_base, Stage.MERGE),
+    "merges-nothing": Planted("roles.merge:merge_adapter", copied_base, Stage.MERGE),
 }
 
 

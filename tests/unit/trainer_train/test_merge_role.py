@@ -188,8 +188,8 @@ def test_the_merged_model_alone_is_released_where_the_adapter_is_not_wanted(tmp_
 
 STEPS = {
     "copied": "finetune_trainer.roles.merge.merge_adapter",
-    "merged": "finetune_trainer.roles.merge.verify_merge",
-    "verified": "finetune_trainer.roles.merge.publish_directory",
+    "merged": "finetune_trainer.verify.naming.verify_merge",
+    "verified": "finetune_trainer.verify.naming.publish_directory",
     "renamed": "finetune_trainer.roles.merge.run_facts",
     "described": "finetune_trainer.release.write.encode",
     "stated": "finetune_trainer.release.write.write_checksums",

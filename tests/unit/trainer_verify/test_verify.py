@@ -16,7 +16,8 @@ from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.verify.element_types import gate_of
 from finetune_trainer.verify.gate import GATES, LogitFigures, failures, gate_for
 from finetune_trainer.verify.logits import Reference, compare_logits
-from finetune_trainer.verify.run import quarantine, verify_merge
+from finetune_trainer.verify.naming import quarantine
+from finetune_trainer.verify.run import verify_merge
 from finetune_trainer.verify.tensors import check_tensors
 from tests.unit.trainer_merge import tiny
 

@@ -6,6 +6,7 @@ of records, whatever the size of the part. The result does not depend on where o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -22,6 +23,8 @@ from finetune_trainer.data.records import shown
 from finetune_trainer.data.render_limit import RecordNote
 from finetune_trainer.data.shards import TOKEN_TYPE, encode
 from finetune_trainer.data.tokenize import Document, EndlessTemplateError, Tokenizer, tokenize
+from finetune_trainer.errors import TrainerError
+from finetune_trainer.files import open_regular
 
 PART_BYTES = 4 << 20
 """Of a file that can be read in parts. Not a setting: the findings of one part are gathered together."""
@@ -30,8 +33,15 @@ BATCH_RECORDS, BATCH_CHARACTERS = 256, 1 << 18
 DOCUMENT_TYPE = np.dtype([("length", "<u4"), ("supervised", "<u4"), ("digest", "<u8")])
 """What is kept of each document beside its tokens: counts of tokens, and the first 64 bits of BLAKE2b of its ids."""
 
+READ_DOCUMENTS = 1 << 16
+"""Documents that are read at a time."""
+
 ProblemKind = tuple[str, str]
 """Key and fix: mistakes that are mended in the same way."""
+
+
+class PartFilesError(TrainerError):
+    """The files of a part do not hold what its result says."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +253,14 @@ def _stored(documents: list[Document], result: PartResult) -> tuple[bytes, bytes
     return encode(ids, mask).tobytes(), rows.tobytes()
 
 
-def read_documents(result: Path) -> NDArray[Any]:
-    """What `work_on` left of the documents, DOCUMENT_TYPE [num_documents]."""
-    return np.fromfile(documents_file(result), dtype=DOCUMENT_TYPE)
+def read_documents(result: Path, num_documents: int) -> Iterator[NDArray[Any]]:
+    """What `work_on` left of the documents, DOCUMENT_TYPE, in blocks that fit in memory. Raises PartFilesError.
+
+    num_documents: as the result says, which may come from another process.
+    """
+    with open_regular(documents_file(result)) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != num_documents * DOCUMENT_TYPE.itemsize:
+            raise PartFilesError(f"{documents_file(result)}: has {size} bytes, which are not {num_documents} documents")
+        while block := file.read(READ_DOCUMENTS * DOCUMENT_TYPE.itemsize):
+            yield np.frombuffer(block, dtype=DOCUMENT_TYPE)

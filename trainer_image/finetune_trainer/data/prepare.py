@@ -44,7 +44,7 @@ from finetune_trainer.data.shards import TRAIN, VALIDATION, PreparedDataError, r
 from finetune_trainer.data.sources import DatasetFacts, Source, list_sources, refuse_changed
 from finetune_trainer.data.tokenize import Tokenizer
 from finetune_trainer.data.workers import MAX_WORKERS, in_fork, in_this_process, in_workers
-from finetune_trainer.files import file_sha256
+from finetune_trainer.files import file_sha256, open_regular
 
 log = logging.getLogger(__name__)
 
@@ -261,14 +261,15 @@ def _consume(
         source.add(task.part, result)
         if task.result is not None:
             if staging is not None and not source.problems and source.error is None:
-                documents = read_documents(task.result)
-                source.repeated.add(documents["digest"])
-                if source.named.split == VALIDATION:
-                    held_out.add(documents["digest"])
-                else:
-                    source.num_held_out += held_out.count(documents["digest"])
-                with tokens_file(task.result).open("rb") as tokens:
-                    staging.split(source.named.split).append_documents(tokens, documents["length"], documents["supervised"])
+                with open_regular(tokens_file(task.result)) as tokens:
+                    for documents in read_documents(task.result, result.num_documents):
+                        source.repeated.add(documents["digest"])
+                        if source.named.split == VALIDATION:
+                            held_out.add(documents["digest"])
+                        else:
+                            source.num_held_out += held_out.count(documents["digest"])
+                        writer = staging.split(source.named.split)
+                        writer.append_documents(tokens, documents["length"], documents["supervised"])
             tokens_file(task.result).unlink()
             documents_file(task.result).unlink()
         progress.advance(task.part.num_bytes)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from socket import socket
 
+from finetune_trainer.data.messages import failure_line, read_task, result_line
 from finetune_trainer.data.parts import work_on
 from finetune_trainer.data.render_limit import RecordNote
 from finetune_trainer.data.tokenize import Tokenizer
+from finetune_trainer.processes.child import ends, fork
 from finetune_trainer.processes.sandbox import limit_memory
 from finetune_trainer.processes.start import die_with, keep_torch_out
 
@@ -33,41 +34,36 @@ def main(arguments: str) -> int:
     if tokenizer is None:
         print(*(finding.message for finding in findings), file=sys.stderr)
         return 1
-    loader, descriptors = os.getpid(), settings["descriptors"]
-    for descriptor, noted in descriptors:
-        if os.fork() == 0:
-            for other, _ in descriptors:
-                if other != descriptor:
-                    os.close(other)
-            serve(Connection(descriptor), tokenizer, loader, RecordNote(noted))
+    descriptors: list[tuple[int, int]] = settings["descriptors"]
+    children = [fork(partial(_serve_one, number, descriptors, tokenizer)) for number in range(len(descriptors))]
     for descriptor, _ in descriptors:
         os.close(descriptor)
-    for _ in descriptors:
-        status = os.waitstatus_to_exitcode(os.wait()[1])
-        if status != 0:
-            return 128 - status if status < 0 else status
+    for ended in ends(children, float("inf")):
+        if ended is not None and ended[1].code != 0:
+            # The other workers die with this process.
+            return 128 - ended[1].code if ended[1].code < 0 else ended[1].code
     return 0
 
 
-def serve(connection: Connection, tokenizer: Tokenizer, parent: int, note: RecordNote) -> NoReturn:
-    """Work on what comes through the connection until it closes; ends this process, which `parent` forked."""
-    status = 1
-    try:
-        die_with(parent)
-        # A chat template may ask for any amount.
-        limit_memory()
-        while True:
+def _serve_one(number: int, descriptors: list[tuple[int, int]], tokenizer: Tokenizer) -> None:
+    for other, (descriptor, _) in enumerate(descriptors):
+        if other != number:
+            os.close(descriptor)
+    own, note = descriptors[number]
+    serve(socket(fileno=own), tokenizer, RecordNote(note))
+
+
+def serve(connection: socket, tokenizer: Tokenizer, note: RecordNote) -> None:
+    """Work on what comes through the connection until it closes, in a process of its own."""
+    # A chat template may ask for any amount.
+    limit_memory()
+    with connection.makefile("rb") as tasks:
+        for line in tasks:
             try:
-                task = connection.recv()
-            except EOFError:
-                break
-            try:
-                connection.send((work_on(task, tokenizer, note), None, ""))
+                answer = result_line(work_on(read_task(line), tokenizer, note))
             except Exception as error:  # noqa: BLE001 - whatever it is, the process that asked has to know
-                connection.send((None, error if isinstance(error, OSError | MemoryError) else None, traceback.format_exc()))
-        status = 0
-    finally:
-        os._exit(status)
+                answer = failure_line(error)
+            connection.sendall(answer)
 
 
 if __name__ == "__main__":

@@ -8,29 +8,36 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from socket import socketpair
-from typing import cast
+from socket import socket, socketpair
 
 from finetune_job.failures import FailureClass
 from finetune_trainer.data.chat import endless
+from finetune_trainer.data.messages import MAX_ANSWER_BYTES, WorkerFailure, read_answer, task_line
 from finetune_trainer.data.parts import PartResult, PartTask, work_on
 from finetune_trainer.data.records import RecordProblem
 from finetune_trainer.data.render_limit import END_SECONDS, ENDED_BY, RecordNote, new_note
 from finetune_trainer.data.tokenize import Tokenizer
 from finetune_trainer.errors import TrainerError
+from finetune_trainer.processes.child import Child, Output, TooMuchOutputError, fork, start
 
 MAX_WORKERS = 8
 """A worker holds some tens of MB of its own."""
 AHEAD = 4
 """Results per worker that may wait for an earlier one, on disk."""
 EXIT_SECONDS = 60.0
+"""What a process may take to end after its connection has closed."""
+TAKING_SECONDS = 60.0
+"""What a worker that has nothing to do may take to read its next task."""
+PART_SECONDS = 1800.0
+SLOWEST_BYTES_PER_SECOND = 16 << 10
+"""A part may take PART_SECONDS and what its bytes take at this speed, a hundredth of an old machine's."""
 LAST_OUTPUT = 2000
 """Characters of a worker's output that an error shows."""
 
@@ -51,6 +58,49 @@ def in_this_process(tasks: Iterator[PartTask], tokenizer: Tokenizer | None) -> G
         yield task, work_on(task, tokenizer)
 
 
+class _Worker:
+    """A process at the other end of a socket, what it works on and until when."""
+
+    def __init__(self, connection: socket, note: RecordNote) -> None:
+        # The output makes reading never wait; with this writing does not wait for long.
+        connection.settimeout(TAKING_SECONDS)
+        self.note, self.output = note, Output(connection.fileno(), MAX_ANSWER_BYTES)
+        self._connection, self._file, self._deadline = connection, Path(), 0.0
+
+    def give(self, task: PartTask) -> None:
+        """Have it work on a task. Raises WorkerError, ConnectionError."""
+        self._file = task.part.path
+        self._deadline = time.monotonic() + PART_SECONDS + task.part.num_bytes / SLOWEST_BYTES_PER_SECOND
+        try:
+            self._connection.sendall(task_line(task))
+        except TimeoutError as error:
+            raise WorkerError(f"a process that prepares data took no task within {TAKING_SECONDS:.0f} s") from error
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def result(self) -> PartResult | None:
+        """Of the task, None if it is not there yet. Raises what the worker met, WorkerError, EOFError if it has gone."""
+        try:
+            self.output.read()
+            line = self.output.take_line()
+            answer = None if line is None else read_answer(line, self._file)
+        except (TooMuchOutputError, ValueError) as error:
+            raise WorkerError("a process that prepares data wrote something else than a result") from error
+        if isinstance(answer, WorkerFailure):
+            raise answer.error or WorkerError(f"a process that prepares data failed:\n{answer.trace}")
+        if answer is None and self.output.has_ended:
+            raise EOFError
+        if answer is None and not self.seconds_left:
+            raise WorkerError(f"a process that prepares data came to no end with {self._file.name}")
+        return answer
+
+    def close(self) -> None:
+        self._connection.close()
+        os.close(self.note.descriptor)
+
+
 def in_workers(
     tasks: Iterator[PartTask], num_workers: int, model_directory: Path, allow_remote_code: bool
 ) -> Generator[tuple[PartTask, PartResult]]:
@@ -58,20 +108,15 @@ def in_workers(
 
     Raises what a worker met (OSError where it could not write), WorkerError where one died.
     """
-    notes = [new_note() for _ in range(num_workers)]
     with tempfile.TemporaryFile() as output:
-        connections, process = _start(notes, model_directory, allow_remote_code, output.fileno())
-
-        def died() -> None:
-            _explain(process.wait(EXIT_SECONDS), output.fileno())
-
-        try:
-            yield from _in_order(tasks, dict(zip(connections, notes, strict=True)), died)
-        finally:
-            _close(connections, notes)
-            if sys.exc_info()[0] is not None:
-                process.kill()  # and with it the workers
-            process.wait(EXIT_SECONDS)
+        workers, loader = _start(num_workers, model_directory, allow_remote_code, output.fileno())
+        with loader:  # its workers die with it
+            try:
+                yield from _in_order(tasks, workers, lambda: _explain(loader.wait(EXIT_SECONDS), output.fileno()))
+            finally:
+                for worker in workers:
+                    worker.close()
+            loader.wait(EXIT_SECONDS)
 
 
 def in_fork(tasks: Iterator[PartTask], tokenizer: Tokenizer) -> Generator[tuple[PartTask, PartResult]]:
@@ -81,92 +126,76 @@ def in_fork(tasks: Iterator[PartTask], tokenizer: Tokenizer) -> Generator[tuple[
     """
     from finetune_trainer.data.worker import serve
 
-    parent, note, (ours, theirs) = os.getpid(), new_note(), socketpair()
-    child = os.fork()
-    if child == 0:
+    note, (ours, theirs) = new_note(), socketpair()
+
+    def work() -> None:
         ours.close()
-        serve(Connection(theirs.detach()), tokenizer, parent, note)
+        serve(theirs, tokenizer, note)
+
+    child = fork(work)
     theirs.close()
-    connection = Connection(ours.detach())
-    ended: list[int] = []
-
-    def wait_for_it() -> int:
-        if not ended:
-            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        return ended[0]
-
-    try:
-        yield from _in_order(tasks, {connection: note}, lambda: _explain(wait_for_it(), None))
-    finally:
-        _close([connection], [note])
-        if sys.exc_info()[0] is not None and not ended:
-            os.kill(child, signal.SIGKILL)
-        wait_for_it()
-
-
-def _close(connections: list[Connection], notes: list[RecordNote]) -> None:
-    for connection in connections:
-        connection.close()
-    for note in notes:
-        os.close(note.descriptor)
+    worker = _Worker(ours, note)
+    with child:
+        try:
+            yield from _in_order(tasks, [worker], lambda: _explain(child.wait(EXIT_SECONDS), None))
+        finally:
+            worker.close()
+        child.wait(EXIT_SECONDS)
 
 
 def _in_order(
-    tasks: Iterator[PartTask], notes: Mapping[Connection, RecordNote], died: Callable[[], None]
+    tasks: Iterator[PartTask], workers: Sequence[_Worker], died: Callable[[], None]
 ) -> Generator[tuple[PartTask, PartResult]]:
-    """`notes`: of the process at each connection. `died` raises unless the process was ended because of a template."""
-    busy, given, done = dict[Connection, int](), dict[int, PartTask](), dict[int, PartResult]()
+    """`died`: called when a worker has gone; raises unless it was ended because of a template."""
+    busy, given, done = dict[_Worker, int](), dict[int, PartTask](), dict[int, PartResult]()
     try:
-        yield from _shared_out(tasks, list(notes), busy, given, done)
+        yield from _shared_out(tasks, workers, busy, given, done)
     except (EOFError, ConnectionError):
         died()
         # Those that were innocent died with it; it was at its record for the longest time.
-        endless_one = min(busy, key=lambda one: (notes[one].read()[0] == 0, notes[one].read()[1]))
+        endless_one = min(busy, key=lambda one: (one.note.read()[0] == 0, one.note.read()[1]))
         number = busy[endless_one]
-        done[number] = _endless(given[number], notes[endless_one].read()[0])
+        done[number] = _endless(given[number], endless_one.note.read()[0])
         given[number] = replace(given[number], result=None)
         yield from _without_template(given, done, tasks)
 
 
 def _shared_out(
     tasks: Iterator[PartTask],
-    connections: list[Connection],
-    busy: dict[Connection, int],
+    workers: Sequence[_Worker],
+    busy: dict[_Worker, int],
     given: dict[int, PartTask],
     done: dict[int, PartResult],
 ) -> Generator[tuple[PartTask, PartResult]]:
-    """Keeps what each connection works on, and by number what was given and not yielded, and what of that is done."""
-    idle = list(connections)
+    """Keeps what each worker works on, and by number what was given and not yielded, and what of that is done."""
+    idle = list(workers)
     num_given = num_yielded = 0
     while True:
-        while idle and num_given < num_yielded + AHEAD * len(connections):
+        while idle and num_given < num_yielded + AHEAD * len(workers):
             task = next(tasks, None)
             if task is None:
                 break
-            connection = idle.pop()
-            busy[connection], given[num_given] = num_given, task
+            worker = idle.pop()
+            busy[worker], given[num_given] = num_given, task
             num_given += 1
-            connection.send(task)
+            worker.give(task)
         if num_yielded in done:
             yield given.pop(num_yielded), done.pop(num_yielded)
             num_yielded += 1
             continue
         if not busy:
             return
-        for ready in wait(list(busy)):
-            connection = cast("Connection", ready)
-            result, error, trace = connection.recv()
-            if error is not None:
-                raise error
-            if result is None:
-                raise WorkerError(f"a process that prepares data failed:\n{trace}")
-            done[busy.pop(connection)] = result
-            idle.append(connection)
+        wait([worker.output.descriptor for worker in busy], min(worker.seconds_left for worker in busy))
+        for worker in list(busy):
+            result = worker.result()
+            if result is not None:
+                done[busy.pop(worker)] = result
+                idle.append(worker)
 
 
-def _start(
-    notes: list[RecordNote], model_directory: Path, allow_remote_code: bool, output: int
-) -> tuple[list[Connection], subprocess.Popen[bytes]]:
+def _start(num_workers: int, model_directory: Path, allow_remote_code: bool, output: int) -> tuple[list[_Worker], Child]:
+    """The workers, and the process that forks them, whose words go to the descriptor `output`."""
+    notes = [new_note() for _ in range(num_workers)]
     pairs = [socketpair() for _ in notes]
     theirs = [(pair[1].fileno(), note.descriptor) for pair, note in zip(pairs, notes, strict=True)]
     settings = {
@@ -178,18 +207,11 @@ def _start(
     # One thread each: there are as many processes as CPUs, and no thread may exist when the first of them forks.
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "finetune_trainer.data.worker", json.dumps(settings)]
-    process = subprocess.Popen(
-        command,
-        pass_fds=[descriptor for both in theirs for descriptor in both],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-    )
-    connections = [Connection(pair[0].detach()) for pair in pairs]
-    for pair in pairs:
-        pair[1].close()
-    return connections, process
+    pass_fds = [descriptor for both in theirs for descriptor in both]
+    loader = start(command, environment, stdout=output, stderr=output, pass_fds=pass_fds)
+    for _, their in pairs:
+        their.close()
+    return [_Worker(our, note) for (our, _), note in zip(pairs, notes, strict=True)], loader
 
 
 def _endless(task: PartTask, line: int) -> PartResult:
@@ -211,11 +233,16 @@ def _without_template(
     yield from in_this_process((replace(task, result=None) for task in tasks), None)
 
 
-def _explain(status: int, output: int | None) -> None:
-    """Raises WorkerError for the end of a process, unless it was a chat template's. `output`: file of what it said."""
+def _explain(status: int | None, output: int | None) -> None:
+    """Raises WorkerError for the end of a process, unless it was a chat template's. `output`: file of what it said.
+
+    status: None if it has closed its connection and not ended.
+    """
+    if status is None:
+        raise WorkerError("a process that prepares data closed its connection and did not end")
     if status in (-ENDED_BY, 128 + ENDED_BY):
         return
-    if status in (-9, 128 + 9):
+    if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
         raise WorkerKilledError(
             "a process that prepares data was killed (SIGKILL), most likely because memory ran out",
             "raise the memory of the profile's resources.preflight",

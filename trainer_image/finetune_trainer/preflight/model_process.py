@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,11 +18,14 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.inspection.model_structure import ModelStructure
-from finetune_trainer.processes.sandbox import how_it_ended, limit_this_process
+from finetune_trainer.processes.child import answer_of, parsed, start_answering, written
+from finetune_trainer.processes.sandbox import WALL_SECONDS, how_it_ended, limit_this_process
 from finetune_trainer.processes.start import NO_ADVICE, die_with, end, preload, torch_is_kept_out
 
 Checked = tuple[ModelStructure | None, list[Finding]]
 ANSWER: TypeAdapter[Checked] = TypeAdapter(Checked)
+ANSWER_BYTES = 32 << 20
+"""A structure of 100,000 trained tensors takes some 20 MB."""
 
 
 class ModelCheckError(TrainerError):
@@ -67,23 +69,23 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
 
 def _in_own_process(plan: RunPlan, directory: Path) -> Checked:
     environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
-    done = subprocess.run(
-        [sys.executable, "-m", "finetune_trainer.preflight.model_process", str(os.getpid()), str(directory)],
-        input=plan.model_dump_json().encode(),
-        stdout=subprocess.PIPE,
-        env=environment,
-        check=False,
-    )
-    if done.returncode == -signal.SIGXCPU:
-        return None, [_endless(directory, how_it_ended(done.returncode))]
-    if done.returncode in (-9, 128 + 9):
+    command = [sys.executable, "-m", "finetune_trainer.preflight.model_process", str(os.getpid()), str(directory)]
+    ended = answer_of(start_answering(command, environment, plan.model_dump_json().encode(), ANSWER_BYTES), WALL_SECONDS)
+    if ended.exceeded is not None or ended.code == -signal.SIGXCPU:
+        return None, [_endless(directory, how_it_ended(ended))]
+    if ended.code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         raise ModelCheckKilledError(
             "the process that checks the model was killed (SIGKILL), most likely because memory ran out",
             "raise the memory of the profile's resources.preflight",
         )
-    if done.returncode != 0:
-        raise ModelCheckError(f"the process that checks the model ended with status {done.returncode}", "its log says why")
-    return ANSWER.validate_json(done.stdout)
+    if ended.code != 0:
+        raise ModelCheckError(f"the process that checks the model ended with status {ended.code}", "its log says why")
+    try:
+        return parsed(ended.answer, ANSWER)
+    except ValueError as error:
+        raise ModelCheckError(
+            "the process that checks the model answered something else than a structure", "its log says why"
+        ) from error
 
 
 def _endless(directory: Path, reason: str) -> Finding:
@@ -106,7 +108,7 @@ def main(parent: str, directory: str) -> int:
         plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
         limit_this_process()
         preload("finetune_trainer.preflight.meta_model", "finetune_trainer.inspection.observed_use")
-        answer.write(ANSWER.dump_json(check_model(plan, Path(directory))))
+        answer.write(written(ANSWER.dump_python(check_model(plan, Path(directory)), mode="json")))
     return 0
 
 

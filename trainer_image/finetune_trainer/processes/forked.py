@@ -6,24 +6,26 @@ The parent never computes with torch, so it has no threads whose locks a fork co
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
-import select
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
 from finetune_job.failures import FailureClass
 from finetune_trainer.errors import classify
-from finetune_trainer.processes.start import die_with
+from finetune_trainer.files import open_regular
+from finetune_trainer.processes.child import Child, End, ends, fork_answering, parsed, written
 
-log = logging.getLogger(__name__)
+ANSWER_BYTES = 4 << 20
+"""Of a child. A plan and the list of what is different in it take some tens of KB."""
 LOOK_SECONDS = 0.25
 """Between two looks at the memory of the children."""
 _TAIL_BYTES = 2000
@@ -72,7 +74,7 @@ class Ended:
 
     @property
     def problem(self) -> str:
-        """Empty where the body returned."""
+        """Empty if the body returned."""
         if self.code == 0:
             return ""
         if self.error:
@@ -81,88 +83,81 @@ class Ended:
         return f"a process {ended}; its last words: {self.log_tail[-400:].strip()}"
 
 
+class _Answer(BaseModel):
+    """What a child says: the value of its body, or what the body raised."""
+
+    model_config = ConfigDict(extra="forbid")
+    value: Any = None
+    error: str = ""
+    message: str = ""
+    hint: str = ""
+    failure: FailureClass | None = None
+
+
+_ANSWER = TypeAdapter(_Answer)
+
+
 def run_children(bodies: Mapping[str, Callable[[], Any]], scratch: Path, bounds: Bounds, *, together: bool) -> dict[str, Ended]:
     """Run each body in a child; what they return must be JSON. `together`: when one fails the others are killed.
 
     Raises BoundsExceededError; no child is left on any path.
     """
-    children: dict[int, str] = {}
     ended: dict[str, Ended] = {}
-    descriptors: dict[int, int] = {}
-    started = time.monotonic()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
+    with ExitStack() as stack:
+        children: dict[Child, str] = {}
         for name, body in bodies.items():
-            child = _fork(body, scratch / name)
-            children[child] = name
-            descriptors[os.pidfd_open(child)] = child
-        while descriptors:
-            ready, _, _ = select.select(list(descriptors), [], [], LOOK_SECONDS)
-            for descriptor in ready:
-                child = descriptors.pop(descriptor)
-                os.close(descriptor)
-                _, status = os.waitpid(child, 0)
-                name = children.pop(child)
-                ended[name] = _read(scratch / name, os.waitstatus_to_exitcode(status), time.monotonic() - started)
-                if together and ended[name].code != 0:
-                    return ended | {name: Ended(-signal.SIGKILL) for name in children.values()}
-            bounds.look([os.getpid(), *children])
-        return ended
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            children[stack.enter_context(fork_answering(partial(_work, body, _log(scratch, name)), ANSWER_BYTES))] = name
+        # Time is one of the bounds that are looked at.
+        for found in ends(list(children), float("inf"), LOOK_SECONDS):
+            if found is None:
+                bounds.look([os.getpid(), *(child.pid for child in children)])
+                continue
+            name = children.pop(found[0])
+            ended[name] = _ended(found[1], _log(scratch, name))
+            if together and ended[name].code != 0:
+                return ended | {other: Ended(-signal.SIGKILL) for other in children.values()}
+    return ended
 
 
-def _fork(body: Callable[[], Any], result: Path) -> int:
-    parent = os.getpid()
-    child = os.fork()
-    if child:
-        return child
-    code = 1
+def _log(scratch: Path, name: str) -> Path:
+    return scratch / f"{name}.log"
+
+
+def _work(body: Callable[[], Any], log: Path) -> bytes:
+    """In the child: its answer."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    import torch
+
+    torch.set_num_threads(1)
     try:
-        die_with(parent)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        output = os.open(result.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        import torch
-
-        torch.set_num_threads(1)
-        try:
-            answer = {"value": body()}
-            code = 0
-        except BaseException as error:  # noqa: BLE001 - whatever it was goes to the parent
-            traceback.print_exc()
-            failure, hint = classify(error)
-            answer = {
-                "error": f"{type(error).__name__}: {error}",
-                "message": str(error),
-                "hint": hint,
-                "failure": failure.value,
-            }
-        result.with_suffix(".json").write_text(json.dumps(answer))
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        # Nothing of the parent's may run a second time, and threads of libraries must not hold up the end.
-        os._exit(code)
+        return written({"value": body()})
+    except BaseException as error:  # noqa: BLE001 - whatever it was goes to the parent
+        traceback.print_exc()
+        failure, hint = classify(error)
+        return written({"error": f"{type(error).__name__}: {error}", "message": str(error), "hint": hint, "failure": failure.value})
 
 
-def _read(result: Path, code: int, seconds: float) -> Ended:
-    tail = ""
-    if code != 0:
-        with contextlib.suppress(OSError):
-            tail = result.with_suffix(".log").read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+def _ended(end: End, log: Path) -> Ended:
+    if end.exceeded is not None:
+        return Ended(1, error=f"a process {end.exceeded.value}", log_tail=_tail(log), seconds=end.seconds)
+    if end.code != 0:
+        return Ended(end.code, log_tail=_tail(log), seconds=end.seconds)
     try:
-        answer = json.loads(result.with_suffix(".json").read_bytes())
-    except (OSError, ValueError):
-        return Ended(code or 1, log_tail=tail, seconds=seconds)
-    failure = answer.pop("failure", None)
-    return Ended(code, log_tail=tail, seconds=seconds, failure=None if failure is None else FailureClass(failure), **answer)
+        answer = parsed(end.answer, _ANSWER)
+    except ValueError:
+        return Ended(1, error="a process answered with something else than a result", log_tail=_tail(log), seconds=end.seconds)
+    tail = _tail(log) if answer.error else ""
+    return Ended(1 if answer.error else 0, log_tail=tail, seconds=end.seconds, **dict(answer))
+
+
+def _tail(log: Path) -> str:
+    with contextlib.suppress(OSError), open_regular(log) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        return file.read(_TAIL_BYTES).decode(errors="replace")
+    return ""
 
 
 def proportional_bytes(process: int) -> int:

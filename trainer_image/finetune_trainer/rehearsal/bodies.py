@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
+from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.utils import logging as transformers_logging
@@ -52,20 +53,31 @@ class Pair:
     alone: RunContext
 
 
+class TwinFacts(BaseModel):
+    """What `twin` returns, as JSON."""
+
+    plan: str
+    """As JSON, too."""
+    changes: tuple[str, ...]
+    parameters: int
+    draws_random_numbers: bool
+
+
 class RehearsalError(TrainerError):
     """The rehearsal shows something that no exception of the trainer did."""
 
 
 def twin(plan: Any, directory: Path, places: Places) -> dict[str, Any]:
-    """Make the twin."""
+    """Make the twin; the TwinFacts."""
     _log_plainly()
     made = make_twin(plan, directory, places)
-    return {
-        "plan": made.plan.model_dump_json(),
-        "changes": [change.text() for change in made.changes],
-        "parameters": made.parameters,
-        "draws_random_numbers": made.draws_random_numbers,
-    }
+    facts = TwinFacts(
+        plan=made.plan.model_dump_json(),
+        changes=tuple(change.text() for change in made.changes),
+        parameters=made.parameters,
+        draws_random_numbers=made.draws_random_numbers,
+    )
+    return facts.model_dump(mode="json")
 
 
 def run_rank(context: RunContext, rank: int, world_size: int, store: str, killed_in_step: int | None = None) -> None:

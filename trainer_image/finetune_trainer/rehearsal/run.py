@@ -97,9 +97,13 @@ class _Rehearsal:
         ended = self._children({"twin": partial(bodies.twin, self.plan, self.directory, self.places)})["twin"]
         if ended.code != 0:
             raise CannotTell(ended.message or ended.problem)
-        made: dict[str, Any] = ended.value
-        self.changes, self.parameters = made["changes"], made["parameters"]
-        return RunPlan.model_validate_json(made["plan"]), made["draws_random_numbers"]
+        try:
+            made = bodies.TwinFacts.model_validate(ended.value)
+            twin_plan = RunPlan.model_validate_json(made.plan)
+        except ValueError as error:
+            raise CannotTell("the process that makes the twin answered with something else than a plan") from error
+        self.changes, self.parameters = list(made.changes), made.parameters
+        return twin_plan, made.draws_random_numbers
 
     def _resume(self, plan: RunPlan, undisturbed: RunContext) -> None:
         killed = self.places.run("killed", plan)

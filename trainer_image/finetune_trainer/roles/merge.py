@@ -14,11 +14,11 @@ from pathlib import Path
 
 from finetune_job.api.output import MergeBase
 from finetune_job.failures import Outcome, TerminationReport
-from finetune_job.layout import OutputLayout
+from finetune_job.layout import MergedPaths, OutputLayout
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData
-from finetune_trainer.errors import CheckpointError, VerificationError
+from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import (
     MANIFEST_FILE,
     TEMPORARY_MARK,
@@ -39,8 +39,8 @@ from finetune_trainer.release.places import places_of
 from finetune_trainer.release.write import is_complete, release_digests, write_release_files
 from finetune_trainer.verify.element_types import gate_of
 from finetune_trainer.verify.gate import Gate
+from finetune_trainer.verify.naming import verify_and_name
 from finetune_trainer.verify.report import VerificationReport
-from finetune_trainer.verify.run import quarantine, verify_merge
 
 log = logging.getLogger(__name__)
 
@@ -99,50 +99,40 @@ def _merge_and_verify(context: RunContext, preflight: ModelReport | None, *, was
     """The merged model under its final name. Raises VerificationError, MergeError, OSError."""
     plan, output, trained = context.plan, context.output, context.workspace.adapter
     packed = _packed_in_training(context)
-    # A model under the final name has passed before: this run follows one that was killed after that.
-    target = output.merged if output.merged.exists() else output.unverified
+    # Complete results keep their own report; a second one, which says how long it took, stays on the workspace.
+    paths = output.merged_paths(context.workspace.root if was_complete else None)
     merge_adapter(
         MergeOptions(
             base=context.base_model,
             adapters=(trained,),
-            output=target,
+            output=paths.current,
             dtype=plan.merge.dtype.value if plan.merge.dtype else None,
             max_shard_bytes=plan.merge.max_shard_bytes,
             quantization=packed if plan.merge.base is MergeBase.DEQUANTIZED else None,
         ),
         progress=_log_progress,
     )
-    # Complete results keep their own report; a second one, which says how long it took, stays on the workspace.
-    reports = OutputLayout(context.workspace.root) if was_complete else output
-    report = verify_merge(
+    return verify_and_name(
+        paths,
         base=context.base_model,
         adapters=[trained],
-        merged=target,
         prompts=PreparedData.open(context.workspace.prepared).verification_prompts(plan.merge.num_prompts),
         gate=_gate(context),
-        report_path=reports.verification,
-        page_path=reports.verification_page,
         quantization=packed,
         merged_onto=plan.merge.base,
         base_sha256=None if preflight is None else preflight.model_files,
         allow_remote_code=plan.model.allow_remote_code,
+        withdraw=lambda: _withdraw(output, paths),
     )
-    log.info("%s", report.text())
-    if not report.passed:
-        unseal(output)
-        kept = quarantine(target, output.quarantined)
-        for found, shown in (
-            (reports.verification, output.verification),
-            (reports.verification_page, output.verification_page),
-        ):
-            write_durably(shown, found.read_bytes())
-        raise VerificationError(
-            f"{report.text()}\nthe merged model is kept as {kept.name}",
-            f"see {output.verification_page.name} beside it; the adapter itself is whole",
-        )
-    if target != output.merged:
-        publish_directory(target, output.merged)
-    return report
+
+
+def _withdraw(output: OutputLayout, failed: MergedPaths) -> None:
+    """The results are not complete any more, and their report is the one of the verification that failed."""
+    unseal(output)
+    shown = output.merged_paths()
+    for found, kept in ((failed.report, shown.report), (failed.page, shown.page)):
+        if found != kept:
+            write_durably(kept, found.read_bytes())
 
 
 def _packed_in_training(context: RunContext) -> Quantization | None:

@@ -21,6 +21,7 @@ from finetune_job.api.base import size_bytes
 from finetune_job.api.method import QuantizationSpec
 from finetune_job.api.output import MergeBase, MergeSpec
 from finetune_job.failures import EXIT_CODES
+from finetune_job.layout import MergedPaths
 from finetune_job.plan.choices import Choices
 from finetune_job.plan.resolve_method import quantization_plan
 from finetune_trainer.errors import ConfigError, classify
@@ -29,6 +30,7 @@ from finetune_trainer.processes.start import end, preload
 
 if TYPE_CHECKING:
     from finetune_trainer.merge.changes import Quantization
+    from finetune_trainer.merge.run import MergeOptions
 
 SECONDS_BETWEEN_LINES = 1.0
 
@@ -78,25 +80,82 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     output: Path = arguments.output
     quantization = _quantization(arguments)
-    # As in a job: a model under the final name has passed, or was not to be verified.
-    unverified = output.with_name(f"{output.name}.unverified")
+    reports = output.with_name(f"{output.name}.verification.json")
+    paths = MergedPaths(output, reports, reports.with_suffix(".md"))
     options = MergeOptions(
         base=arguments.base,
         adapters=tuple(arguments.adapter),
-        output=unverified if arguments.verify and not output.exists() else output,
+        output=paths.current if arguments.verify else output,
         dtype=arguments.dtype,
         max_shard_bytes=_shard_bytes(arguments.max_shard_size),
         quantization=quantization if arguments.base_form is MergeBase.DEQUANTIZED else None,
         device=arguments.device,
     )
     report = {**dataclasses.asdict(merge_adapter(options, ProgressLines())), "output": str(output)}
-    if arguments.verify:
-        # Imports transformers, which takes more memory than the merge itself.
-        preload("finetune_trainer.roles.merge_verified")
-        from finetune_trainer.roles.merge_verified import verify_and_name
+    return report | _verify(arguments, options, paths, quantization) if arguments.verify else report
 
-        report |= verify_and_name(options, output, arguments.prompts, quantization)
-    return report
+
+def _verify(
+    arguments: argparse.Namespace, options: MergeOptions, paths: MergedPaths, quantization: Quantization | None
+) -> dict[str, Any]:
+    """What the verification adds to the report. Raises VerificationError, and as `verify_and_name` does."""
+    # Imports transformers, which takes more memory than the merge itself.
+    preload("finetune_trainer.verify.naming")
+    from finetune_trainer.verify.element_types import gate_of
+    from finetune_trainer.verify.naming import verify_and_name
+    from finetune_trainer.verify.prompts import default_prompts
+
+    verify_and_name(
+        paths,
+        base=options.base,
+        adapters=options.adapters,
+        prompts=default_prompts(options.base) if arguments.prompts is None else read_prompts(arguments.prompts, options.output),
+        gate=gate_of(options.base, options.dtype),
+        quantization=quantization,
+        merged_onto=arguments.base_form,
+        # Nobody has recorded what the adapter was trained on, and no option lets the base's own code run.
+        base_sha256=None,
+        allow_remote_code=False,
+        withdraw=lambda: None,
+    )
+    return {"verification": json.loads(paths.report.read_text(encoding="utf-8")), "verification_page": str(paths.page)}
+
+
+def read_prompts(path: Path, tokenizer: Path) -> list[list[int]]:
+    """Token ids of the prompts in a file. tokenizer: directory of the one that turns text into ids. Raises ConfigError."""
+    prompts: list[list[int]] = []
+    texts = None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        ids = _ids(line)
+        if ids is None:
+            if texts is None:
+                from transformers import AutoTokenizer
+
+                try:
+                    texts = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+                except (OSError, ValueError) as error:
+                    raise ConfigError(
+                        f"--prompts {path}, line {number}: is text, and neither base nor adapter has a tokenizer: {error}",
+                        "write JSON arrays of token ids",
+                    ) from error
+            ids = list(texts(line)["input_ids"])
+        if ids:
+            prompts.append(ids)
+    if not prompts:
+        raise ConfigError(f"--prompts {path}: holds no prompt", "write one on each line")
+    return prompts
+
+
+def _ids(line: str) -> list[int] | None:
+    """The token ids of a JSON array, None for text."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    is_ids = isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+    return value if is_ids else None
 
 
 def _shard_bytes(text: str) -> int:

@@ -7,20 +7,21 @@ Standard input: the plan. Standard output: one JSON object per line, `{"finding"
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import BaseModel, TypeAdapter
+
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import TEMPORARY_MARK, temporary_beside
 from finetune_trainer.inspection.rehearsal_report import RehearsalReport, Verdict
+from finetune_trainer.processes.child import answer_of, parsed, start_answering, written
 from finetune_trainer.processes.start import NO_ADVICE, die_with, end, preload
 from finetune_trainer.rehearsal.verdicts import not_done
 
@@ -30,8 +31,19 @@ SECONDS = 55.0
 ENDING_SECONDS = 3.0
 """What it may take to end its children after that."""
 MEMORY_BYTES = 3 << 30
+ANSWER_BYTES = 4 << 20
+"""Of all its lines together; a report takes some KB."""
 NAME = "rehearsal"
 """Of the temporary directory on the workspace."""
+
+
+class _Line(BaseModel):
+    """A line of the answer; only the report is of interest here."""
+
+    report: RehearsalReport | None = None
+
+
+_LINE = TypeAdapter(_Line)
 
 
 def rehearse_in_own_process(context: RunContext) -> RehearsalReport:
@@ -52,22 +64,19 @@ def _run(context: RunContext, scratch: Path) -> RehearsalReport:
     started = time.monotonic()
     environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
     command = [sys.executable, "-m", __spec__.name, "--parent", str(os.getpid()), "--model", str(context.base_model)]
-    try:
-        done = subprocess.run(
-            [*command, "--scratch", str(scratch)],
-            input=context.plan.model_dump_json().encode(),
-            stdout=subprocess.PIPE,
-            env=environment | on_cpu(),
-            timeout=SECONDS + ENDING_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return _broken_off("it did not end in time", time.monotonic() - started, scratch)
-    for line in reversed(done.stdout.splitlines()):
-        answer = json.loads(line)
-        if "report" in answer:
-            return RehearsalReport.model_validate(answer["report"])
-    return _broken_off(f"its process ended with status {done.returncode}; its log says why", time.monotonic() - started, scratch)
+    command += ["--scratch", str(scratch)]
+    child = start_answering(command, environment | on_cpu(), context.plan.model_dump_json().encode(), ANSWER_BYTES)
+    ended = answer_of(child, SECONDS + ENDING_SECONDS)
+    if ended.exceeded is not None:
+        return _broken_off(f"it {ended.exceeded.value}", time.monotonic() - started, scratch)
+    for line in reversed(ended.answer.splitlines()):
+        try:
+            answer = parsed(line, _LINE)
+        except ValueError:
+            break
+        if answer.report is not None:
+            return answer.report
+    return _broken_off(f"its process ended with status {ended.code}; its log says why", time.monotonic() - started, scratch)
 
 
 def on_cpu() -> dict[str, str]:
@@ -135,7 +144,7 @@ def _is_accepted(plan: RunPlan, model: Path, answer: IO[str]) -> bool:
 
 
 def _tell(answer: IO[str], **said: Any) -> None:
-    answer.write(json.dumps(said) + "\n")
+    answer.write(written(said).decode() + "\n")
     answer.flush()
 
 

@@ -1,4 +1,4 @@
-"""Verification, start to end, and what becomes of a model that fails. The way in for the merge role, the command line and tests."""
+"""A verification from start to end: tensors, logits, the gate, the report. What follows from its verdict: naming.py."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def verify_merge(
     adapters: in the order in which they were merged. prompts: held-out token ids, or prompts.default_prompts. gate: see
     element_types.gate_of. quantization: how the training that made the adapters packed the base, if it did; then the logits are
     compared with both bases, and the gate is about `merged_onto`. base_sha256: of files of the base, by name, when the training
-    began; None: not known. allow_remote_code: whether the base's own code may run. The caller quarantines `merged` when `passed` is
-    False.
+    began; None: not known. allow_remote_code: whether the base's own code may run.
     Raises MergeError when a directory cannot be read or the model cannot be verified, ValueError for empty prompts or Dequantized
     without `quantization`.
     """
@@ -118,12 +117,3 @@ def _faults_of_base(found: Mapping[str, str], known: Mapping[str, str]) -> Itera
 
 def _digests(directory: Path, names: Sequence[str] | Mapping[str, int]) -> dict[str, str]:
     return {name: file_sha256(directory / name) for name in names}
-
-
-def quarantine(path: Path, kept: Path) -> Path:
-    """Rename a failed model to `kept`, numbered where that exists already, and return the new path. Nothing is deleted."""
-    target, number = kept, 1
-    while target.exists():
-        number += 1
-        target = kept.with_name(f"{kept.name}-{number}")
-    return path.rename(target)

@@ -1,0 +1,188 @@
+"""What the process that prepares data and its workers write to each other: a line of JSON for each task and for each answer.
+
+A record or a tokenizer may have taken a worker over, so an answer is validated before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from finetune_job.api.data import DataFormat, LossOn
+from finetune_trainer.data.parts import Part, PartResult, PartSettings, PartTask, ProblemKind
+from finetune_trainer.data.records import RecordProblem
+from finetune_trainer.files import SpecialFileError
+from finetune_trainer.processes.child import parsed, written
+
+MAX_ANSWER_BYTES = 4 << 20
+"""Of a line. What follows from the next two bounds, with every character escaped, takes less."""
+MAX_KINDS_TOLD = 100
+"""Kinds of problems of one part; a report shows fewer."""
+MAX_TEXT = 1000
+"""Characters of each text of a problem. A key of a user's may have any length."""
+MAX_TRACE = 20_000
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+_COUNTS = (
+    "num_records",
+    "num_documents",
+    "num_dropped",
+    "shortest_dropped",
+    "num_tokens",
+    "num_supervised_tokens",
+    "longest_document",
+    "largest_token_id",
+    "lengths",
+    "template_is_endless",
+)
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Problem(_Told):
+    line: int
+    key: str
+    value: str
+    reason: str
+    fix: str
+    unit: Literal["line", "record", "row"]
+    count: _Count
+
+
+class _Error(_Told):
+    """An OSError, or a MemoryError."""
+
+    kind: Literal["file system", "special file", "memory"]
+    number: int | None
+    text: str
+    file: str | None
+
+
+class _Result(_Told):
+    """A PartResult."""
+
+    num_records: _Count
+    num_documents: _Count
+    num_dropped: _Count
+    shortest_dropped: _Count
+    num_tokens: _Count
+    num_supervised_tokens: _Count
+    longest_document: _Count
+    largest_token_id: Annotated[int, Field(ge=-1, lt=1 << 31)]
+    lengths: Annotated[dict[_Count, _Count], Field(max_length=64)]
+    problems: list[_Problem]
+    left_out: list[_Problem]
+    unreadable: _Error | None
+    template_is_endless: bool
+
+
+class _Failure(_Told):
+    error: _Error | None
+    trace: str
+
+
+_ANSWER: TypeAdapter[_Result | _Failure] = TypeAdapter(_Result | _Failure)
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """A worker could not do its task."""
+
+    error: OSError | MemoryError | None
+    """What it met, if it is of the file system or of memory."""
+    trace: str
+    """Where it was."""
+
+
+def task_line(task: PartTask) -> bytes:
+    """For `read_task`."""
+    part = {**asdict(task.part), "path": str(task.part.path)}
+    result = None if task.result is None else str(task.result)
+    return written({"part": part, "settings": asdict(task.settings), "result": result}) + b"\n"
+
+
+def read_task(line: bytes) -> PartTask:
+    """What `task_line` made; the process that wrote it is trusted."""
+    told = json.loads(line)
+    part, settings = told["part"], told["settings"]
+    span = None if part["span"] is None else (part["span"][0], part["span"][1])
+    return PartTask(
+        part=Part(part["source"], Path(part["path"]), span, part["num_bytes"]),
+        settings=PartSettings(
+            data_format=DataFormat(settings["data_format"]),
+            loss_on=LossOn(settings["loss_on"]),
+            max_sequence_length=settings["max_sequence_length"],
+            chat_template=settings["chat_template"],
+            stop_ids=tuple(settings["stop_ids"]),
+        ),
+        result=None if told["result"] is None else Path(told["result"]),
+    )
+
+
+def result_line(result: PartResult) -> bytes:
+    """For `read_answer`."""
+    told = {name: getattr(result, name) for name in _COUNTS}
+    told |= {"problems": _told(result.problems), "left_out": _told(result.left_out)}
+    told["unreadable"] = None if result.unreadable is None else _told_error(result.unreadable)
+    return written(told) + b"\n"
+
+
+def failure_line(error: Exception) -> bytes:
+    """For `read_answer`: what a worker met instead of a result."""
+    known = _told_error(error) if isinstance(error, OSError | MemoryError) else None
+    return written({"error": known, "trace": "".join(traceback.format_exception(error))[-MAX_TRACE:]}) + b"\n"
+
+
+def read_answer(line: bytes, file: Path) -> PartResult | WorkerFailure:
+    """What `result_line` or `failure_line` made. file: that the task was about. Raises ValueError for anything else."""
+    told = parsed(line, _ANSWER)
+    if isinstance(told, _Failure):
+        return WorkerFailure(None if told.error is None else _error(told.error), told.trace)
+    result = PartResult(**{name: getattr(told, name) for name in _COUNTS})
+    result.problems, result.left_out = _problems(told.problems, file), _problems(told.left_out, file)
+    unreadable = None if told.unreadable is None else _error(told.unreadable)
+    result.unreadable = unreadable if isinstance(unreadable, OSError) else None
+    return result
+
+
+def _told(problems: Mapping[ProblemKind, tuple[RecordProblem, int]]) -> list[dict[str, object]]:
+    told: list[dict[str, object]] = []
+    for problem, count in list(problems.values())[:MAX_KINDS_TOLD]:
+        texts = {name: getattr(problem, name)[:MAX_TEXT] for name in ("key", "value", "reason", "fix")}
+        told.append({"line": problem.line, **texts, "unit": problem.unit, "count": count})
+    return told
+
+
+def _problems(told: list[_Problem], file: Path) -> dict[ProblemKind, tuple[RecordProblem, int]]:
+    found = {}
+    for each in told:
+        problem = RecordProblem(**each.model_dump(exclude={"count"}), file=file)
+        found[problem.kind] = (problem, each.count)
+    return found
+
+
+def _told_error(error: OSError | MemoryError) -> dict[str, object]:
+    if isinstance(error, MemoryError):
+        return {"kind": "memory", "number": None, "text": str(error)[:MAX_TEXT], "file": None}
+    kind = "special file" if isinstance(error, SpecialFileError) else "file system"
+    file = None if error.filename is None else str(error.filename)
+    return {"kind": kind, "number": error.errno, "text": (error.strerror or str(error))[:MAX_TEXT], "file": file}
+
+
+def _error(told: _Error) -> OSError | MemoryError:
+    if told.kind == "memory":
+        return MemoryError(told.text)
+    if told.kind == "special file" and told.file is not None:
+        return SpecialFileError(Path(told.file))
+    if told.number is None or told.number not in errno.errorcode:
+        return OSError(told.text)
+    return OSError(told.number, told.text, told.file)
