@@ -8,7 +8,6 @@ from typing import Any
 from finetune_job.api.method import LoraInit, LoraSpec, MethodType
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.effective import effective_plan
 from finetune_job.rules.rule import Reproduction
 
 _PARAMETERS = "method.lora.targetParameters"
@@ -111,7 +110,7 @@ def target_parameters_all_layers(context: RuleContext) -> Problem | None:
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_target_parameters(context: RuleContext) -> Problem | None:
-    if _lora(context) is None or effective_plan(context).parallelism.fsdp.version != 1:
+    if _lora(context) is None or context.plan.parallelism.fsdp.version != 1:
         return None
     return Problem(
         field=_VERSION,
