@@ -6,6 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 from finetune_job.api.method import LoraInit, LoraSpec, MethodType
+from finetune_job.methods import METHODS
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
 from finetune_job.rules.rule import Reproduction
@@ -41,8 +42,9 @@ def target_parameters_conflict(context: RuleContext) -> Problem | None:
     if lora is None:
         return None
     wrong: dict[str, tuple[Any, str, Any]] = {}
-    if context.spec.method.type is MethodType.DORA:
-        wrong[_TYPE] = (MethodType.DORA, "DoRA has magnitudes for layers only", MethodType.LORA)
+    kind = context.spec.method.type
+    if METHODS[kind].needs.magnitudes:
+        wrong[_TYPE] = (kind, f"{kind} has magnitudes for layers only", MethodType.LORA)
     if lora.lora_dropout is not None and Decimal(lora.lora_dropout) != 0:
         wrong[_DROPOUT] = (lora.lora_dropout, "the adapter is added to the weights, so there is no input to drop from", None)
     if lora.init_lora_weights is LoraInit.ORTHOGONAL:

@@ -75,7 +75,7 @@ def check_magnitudes(model: nn.Module) -> None:
 
 
 def zero_row(layer: str, kind: str, number: int) -> tuple[str, str]:
-    """PURE. What is wrong with a layer's weight for DoRA, and the fix. kind: row or column."""
+    """What is wrong with a layer's weight for DoRA, and the fix. kind: row or column."""
     message = (
         f"the weight of {layer} has a {kind} of zeros (number {number}), which DoRA would divide by its norm: the loss would be "
         f"NaN, or the {kind} one of rounding errors"

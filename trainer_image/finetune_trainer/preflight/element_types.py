@@ -1,4 +1,4 @@
-"""PURE. Element types of a run that only the stored weights decide, and that do not go together. Called by meta_model.py.
+"""Element types of a run that only the stored weights decide, and that do not go together. Called by meta_model.py.
 
 What is known from the manifest alone, the rules say (finetune_job/rules/dtypes.py and rules/quantization.py).
 """
