@@ -9,8 +9,10 @@ that PEFT loads with every tensor equal and the same logits. One that merges giv
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from finetune_job.api.method import MethodType
 
@@ -39,6 +41,38 @@ class MergeSetting:
 
 
 @dataclass(frozen=True)
+class OneRankSetting:
+    """A setting that several ranks cannot follow, if it is true or above zero."""
+
+    name: str
+    """As `method.settings` has it."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method needs of the trainer beyond what every adapter needs."""
+
+    trains_leaves: bool = False
+    """Whether all it trains are leaf modules with a weight, which PEFT's wrap policy can make FSDP units of their own."""
+    trains_base_modules: bool = False
+    """Whether what it trains are copies of whole modules of the base, which a merge puts in their place."""
+    magnitudes: bool = False
+    """Whether it trains magnitudes of about 1, which updates cannot move in 16 bits."""
+    reads_adapters_outside_units: bool = False
+    """Whether a layer reads the shape and values of adapter weights outside the forward pass of the unit that holds them."""
+    leaves_casts_to_autocast: bool = False
+    """Whether FSDP 1 must not cast its parameters to 16 bits, so that autocast casts the operands of products instead."""
+    computes_with_buffers: bool = False
+    """Whether it multiplies by buffers, such as random projections, which FSDP 2 does not cast: autocast does."""
+    overflows_float16: bool = False
+    """Whether its layers need float32 if the rest of the model computes in float16."""
+    decomposes_base: bool = False
+    """Whether it decomposes the base's weights wherever the adapter is loaded, so that they may not be rounded for the training."""
+    one_rank_settings: tuple[OneRankSetting, ...] = ()
+
+
+@dataclass(frozen=True)
 class Method:
     """What a method is and can do."""
 
@@ -53,6 +87,16 @@ class Method:
     """Why its layers cannot be FSDP units of their own, so that every rank gathers the whole model; empty: they can."""
     refused: str = ""
     """Why it is not supported at all; empty: it is, and its adapter can be merged into the base, or needs no merge."""
+    needs: Needs = Needs()
+
+    @property
+    def attaches_to_values(self) -> bool:
+        """Whether its first values may follow from the base's: then every rank loads the whole base before it is sharded."""
+        return self.family is Family.OTHER
+
+    def one_rank_setting(self, settings: Mapping[str, Any]) -> OneRankSetting | None:
+        """The first setting that several ranks cannot follow. `settings`: by name, with defaults, as `effective_settings` gives."""
+        return next((each for each in self.needs.one_rank_settings if (settings.get(each.name) or 0) > 0), None)
 
 
 _SHARED = "its layers share one trained parameter, which two FSDP units cannot both hold"
@@ -75,9 +119,31 @@ def _other(kind: MethodType, *, targets_all_linear: bool = True, one_unit: str =
         merge_settings=_MERGE_SETTINGS.get(kind, ()),
         one_unit=one_unit,
         refused=refused,
+        needs=_NEEDS.get(kind, Needs()),
     )
 
 
+_DROPS_MODULES = OneRankSetting(
+    "moduleDropout",
+    "each rank drops other modules, so they have gradients of different parameters to add up: under FSDP 2 the sums have different "
+    "lengths and the gang breaks; under FSDP 1 a unit whose modules are all dropped breaks it",
+)
+_CONSTRAINED = OneRankSetting(
+    "coft",
+    "it changes the parameters themselves in each forward pass: FSDP 2 loses the change with the gathered copy and ends on other "
+    'weights than one rank, FSDP 1 stops ("a view and its base or another view of its base has been modified inplace")',
+)
+_NEEDS = {
+    MethodType.LOHA: Needs(one_rank_settings=(_DROPS_MODULES,)),
+    MethodType.LOKR: Needs(one_rank_settings=(_DROPS_MODULES,)),
+    MethodType.OFT: Needs(trains_leaves=True, one_rank_settings=(_CONSTRAINED,)),
+    MethodType.PSOFT: Needs(trains_leaves=True, decomposes_base=True),
+    MethodType.LN_TUNING: Needs(trains_leaves=True, trains_base_modules=True),
+    MethodType.DELORA: Needs(computes_with_buffers=True, overflows_float16=True),
+    **dict.fromkeys(
+        (MethodType.VERA, MethodType.PVERA, MethodType.TINYLORA, MethodType.UNILORA), Needs(computes_with_buffers=True)
+    ),
+}
 _MERGE_SETTINGS = {
     MethodType.SUPERTUNING: (
         MergeSetting(
@@ -126,9 +192,15 @@ _MERGE_SETTINGS = {
     ),
 }
 METHODS: dict[MethodType, Method] = {
-    MethodType.LORA: Method(Family.LORA, "LORA"),
-    MethodType.QLORA: Method(Family.LORA, "LORA"),
-    MethodType.DORA: Method(Family.LORA, "LORA"),
+    MethodType.LORA: Method(Family.LORA, "LORA", needs=Needs(trains_leaves=True)),
+    # Packed weights are flattened with what is held beside them and are no numbers; autocast leaves them as they are.
+    MethodType.QLORA: Method(Family.LORA, "LORA", needs=Needs(trains_leaves=True, leaves_casts_to_autocast=True)),
+    # A layer multiplies weights of two units, which FSDP 1 would cast at different times; autocast casts both alike.
+    MethodType.DORA: Method(
+        Family.LORA,
+        "LORA",
+        needs=Needs(trains_leaves=True, magnitudes=True, reads_adapters_outside_units=True, leaves_casts_to_autocast=True),
+    ),
     MethodType.FULL: Method(Family.FULL, None),
     **{
         kind: _other(kind)

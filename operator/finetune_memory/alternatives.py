@@ -14,9 +14,9 @@ from finetune_job.api.base import Dtype
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import ActivationCheckpointing, Precision
 from finetune_job.method_settings import effective_settings
+from finetune_job.methods import METHODS
 from finetune_job.plan.resolve_method import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
-from finetune_job.rules.method_configuration.setting_conflicts import SHARDED
 from finetune_job.rules.rule import FieldChange
 from finetune_memory.estimate import Estimate
 
@@ -191,7 +191,7 @@ def _is_for_one_rank(plan: RunPlan) -> bool:
     if method.adapter is None:
         return False
     settings = effective_settings(method.type, method.adapter.settings)
-    return any(method.type in each.methods and each.exists(settings) for each in SHARDED)
+    return METHODS[method.type].one_rank_setting(settings) is not None
 
 
 def _quantised(plan: RunPlan) -> list[_Step]:

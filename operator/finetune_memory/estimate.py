@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from finetune_job.api.model import Attention
 from finetune_job.api.training import ActivationCheckpointing, OptimizerName
-from finetune_job.methods import METHODS, Family
+from finetune_job.methods import METHODS
 from finetune_job.plan.element_types import DTYPE_BYTES, Elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.activations import Activations, Layer, Pass, layer_activations, read_layers
@@ -213,7 +213,7 @@ class _Estimator:
         """
         plan = self.plan
         is_whole = not self.is_sharded or self.shape.facts.is_stored_otherwise or plan.model.allow_remote_code
-        is_whole = is_whole or METHODS[plan.method.type].family is Family.OTHER
+        is_whole = is_whole or METHODS[plan.method.type].attaches_to_values
         if plan.method.quantization is not None or not is_whole:
             return 0
         return sum(each.num_bytes for each in self.held.parameters if not (each.is_trained and plan.method.trains_adapter))

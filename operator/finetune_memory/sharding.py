@@ -7,18 +7,23 @@ where original parameters are kept each begins at a multiple of 16 bytes (torch/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.plan.element_types import DTYPE_BYTES
 from finetune_job.plan.run_plan import FsdpPlan
+from finetune_job.sharding import (
+    DEFAULT_MIN_NUM_PARAMS,
+    INTEGERS,
+    by_unit,
+    deepest_first,
+    is_one_parameter,
+    large_modules,
+)
 from finetune_memory.model_shape import ModelShape, ParameterShape
 
 ALIGNMENT_BYTES = 16
-PACKED = ("uint8", "int8")
-DEFAULT_MIN_NUM_PARAMS = 100_000_000
-"""Smallest unit of SIZE_BASED_WRAP in parameters where the plan names none; torch's own default."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Unit:
     def gathered_bytes(self, param_dtype: str | None) -> int:
         """All of it, in the element type of the computation; packed values are never cast."""
         return sum(
-            each.numel * DTYPE_BYTES[each.dtype if param_dtype is None or each.dtype in PACKED else param_dtype]
+            each.numel * DTYPE_BYTES[each.dtype if param_dtype is None or each.dtype in INTEGERS else param_dtype]
             for each in self.parameters
         )
 
@@ -58,14 +63,8 @@ class Shards:
 
 def units_of(shape: ModelShape) -> tuple[Unit, ...]:
     """Each parameter in the innermost unit that holds it; the root comes last."""
-    names = set(shape.units)
-    held: dict[str, list[ParameterShape]] = {name: [] for name in (*shape.units, "")}
-    for each in shape.parameters:
-        owner = each.module
-        while owner and owner not in names:
-            owner = owner.rpartition(".")[0]
-        held[owner].append(each)
-    return tuple(Unit(name, tuple(parameters)) for name, parameters in held.items() if parameters)
+    held = by_unit(shape.parameters, shape.units)
+    return tuple(Unit(name, tuple(held[name])) for name in (*shape.units, "") if name in held)
 
 
 def unit_names(parameters: Sequence[ParameterShape], fsdp: FsdpPlan, layers: Sequence[str]) -> tuple[str, ...]:
@@ -73,37 +72,18 @@ def unit_names(parameters: Sequence[ParameterShape], fsdp: FsdpPlan, layers: Seq
     if fsdp.auto_wrap_policy is AutoWrapPolicy.NO_WRAP:
         chosen: list[str] = []
     elif fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP:
-        chosen = _large(parameters, fsdp.min_num_params or DEFAULT_MIN_NUM_PARAMS)
+        sizes = ((each.name, each.numel) for each in parameters)
+        chosen = large_modules(sizes, fsdp.min_num_params or DEFAULT_MIN_NUM_PARAMS, _is_list)
     else:
         chosen = list(layers)
     if fsdp.peft_wrap_policy:
         # PEFT's rule: leaf modules whose weight is trained.
         leaves = dict.fromkeys(each.module for each in parameters if each.is_trained and each.name.endswith(".weight"))
         chosen += [name for name in leaves if name not in chosen]
-    return tuple(sorted(chosen, key=lambda name: (-name.count("."), name)))
+    return tuple(sorted(chosen, key=deepest_first))
 
 
-def _large(parameters: Sequence[ParameterShape], minimum: int) -> list[str]:
-    """Deepest modules first: a module is a unit where the parameters that no unit below it holds reach the minimum."""
-    sizes: dict[str, int] = {}
-    for each in parameters:
-        module = each.module
-        while module:
-            sizes[module] = sizes.get(module, 0) + each.numel
-            module = module.rpartition(".")[0]
-    chosen: list[str] = []
-    for name in sorted(sizes, key=lambda name: (-name.count("."), name)):
-        if sizes[name] < minimum or _is_list(name, sizes):
-            continue
-        chosen.append(name)
-        taken, parent = sizes[name], name.rpartition(".")[0]
-        while parent:
-            sizes[parent] -= taken
-            parent = parent.rpartition(".")[0]
-    return chosen
-
-
-def _is_list(name: str, modules: dict[str, int]) -> bool:
+def _is_list(name: str, modules: Collection[str]) -> bool:
     """Whether a module is a list of layers, which has no forward pass of its own."""
     return f"{name}.0" in modules
 
@@ -153,7 +133,7 @@ def _flat(unit: Unit, fsdp: FsdpPlan, world_size: int, rank: int, param_dtype: s
     size = shard * width
     if not unit.is_trained:
         return Shards(size, 0, 0, 0, 0)
-    if not fsdp.use_orig_params:
+    if is_one_parameter(fsdp):
         return Shards(0, size, size, size, 1)
     start, stop = rank * shard, (rank + 1) * shard
     own = trained = tensors = 0
@@ -169,7 +149,7 @@ def _flat(unit: Unit, fsdp: FsdpPlan, world_size: int, rank: int, param_dtype: s
 
 def _flat_layout(unit: Unit, fsdp: FsdpPlan, world_size: int, param_dtype: str | None) -> tuple[int, list[int]]:
     """Values of the flat parameter, padding included, and where each parameter begins."""
-    if not fsdp.use_orig_params:
+    if is_one_parameter(fsdp):
         places, total = [], 0
         for each in unit.parameters:
             places.append(total)

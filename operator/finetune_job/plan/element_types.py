@@ -64,6 +64,12 @@ class Elements:
         return self.stream != self.product
 
 
+def held_dtype(plan: RunPlan) -> Dtype | None:
+    """Element type in which an adapter run holds its base; None if only the stored weights can tell."""
+    held = {resolve_elements(plan, stored.value).load for stored in Dtype}
+    return Dtype(held.pop()) if len(held) == 1 else None
+
+
 def resolve_elements(plan: RunPlan, stored: str) -> Elements:
     """Element types of a run on a base model whose weights are stored as `stored`."""
     fsdp = plan.parallelism.fsdp

@@ -8,13 +8,14 @@ from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.method import ALL_LINEAR, LoraSpec, MethodType, QuantizationSpec, QuantType
 from finetune_job.methods import METHODS, Family
 from finetune_job.plan.choices import Choices, number
-from finetune_job.plan.resolve_sharding import holds_adapters_as_the_base
+from finetune_job.plan.resolve_sharding import has_own_units
 from finetune_job.plan.run_plan import (
     AdapterPlan,
     LoraPlan,
     MethodPlan,
     QuantizationPlan,
 )
+from finetune_job.sharding import holds_adapters_as_the_base
 
 DEFAULT_QUANT_TYPE = QuantType.NF4
 DEFAULT_DOUBLE_QUANT = True
@@ -22,7 +23,7 @@ DEFAULT_DOUBLE_QUANT = True
 
 def method_plan(spec: FineTuneJobSpec, choices: Choices) -> MethodPlan:
     kind = spec.method.type
-    as_base = holds_adapters_as_the_base(spec)
+    as_base = holds_adapters_as_the_base(kind, spec.parallelism.fsdp.version, own_units=has_own_units(spec))
     family = METHODS[kind].family
     return MethodPlan(
         type=kind,

@@ -4,53 +4,32 @@ from __future__ import annotations
 
 from finetune_job.api.base import Dtype
 from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.api.method import MethodType
 from finetune_job.api.parallelism import AutoWrapPolicy, FsdpSpec, MixedPrecisionSpec
 from finetune_job.api.training import Precision
-from finetune_job.methods import METHODS, Family
 from finetune_job.plan.choices import Choices
-from finetune_job.plan.run_plan import (
-    FsdpPlan,
-)
+from finetune_job.plan.run_plan import FsdpPlan
+from finetune_job.sharding import needs_original_parameters, needs_own_units
 
 
-def needs_peft_wrap_policy(spec: FineTuneJobSpec) -> bool:
-    """Whether FSDP 1 has to put trainable leaves into units of their own.
-
-    Flat parameters must be uniform in `requires_grad` (unless original parameters are kept) and always in element type, and
-    adapters are held in float32 beside a base of 16 bits. DoRA reads its weights outside their unit, which original parameters
-    under this policy do not allow. The parameters of the methods outside LoRA's family are no leaves.
-    """
+def has_own_units(spec: FineTuneJobSpec) -> bool:
+    """Whether PEFT's wrap policy puts adapters into FSDP units of their own: as the user says, otherwise if they need it."""
     fsdp = spec.parallelism.fsdp
-    if fsdp.version != 1 or METHODS[spec.method.type].family is not Family.LORA:
-        return False
-    return not (spec.method.type is MethodType.DORA and (fsdp.use_orig_params or _trains_rows(spec)))
+    if fsdp.peft_wrap_policy is not None:
+        return fsdp.peft_wrap_policy
+    return needs_own_units(spec.method.type, fsdp.version, use_orig_params=fsdp.use_orig_params, trains_rows=_trains_rows(spec))
 
 
 def _trains_rows(spec: FineTuneJobSpec) -> bool:
-    """Whether rows of an embedding are trained, which FSDP 1 can only hold beside the frozen rest as original parameters."""
+    """Whether rows of an embedding are trained."""
     return spec.method.lora is not None and spec.method.lora.trainable_token_indices is not None
-
-
-def holds_adapters_as_the_base(spec: FineTuneJobSpec) -> bool:
-    """Without a unit of its own under FSDP 1 an adapter can be flattened only in its base's element type.
-
-    Not for DoRA: its magnitudes would stand still in 16 bits, so such a manifest is refused rather than trained to no effect.
-    """
-    fsdp = spec.parallelism.fsdp
-    if fsdp.version != 1 or spec.method.type in (MethodType.FULL, MethodType.DORA):
-        return False
-    return not (needs_peft_wrap_policy(spec) if fsdp.peft_wrap_policy is None else fsdp.peft_wrap_policy)
 
 
 def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:
     fsdp: FsdpSpec = spec.parallelism.fsdp
     mixed = fsdp.mixed_precision or MixedPrecisionSpec()
-    first = fsdp.version == 1
+    first, trains_rows = fsdp.version == 1, _trains_rows(spec)
     peft_policy = (
-        choices.pick(
-            "parallelism.fsdp.peftWrapPolicy", fsdp.peft_wrap_policy, needs_peft_wrap_policy(spec), "trainable and frozen apart"
-        )
+        choices.pick("parallelism.fsdp.peftWrapPolicy", fsdp.peft_wrap_policy, has_own_units(spec), "trainable and frozen apart")
         if first
         else None
     )
@@ -72,8 +51,8 @@ def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:
             choices.pick(
                 "parallelism.fsdp.useOrigParams",
                 fsdp.use_orig_params,
-                not peft_policy or _trains_rows(spec),
-                "what is trained beside frozen parameters needs it" if _trains_rows(spec) else "what the wrap policy needs",
+                needs_original_parameters(own_units=peft_policy, trains_rows=trains_rows),
+                "what is trained beside frozen parameters needs it" if trains_rows else "what the wrap policy needs",
             )
             if first
             else None

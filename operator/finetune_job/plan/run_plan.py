@@ -20,6 +20,7 @@ from finetune_job.api.model import Attention
 from finetune_job.api.output import MergeBase
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Precision, Scheduler
+from finetune_job.methods import METHODS
 from finetune_job.plan.launch_plan import (
     CheckpointInterval,
     LaunchPlan,
@@ -150,7 +151,7 @@ class MethodPlan(TrainedParts):
             return False
         settings = self.adapter.settings
         return (
-            self.type is MethodType.LN_TUNING
+            METHODS[self.type].needs.trains_base_modules
             or bool(settings.get("modulesToSave"))
             or settings.get("bias", LoraBias.NONE.value) != LoraBias.NONE.value
         )

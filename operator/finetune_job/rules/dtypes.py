@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from finetune_job.api.base import Dtype
-from finetune_job.api.method import MethodType, QuantStorage
+from finetune_job.api.method import QuantStorage
 from finetune_job.api.training import OptimizerName, Precision
 from finetune_job.methods import METHODS, Family
+from finetune_job.plan.element_types import held_dtype
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.effective import effective_plan, held_dtype, may_part_adapters
 from finetune_job.rules.rule import Reproduction
+from finetune_job.sharding import Conflict, adapter_conflict
 
 _PEFT_POLICY = "parallelism.fsdp.peftWrapPolicy"
 _ORIG_PARAMS = "parallelism.fsdp.useOrigParams"
@@ -45,24 +46,24 @@ _VERSION = "parallelism.fsdp.version"
     holds_for="torch >= 2.0 with peft >= 0.12, FSDP 1 only",
 )
 def fsdp1_adapter_dtype(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
-    fsdp, lora = plan.parallelism.fsdp, plan.method.lora
-    if fsdp.version != 1 or lora is None or fsdp.peft_wrap_policy or not lora.autocast_adapter_dtype or may_part_adapters(fsdp):
+    plan = context.plan
+    fsdp, lora, kind = plan.parallelism.fsdp, plan.method.lora, plan.method.type
+    if lora is None or not lora.autocast_adapter_dtype:
         return None
     storage = plan.method.quantization.quant_storage if plan.method.quantization else None
     base = held_dtype(plan) or (storage if storage is not QuantStorage.UINT8 else None)
-    if base is None or str(base) == Dtype.FLOAT32:
+    if base is None or adapter_conflict(kind, fsdp, base, Dtype.FLOAT32) is not Conflict.ELEMENT_TYPES:
         return None
-    dora = plan.method.type is MethodType.DORA
+    needs_flat_units = METHODS[kind].needs.reads_adapters_outside_units
     return Problem(
         field=_PEFT_POLICY,
         value=fsdp.peft_wrap_policy,
         message=f"adapters are held in float32 and the base in {base}; without PEFT's wrap policy they share a unit, whatever "
         'useOrigParams says: "Must flatten tensors with uniform dtype"',
         fix=f"set {_PEFT_POLICY} to true"
-        + (f" and {_ORIG_PARAMS} to false" if dora else "")
+        + (f" and {_ORIG_PARAMS} to false" if needs_flat_units else "")
         + f", or {_AUTOCAST} to false, or use version 2",
-        changes={_PEFT_POLICY: True} | ({_ORIG_PARAMS: False} if dora else {}),
+        changes={_PEFT_POLICY: True} | ({_ORIG_PARAMS: False} if needs_flat_units else {}),
     )
 
 
@@ -78,21 +79,22 @@ def fsdp1_adapter_dtype(context: RuleContext) -> Problem | None:
     holds_for="peft >= 0.19, FSDP 1 only",
 )
 def fsdp1_qlora_compute_dtype(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     fsdp, lora, quantization = plan.parallelism.fsdp, plan.method.lora, plan.method.quantization
-    if fsdp.version != 1 or lora is None or quantization is None or fsdp.peft_wrap_policy or lora.autocast_adapter_dtype:
+    if lora is None or quantization is None or lora.autocast_adapter_dtype:
         return None
-    if quantization.compute_dtype is None or held_dtype(plan) is None or quantization.compute_dtype is held_dtype(plan):
+    computed, held = quantization.compute_dtype, held_dtype(plan)
+    if computed is None or held is None:
         return None
-    if may_part_adapters(fsdp):
+    if adapter_conflict(plan.method.type, fsdp, base=held, adapter=computed) is not Conflict.ELEMENT_TYPES:
         return None
     return Problem(
         field=_COMPUTE,
-        value=quantization.compute_dtype,
-        message=f"with {_AUTOCAST} false the adapters are held in {quantization.compute_dtype} and the rest of the layer in "
-        f'{held_dtype(plan)}: "Must flatten tensors with uniform dtype"',
-        fix=f"set {_COMPUTE} to {held_dtype(plan)}, or {_PEFT_POLICY} to true",
-        changes={_COMPUTE: held_dtype(plan)},
+        value=computed,
+        message=f"with {_AUTOCAST} false the adapters are held in {computed} and the rest of the layer in "
+        f'{held}: "Must flatten tensors with uniform dtype"',
+        fix=f"set {_COMPUTE} to {held}, or {_PEFT_POLICY} to true",
+        changes={_COMPUTE: held},
     )
 
 
@@ -107,7 +109,7 @@ def fsdp1_qlora_compute_dtype(context: RuleContext) -> Problem | None:
     holds_for="every version",
 )
 def float16_adapter(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     lora = plan.method.lora
     if lora is None or lora.autocast_adapter_dtype or held_dtype(plan) is not Dtype.FLOAT16:
         return None
@@ -143,7 +145,7 @@ def float16_adapter(context: RuleContext) -> Problem | None:
     holds_for="every version of peft",
 )
 def saved_module_16_bit(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     lora, base = plan.method.lora, held_dtype(plan)
     if lora is None or lora.autocast_adapter_dtype or not lora.modules_to_save or base in (None, Dtype.FLOAT32):
         return None
@@ -172,7 +174,7 @@ def saved_module_16_bit(context: RuleContext) -> Problem | None:
     holds_for="every version",
 )
 def float16_range(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     given = plan.parallelism.fsdp.param_dtype
     if (given or held_dtype(plan)) is not Dtype.FLOAT16:
         return None
@@ -202,8 +204,8 @@ def float16_range(context: RuleContext) -> Problem | None:
     holds_for="every version",
 )
 def dora_16_bit_magnitude(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
-    if plan.method.type is not MethodType.DORA or plan.method.lora is None or plan.method.lora.autocast_adapter_dtype:
+    plan = context.plan
+    if not METHODS[plan.method.type].needs.magnitudes or plan.method.autocast_adapter_dtype:
         return None
     if held_dtype(plan) in (None, Dtype.FLOAT32):
         return None
@@ -233,7 +235,7 @@ def dora_16_bit_magnitude(context: RuleContext) -> Problem | None:
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_adapter_16_bit(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     kind = plan.method.type
     if METHODS[kind].family is not Family.OTHER or plan.parallelism.fsdp.version != 1 or plan.method.autocast_adapter_dtype:
         return None

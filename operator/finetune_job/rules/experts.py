@@ -6,9 +6,9 @@ from decimal import Decimal
 from typing import Any
 
 from finetune_job.api.method import LoraInit, LoraSpec, MethodType
+from finetune_job.methods import METHODS
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.effective import effective_plan
 from finetune_job.rules.rule import Reproduction
 
 _PARAMETERS = "method.lora.targetParameters"
@@ -42,8 +42,9 @@ def target_parameters_conflict(context: RuleContext) -> Problem | None:
     if lora is None:
         return None
     wrong: dict[str, tuple[Any, str, Any]] = {}
-    if context.spec.method.type is MethodType.DORA:
-        wrong[_TYPE] = (MethodType.DORA, "DoRA has magnitudes for layers only", MethodType.LORA)
+    kind = context.spec.method.type
+    if METHODS[kind].needs.magnitudes:
+        wrong[_TYPE] = (kind, f"{kind} has magnitudes for layers only", MethodType.LORA)
     if lora.lora_dropout is not None and Decimal(lora.lora_dropout) != 0:
         wrong[_DROPOUT] = (lora.lora_dropout, "the adapter is added to the weights, so there is no input to drop from", None)
     if lora.init_lora_weights is LoraInit.ORTHOGONAL:
@@ -111,7 +112,7 @@ def target_parameters_all_layers(context: RuleContext) -> Problem | None:
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_target_parameters(context: RuleContext) -> Problem | None:
-    if _lora(context) is None or effective_plan(context).parallelism.fsdp.version != 1:
+    if _lora(context) is None or context.plan.parallelism.fsdp.version != 1:
         return None
     return Problem(
         field=_VERSION,

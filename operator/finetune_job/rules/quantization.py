@@ -6,11 +6,12 @@ from typing import Any
 
 from finetune_job.api.method import MethodType, QuantStorage
 from finetune_job.api.output import MergeBase
+from finetune_job.plan.element_types import held_dtype
 from finetune_job.plan.resolve_training import world_size
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.effective import effective_plan, held_dtype, may_part_adapters
 from finetune_job.rules.rule import Reproduction
+from finetune_job.sharding import Conflict, HeldParameter, may_part_adapters, unit_conflict
 
 _QUANTIZATION = "method.quantization"
 _TYPE = "method.type"
@@ -105,13 +106,15 @@ def quantization_bits(context: RuleContext) -> Problem | None:
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_qlora_integer_storage(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
-    quantization = plan.method.quantization
-    if quantization is None or quantization.quant_storage is not QuantStorage.UINT8 or plan.parallelism.fsdp.version != 1:
+    plan = context.plan
+    storage = plan.method.quantization.quant_storage if plan.method.quantization else None
+    if storage is None:
+        return None
+    if unit_conflict((HeldParameter("packed", storage, is_trained=False),), plan.parallelism.fsdp) is not Conflict.INTEGERS:
         return None
     return Problem(
         field=_STORAGE,
-        value=quantization.quant_storage,
+        value=storage,
         message='packed weights stored as uint8 cannot be flattened: "Cannot flatten integer dtype tensors"',
         fix=f"set {_STORAGE} to the model's element type, or leave it out",
         changes={_STORAGE: held_dtype(plan)},
@@ -132,7 +135,7 @@ def fsdp1_qlora_integer_storage(context: RuleContext) -> Problem | None:
     holds_for="accelerate >= 1.15, FSDP 2; this trainer shards integers, too",
 )
 def fsdp2_qlora_integer_storage(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     quantization = plan.method.quantization
     if quantization is None or quantization.quant_storage is not QuantStorage.UINT8 or plan.parallelism.fsdp.version != 2:
         return None
@@ -161,19 +164,21 @@ def fsdp2_qlora_integer_storage(context: RuleContext) -> Problem | None:
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     storage = plan.method.quantization.quant_storage if plan.method.quantization else None
-    if plan.parallelism.fsdp.version != 1 or storage in (None, QuantStorage.UINT8) or held_dtype(plan) is None:
+    fsdp, held = plan.parallelism.fsdp, held_dtype(plan)
+    if storage in (None, QuantStorage.UINT8) or held is None or may_part_adapters(fsdp):
         return None
-    if str(storage) == str(held_dtype(plan)) or may_part_adapters(plan.parallelism.fsdp):
+    unit = HeldParameter("norm", held, is_trained=False), HeldParameter("packed", storage, is_trained=False)
+    if unit_conflict(unit, fsdp) is not Conflict.ELEMENT_TYPES:
         return None
     return Problem(
         field=_STORAGE,
         value=storage,
-        message=f"norms and embeddings are {held_dtype(plan)} and lie in one unit with packed weights stored as {storage}: "
+        message=f"norms and embeddings are {held} and lie in one unit with packed weights stored as {storage}: "
         '"Must flatten tensors with uniform dtype"',
-        fix=f"set {_STORAGE} to {held_dtype(plan)}, or leave it out",
-        changes={_STORAGE: held_dtype(plan)},
+        fix=f"set {_STORAGE} to {held}, or leave it out",
+        changes={_STORAGE: held},
     )
 
 
@@ -190,7 +195,7 @@ def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
     "where that is the type of the computation",
 )
 def qlora_storage_not_param_dtype(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     param_dtype = plan.parallelism.fsdp.param_dtype
     if plan.parallelism.fsdp.version != 2 or plan.method.quantization is None or param_dtype is None:
         return None

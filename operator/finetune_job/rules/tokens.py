@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from finetune_job.api.base import Dtype
 from finetune_job.api.method import LoraSpec
+from finetune_job.plan.element_types import held_dtype
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.effective import effective_plan, held_dtype
 from finetune_job.rules.rule import Reproduction
+from finetune_job.sharding import Conflict, HeldParameter, unit_conflict
 
 TOKENS = "method.lora.trainableTokenIndices"
 _TARGETS, SAVED = "method.lora.targetModules", "method.lora.modulesToSave"
@@ -86,17 +87,20 @@ def trainable_tokens_overlap(context: RuleContext) -> Problem | None:
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
-    lora = _lora(context)
-    plan = effective_plan(context)
-    if lora.trainable_token_indices is None or plan.method.lora is None or plan.parallelism.fsdp.version != 1:
+    plan = context.plan
+    if _lora(context).trainable_token_indices is None or plan.method.lora is None:
         return None
-    wide = plan.method.lora.autocast_adapter_dtype and held_dtype(plan) not in (None, Dtype.FLOAT32)
-    if plan.parallelism.fsdp.use_orig_params and not wide:
-        return None
-    if wide:
-        reason = f"which cannot hold rows in float32 beside an embedding in {held_dtype(plan)}"
-    else:
-        reason = "which with useOrigParams false is trained or frozen as a whole"
+    # Stored weights alone may tell the embedding's type; preflight looks at them.
+    held = held_dtype(plan) or Dtype.FLOAT32
+    rows = Dtype.FLOAT32 if plan.method.lora.autocast_adapter_dtype else held
+    unit = HeldParameter("embedding", held, is_trained=False), HeldParameter("rows", rows, is_trained=True)
+    match unit_conflict(unit, plan.parallelism.fsdp):
+        case Conflict.ELEMENT_TYPES:
+            reason = f"which cannot hold rows in float32 beside an embedding in {held}"
+        case Conflict.REQUIRES_GRAD:
+            reason = "which with useOrigParams false is trained or frozen as a whole"
+        case _:
+            return None
     return Problem(
         field=_VERSION,
         value=1,

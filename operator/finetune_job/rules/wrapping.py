@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
-from finetune_job.api.method import LoraBias, MethodType
+from finetune_job.api.base import Dtype
+from finetune_job.api.method import LoraBias
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.methods import METHODS, Family
+from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.effective import effective_plan, may_part_adapters
 from finetune_job.rules.rule import Reproduction
+from finetune_job.sharding import Conflict, adapter_conflict, is_one_parameter, reads_cut_weights
 
 _CLASSES = "parallelism.fsdp.transformerLayerClsToWrap"
 _POLICY = "parallelism.fsdp.autoWrapPolicy"
@@ -117,7 +119,7 @@ def wrap_class_name_malformed(context: RuleContext) -> Problem | None:
 )
 def wrap_class_without_transformer_policy(context: RuleContext) -> Problem | None:
     written = context.spec.parallelism.fsdp.transformer_layer_cls_to_wrap
-    policy = effective_plan(context).parallelism.fsdp.auto_wrap_policy
+    policy = context.plan.parallelism.fsdp.auto_wrap_policy
     if not written or policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
         return None
     return Problem(
@@ -143,7 +145,7 @@ def wrap_class_without_transformer_policy(context: RuleContext) -> Problem | Non
 )
 def min_num_params_without_size_policy(context: RuleContext) -> Problem | None:
     written = context.spec.parallelism.fsdp.min_num_params
-    policy = effective_plan(context).parallelism.fsdp.auto_wrap_policy
+    policy = context.plan.parallelism.fsdp.auto_wrap_policy
     if written is None or policy is AutoWrapPolicy.SIZE_BASED_WRAP:
         return None
     return Problem(
@@ -168,7 +170,7 @@ def min_num_params_without_size_policy(context: RuleContext) -> Problem | None:
     holds_for="torch >= 2.0",
 )
 def no_wrap_gathers_everything(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context).parallelism
+    plan = context.plan.parallelism
     if plan.fsdp.auto_wrap_policy is not AutoWrapPolicy.NO_WRAP or plan.world_size == 1:
         return None
     return Problem(
@@ -195,11 +197,9 @@ def no_wrap_gathers_everything(context: RuleContext) -> Problem | None:
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_lora_mixed_requires_grad(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     fsdp = plan.parallelism.fsdp
-    if fsdp.version != 1 or plan.method.lora is None or fsdp.use_orig_params or fsdp.peft_wrap_policy:
-        return None
-    if may_part_adapters(fsdp):
+    if plan.method.lora is None or not _flattens_adapter_with_base(plan):
         return None
     return Problem(
         field=_PEFT_POLICY,
@@ -224,9 +224,9 @@ def fsdp1_lora_mixed_requires_grad(context: RuleContext) -> Problem | None:
     holds_for="torch >= 2.0, FSDP 1 only, models whose layers have biases",
 )
 def fsdp1_trained_bias(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
-    fsdp, lora = plan.parallelism.fsdp, plan.method.lora
-    if plan.parallelism.fsdp.version != 1 or lora is None or lora.bias is LoraBias.NONE or fsdp.use_orig_params:
+    plan = context.plan
+    lora = plan.method.lora
+    if lora is None or lora.bias is LoraBias.NONE or not is_one_parameter(plan.parallelism.fsdp):
         return None
     return Problem(
         field=_BIAS,
@@ -249,9 +249,9 @@ def fsdp1_trained_bias(context: RuleContext) -> Problem | None:
     holds_for="peft >= 0.12, FSDP 1 only; hidden with one rank, where nothing is sharded",
 )
 def fsdp1_dora_orig_params(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     fsdp = plan.parallelism.fsdp
-    if plan.method.type is not MethodType.DORA or fsdp.version != 1 or not (fsdp.use_orig_params and fsdp.peft_wrap_policy):
+    if not reads_cut_weights(plan.method.type, fsdp):
         return None
     return Problem(
         field=_ORIG_PARAMS,
@@ -261,10 +261,6 @@ def fsdp1_dora_orig_params(context: RuleContext) -> Problem | None:
         fix=f"set {_ORIG_PARAMS} to false and keep {_PEFT_POLICY} true, or use version 2",
         changes={_ORIG_PARAMS: False},
     )
-
-
-_LEAVES = (MethodType.LN_TUNING, MethodType.OFT, MethodType.PSOFT)
-"""What they train are leaf modules with a weight, which PEFT's wrap policy makes units of their own."""
 
 
 @rule(
@@ -279,10 +275,8 @@ _LEAVES = (MethodType.LN_TUNING, MethodType.OFT, MethodType.PSOFT)
     holds_for="torch >= 2.0, FSDP 1 only",
 )
 def fsdp1_adapter_unit(context: RuleContext) -> Problem | None:
-    kind, fsdp = context.spec.method.type, effective_plan(context).parallelism.fsdp
-    if METHODS[kind].family is not Family.OTHER or fsdp.version != 1 or fsdp.use_orig_params:
-        return None
-    if (fsdp.peft_wrap_policy and kind in _LEAVES) or may_part_adapters(fsdp):
+    kind, fsdp = context.spec.method.type, context.plan.parallelism.fsdp
+    if METHODS[kind].family is not Family.OTHER or not _flattens_adapter_with_base(context.plan):
         return None
     field = _PEFT_POLICY if fsdp.peft_wrap_policy else _ORIG_PARAMS
     return Problem(
@@ -293,6 +287,12 @@ def fsdp1_adapter_unit(context: RuleContext) -> Problem | None:
         fix=f"remove {_PEFT_POLICY} and {_ORIG_PARAMS}, or use version 2",
         changes={_PEFT_POLICY: None, _ORIG_PARAMS: None},
     )
+
+
+def _flattens_adapter_with_base(plan: RunPlan) -> bool:
+    """Whether trained and frozen parameters would meet in one flat parameter, whatever their element type."""
+    held = Dtype.FLOAT32
+    return adapter_conflict(plan.method.type, plan.parallelism.fsdp, base=held, adapter=held) is Conflict.REQUIRES_GRAD
 
 
 RULES = (

@@ -67,7 +67,7 @@ def adapter_config(method: MethodPlan) -> PeftConfig:
 
 def unfit_for_experts(method: MethodPlan) -> dict[str, str]:
     """Fields that PEFT's adapters of stacked weights do not work with, and what they have to be."""
-    wanted = {"spec.method.type": MethodType.LORA.value} if method.type is MethodType.DORA else {}
+    wanted = {"spec.method.type": MethodType.LORA.value} if METHODS[method.type].needs.magnitudes else {}
     if method.lora is not None and method.lora.lora_dropout:
         wanted["spec.method.lora.loraDropout"] = "0"
     return wanted

@@ -1,4 +1,4 @@
-"""PURE. Which element type is used where: plan and stored type -> types of loading, computing, reducing and saving."""
+"""Which element type is used where: plan and stored type -> types of loading, computing, reducing and saving, and who casts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from finetune_job.api.base import Dtype
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
+from finetune_job.sharding import casts
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,16 @@ class ModelDtypes:
     """A fully fine-tuned model on disk."""
 
 
+@dataclass(frozen=True)
+class ModelCasts:
+    """Who casts to the element type of the computation; None: nobody does."""
+
+    by_fsdp: torch.dtype | None
+    """The parameters that a unit gathers; under version 2 inputs and outputs of units, too."""
+    by_autocast: torch.dtype | None
+    """The operands of products."""
+
+
 def torch_dtype(dtype: Dtype) -> torch.dtype:
     """The torch type of the same name."""
     return {Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16, Dtype.FLOAT32: torch.float32}[dtype]
@@ -38,6 +49,16 @@ def resolve_dtypes(plan: RunPlan, stored: torch.dtype) -> ModelDtypes:
         param=getattr(torch, found.param) if found.param else None,
         reduce=getattr(torch, found.reduce) if found.reduce else None,
         save=getattr(torch, found.save),
+    )
+
+
+def resolve_casts(plan: RunPlan, dtypes: ModelDtypes, world_size: int) -> ModelCasts:
+    """Who casts to `dtypes.param` in a gang of this size."""
+    computed = None if dtypes.param is None else str(dtypes.param).removeprefix("torch.")
+    found = casts(plan.method.type, plan.parallelism.fsdp.version, world_size, computed)
+    return ModelCasts(
+        by_fsdp=getattr(torch, found.by_fsdp) if found.by_fsdp else None,
+        by_autocast=getattr(torch, found.by_autocast) if found.by_autocast else None,
     )
 
 

@@ -17,7 +17,7 @@ from finetune_trainer.model.wrap_plan import unit_names
 def shard(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, device: torch.device) -> nn.Module:
     """A sharded wrapper of `model`. Raises ConfigError where a unit's parameters cannot lie in one flat parameter."""
     names = unit_names(model, fsdp)
-    check_flat_units(model, names, use_orig_params=bool(fsdp.use_orig_params))
+    check_flat_units(model, names, fsdp)
     modules = dict(model.named_modules())
     units = {id(modules[name]) for name in names}
     sharded = FullyShardedDataParallel(

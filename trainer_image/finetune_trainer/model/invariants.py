@@ -12,9 +12,11 @@ from torch import nn
 
 from finetune_job.api.method import LoraBias, MethodType
 from finetune_job.methods import METHODS
-from finetune_job.plan.run_plan import MethodPlan, RunPlan
+from finetune_job.plan.run_plan import FsdpPlan, MethodPlan, RunPlan
+from finetune_job.sharding import Conflict, by_unit, element_types, unit_conflict
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.wrap_plan import held_parameters
 
 MAGNITUDE = "lora_magnitude_vector"
 LORA_MARKS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", MAGNITUDE, "trainable_tokens_delta")
@@ -73,7 +75,7 @@ def check_magnitudes(model: nn.Module) -> None:
 
 
 def zero_row(layer: str, kind: str, number: int) -> tuple[str, str]:
-    """PURE. What is wrong with a layer's weight for DoRA, and the fix. kind: row or column."""
+    """What is wrong with a layer's weight for DoRA, and the fix. kind: row or column."""
     message = (
         f"the weight of {layer} has a {kind} of zeros (number {number}), which DoRA would divide by its norm: the loss would be "
         f"NaN, or the {kind} one of rounding errors"
@@ -107,43 +109,40 @@ def check_adapter_bits(plan: RunPlan, stored: torch.dtype) -> None:
 
 
 def check_decomposed(plan: RunPlan, stored: torch.dtype) -> None:
-    """PSOFT turns singular vectors that its file does not hold: whoever loads the adapter decomposes the base again.
+    """A method that turns singular vectors which its file does not hold decomposes the base again wherever it is loaded.
 
     Of a base that was rounded for the training the vectors are others, some of opposite sign: after rounding to bfloat16, in 9 of
     20 random weights of 128 x 128. Raises ConfigError.
     """
     load = resolve_dtypes(plan, stored).load
-    if plan.method.type is MethodType.PSOFT and torch.finfo(load).eps > torch.finfo(stored).eps:
+    if METHODS[plan.method.type].needs.decomposes_base and torch.finfo(load).eps > torch.finfo(stored).eps:
         held, kept = (str(dtype).removeprefix("torch.") for dtype in (load, stored))
         raise ConfigError(
-            f"spec.model.dtype: PSOFT decomposes the base's weights wherever its adapter is loaded, and those of {kept}, which is "
-            f"stored, give other vectors than those of {held}, with which it would be trained",
+            f"spec.model.dtype: {plan.method.type} decomposes the base's weights wherever its adapter is loaded, and those of "
+            f"{kept}, which is stored, give other vectors than those of {held}, with which it would be trained",
             f"remove spec.model.dtype, or set it to {kept}",
         )
 
 
-def check_flat_units(model: nn.Module, unit_names: Collection[str], use_orig_params: bool) -> None:
-    """FSDP 1 lays a unit's parameters into one flat one: they need one dtype, and without `use_orig_params` one requires_grad.
+def check_flat_units(model: nn.Module, unit_names: Collection[str], fsdp: FsdpPlan) -> None:
+    """The parameters of each unit can be joined into the one flat parameter of FSDP 1. Raises ConfigError.
 
-    Raises ConfigError.
+    A unit of integers alone is what the rules refuse, for which the manifest is enough.
     """
-    held: dict[str, dict[str, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        owners = [unit for unit in unit_names if name.startswith(f"{unit}.")]
-        held.setdefault(max(owners, key=len, default=""), {})[name] = parameter
-    for unit, parameters in held.items():
+    for unit, parameters in by_unit(held_parameters(model), unit_names).items():
         shown = unit or "the root unit"
-        kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters.values()})
-        if len(kinds) > 1:
-            raise ConfigError(
-                f"spec.parallelism.fsdp: version 1 cannot shard {shown}, whose parameters have several element types: {kinds}",
-                "set peftWrapPolicy: true, or method.lora.autocastAdapterDtype: false, or version: 2",
-            )
-        if not use_orig_params and len({parameter.requires_grad for parameter in parameters.values()}) > 1:
-            raise ConfigError(
-                f"spec.parallelism.fsdp.useOrigParams: false cannot shard {shown}, which has trained and frozen parameters",
-                "set peftWrapPolicy: true, or useOrigParams: true, or version: 2",
-            )
+        match unit_conflict(parameters, fsdp):
+            case Conflict.ELEMENT_TYPES:
+                kinds = sorted(element_types(parameters))
+                raise ConfigError(
+                    f"spec.parallelism.fsdp: version 1 cannot shard {shown}, whose parameters have several element types: {kinds}",
+                    "set peftWrapPolicy: true, or method.lora.autocastAdapterDtype: false, or version: 2",
+                )
+            case Conflict.REQUIRES_GRAD:
+                raise ConfigError(
+                    f"spec.parallelism.fsdp.useOrigParams: false cannot shard {shown}, which has trained and frozen parameters",
+                    "set peftWrapPolicy: true, or useOrigParams: true, or version: 2",
+                )
 
 
 def has_learnt(pieces: Iterable[tuple[str, torch.Tensor]]) -> bool:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
-from finetune_job.methods import METHODS, Family
+from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.state import Piece
 from finetune_trainer.errors import InvariantError, ModelError
@@ -70,7 +70,7 @@ class HollowModel:
 
 def hollow_base_model(plan: RunPlan, directory: Path) -> HollowModel | None:
     """None where the model has to be loaded whole. Raises ModelError."""
-    if plan.method.quantization is not None or plan.model.allow_remote_code or METHODS[plan.method.type].family is Family.OTHER:
+    if plan.method.quantization is not None or plan.model.allow_remote_code or METHODS[plan.method.type].attaches_to_values:
         return None
     model = build_unwritten(plan, directory)
     dtype = resolve_dtypes(plan, stored_dtype(directory)).load

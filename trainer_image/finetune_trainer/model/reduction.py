@@ -18,19 +18,6 @@ class Reduction:
     """Whether FSDP 2 leaves parameters whole between forward and backward."""
 
 
-def reduces_every_micro_step(model: nn.Module, *, trains_adapter: bool) -> bool:
-    """Gradients that wait for the last micro-step are whole on every rank: little for adapters, a model's size for all else.
-
-    FSDP 1 that keeps original parameters holds one gradient for a unit's frozen and trained parameters together; and with
-    offloaded parameters it forgets what earlier micro-steps have reduced (torch's documentation of CPUOffload), so it must wait.
-    """
-    if not isinstance(model, FullyShardedDataParallel):
-        return not trains_adapter
-    if model.cpu_offload.offload_params:
-        return False
-    return not trains_adapter or any(unit._use_orig_params for unit in FullyShardedDataParallel.fsdp_modules(model))  # noqa: SLF001
-
-
 def reducing(model: nn.Module, reduction: Reduction, *, is_last: bool) -> AbstractContextManager[None]:
     """Within: one forward and backward pass, after which gradients are reduced only where that is due.
 

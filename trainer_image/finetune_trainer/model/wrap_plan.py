@@ -12,7 +12,7 @@ from torch import nn
 
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.plan.run_plan import FsdpPlan
-from finetune_memory.sharding import DEFAULT_MIN_NUM_PARAMS
+from finetune_job.sharding import DEFAULT_MIN_NUM_PARAMS, HeldParameter, deepest_first, large_modules
 from finetune_trainer.errors import ConfigError
 
 
@@ -55,7 +55,8 @@ def unit_names(model: nn.Module, fsdp: FsdpPlan) -> list[str]:
     if fsdp.auto_wrap_policy is AutoWrapPolicy.NO_WRAP:
         chosen: list[str] = []
     elif fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP:
-        chosen = _large(modules, bound, fsdp.min_num_params or DEFAULT_MIN_NUM_PARAMS)
+        sizes = ((name, parameter.numel()) for name, parameter in model.named_parameters())
+        chosen = large_modules(sizes, fsdp.min_num_params or DEFAULT_MIN_NUM_PARAMS, lambda name, _: name in bound)
     else:
         wanted = set(layer_classes(model, fsdp.transformer_layer_cls_to_wrap))
         chosen = [name for name, module in modules.items() if name and type(module).__name__ in wanted]
@@ -71,7 +72,15 @@ def unit_names(model: nn.Module, fsdp: FsdpPlan) -> list[str]:
         leaves = [name for name, module in modules.items() if name and _is_trainable_leaf(module)]
         unfit_leaves = _uncalled_adapters(modules) | _sharing(model)
         chosen += [name for name in leaves if name not in chosen and name not in unfit_leaves]
-    return sorted(chosen, key=lambda name: (-name.count("."), name))
+    return sorted(chosen, key=deepest_first)
+
+
+def held_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> list[HeldParameter]:
+    """What the law of sharding looks at. `remove_duplicate`: tied parameters once, not under each of their names."""
+    return [
+        HeldParameter(name, str(parameter.dtype).removeprefix("torch."), parameter.requires_grad)
+        for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate)
+    ]
 
 
 def bound_modules(model: nn.Module) -> dict[str, str]:
@@ -127,15 +136,3 @@ def _is_trainable_leaf(module: nn.Module) -> bool:
     """PEFT's rule: no child modules and a weight that is trained."""
     weight = getattr(module, "weight", None)
     return not any(True for _ in module.children()) and isinstance(weight, nn.Parameter) and weight.requires_grad
-
-
-def _large(modules: dict[str, nn.Module], bound: Collection[str], minimum: int) -> list[str]:
-    """Deepest modules first: a module is a unit where the parameters that no unit below it holds reach the minimum."""
-    chosen: list[str] = []
-    for name in sorted(modules, key=lambda name: (-(name.count(".") + 1 if name else 0), name)):
-        below = [modules[unit] for unit in chosen if unit.startswith(f"{name}.")]
-        held = {id(parameter) for unit in below for parameter in unit.parameters()}
-        size = sum(parameter.numel() for parameter in modules[name].parameters() if id(parameter) not in held)
-        if name and size >= minimum and name not in bound:
-            chosen.append(name)
-    return chosen

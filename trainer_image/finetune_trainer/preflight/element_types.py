@@ -1,4 +1,4 @@
-"""PURE. Element types of a run that only the stored weights decide, and that do not go together. Called by meta_model.py.
+"""Element types of a run that only the stored weights decide, and that do not go together. Called by meta_model.py.
 
 What is known from the manifest alone, the rules say (finetune_job/rules/dtypes.py and rules/quantization.py).
 """
@@ -13,7 +13,7 @@ from torch import nn
 from finetune_job.api.training import OptimizerName
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import FieldChange, Finding
-from finetune_trainer.model.dtypes import ModelDtypes
+from finetune_trainer.model.dtypes import ModelDtypes, resolve_casts
 
 FSDP = "spec.parallelism.fsdp"
 PARAM_DTYPE = f"{FSDP}.mixedPrecision.paramDtype"
@@ -51,10 +51,10 @@ def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) ->
     quantization, version = plan.method.quantization, plan.parallelism.fsdp.version
     if quantization is None or quantization.bits == 8 or plan.parallelism.world_size == 1 or not packed.is_floating_point:
         return
-    # Under version 1 autocast computes in 16 bits, and only float32 is left to FSDP.
-    if dtypes.param in (None, packed) or (version == 1 and dtypes.param is not torch.float32):
+    cast = resolve_casts(plan, dtypes, plan.parallelism.world_size).by_fsdp
+    if cast in (None, packed):
         return
-    computed = _name(dtypes.param)
+    computed = _name(cast)
     reason = f"packed weights stored as {_name(packed)} would be converted to {computed} like numbers, which destroys them"
     if version == 1:
         fix = f"leave {PARAM_DTYPE} out, or set spec.training.precision: fp32"

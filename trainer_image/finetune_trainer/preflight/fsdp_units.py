@@ -14,6 +14,8 @@ from torch import nn
 from finetune_job.api.method import MethodType
 from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_job.rules.rule import FieldChange, Finding, Severity
+from finetune_job.sharding import Conflict, HeldParameter, by_unit, element_types, innermost_unit, is_one_parameter, unit_conflict
+from finetune_trainer.model.wrap_plan import held_parameters
 from finetune_trainer.train.optimizers import treatment
 
 POLICY_FIELD = "spec.parallelism.fsdp.autoWrapPolicy"
@@ -28,13 +30,15 @@ def check_units(model: nn.Module, unit_names: Sequence[str], plan: RunPlan) -> l
     fsdp = plan.parallelism.fsdp
     modules = dict(model.named_modules())
     units = {name: modules[name] for name in unit_names}
-    owned = _owned(model, unit_names)
+    # Tied parameters under each of their names.
+    held = by_unit(held_parameters(model, remove_duplicate=False), unit_names)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     found = [
         _without_parameters(units, fsdp),
-        *_shapes(owned),
+        *_shapes([(each.name, parameters[each.name]) for unit in held.values() for each in unit]),
     ]
     if fsdp.version == 2:
-        found += _trained_in_two_types(owned)
+        found += _trained_in_two_types(held, fsdp)
     else:
         found.append(_treated_differently(model, set(unit_names), plan))
     return [finding for finding in found if finding is not None]
@@ -62,15 +66,15 @@ def stacked_weights(model: nn.Module) -> Finding | None:
 
 
 def _treated_differently(model: nn.Module, units: set[str], plan: RunPlan) -> Finding | None:
-    """A flat parameter has one weight decay and one learning rate, which is right where all that lies in it is to have the same."""
-    if plan.parallelism.fsdp.use_orig_params:
+    """A flat parameter has one weight decay and one learning rate, which is right if all of it is to have the same."""
+    if not is_one_parameter(plan.parallelism.fsdp):
         return None
     first: dict[str, tuple[str, tuple[float, float]]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         wanted = treatment(name, tuple(parameter.shape), plan)
-        other, treated = first.setdefault(unit := _unit_of(name, units), (name, wanted))
+        other, treated = first.setdefault(unit := innermost_unit(name, units), (name, wanted))
         if treated == wanted:
             continue
         scales, decays = zip(treated, wanted, strict=True)
@@ -95,24 +99,6 @@ def _treated_differently(model: nn.Module, units: set[str], plan: RunPlan) -> Fi
     return None
 
 
-def _owned(model: nn.Module, unit_names: Sequence[str]) -> dict[str, dict[str, nn.Parameter]]:
-    """Unit -> its parameters by name, tied ones under each of their names. The root's name is empty."""
-    units = set(unit_names)
-    owned: dict[str, dict[str, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owned.setdefault(_unit_of(name, units), {})[name] = parameter
-    return owned
-
-
-def _unit_of(name: str, units: set[str]) -> str:
-    """The innermost unit around a parameter: itself a prefix of the name."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        if name in units:
-            return name
-    return ""
-
-
 def _without_parameters(units: Mapping[str, nn.Module], fsdp: FsdpPlan) -> Finding | None:
     wrong = [name for name, module in units.items() if not any(True for _ in module.parameters())]
     if not wrong:
@@ -124,11 +110,10 @@ def _without_parameters(units: Mapping[str, nn.Module], fsdp: FsdpPlan) -> Findi
     return _finding("unit-without-parameters", field, kinds, message, fix, severity="warning")
 
 
-def _shapes(owned: Mapping[str, Mapping[str, nn.Parameter]]) -> Iterator[Finding]:
-    everything = [(name, parameter) for parameters in owned.values() for name, parameter in parameters.items()]
+def _shapes(parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Finding]:
     for wrong, reason in (
-        ([name for name, parameter in everything if parameter.ndim == 0], "is a single number without dimensions"),
-        ([name for name, parameter in everything if not parameter.is_contiguous()], "does not lie in one piece in memory"),
+        ([name for name, parameter in parameters if parameter.ndim == 0], "is a single number without dimensions"),
+        ([name for name, parameter in parameters if not parameter.is_contiguous()], "does not lie in one piece in memory"),
     ):
         if wrong:
             yield _finding(
@@ -141,13 +126,10 @@ def _shapes(owned: Mapping[str, Mapping[str, nn.Parameter]]) -> Iterator[Finding
             )
 
 
-def _trained_in_two_types(owned: Mapping[str, Mapping[str, nn.Parameter]]) -> Iterator[Finding]:
-    for unit, parameters in owned.items():
-        kinds: dict[str, str] = {}
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                kinds.setdefault(str(parameter.dtype).removeprefix("torch."), name)
-        if len(kinds) > 1:
+def _trained_in_two_types(held: Mapping[str, Sequence[HeldParameter]], fsdp: FsdpPlan) -> Iterator[Finding]:
+    for unit, parameters in held.items():
+        if unit_conflict(parameters, fsdp) is Conflict.TRAINED_TYPES:
+            kinds = element_types(each for each in parameters if each.is_trained)
             examples = " and ".join(f"{name} in {kind}" for kind, name in sorted(kinds.items()))
             yield _finding(
                 "trained-in-two-types",

@@ -106,7 +106,7 @@ def inspect_structure(
             check_adapter_bits(plan, stored_dtype(directory))
             stacked = stacked_weights(model) if plan.parallelism.world_size > 1 else None
             if stacked is None:
-                check_flat_units(model, units, use_orig_params=bool(plan.parallelism.fsdp.use_orig_params))
+                check_flat_units(model, units, plan.parallelism.fsdp)
             else:
                 findings.append(stacked)
     except TrainerError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from finetune_job.api.method import MethodType
+from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import FieldChange, Finding
 from finetune_trainer.inspection.model_structure import ModelStructure
@@ -13,14 +13,13 @@ from finetune_trainer.verify.element_types import judged_dtype
 from finetune_trainer.verify.gate import GATES, LARGEST_MEASURED_KL, TIE_UNITS
 
 _VERIFY = "spec.merge.verify"
-_COPIED = (MethodType.LN_TUNING,)
-"""Methods whose merge puts what was trained in the place of what is stored."""
 
 
 def check_thresholds(plan: RunPlan, directory: Path, structure: ModelStructure) -> Iterator[Finding]:
     """Warnings: how far rounding moves the logits depends on the model, and a small one may stay below. Reads headers only."""
     merge = plan.merge
-    if not merge.enabled or structure.adapter_settings is None or plan.method.type in _COPIED:
+    # A merge that puts what was trained in the place of what is stored does not round.
+    if not merge.enabled or structure.adapter_settings is None or METHODS[plan.method.type].needs.trains_base_modules:
         return
     if merge.max_kl_divergence is None and merge.min_top1_agreement is None:
         return

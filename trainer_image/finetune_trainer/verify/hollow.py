@@ -17,11 +17,12 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+from finetune_job.methods import METHODS
 from finetune_trainer.model.load import reserve_parameters
 from finetune_trainer.verify.weights import StoredWeights
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, read_adapter, read_json
 
-ADAPTER_FROM_BASE_WEIGHTS = frozenset({"PSOFT"})
+ADAPTER_FROM_BASE_WEIGHTS = frozenset(str(method.peft_type) for method in METHODS.values() if method.needs.decomposes_base)
 """Methods whose layers compute part of themselves from the base's weights as they are attached."""
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.methods import Family
 from finetune_job.rules.cel.condition import Condition, kinds, within, words
-from finetune_job.rules.effective import LEAF_CLASSES
 from finetune_job.rules.optimizer import moments, schedule
+from finetune_job.sharding import LEAF_CLASSES
 
 _FSDP = "parallelism.fsdp"
 _RANKS = "self.parallelism.nodes * self.parallelism.processesPerNode"
+_WRAP_POLICY, _CLASSES = f"self.{_FSDP}.autoWrapPolicy", f"self.{_FSDP}.transformerLayerClsToWrap"
+_MAY_PART_ADAPTERS = (
+    f"(has({_WRAP_POLICY}) && {_WRAP_POLICY} == '{AutoWrapPolicy.SIZE_BASED_WRAP}') "
+    f"|| (has({_CLASSES}) && {_CLASSES}.exists(one, one in {words(list(LEAF_CLASSES))}))"
+)
+"""`sharding.may_part_adapters` over the manifest; it lets classes pass that another wrap policy does not look at."""
 
 
 CONDITIONS: tuple[Condition, ...] = (
@@ -59,9 +66,7 @@ CONDITIONS: tuple[Condition, ...] = (
         f"self.parallelism.fsdp.version != 1 || !(self.method.type in {kinds(Family.LORA)}) "
         "|| !has(self.parallelism.fsdp.useOrigParams) || self.parallelism.fsdp.useOrigParams "
         "|| !has(self.parallelism.fsdp.peftWrapPolicy) || self.parallelism.fsdp.peftWrapPolicy "
-        "|| (has(self.parallelism.fsdp.autoWrapPolicy) && self.parallelism.fsdp.autoWrapPolicy == 'SIZE_BASED_WRAP') "
-        f"|| (has(self.parallelism.fsdp.transformerLayerClsToWrap) "
-        f"&& self.parallelism.fsdp.transformerLayerClsToWrap.exists(one, one in {words(list(LEAF_CLASSES))}))",
+        f"|| {_MAY_PART_ADAPTERS}",
         "one flat parameter cannot hold frozen and trained values; set peftWrapPolicy or useOrigParams to true, or version to 2",
         "parallelism.fsdp.peftWrapPolicy",
     ),

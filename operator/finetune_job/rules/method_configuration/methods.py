@@ -6,7 +6,6 @@ from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family, supported
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.effective import effective_plan
 from finetune_job.rules.rule import Reproduction
 
 _TYPE = "method.type"
@@ -57,7 +56,7 @@ def method_not_supported(context: RuleContext) -> Problem | None:
 )
 def method_in_one_unit(context: RuleContext) -> Problem | None:
     kind = context.spec.method.type
-    if not METHODS[kind].one_unit or effective_plan(context).parallelism.world_size == 1:
+    if not METHODS[kind].one_unit or context.plan.parallelism.world_size == 1:
         return None
     return Problem(
         field=_TYPE,

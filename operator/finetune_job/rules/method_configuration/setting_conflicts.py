@@ -1,4 +1,4 @@
-"""Settings of `method.settings` that contradict each other, or several ranks."""
+"""Settings of `method.settings` that contradict each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _M = MethodType
 
 @dataclass(frozen=True)
 class Conflict:
-    """Settings of a method that contradict each other, or the job."""
+    """Settings of a method that contradict each other."""
 
     methods: tuple[MethodType, ...]
     exists: Callable[[Mapping[str, Any]], bool]
@@ -158,32 +158,3 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
 )
 """Every conflict within `method.settings`."""
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """A setting that several ranks cannot hold to."""
-
-    methods: tuple[MethodType, ...]
-    exists: Callable[[Mapping[str, Any]], bool]
-    setting: str
-    message: str
-
-
-SHARDED: tuple[Sharded, ...] = (
-    Sharded(
-        (_M.LOHA, _M.LOKR),
-        lambda has: has["moduleDropout"] > 0,
-        "moduleDropout",
-        "each rank drops other modules, so they have gradients of different parameters to add up: under FSDP 2 the sums have "
-        "different lengths and the gang breaks; under FSDP 1 a unit whose modules are all dropped breaks it",
-    ),
-    Sharded(
-        (_M.OFT,),
-        lambda has: bool(has["coft"]),
-        "coft",
-        "it changes the parameters themselves in each forward pass: FSDP 2 loses the change with the gathered copy and ends on "
-        'other weights than one rank, FSDP 1 stops ("a view and its base or another view of its base has been modified inplace")',
-    ),
-)
-"""Every setting for one rank only."""

@@ -10,7 +10,7 @@ from finetune_job.method_settings import effective_settings, known_settings
 from finetune_job.methods import METHODS, Family
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import Problem, rule, shown
-from finetune_job.rules.method_configuration.setting_conflicts import CONFLICTS, SHARDED
+from finetune_job.rules.method_configuration.setting_conflicts import CONFLICTS
 from finetune_job.rules.method_configuration.setting_limits import LIMITS
 from finetune_job.rules.rule import Reproduction
 
@@ -187,16 +187,16 @@ def method_setting_on_one_rank_only(context: RuleContext) -> Problem | None:
     kind, settings = context.spec.method.type, _settings(context)
     if parallelism.nodes * parallelism.processes_per_node == 1 or not settings:
         return None
-    found = next((each for each in SHARDED if kind in each.methods and each.exists(settings)), None)
+    found = METHODS[kind].one_rank_setting(settings)
     if found is None:
         return None
-    written = (context.spec.method.settings or {})[found.setting]
+    written = (context.spec.method.settings or {})[found.name]
     return Problem(
         field=_SETTINGS,
-        value=_written(found.setting, written),
-        message=f"{found.setting} of {kind} works on one rank only: {found.message}",
-        fix=f"remove {_SETTINGS}.{found.setting}, or set {_NODES} and {_PROCESSES} to 1",
-        changes={f"{_SETTINGS}.{found.setting}": None},
+        value=_written(found.name, written),
+        message=f"{found.name} of {kind} works on one rank only: {found.reason}",
+        fix=f"remove {_SETTINGS}.{found.name}, or set {_NODES} and {_PROCESSES} to 1",
+        changes={f"{_SETTINGS}.{found.name}": None},
     )
 
 

@@ -9,7 +9,6 @@ from finetune_job.api.training import OptimizerName
 from finetune_job.plan.run_plan import RunPlan, TrainingPlan
 from finetune_job.rules.context import RuleContext
 from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.effective import effective_plan
 from finetune_job.rules.rule import Reproduction
 
 _RATE, _NORM, _EPSILON = "training.learningRate", "training.maxGradNorm", "training.adamEpsilon"
@@ -42,7 +41,7 @@ _LARGEST_GRADIENT = 1e4
     holds_for="every version",
 )
 def training_moves_nothing(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     training = plan.training
     # A rate of 0 has a rule of its own; of moments beyond their range nothing can be said.
     if training.learning_rate == 0 or training.momentum >= 1 or max(training.adam_betas) >= 1 or training.adam_epsilon == 0:
@@ -107,7 +106,7 @@ def _largest_step(training: TrainingPlan) -> float:
     holds_for=OURS,
 )
 def weight_decay_erases(context: RuleContext) -> Problem | None:
-    plan = effective_plan(context)
+    plan = context.plan
     training, lora = plan.training, plan.method.lora
     rate = training.learning_rate * max((lora.lora_plus_ratio if lora else None) or 1.0, 1.0)
     taken = rate * training.weight_decay

@@ -1,0 +1,237 @@
+"""What FSDP can hold in one unit, and what that asks of adapters: the law of sharding, over plain data.
+
+Version 1 joins the parameters of a unit into one flat parameter (torch/distributed/fsdp/_flat_param.py, _init_metadata). It has
+one element type, which is not an integer. With `useOrigParams: false` autograd and the optimizer see it as a whole: trained or
+frozen, with one learning rate and one weight decay. With original parameters they see each part, but one gradient covers the
+whole. Version 2 shards each parameter alone, and reduces the gradients of a unit together, in one element type.
+
+A parameter belongs to the innermost unit around it. So an adapter shares the unit of its layer unless something parts them:
+PEFT's wrap policy, if what is trained are leaf modules with a weight, or a policy whose units may be as small as such modules.
+
+Rules, plan, memory planner, preflight and trainer ask here; words and fields of the answer are theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, TypeVar
+
+from finetune_job.api.method import MethodType
+from finetune_job.api.parallelism import AutoWrapPolicy
+from finetune_job.methods import METHODS, Family
+
+INTEGERS = frozenset({"uint8", "int8"})
+"""Element types of packed weights that FSDP 1 cannot flatten."""
+LEAF_CLASSES = ("Linear", "Linear4bit")
+"""Classes of adapters and of the layers around them, which a plan may name as units."""
+DEFAULT_MIN_NUM_PARAMS = 100_000_000
+"""Smallest unit of SIZE_BASED_WRAP in parameters if the plan names none; torch's own default."""
+
+
+class Parameter(Protocol):
+    """What the law looks at."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str:
+        """Torch's name of the element type in which it is held."""
+
+    @property
+    def is_trained(self) -> bool: ...
+
+
+_P = TypeVar("_P", bound=Parameter)
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter of which only this is known."""
+
+    name: str
+    dtype: str
+    is_trained: bool
+
+
+class Fsdp(Protocol):
+    """`parallelism.fsdp` of a plan."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def auto_wrap_policy(self) -> AutoWrapPolicy: ...
+    @property
+    def transformer_layer_cls_to_wrap(self) -> Sequence[str] | None: ...
+    @property
+    def peft_wrap_policy(self) -> bool | None: ...
+    @property
+    def use_orig_params(self) -> bool | None: ...
+    @property
+    def offload_params(self) -> bool: ...
+
+
+class Conflict(Enum):
+    """Why the parameters of a unit cannot be sharded together."""
+
+    ELEMENT_TYPES = "version 1: they have several element types"
+    INTEGERS = "version 1: they are integers"
+    REQUIRES_GRAD = "version 1 without original parameters: some are trained and some are frozen"
+    TRAINED_TYPES = "version 2: those that are trained have several element types"
+
+
+def innermost_unit(parameter: str, units: Collection[str]) -> str:
+    """The unit that holds the parameter of this name; empty: the root. `units`: names of modules; a set, for speed."""
+    module = parameter.rpartition(".")[0]
+    while module and module not in units:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def by_unit(parameters: Iterable[_P], units: Iterable[str]) -> dict[str, list[_P]]:
+    """Parameters by the name of their unit, of those units that hold any; the root's name is empty."""
+    names = frozenset(units)
+    held: dict[str, list[_P]] = {}
+    for each in parameters:
+        held.setdefault(innermost_unit(each.name, names), []).append(each)
+    return held
+
+
+def element_types(parameters: Iterable[Parameter]) -> dict[str, str]:
+    """The element types that meet, each with the name of the first parameter that has it."""
+    found: dict[str, str] = {}
+    for each in parameters:
+        found.setdefault(each.dtype, each.name)
+    return found
+
+
+def is_one_parameter(fsdp: Fsdp) -> bool:
+    """Whether autograd and the optimizer see each unit as one parameter, trained or frozen and treated as a whole."""
+    return fsdp.version == 1 and not fsdp.use_orig_params
+
+
+def unit_conflict(parameters: Collection[Parameter], fsdp: Fsdp) -> Conflict | None:
+    """Why these parameters cannot share a unit; None: they can."""
+    if fsdp.version == 2:
+        return Conflict.TRAINED_TYPES if len(element_types(each for each in parameters if each.is_trained)) > 1 else None
+    kinds = element_types(parameters)
+    if len(kinds) > 1:
+        return Conflict.ELEMENT_TYPES
+    if not INTEGERS.isdisjoint(kinds):
+        return Conflict.INTEGERS
+    if is_one_parameter(fsdp) and len({each.is_trained for each in parameters}) > 1:
+        return Conflict.REQUIRES_GRAD
+    return None
+
+
+def may_part_adapters(fsdp: Fsdp) -> bool:
+    """Whether units may be so small that adapters and base are apart without PEFT's wrap policy; the model tells if they are."""
+    if fsdp.auto_wrap_policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
+        return not set(LEAF_CLASSES).isdisjoint(fsdp.transformer_layer_cls_to_wrap or ())
+    return fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP
+
+
+def adapter_conflict(method: MethodType, fsdp: Fsdp, base: str, adapter: str) -> Conflict | None:
+    """Why a layer's unit cannot hold the base in one element type and an adapter in another; None: it can, or it need not."""
+    if may_part_adapters(fsdp) or (fsdp.peft_wrap_policy and METHODS[method].needs.trains_leaves):
+        return None
+    return unit_conflict((HeldParameter("base", base, False), HeldParameter("adapter", adapter, True)), fsdp)
+
+
+def reads_cut_weights(method: MethodType, fsdp: Fsdp) -> bool:
+    """Whether layers read adapter weights while these are one-dimensional shards: original parameters of a unit of their own."""
+    is_cut = fsdp.version == 1 and bool(fsdp.use_orig_params and fsdp.peft_wrap_policy)
+    return is_cut and METHODS[method].needs.reads_adapters_outside_units
+
+
+def needs_own_units(method: MethodType, version: int, *, use_orig_params: bool | None, trains_rows: bool) -> bool:
+    """Whether adapters need PEFT's wrap policy. `use_orig_params`: None if the choice is free; `trains_rows`: of an embedding.
+
+    Adapters are held in float32 beside a base of 16 bits, and trained beside a frozen one: FSDP 1 can flatten neither together.
+    Outside LoRA's family most adapters are no leaf modules, so there the policy is never the default.
+    """
+    if version != 1 or METHODS[method].family is not Family.LORA:
+        return False
+    needs_original = bool(use_orig_params or trains_rows)
+    return not (needs_original and METHODS[method].needs.reads_adapters_outside_units)
+
+
+def needs_original_parameters(*, own_units: bool | None, trains_rows: bool) -> bool:
+    """Whether FSDP 1 needs `useOrigParams`: if what is trained shares a unit with what is frozen, as rows of an embedding do."""
+    return not own_units or trains_rows
+
+
+def holds_adapters_as_the_base(method: MethodType, version: int, *, own_units: bool) -> bool:
+    """Whether adapters have the base's element type: under FSDP 1, unless they are units of their own.
+
+    Not for magnitudes, which 16 bits would not move: such a manifest is refused rather than trained to no effect.
+    """
+    entry = METHODS[method]
+    return version == 1 and entry.family is not Family.FULL and not entry.needs.magnitudes and not own_units
+
+
+def reduces_every_micro_step(fsdp: Fsdp, *, is_sharded: bool, trains_adapter: bool) -> bool:
+    """Whether gradients are summed over ranks after each micro-step. Those that wait for the last one are whole on every rank:
+    little for adapters, a model's size for all else.
+
+    FSDP 1 that keeps original parameters holds one gradient for a unit's frozen and trained parameters together; and with
+    offloaded parameters it forgets what earlier micro-steps have reduced (torch's documentation of CPUOffload), so it must wait.
+    """
+    if not is_sharded or fsdp.version == 2:
+        return not trains_adapter
+    return not fsdp.offload_params and (not trains_adapter or bool(fsdp.use_orig_params))
+
+
+@dataclass(frozen=True)
+class Casts:
+    """Who casts to the element type of the computation, by torch's names; None: nobody does."""
+
+    by_fsdp: str | None
+    """The parameters that a unit gathers; under version 2 inputs and outputs of units, too."""
+    by_autocast: str | None
+    """The operands of products."""
+
+
+def casts(method: MethodType, version: int, world_size: int, computed: str | None) -> Casts:
+    """Who casts to `computed`, the element type of the computation."""
+    needs = METHODS[method].needs
+    if world_size == 1:
+        return Casts(None, computed)
+    if version == 2:
+        return Casts(computed, computed if needs.computes_with_buffers else None)
+    # Version 1 casts a unit's parameters, but leaves what a float32 adapter computes in float32: under PEFT's policy its leaves
+    # are units of their own, and the products of both meet in one layer.
+    is_left = needs.leaves_casts_to_autocast and computed != "float32"
+    return Casts(None if is_left else computed, computed)
+
+
+def large_modules(
+    parameters: Iterable[tuple[str, int]], minimum: int, cannot_be_unit: Callable[[str, Collection[str]], bool]
+) -> list[str]:
+    """Units of SIZE_BASED_WRAP, deepest first: a module is one if the parameters that no unit below it holds reach `minimum`.
+
+    `parameters`: names with their numbers of values; `cannot_be_unit`: takes a module's name and all modules' names.
+    """
+    sizes: dict[str, int] = {}
+    for parameter, size in parameters:
+        for module in _around(parameter):
+            sizes[module] = sizes.get(module, 0) + size
+    chosen = []
+    for name in sorted(sizes, key=deepest_first):
+        if sizes[name] < minimum or cannot_be_unit(name, sizes):
+            continue
+        chosen.append(name)
+        for module in _around(name):
+            sizes[module] -= sizes[name]
+    return chosen
+
+
+def deepest_first(module: str) -> tuple[int, str]:
+    """Sorts units before those that hold them, as FSDP has to wrap them."""
+    return -module.count("."), module
+
+
+def _around(name: str) -> Iterable[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
