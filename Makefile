@@ -76,9 +76,10 @@ images: environment ## Build both container images (no daemon needed)
 	$(PYTHON) -m tests.support.images all
 
 .PHONY: generate
-generate: environment ## Write all generated files: CRDs, rules, pitfalls, methods, table of metrics, image locks
+generate: environment ## Write all generated files: CRDs, rules, findings, pitfalls, methods, table of metrics, image locks
 	$(PYTHON) -m finetune_job.crd crds charts/finetune-operator/files/crds
 	$(PYTHON) -m finetune_cli.generate_rules > docs/rules.md
+	$(PYTHON) -m finetune_cli.generate_findings > docs/findings.md
 	$(PYTHON) -m finetune_operator.decide.failure_table > docs/failures.md
 	$(PYTHON) -m tests.pitfalls.catalogue > docs/pitfalls.md
 	$(PYTHON) -m tests.sweep.methods_table

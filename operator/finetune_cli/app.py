@@ -221,32 +221,27 @@ def estimate(
 
 @app.command()
 def explain(
-    rule: Annotated[str | None, typer.Argument(help="Id of a rule, as findings name it. Unset: all rules, by topic.")] = None,
+    word: Annotated[
+        str | None,
+        typer.Argument(
+            help="What the product printed: the id of a finding, a failure class, an exit code, a condition or its reason. "
+            "Unset: all findings, by topic."
+        ),
+    ] = None,
 ) -> None:
-    """Show what a rule refuses or warns of, on what evidence, and how to see the failure; or list all rules."""
-    from finetune_cli.commands.explain import explain as explain_rule
-    from finetune_cli.render.text import rule_text, rules_text, transition_text
-    from finetune_job.rules.book import RULES
-    from finetune_job.rules.cel import Transition
-    from finetune_job.rules.rule import UNREADABLE, Rule
+    """Show what a word means that the product printed, on what evidence, and what to do; or list all findings."""
+    from finetune_cli.commands import explain as explain_command
 
-    if rule is None:
-        typer.echo(rules_text(RULES), nl=False)
+    if word is None:
+        typer.echo(explain_command.overview(), nl=False)
         return
-    if rule == UNREADABLE:
-        typer.echo(
-            f"{UNREADABLE}: no rule; the input itself is no object of this API, and the finding says where and what to write"
-        )
+    found = explain_command.explain(word)
+    if found:
+        typer.echo(found, nl=False)
         return
-    found = explain_rule(rule)
-    if isinstance(found, Rule):
-        typer.echo(rule_text(found), nl=False)
-        return
-    if isinstance(found, Transition):
-        typer.echo(transition_text(found), nl=False)
-        return
-    near = f"; did you mean {', '.join(found)}?" if found else ""
-    typer.echo(f"there is no rule {rule}{near}\nWhat preflight finds on the real model and data explains itself.", err=True)
+    near = explain_command.nearest(word)
+    suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
+    typer.echo(f"nothing is called {word}{suggestion}", err=True)
     raise typer.Exit(ExitCode.UNUSABLE)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.rules.rule import UNREADABLE, Finding
 
 MAX_FILE_BYTES = 16_000_000
@@ -60,7 +61,7 @@ def objects_of(document: Document) -> list[Document]:
 
 def problem(field: str, value: object, message: str, fix: str) -> Finding:
     """A finding about the input itself."""
-    return Finding(rule=UNREADABLE, severity="error", field=field, value=str(value), message=message, fix=fix)
+    return make_finding(UNREADABLE, field=field, value=str(value), message=message, fix=fix)
 
 
 # libyaml's loader is ten times as fast, and its Python interface has the same constructors.

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from finetune_job.api.documentation import field_docs
 from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfile
+from finetune_job.catalogue.book import make_finding
 from finetune_job.rules.define import shown
 from finetune_job.rules.rule import UNREADABLE, Finding
 
@@ -129,7 +130,7 @@ _TYPE_FIXES = {
 
 
 def _made(field: str, value: str, message: str, fix: str) -> Finding:
-    return Finding(rule=UNREADABLE, severity="error", field=field, value=value, message=message, fix=fix)
+    return make_finding(UNREADABLE, field=field, value=value, message=message, fix=fix)
 
 
 def _value(written: Any) -> str:

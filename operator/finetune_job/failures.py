@@ -27,19 +27,23 @@ class FailureClass(StrEnum):
     NON_FINITE = "NonFinite"
     """The loss or the gradient norm became NaN or infinite."""
     DEVICE_OUT_OF_MEMORY = "DeviceOutOfMemory"
+    """A GPU has less memory than a rank asked for."""
     HOST_OUT_OF_MEMORY = "HostOutOfMemory"
+    """A pod's own memory ran out, and the kernel ended a process of it."""
     DISK_FULL = "DiskFull"
+    """A claim or the disk of the node has no space left."""
     COLLECTIVE = "Collective"
-    """A collective failed or timed out: most often the echo of another rank's failure."""
+    """A collective operation failed or timed out, most often because another rank had failed before."""
     STALLED = "Stalled"
     """A rank stopped making progress; the stacks of all ranks are on the workspace."""
     SOURCE_UNAVAILABLE = "SourceUnavailable"
     """A hub or an object store did not answer, or not with what was asked for; trying again may help."""
     DESTINATION_REFUSED = "DestinationRefused"
-    """The destination answered that it does not take the results; a human has to mend credentials, names or what stands there."""
+    """The destination refused the results: fix the credentials, the name, or what the destination already holds."""
     DESTINATION_UNAVAILABLE = "DestinationUnavailable"
-    """The destination did not answer, or broke off; trying again may help, and goes on from what is there."""
+    """The destination did not answer, or broke off; trying again may help, and continues the upload."""
     CHECKPOINT_INVALID = "CheckpointInvalid"
+    """No checkpoint that training could resume from is whole."""
     PLAN_MISMATCH = "PlanMismatch"
     """The plan file does not have the digest that the operator announced."""
     VERIFICATION_FAILED = "VerificationFailed"
@@ -59,13 +63,13 @@ class FailureClass(StrEnum):
     ADMISSION = "Admission"
     """The API server refused a Job or its pods: a quota, Pod Security, an admission webhook; never an exit code."""
     INTERNAL = "Internal"
-    """Anything that has no class of its own."""
+    """Any error without a class of its own."""
     UNKNOWN = "Unknown"
     """No evidence was left; never an exit code."""
 
 
 USER_FAILURES = frozenset({FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL})
-"""What only a human can mend: in the manifest, in the data or in the model. Trying again does not help."""
+"""What only a human can fix: in the manifest, in the data or in the model. Trying again does not help."""
 
 EXIT_CODES: dict[FailureClass, int] = {
     FailureClass.USER_CONFIG: 40,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
@@ -92,14 +93,13 @@ def finding_of(verdict: MemoryVerdict) -> Finding | None:
         if alternative is not None
         else f"{no_change_helps(verdict.leanest or verdict.estimate)}; take larger devices or a smaller model"
     )
-    return Finding(
-        rule=RULE if limit.is_device else HOST_RULE,
-        severity="error" if limit.is_device else "warning",
+    return make_finding(
+        RULE if limit.is_device else HOST_RULE,
         field=verdict_field(verdict),
         value=shown(verdict.estimate.total),
         message=needed,
         fix=fix,
-        changes=alternative.changes if alternative is not None else (),
+        changes={change.field: change.value for change in alternative.changes} if alternative is not None else None,
     )
 
 
@@ -110,9 +110,8 @@ def _host_finding(verdict: MemoryVerdict) -> Finding | None:
         return None
     need = verdict.estimate.host_total
     largest = max(verdict.estimate.host_terms, key=lambda term: term.bytes)
-    return Finding(
-        rule=HOST_RULE,
-        severity="warning",
+    return make_finding(
+        HOST_RULE,
         field="spec.profile",
         value=shown(need),
         message=f"a rank needs about {shown(need)} of host memory of {shown(limit.bytes)} ({limit.source}); "

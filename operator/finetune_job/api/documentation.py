@@ -1,4 +1,4 @@
-"""What the fields of a model mean: the strings below them in its source.
+"""What the fields of a model and the members of an enumeration mean: the strings below them in the source.
 
 Read when somebody asks, because pydantic would read the source of every model at every start of a program.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from enum import Enum
 from functools import cache
 
 from pydantic import BaseModel
@@ -21,6 +22,13 @@ def field_docs(model: type[BaseModel]) -> dict[str, str]:
         if issubclass(each, BaseModel) and each is not BaseModel:
             found |= _documented_in(each.__module__).get(each.__qualname__, {})
     return {info.alias or name: found[name] for name, info in model.model_fields.items() if name in found}
+
+
+@cache
+def member_docs(enumeration: type[Enum]) -> dict[str, str]:
+    """Value of a member -> meaning, on one line; a member without a string below it is left out."""
+    found = _documented_in(enumeration.__module__).get(enumeration.__qualname__, {})
+    return {str(member.value): found[name] for name, member in enumeration.__members__.items() if name in found}
 
 
 @cache
@@ -43,8 +51,11 @@ def _read(node: ast.AST, place: str, found: dict[str, dict[str, str]]) -> None:
 def _attributes(node: ast.ClassDef) -> dict[str, str]:
     found: dict[str, str] = {}
     for before, after in zip(node.body, node.body[1:], strict=False):
-        if not (isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)):
+        target = (
+            before.target if isinstance(before, ast.AnnAssign) else before.targets[0] if isinstance(before, ast.Assign) else None
+        )
+        if not isinstance(target, ast.Name):
             continue
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            found[before.target.id] = " ".join(after.value.value.split())
+            found[target.id] = " ".join(after.value.value.split())
     return found

@@ -13,7 +13,6 @@ from transformers import AutoConfig
 from finetune_job.failures import FailureClass, Outcome, ReportedFinding
 from finetune_memory.describe import model_shape, read_model
 from finetune_memory.model_shape import facts_of
-from finetune_memory.verdict import RULE
 from finetune_operator.decide.reconcile import reconcile
 from finetune_trainer.context import RunContext
 from finetune_trainer.preflight.model_process import check_model
@@ -154,8 +153,8 @@ def test_a_job_that_cannot_fit_is_refused_before_a_gpu_is_held(context: RunConte
     report = run(with_gpu(context, "1Gi"))
     assert report.outcome is Outcome.REFUSED
     found = {finding.rule: finding for finding in report.findings}
-    assert RULE in found, found
-    assert "of 1.0 GiB (gpu.memory of profile default)" in found[RULE].message
+    assert "memory-estimate-exceeds-gpu" in found, found
+    assert "of 1.0 GiB (gpu.memory of profile default)" in found["memory-estimate-exceeds-gpu"].message
     assert int(report.facts["memory_estimate"]) > int(report.facts["memory_limit"]) == 2**30
 
 
@@ -174,7 +173,9 @@ def test_the_operator_keeps_what_preflight_says() -> None:
 
 
 def test_also_of_a_job_that_was_refused() -> None:
-    finding = ReportedFinding(rule=RULE, severity="error", field="spec.training.microBatchSize", message="too large")
+    finding = ReportedFinding(
+        rule="memory-estimate-exceeds-gpu", severity="error", field="spec.training.microBatchSize", message="too large"
+    )
     report = {"findings": [finding], "outcome": Outcome.REFUSED, "facts": {"memory_estimate": "456"}}
     seen = observing(a_job()).started().failed_pod(0, FailureClass.USER_CONFIG, **report).batch_job_failed()
     status = reconcile(seen.build(), T0).status

@@ -13,7 +13,7 @@ from finetune_memory.families import base_parameters
 from finetune_memory.limits import Limit, limit_of, quantity_bytes, shown
 from finetune_memory.model_shape import ModelShape, facts_of
 from finetune_memory.sharding import unit_names
-from finetune_memory.verdict import HOST_RULE, RULE, MemoryVerdict, finding_of, judge_memory
+from finetune_memory.verdict import MemoryVerdict, finding_of, judge_memory
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.memory.configs import CONFIGS
 
@@ -141,7 +141,7 @@ def test_a_pod_that_its_ranks_will_not_load_in_is_warned_of() -> None:
     finding = finding_of(verdict)
     assert verdict.fits
     assert finding is not None
-    assert (finding.rule, finding.severity) == (HOST_RULE, "warning")
+    assert (finding.rule, finding.severity) == ("memory-estimate-exceeds-pod", "warning")
     assert "base while it is loaded 87.0 GiB" in finding.message
     roomy = job.with_profile(resources={"train": {"memory": "400Gi"}})
     assert finding_of(judged(roomy, "Mixtral-8x7B")) is None
@@ -167,7 +167,11 @@ def test_nothing_helps_a_device_that_is_far_too_small() -> None:
 def test_the_finding_names_terms_limit_and_fix() -> None:
     finding = finding_of(judged(small_job().spec("training.microBatchSize", 8), gib=70))
     assert finding is not None
-    assert (finding.rule, finding.severity, finding.field) == (RULE, "error", "spec.training.microBatchSize")
+    assert (finding.rule, finding.severity, finding.field) == (
+        "memory-estimate-exceeds-gpu",
+        "error",
+        "spec.training.microBatchSize",
+    )
     assert "of 70.0 GiB (gpu.memory); largest: activations" in finding.message
     assert finding.fix.startswith("set spec.training.microBatchSize: ")
     assert finding.changes
@@ -188,7 +192,7 @@ def test_a_pod_without_gpu_is_only_warned() -> None:
     shape = ModelShape(parameters, (), facts_of(config))
     finding = finding_of(judge_memory(plan, shape, "bfloat16", limit_of(plan)))
     assert finding is not None
-    assert (finding.rule, finding.severity) == (HOST_RULE, "warning")
+    assert (finding.rule, finding.severity) == ("memory-estimate-exceeds-pod", "warning")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("80Gi", 80 * GIB), ("1.5Gi", 3 * GIB // 2), ("80G", 80 * 10**9), ("1000", 1000)])

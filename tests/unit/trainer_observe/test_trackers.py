@@ -102,5 +102,6 @@ def test_unknown_names_are_found_before_anything_starts() -> None:
     assert unknown_trackers(plan_of(tiny_spec(training={"trackers": ["notebook"]}))) is None
     finding = unknown_trackers(plan_of(tiny_spec(training={"trackers": ["notebook", "nobody"]})))
     assert finding is not None
-    assert (finding.severity, finding.field, finding.value) == ("error", "spec.training.trackers", "nobody")
+    assert (finding.rule, finding.severity) == ("tracker-unknown", "error")
+    assert (finding.field, finding.value) == ("spec.training.trackers", "nobody")
     assert "notebook" in finding.message

@@ -1,7 +1,12 @@
 """Units that torch would refuse, or share a parameter without a word, are named before any rank starts."""
 
+import torch
+from torch import nn
+
 from finetune_job.failures import Outcome
+from finetune_trainer.preflight.fsdp_units import check_units
 from finetune_trainer.roles.preflight import run
+from tests.support.tiny_model import plan_of, tiny_spec
 
 
 def rules(job):
@@ -40,3 +45,22 @@ def test_rows_beyond_the_embedding_are_refused(context):
 def test_a_parameter_that_the_model_lacks_is_refused(context):
     finding = rules(context({"method.lora.targetParameters": ["experts.up"], "merge.enabled": False}))["target-parameter-unknown"]
     assert finding.value == "experts.up"
+
+
+def test_a_parameter_without_dimensions_is_not_sharded():
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    (finding,) = check_units(model, [], plan_of(tiny_spec(parallelism={"processesPerNode": 2})))
+    assert (finding.rule, finding.severity, finding.value) == ("parameter-not-shardable", "error", "scale")
+    assert {change.field: change.value for change in finding.changes} == {
+        "spec.parallelism.nodes": 1,
+        "spec.parallelism.processesPerNode": 1,
+    }
+
+
+def test_a_unit_that_trains_two_element_types_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False, dtype=torch.bfloat16))
+    plan = plan_of(tiny_spec(parallelism={"processesPerNode": 2}))
+    (finding,) = check_units(model, [], plan)
+    assert (finding.rule, finding.severity, finding.value) == ("trained-in-two-types", "error", "bfloat16, float32")
+    assert check_units(model, ["0", "1"], plan) == []

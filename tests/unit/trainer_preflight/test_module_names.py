@@ -117,3 +117,16 @@ def test_the_plan_has_patterns_in_the_order_of_the_written_adapter():
     held = (lora.method.lora.alpha_pattern, lora.method.lora.rank_pattern, loha.method.adapter.settings["rankPattern"])
     for each in held:
         assert list(each) == sorted(patterns)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"exclude_modules": ("q_proj",)}, "target-module-excluded"),
+        ({"modules_to_save": ("q_proj",)}, "target-module-saved-whole"),
+    ],
+)
+def test_a_target_of_which_nothing_is_left_is_a_warning(settings, rule):
+    (finding,) = check_names(lora(target_modules=("q_proj", "up_proj"), **settings), ADAPTABLE, MODULES)
+    assert (finding.rule, finding.severity, finding.value) == (rule, "warning", "q_proj")
+    assert check_names(lora(target_modules=("proj", "up_proj"), **settings), ("a.proj", *ADAPTABLE), MODULES) == []

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from finetune_job.rules.rule import Severity
 from finetune_trainer.data.chat import PROBE, ChatError, ChatTemplate, Tokenizer
 from finetune_trainer.data.left_out import THOUGHTS
 
@@ -23,7 +22,6 @@ class MarkerProblem:
     """Something wrong with what stands around the turns."""
 
     rule: str
-    severity: Severity
     message: str
     fix: str
 
@@ -40,14 +38,12 @@ def check_markers(template: ChatTemplate, tokenizer: Tokenizer, *, learns_turns:
         if len(pieces) > 1:
             yield MarkerProblem(
                 "chat-marker-split",
-                "warning",
                 f"the template writes {split[0]!r}, which is no token of the tokenizer but {len(pieces)} pieces of plain text",
                 "add it to the tokenizer and train its row, or write a spec.data.chatTemplate with tokens that exist",
             )
     if not template.asks and template.headers:
         yield MarkerProblem(
             "chat-answer-not-asked-for",
-            "warning",
             f"the template does not heed add_generation_prompt, so the model has to learn to write {template.headers[0]!r} itself "
             "before each answer",
             f"write {{% if add_generation_prompt %}}{template.headers[0]}{{% endif %}} at the end of the template",
@@ -59,7 +55,6 @@ def check_markers(template: ChatTemplate, tokenizer: Tokenizer, *, learns_turns:
     if gaps[0] == gaps[1]:
         yield MarkerProblem(
             "chat-roles-unmarked",
-            "warning",
             f"the template writes {gaps[0]!r} both before answers and before questions, so a model cannot tell who speaks",
             "write the role of each turn in the template",
         )
@@ -71,7 +66,6 @@ def _asked_otherwise(template: ChatTemplate) -> Iterator[MarkerProblem]:
         return
     yield MarkerProblem(
         "chat-asks-otherwise",
-        "warning",
         f"the template asks for an answer with {template.headers[0]!r} and never writes that before an answer that it is given, "
         "so what is learnt is not what a server asks for, and thoughts are dropped",
         "set a spec.data.chatTemplate that writes before each answer what it asks for one with, and keeps the thoughts",
@@ -92,13 +86,13 @@ def _wrong_spans(template: ChatTemplate) -> Iterator[MarkerProblem]:
     try:
         chat = template.render_turns(PROBE)
     except ChatError as error:
-        yield MarkerProblem("chat-template-unusable", "error", error.reason, error.fix)
+        yield MarkerProblem("chat-template-unusable", error.reason, error.fix)
         return
     said = ["".join(chat.text[start:stop] for start, stop in turn) for turn in chat.turns]
     fix = "put {% generation %} before what the assistant says and {% endgeneration %} behind the token that ends its turn"
     if any(answer not in turn for answer, turn in zip(ANSWERS, said, strict=True)):
         reason = "the template's generation blocks leave out what the assistant says, so it would not be learnt"
-        yield MarkerProblem("chat-generation-misplaced", "error", reason, fix)
+        yield MarkerProblem("chat-generation-misplaced", reason, fix)
     elif any(question in turn for question in QUESTIONS for turn in said):
         reason = "the template's generation blocks hold what the user says, so the model would learn to ask"
-        yield MarkerProblem("chat-generation-misplaced", "error", reason, fix)
+        yield MarkerProblem("chat-generation-misplaced", reason, fix)

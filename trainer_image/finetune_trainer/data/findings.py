@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_job.api.base import ClaimPath
-from finetune_job.rules.rule import Finding, Severity
+from finetune_job.catalogue.book import make_finding
+from finetune_job.rules.rule import Finding
 from finetune_trainer.data.read import NoRecordFilesError, RecordProblem
 from finetune_trainer.files import SpecialFileError
 
@@ -42,16 +43,18 @@ def unreadable(source: SplitSource, error: OSError) -> Finding:
     """The file is missing, or may not be read."""
     if isinstance(error, NoRecordFilesError):
         fix = "name a directory with such files, or the file itself if it is JSON Lines of another name"
-        return _finding(source, "data-file-missing", str(error.strerror), fix)
+        return _of_source(source, "data-file-missing", str(error.strerror), fix)
     if isinstance(error, FileNotFoundError):
         missing = f"the file does not exist on claim {source.location.claim}"
         siblings = sorted(path.name for path in source.path.parent.glob("*")) if source.path.parent.is_dir() else []
         beside = f"; its directory holds {', '.join(siblings[:8])}" if siblings else ""
-        return _finding(source, "data-file-missing", missing + beside, "put the file there or correct the path")
+        return _of_source(source, "data-file-missing", missing + beside, "put the file there or correct the path")
     if isinstance(error, SpecialFileError):
-        return _finding(source, "data-file-unreadable", f"{source.name(error.filename)} {error.strerror}", "name a file of records")
+        return _of_source(
+            source, "data-file-unreadable", f"{source.name(error.filename)} {error.strerror}", "name a file of records"
+        )
     file = "" if error.filename is None else f"{source.name(error.filename)} "
-    return _finding(
+    return _of_source(
         source,
         "data-file-unreadable",
         f"{file}cannot be read ({error.strerror or error})",
@@ -62,26 +65,25 @@ def unreadable(source: SplitSource, error: OSError) -> Finding:
 def empty(source: SplitSource) -> Finding:
     """No record at all."""
     what = "its files hold" if source.path.is_dir() else "the file holds"
-    return _finding(source, "data-empty", f"{what} no record", "name a source with at least one record")
+    return _of_source(source, "data-empty", f"{what} no record", "name a source with at least one record")
 
 
 def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
     """A finding per kind of mistake: its first place, and in how many records it was found."""
-    return [_of_records(source, "data-record-invalid", "error", *found) for found in problems]
+    return [_of_records(source, "data-record-invalid", *found) for found in problems]
 
 
 def words_left_out(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
     """The same of what a chat template does not write."""
-    return [_of_records(source, "chat-words-left-out", "warning", *found) for found in problems]
+    return [_of_records(source, "chat-words-left-out", *found) for found in problems]
 
 
-def _of_records(source: SplitSource, rule: str, severity: Severity, problem: RecordProblem, count: int) -> Finding:
+def _of_records(source: SplitSource, rule: str, problem: RecordProblem, count: int) -> Finding:
     key = f" key {problem.key!r}" if problem.key else ""
     more = f" (and the same on {count - 1} more {problem.unit}s)" if count > 1 else ""
     file = source.address if problem.file is None else source.name(problem.file)
-    return Finding(
-        rule=rule,
-        severity=severity,
+    return make_finding(
+        rule,
         field=source.field,
         value=problem.value,
         message=f"{file} {problem.unit} {problem.line}:{key} {problem.reason}{more}",
@@ -97,9 +99,8 @@ def too_long(source: SplitSource, num_records: int, num_dropped: int, shortest: 
         if everything
         else f"{source.address}: {num_dropped} of {num_records} records are longer than {limit} tokens and are dropped"
     )
-    return Finding(
-        rule="data-all-too-long" if everything else "data-records-dropped",
-        severity="error" if everything else "warning",
+    return make_finding(
+        "data-all-too-long" if everything else "data-records-dropped",
         field="spec.data.maxSequenceLength",
         value=str(limit),
         message=f"{message}; the shortest of them has {shortest}",
@@ -109,9 +110,8 @@ def too_long(source: SplitSource, num_records: int, num_dropped: int, shortest: 
 
 def never_used(source: SplitSource, weight: float, num_records: int) -> Finding:
     """The weight is so small that no record occurs in a pass."""
-    return Finding(
-        rule="data-weight-without-records",
-        severity="error",
+    return make_finding(
+        "data-weight-without-records",
         field=source.field.removesuffix("source") + "weight",
         value=f"{weight:g}",
         message=f"{source.address} has {num_records} records, and with this weight none of them occurs in a pass",
@@ -121,9 +121,8 @@ def never_used(source: SplitSource, weight: float, num_records: int) -> Finding:
 
 def also_held_out(source: SplitSource, num_records: int, num_all: int) -> Finding:
     """Training records that are held out too, token for token."""
-    return Finding(
-        rule="data-held-out-in-training",
-        severity="warning",
+    return make_finding(
+        "data-held-out-in-training",
         field=source.field,
         value=source.address,
         message=f"{num_records} of its {num_all} records are held out in spec.data.validation too, so the held-out loss will look"
@@ -134,9 +133,8 @@ def also_held_out(source: SplitSource, num_records: int, num_all: int) -> Findin
 
 def repeated(source: SplitSource, num_repeated: int, num_all: int) -> Finding:
     """Records that equal an earlier one of the same source, token for token."""
-    return Finding(
-        rule="data-records-repeated",
-        severity="warning",
+    return make_finding(
+        "data-records-repeated",
         field=source.field,
         value=source.address,
         message=f"{num_repeated} of its {num_all} records equal an earlier one, so they are learnt as often as they occur",
@@ -144,5 +142,5 @@ def repeated(source: SplitSource, num_repeated: int, num_all: int) -> Finding:
     )
 
 
-def _finding(source: SplitSource, rule: str, message: str, fix: str) -> Finding:
-    return Finding(rule=rule, severity="error", field=source.field, value=source.address, message=message, fix=fix)
+def _of_source(source: SplitSource, rule: str, message: str, fix: str) -> Finding:
+    return make_finding(rule, field=source.field, value=source.address, message=message, fix=fix)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from finetune_job.api.data import DataFormat, LossOn
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import DataPlan, RunPlan
-from finetune_job.rules.rule import Finding, Severity
+from finetune_job.rules.rule import Finding
 from finetune_trainer.data.chat import PROBE, chat_template, template_source
 from finetune_trainer.data.chat_markers import check_markers
 from finetune_trainer.data.generation_stops import generation_stops
@@ -42,14 +43,13 @@ def checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | None,
         where = "spec.data.chatTemplate" if plan.data.chat_template is not None else FIELD
         value = (plan.data.chat_template or directory.name)[:80]
         message = f"rendering a plain chat {error}"
-        found.append(Finding(rule="chat-template-unusable", severity="error", field=where, value=value, message=message, fix=fix))
+        found.append(make_finding("chat-template-unusable", field=where, value=value, message=message, fix=fix))
     return None if any(finding.severity == "error" for finding in found) else tokenizer, found
 
 
 def _unusable(directory: Path, message: str) -> Finding:
-    return Finding(
-        rule="tokenizer-unusable",
-        severity="error",
+    return make_finding(
+        "tokenizer-unusable",
         field=FIELD,
         value=directory.name,
         message=message,
@@ -68,9 +68,8 @@ def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer 
         return None, [_unusable(directory, f"the tokenizer does not load ({type(error).__name__}: {str(error)[:500]})")]
     if tokenizer.eos_token_id is None:
         return None, [
-            Finding(
-                rule="tokenizer-without-end",
-                severity="error",
+            make_finding(
+                "tokenizer-without-end",
                 field="spec.model.source",
                 value=directory.name,
                 message="the tokenizer has no end-of-sequence token, so the model could never learn to stop",
@@ -89,40 +88,40 @@ def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -
         return _unknown_end(tokenizer, directory)
     is_written = data.chat_template is not None
 
-    def finding(rule: str, severity: Severity, message: str, fix: str) -> Finding:
+    def of_template(rule: str, message: str, fix: str) -> Finding:
         field = "spec.data.chatTemplate" if is_written else "spec.model.source"
         value = (data.chat_template or directory.name)[:80]
-        return Finding(rule=rule, severity=severity, field=field, value=value, message=message, fix=fix)
+        return make_finding(rule, field=field, value=value, message=message, fix=fix)
 
     try:
         (made,) = tokenize(tokenizer, [Record(1, "", "", PROBE)], data.loss_on, data.chat_template)
     except EndlessTemplateError as error:
         made = error.problem
     if isinstance(made, RecordProblem):
-        return [finding("chat-template-unusable", "error", made.reason, made.fix)]
+        return [of_template("chat-template-unusable", made.reason, made.fix)]
     begin = tokenizer.bos_token_id
     if begin is not None and made.input_ids[:2] == [begin, begin]:
         doubled = f"every chat begins with {tokenizer.bos_token!r} twice, which the model has never seen"
-        return [finding("chat-template-doubles-begin", "error", doubled, "write the begin token once in the template")]
+        return [of_template("chat-template-doubles-begin", doubled, "write the begin token once in the template")]
     found = []
     if begin is not None and made.input_ids[0] != begin and tokenizer("")["input_ids"][:1] == [begin]:
         unbegun = f"the tokenizer puts {tokenizer.bos_token!r} before each text and the template writes none, so no chat begins as "
         unbegun += "all that the model has learnt from"
-        found.append(finding("chat-template-without-begin", "warning", unbegun, "begin the template with {{ bos_token }}"))
+        found.append(of_template("chat-template-without-begin", unbegun, "begin the template with {{ bos_token }}"))
     template = chat_template(tokenizer, template_source(tokenizer, data.chat_template))
     stop, number = list(template.stops.items())[-1]
     known = generation_stops(tokenizer, directory)
     if number not in known:
         endless = f"turns end with {stop!r} ({number}), but generation stops at {sorted(known)}, so a server would not stop there"
         fix = f"add {number} to eos_token_id in generation_config.json of the model"
-        found.append(finding("chat-stop-token-unknown", "warning", endless, fix))
+        found.append(of_template("chat-stop-token-unknown", endless, fix))
     found += [
-        finding(problem.rule, problem.severity, problem.message, problem.fix)
+        of_template(problem.rule, problem.message, problem.fix)
         for problem in check_markers(template, tokenizer, learns_turns=data.loss_on is not LossOn.ALL)
     ]
     if _TODAY in template.source:
         dated = "the template writes the date of the preparation into every chat, so data prepared on another day is not the same"
-        found.append(finding("chat-template-dated", "warning", dated, f"remove {_TODAY} from the template"))
+        found.append(of_template("chat-template-dated", dated, f"remove {_TODAY} from the template"))
     return found
 
 
@@ -132,9 +131,8 @@ def _unknown_end(tokenizer: Tokenizer, directory: Path) -> list[Finding]:
     if number in known:
         return []
     return [
-        Finding(
-            rule="stop-token-unknown",
-            severity="warning",
+        make_finding(
+            "stop-token-unknown",
             field=FIELD,
             value=str(tokenizer.eos_token),
             message=f"texts end with {tokenizer.eos_token!r} ({number}), but generation stops at {sorted(known)}, so a server "

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.model.dtypes import resolve_dtypes
@@ -99,10 +100,12 @@ def _incomplete(info: dict[str, object]) -> list[Finding]:
         names = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info[kind])  # type: ignore[attr-defined]
         if names:
             findings.append(
-                _finding(
-                    names[0],
-                    f"{len(names)} weights that config.json asks for {reason}, first {', '.join(names[:3])}",
-                    "copy all files of one and the same model; these weights would start at random",
+                make_finding(
+                    "model-weights-incomplete",
+                    field="spec.model.source",
+                    value=names[0],
+                    message=f"{len(names)} weights that config.json asks for {reason}, first {', '.join(names[:3])}",
+                    fix="copy all files of one and the same model; these weights would start at random",
                 )
             )
     return findings
@@ -115,10 +118,12 @@ def _unconverted(info: dict[str, object]) -> list[Finding]:
         return []
     first = next(iter(said.items())) if isinstance(said, dict) else next(iter(said))  # type: ignore[call-overload]
     message = f"transformers cannot convert the files' tensors to those of the model: {str(first)[:300]}"
-    return [_finding("config.json", message, "copy all files of one and the same model")]
-
-
-def _finding(value: str, message: str, fix: str) -> Finding:
-    return Finding(
-        rule="model-weights-incomplete", severity="error", field="spec.model.source", value=value, message=message, fix=fix
-    )
+    return [
+        make_finding(
+            "model-weights-incomplete",
+            field="spec.model.source",
+            value="config.json",
+            message=message,
+            fix="copy all files of one and the same model",
+        )
+    ]

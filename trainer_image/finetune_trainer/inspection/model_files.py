@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.rules.rule import Finding
 from finetune_trainer.fetch.manifest import read_manifest
 from finetune_trainer.files import file_sha256
@@ -50,14 +51,26 @@ def inspect_model_files(directory: Path, address: str) -> ModelFiles:
         shown = f"; beside it are {', '.join(beside[:8])}" if beside else ""
         message = f"is not a directory on its claim{shown}"
         return ModelFiles(
-            (_finding("model-directory-missing", address, message, "put the model there or correct the path"),), "", 0
+            (
+                make_finding(
+                    "model-directory-missing",
+                    field=FIELD,
+                    value=address,
+                    message=message,
+                    fix="put the model there or correct the path",
+                ),
+            ),
+            "",
+            0,
         )
     try:
         findings = check_entries(directory)
     except OSError as error:
         message = f"the directory cannot be listed ({error.strerror})"
         fix = "let the group of the pods (the profile's fsGroup) read it"
-        return ModelFiles((_finding("model-directory-unreadable", address, message, fix),), "", 0)
+        return ModelFiles(
+            (make_finding("model-directory-unreadable", field=FIELD, value=address, message=message, fix=fix),), "", 0
+        )
     if findings:
         return ModelFiles(tuple(findings), "", 0)
     config = _json(directory / CONFIG_FILE, address, findings)
@@ -65,12 +78,13 @@ def inspect_model_files(directory: Path, address: str) -> ModelFiles:
     # Null stands for none, as transformers takes it and writes it again.
     if any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text)):
         findings.append(
-            _finding(
+            make_finding(
                 "model-already-quantized",
-                address,
-                f"{CONFIG_FILE} has a quantization_config: a base is read as float32, float16 or bfloat16 numbers, which quantised "
-                "weights are not, and nothing could be merged into them exactly",
-                "give the original 16-bit model, and method QLoRA if it is to be quantised while it trains",
+                field=FIELD,
+                value=address,
+                message=f"{CONFIG_FILE} has a quantization_config: a base is read as float32, float16 or bfloat16 numbers, which "
+                "quantised weights are not, and nothing could be merged into them exactly",
+                fix="give the original 16-bit model, and method QLoRA if it is to be quantised while it trains",
             )
         )
     names, index = _weight_files(directory, address, findings)
@@ -79,16 +93,30 @@ def inspect_model_files(directory: Path, address: str) -> ModelFiles:
         try:
             headers[name] = read_header(directory / name)
         except MergeError as error:
-            findings.append(_finding("model-shard-broken", name, str(error), "copy the file to the claim again"))
+            findings.append(
+                make_finding(
+                    "model-shard-broken", field=FIELD, value=name, message=str(error), fix="copy the file to the claim again"
+                )
+            )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             findings.append(
-                _finding(
-                    "model-shard-broken", name, f"{name}: its header is malformed ({error!r})", "copy the file to the claim again"
+                make_finding(
+                    "model-shard-broken",
+                    field=FIELD,
+                    value=name,
+                    message=f"{name}: its header is malformed ({error!r})",
+                    fix="copy the file to the claim again",
                 )
             )
         except OSError as error:
             findings.append(
-                _finding("model-shard-broken", name, f"{name}: cannot be read ({error.strerror})", "copy it again, readable")
+                make_finding(
+                    "model-shard-broken",
+                    field=FIELD,
+                    value=name,
+                    message=f"{name}: cannot be read ({error.strerror})",
+                    fix="copy it again, readable",
+                )
             )
     if index is not None and len(headers) == len(names):
         findings += _index_problems(index, headers)
@@ -113,11 +141,12 @@ def _weight_files(directory: Path, address: str, findings: list[Finding]) -> tup
     single, index_path = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists() and index_path.exists():
         findings.append(
-            _finding(
+            make_finding(
                 "model-weights-ambiguous",
-                address,
-                f"holds both {SINGLE_FILE} and {INDEX_FILE}: libraries differ in which they read",
-                "remove the one that does not belong to the model",
+                field=FIELD,
+                value=address,
+                message=f"holds both {SINGLE_FILE} and {INDEX_FILE}: libraries differ in which they read",
+                fix="remove the one that does not belong to the model",
             )
         )
         return [], None
@@ -127,14 +156,26 @@ def _weight_files(directory: Path, address: str, findings: list[Finding]) -> tup
             return [], None
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-            findings.append(_finding("model-index-broken", INDEX_FILE, f"{INDEX_FILE}: holds no weight_map", "copy it again"))
+            findings.append(
+                make_finding(
+                    "model-index-broken",
+                    field=FIELD,
+                    value=INDEX_FILE,
+                    message=f"{INDEX_FILE}: holds no weight_map",
+                    fix="copy it again",
+                )
+            )
             return [], None
         names = sorted(set(weight_map.values()))
         outside = [name for name in names if Path(name).name != name]
         if outside:
             findings.append(
-                _finding(
-                    "model-index-broken", outside[0], f"{INDEX_FILE}: {outside[0]!r} points outside the model", "copy it again"
+                make_finding(
+                    "model-index-broken",
+                    field=FIELD,
+                    value=outside[0],
+                    message=f"{INDEX_FILE}: {outside[0]!r} points outside the model",
+                    fix="copy it again",
                 )
             )
             return [], None
@@ -144,20 +185,22 @@ def _weight_files(directory: Path, address: str, findings: list[Finding]) -> tup
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED_SUFFIXES)
     if pickled:
         findings.append(
-            _finding(
+            make_finding(
                 "model-pickle-only",
-                pickled[0],
-                f"the weights exist only as pickles ({', '.join(pickled[:4])}), which run code when they are opened",
-                "convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)",
+                field=FIELD,
+                value=pickled[0],
+                message=f"the weights exist only as pickles ({', '.join(pickled[:4])}), which run code when they are opened",
+                fix="convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)",
             )
         )
     else:
         findings.append(
-            _finding(
+            make_finding(
                 "model-weights-missing",
-                address,
-                f"holds neither {SINGLE_FILE} nor {INDEX_FILE}",
-                "copy the whole model directory, weights included",
+                field=FIELD,
+                value=address,
+                message=f"holds neither {SINGLE_FILE} nor {INDEX_FILE}",
+                fix="copy the whole model directory, weights included",
             )
         )
     return [], None
@@ -170,20 +213,22 @@ def _index_problems(index: Mapping[str, str], headers: Mapping[str, list[TensorH
     findings = []
     if absent:
         findings.append(
-            _finding(
+            make_finding(
                 "model-index-broken",
-                absent[0],
-                f"{INDEX_FILE} places {len(absent)} tensors in files that do not hold them, first {absent[0]}",
-                "copy index and shards of the same save",
+                field=FIELD,
+                value=absent[0],
+                message=f"{INDEX_FILE} places {len(absent)} tensors in files that do not hold them, first {absent[0]}",
+                fix="copy index and shards of the same save",
             )
         )
     if extra:
         findings.append(
-            _finding(
+            make_finding(
                 "model-index-broken",
-                extra[0],
-                f"{held[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not know ({len(extra)} such tensors)",
-                "copy index and shards of the same save",
+                field=FIELD,
+                value=extra[0],
+                message=f"{held[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not know ({len(extra)} such tensors)",
+                fix="copy index and shards of the same save",
             )
         )
     return findings
@@ -197,7 +242,15 @@ def _layers_without_weights(config: Mapping[str, Any], num_tensors: int) -> list
             count = part.get(name)
             if isinstance(count, int) and count > num_tensors:
                 message = f"{CONFIG_FILE}: {prefix}{name} is {count}, and the weight files hold {num_tensors} tensors in all"
-                return [_finding("model-weights-incomplete", f"{count}", message, "copy all files of one and the same model")]
+                return [
+                    make_finding(
+                        "model-weights-incomplete",
+                        field=FIELD,
+                        value=f"{count}",
+                        message=message,
+                        fix="copy all files of one and the same model",
+                    )
+                ]
     return []
 
 
@@ -219,9 +272,7 @@ def _json(path: Path, address: str, findings: list[Finding]) -> dict[str, Any] |
         return read_json(path)
     except (MergeError, OSError, UnicodeDecodeError) as error:
         rule = "model-config-unreadable" if path.name == CONFIG_FILE else "model-index-broken"
-        findings.append(_finding(rule, address, str(error), f"copy {path.name} to the claim again"))
+        findings.append(
+            make_finding(rule, field=FIELD, value=address, message=str(error), fix=f"copy {path.name} to the claim again")
+        )
         return None
-
-
-def _finding(rule: str, value: str, message: str, fix: str) -> Finding:
-    return Finding(rule=rule, severity="error", field=FIELD, value=value, message=message, fix=fix)

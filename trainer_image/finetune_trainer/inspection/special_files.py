@@ -9,6 +9,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.rules.rule import Finding
 
 UNUSABLE_FILE = "model-file-unusable"
@@ -47,9 +48,8 @@ def check_entries(directory: Path) -> list[Finding]:
         reason = _reason(path)
         if reason:
             findings.append(
-                Finding(
-                    rule=UNUSABLE_FILE,
-                    severity="error",
+                make_finding(
+                    UNUSABLE_FILE,
                     field="spec.model.source",
                     value=str(path.relative_to(directory)),
                     message=f"{path.relative_to(directory)} {reason}",

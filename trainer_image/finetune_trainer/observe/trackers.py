@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 
@@ -46,9 +47,8 @@ def unknown_trackers(plan: RunPlan) -> Finding | None:
     unknown = [name for name in plan.training.trackers if name not in offered]
     if not unknown:
         return None
-    return Finding(
-        rule="tracker-unknown",
-        severity="error",
+    return make_finding(
+        "tracker-unknown",
         field="spec.training.trackers",
         value=", ".join(unknown),
         message=f"no package in the trainer image offers a tracker of this name; offered are: {', '.join(offered) or 'none'}",

@@ -11,9 +11,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from finetune_job.api.method import MethodType
+from finetune_job.catalogue.book import make_finding
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import MethodPlan
-from finetune_job.rules.rule import Finding, Severity
+from finetune_job.rules.rule import Finding
 
 
 def check_attached(model: nn.Module, method: MethodPlan) -> list[Finding]:
@@ -33,16 +34,14 @@ def check_attached(model: nn.Module, method: MethodPlan) -> list[Finding]:
     ]
 
 
-def _finding(rule: str, field: str, value: str, words: tuple[str, str], severity: Severity = "error") -> Finding:
-    return Finding(rule=rule, severity=severity, field=field, value=value, message=words[0], fix=words[1])
-
-
 def _without_values(model: PeftModel, field: str) -> Iterator[Finding]:
     """Sizes that divide to nothing, such as a block of one channel that is to be turned."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if trained and not any(parameter.numel() for parameter in trained.values()):
         reason = f"all {len(trained)} trained tensors have no values, first {next(iter(trained))}: nothing would be learnt"
-        yield _finding("adapter-without-values", field, "0 values", (reason, "choose larger ranks or blocks"))
+        yield make_finding(
+            "adapter-without-values", field=field, value="0 values", message=reason, fix="choose larger ranks or blocks"
+        )
 
 
 def _wrapped_inside(model: PeftModel, field: str) -> Iterator[Finding]:
@@ -53,7 +52,9 @@ def _wrapped_inside(model: PeftModel, field: str) -> Iterator[Finding]:
             for part in inside[:1]:
                 reason = f"modulesToSave also names {part} inside the adapter of {name}, which then fails in its first forward pass"
                 fix = "write the end of the full module name, as in model.norm instead of norm"
-                yield _finding("saved-module-inside-adapter", f"{field}.modulesToSave", part, (reason, fix))
+                yield make_finding(
+                    "saved-module-inside-adapter", field=f"{field}.modulesToSave", value=part, message=reason, fix=fix
+                )
                 return
 
 
@@ -68,7 +69,7 @@ def _packed_and_saved(model: PeftModel, field: str) -> Iterator[Finding]:
         shown = packed[0].removeprefix("base_model.model.")
         reason = f"{shown} is packed to 4 bits, and so would be the copy that is to be trained: it would get no gradient"
         fix = f"name {shown.rpartition('.')[2]} in targetModules instead, or set method.type: LoRA"
-        yield _finding("saved-module-packed", f"{field}.modulesToSave", shown, (reason, fix))
+        yield make_finding("saved-module-packed", field=f"{field}.modulesToSave", value=shown, message=reason, fix=fix)
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -83,12 +84,12 @@ def _rows_of_a_saved_module(model: PeftModel, field: str) -> Iterator[Finding]:
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.get_base_layer(), ModulesToSaveWrapper):
             reason = f"{name} is saved whole by modulesToSave, and trainableTokenIndices trains rows of it or of what is tied to it"
             fix = "remove trainableTokenIndices, or that module from modulesToSave"
-            yield _finding("trainable-tokens-overlap", f"{field}.modulesToSave", name, (reason, fix))
+            yield make_finding("trainable-tokens-overlap", field=f"{field}.modulesToSave", value=name, message=reason, fix=fix)
             return
         if getattr(layer, "lora_magnitude_vector", None) and isinstance(layer.base_layer, AuxiliaryTrainingWrapper):
             reason = f"{name} is adapted by DoRA, and its weight is the embedding's, of which trainableTokenIndices trains rows"
             fix = "remove trainableTokenIndices, or that module from targetModules"
-            yield _finding("trainable-tokens-overlap", f"{field}.targetModules", name, (reason, fix))
+            yield make_finding("trainable-tokens-overlap", field=f"{field}.targetModules", value=name, message=reason, fix=fix)
             return
 
 
@@ -102,7 +103,7 @@ def _saved_by_their_end(model: PeftModel, field: str) -> Iterator[Finding]:
             last = sorted({path.rsplit(".", 1)[-1] for path in others})
             reason = f"{name!r} is the end of {', '.join(last)}, too: PEFT trains and saves {len(saved)} modules"
             fix = f"write a longer end, as in model.{name}" if meant else "write the whole last part of the name"
-            yield _finding("saved-module-by-its-end", f"{field}.modulesToSave", name, (reason, fix), severity="warning")
+            yield make_finding("saved-module-by-its-end", field=f"{field}.modulesToSave", value=name, message=reason, fix=fix)
 
 
 def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
@@ -112,8 +113,12 @@ def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterat
     written, targets = method.adapter.settings.get("feedforwardModules"), model.peft_config["default"].target_modules
     if isinstance(written, list) and isinstance(targets, set | list) and (wrong := sorted(set(written) - set(targets))):
         reason = f"{wrong[0]} is not adapted: targetModules is {', '.join(sorted(targets))}; PEFT would not load the adapter"
-        yield _finding(
-            "feedforward-module-not-adapted", f"{field}.feedforwardModules", wrong[0], (reason, "name adapted modules only")
+        yield make_finding(
+            "feedforward-module-not-adapted",
+            field=f"{field}.feedforwardModules",
+            value=wrong[0],
+            message=reason,
+            fix="name adapted modules only",
         )
 
 
@@ -128,7 +133,9 @@ def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[F
                 shown = name.removeprefix("base_model.model.")
                 reason = f"{shown} has {rows} rows, and there is no row {beyond[0]} among them ({len(beyond)} such ids)"
                 fix = f"write ids from 0 to {rows - 1}, or name embeddings alone in targetModules"
-                yield _finding("token-index-unknown", f"{field}.tokenIndices", str(beyond[0]), (reason, fix))
+                yield make_finding(
+                    "token-index-unknown", field=f"{field}.tokenIndices", value=str(beyond[0]), message=reason, fix=fix
+                )
                 return
 
 
@@ -139,5 +146,5 @@ def _rows_twice(model: PeftModel, field: str) -> Iterator[Finding]:
             shown = name.removeprefix("base_model.model.")
             reason = f"{shown} shares the embedding's weight; named beside it, it is wrapped twice, and its first pass fails"
             fix = f"remove {shown.rpartition('.')[2]} from targetModules: its rows follow those of the embedding"
-            yield _finding("trainable-tokens-overlap", f"{field}.targetModules", shown, (reason, fix))
+            yield make_finding("trainable-tokens-overlap", field=f"{field}.targetModules", value=shown, message=reason, fix=fix)
             return

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import ALL_LINEAR, MethodType
+from finetune_job.catalogue.book import make_finding
 from finetune_job.method_settings import known_settings
 from finetune_job.plan.run_plan import MethodPlan, RunPlan
-from finetune_job.rules.rule import FieldChange, Finding
+from finetune_job.rules.rule import Finding
 from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.attached import is_packed
 from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
@@ -49,19 +50,19 @@ def check_used(model: nn.Module, method: MethodPlan, uses: ModuleUses) -> list[F
     if bypassed:
         message = f"{_shown(bypassed)}: {_why_bypassed(adapted[bypassed[0]])}"
         ends = endings(bypassed, adapted)
-        found.append(_finding("adapter-bypassed", f"{_place(method)}.targetModules", ends, message, fix))
+        found.append(_of_modules("adapter-bypassed", f"{_place(method)}.targetModules", ends, message, fix))
     if idle:
         message = f"{_shown(idle)}: {_why_idle(adapted[idle[0]])}, so adapters there would learn nothing"
         ends = endings(idle, adapted)
-        found.append(_finding("trained-without-gradient", f"{_place(method)}.targetModules", ends, message, fix))
+        found.append(_of_modules("trained-without-gradient", f"{_place(method)}.targetModules", ends, message, fix))
     if several:
         message = f"{_shown(several)}: what they give is no single tensor, to which PEFT could add an adapter's {_OBSERVED}"
         ends = endings(several, adapted)
-        found.append(_finding("target-gives-no-tensor", f"{_place(method)}.targetModules", ends, message, fix))
+        found.append(_of_modules("target-gives-no-tensor", f"{_place(method)}.targetModules", ends, message, fix))
     if still := [name for name, use in saved.items() if not use.is_bypassed and _is_idle(use)]:
         message = f"{_shown(still)}: {_why_idle(saved[still[0]])}, so the copy that is trained would never change"
         field, ends = f"{_place(method)}.modulesToSave", endings(still, saved)
-        found.append(_finding("trained-without-gradient", field, ends, message, _Fix(f"remove {_listed(ends)} from the list")))
+        found.append(_of_modules("trained-without-gradient", field, ends, message, _Fix(f"remove {_listed(ends)} from the list")))
     if without := [name for name, use in plain.items() if not use.gets_gradient]:
         found.append(_about_whole(method, without, plain))
     found += _packed(model, uses)
@@ -77,14 +78,13 @@ def check_units_used(unit_names: Sequence[str], uses: ModuleUses, plan: RunPlan)
     fsdp = plan.parallelism.fsdp
     field = CLASSES_FIELD if fsdp.transformer_layer_cls_to_wrap else POLICY_FIELD
     fix = f"leave {POLICY_FIELD} and {CLASSES_FIELD} out"
-    changes: tuple[FieldChange, ...] = ()
+    changes: dict[str, Any] = {}
     if fsdp.peft_wrap_policy and not plan.method.trains_adapter:
         # Each weight of the base is a unit then, whatever the other policy says.
-        field, fix, changes = _PEFT_FIELD, f"set {_PEFT_FIELD}: false", (FieldChange(field=_PEFT_FIELD, value=False),)
+        field, fix, changes = _PEFT_FIELD, f"set {_PEFT_FIELD}: false", {_PEFT_FIELD: False}
     return [
-        Finding(
-            rule="unit-bypassed",
-            severity="error",
+        make_finding(
+            "unit-bypassed",
             field=field,
             value=first,
             message=f"{len(wrong)} modules that would be FSDP units are not called, first {first}: {use.readers[0]} reads their "
@@ -222,7 +222,7 @@ def _place(method: MethodPlan) -> str:
 @dataclass(frozen=True)
 class _Fix:
     text: str
-    changes: tuple[FieldChange, ...] = ()
+    changes: Mapping[str, Any] | None = None
 
 
 def _fix(method: MethodPlan, wrong: Sequence[str], adapted: Collection[str], good: Sequence[str]) -> _Fix:
@@ -231,18 +231,18 @@ def _fix(method: MethodPlan, wrong: Sequence[str], adapted: Collection[str], goo
     targets = _names(method, "targetModules")
     kept = [name for name in targets if name == ALL_LINEAR or any(_matches(name, each) for each in set(adapted) - set(wrong))]
     rest = [end for end in ends if not any(_matches(name, end) for name in targets if name not in kept)]
-    changes: list[FieldChange] = []
+    changes: dict[str, list[str]] = {}
     can_exclude = method.lora is not None or "excludeModules" in known_settings(method.type)
     if set(adapted) <= set(wrong) or (rest and not can_exclude):
-        changes.append(FieldChange(field=f"{place}.targetModules", value=list(good)))
+        changes[f"{place}.targetModules"] = list(good)
     else:
         if kept != targets:
-            changes.append(FieldChange(field=f"{place}.targetModules", value=kept))
+            changes[f"{place}.targetModules"] = kept
         if rest:
-            changes.append(FieldChange(field=f"{place}.excludeModules", value=[*_names(method, "excludeModules"), *rest]))
-    if any(len(change.value) > _MOST_NAMES for change in changes):
+            changes[f"{place}.excludeModules"] = [*_names(method, "excludeModules"), *rest]
+    if any(len(names) > _MOST_NAMES for names in changes.values()):
         return _Fix("use a checkpoint of the language model alone, or name in targetModules what only its layers have")
-    return _Fix(" and ".join(f"set {change.field}: [{_listed(change.value)}]" for change in changes), tuple(changes))
+    return _Fix(" and ".join(f"set {field}: [{_listed(names)}]" for field, names in changes.items()), changes)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -253,10 +253,10 @@ def _about_whole(method: MethodPlan, without: Sequence[str], plain: Collection[s
     message = f"parameters of {_shown(without)} are trained, and no pass over text gives them a gradient: they would never change"
     if method.type is MethodType.FULL:
         fix = "use method.type: LoRA with targetModules that text uses, or a checkpoint of the language model alone"
-        return _finding("trained-without-gradient", "spec.method.type", [method.type.value], message, _Fix(fix))
+        return _of_modules("trained-without-gradient", "spec.method.type", [method.type.value], message, _Fix(fix))
     field = f"{_place(method)}.bias"
-    changed = _Fix(f"set {field}: none", (FieldChange(field=field, value="none"),))
-    return _finding("trained-without-gradient", field, endings(without, plain), message, changed)
+    changed = _Fix(f"set {field}: none", {field: "none"})
+    return _of_modules("trained-without-gradient", field, endings(without, plain), message, changed)
 
 
 def _packed(model: nn.Module, uses: ModuleUses) -> Iterator[Finding]:
@@ -270,9 +270,9 @@ def _packed(model: nn.Module, uses: ModuleUses) -> Iterator[Finding]:
             f"{_shown(list(wrong))}: {reader} reads the weight itself as a matrix, and packed to 4 bits it has not that shape "
             f"{_OBSERVED}"
         )
-        unpacked = (FieldChange(field="spec.method.type", value="LoRA"), FieldChange(field="spec.method.quantization", value=None))
+        unpacked = {"spec.method.type": "LoRA", "spec.method.quantization": None}
         fix = _Fix("set spec.method.type: LoRA", unpacked)
-        yield _finding("packed-weight-read", "spec.method.type", [MethodType.QLORA.value], message, fix)
+        yield _of_modules("packed-weight-read", "spec.method.type", [MethodType.QLORA.value], message, fix)
 
 
 def _names(method: MethodPlan, setting: str) -> list[str]:
@@ -289,7 +289,5 @@ def _matches(end: str, name: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def _finding(rule: str, field: str, values: Sequence[str], message: str, fix: _Fix) -> Finding:
-    return Finding(
-        rule=rule, severity="error", field=field, value=_listed(values), message=message, fix=fix.text, changes=fix.changes
-    )
+def _of_modules(rule: str, field: str, values: Sequence[str], message: str, fix: _Fix) -> Finding:
+    return make_finding(rule, field=field, value=_listed(values), message=message, fix=fix.text, changes=fix.changes)

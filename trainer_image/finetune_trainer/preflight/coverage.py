@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from finetune_job.api.method import ALL_LINEAR
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.preflight.module_names import STACKED_DIMENSIONS
@@ -45,9 +46,8 @@ def _experts_left_out(model: nn.Module, lora: LoraPlan) -> Finding | None:
     if not held:
         return None
     names = sorted({".".join(name.split(".")[-3:]) for name in stacked})
-    return Finding(
-        rule="experts-without-adapter",
-        severity="warning",
+    return make_finding(
+        "experts-without-adapter",
         field="spec.method.lora.targetModules",
         value=ALL_LINEAR,
         message=f"the experts are {len(stacked)} stacked parameters and no linear layers, so all-linear gives them no adapter: "
@@ -79,9 +79,8 @@ def _rank_beyond_width(model: nn.Module) -> Finding | None:
         return None
     first, (rank, width) = next(iter(wide.items()))
     ending = first.rpartition(".")[2]
-    return Finding(
-        rule="rank-beyond-width",
-        severity="warning",
+    return make_finding(
+        "rank-beyond-width",
         field="spec.method.lora.r",
         value=str(rank),
         message=f"{len(wide)} modules are narrower than their adapter's rank, first {first.removeprefix('base_model.model.')} with "

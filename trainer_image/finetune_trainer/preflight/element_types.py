@@ -5,14 +5,15 @@ What is known from the manifest alone, the rules say (finetune_job/rules/dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from finetune_job.api.training import OptimizerName
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import FieldChange, Finding
+from finetune_job.rules.rule import Finding
 from finetune_trainer.model.dtypes import ModelDtypes, resolve_casts
 
 FSDP = "spec.parallelism.fsdp"
@@ -41,9 +42,16 @@ def _trained_in_float16(model: nn.Module, plan: RunPlan) -> Iterator[Finding]:
         # Float32 adapters may need other units than those that were written for float16 ones.
         units = (f"{FSDP}.peftWrapPolicy", f"{FSDP}.useOrigParams") if first else ()
         changes = dict.fromkeys((AUTOCAST, *units), None)
-        yield _finding("trained-in-float16", AUTOCAST, "float16", reason, fix, changes=changes)
+        yield make_finding("trained-in-float16", field=AUTOCAST, value="float16", message=reason, fix=fix, changes=changes)
     else:
-        yield _finding("trained-in-float16", "spec.model.dtype", "float16", reason, fix, changes={"spec.model.dtype": "bfloat16"})
+        yield make_finding(
+            "trained-in-float16",
+            field="spec.model.dtype",
+            value="float16",
+            message=reason,
+            fix=fix,
+            changes={"spec.model.dtype": "bfloat16"},
+        )
 
 
 def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) -> Iterator[Finding]:
@@ -58,16 +66,15 @@ def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) ->
     reason = f"packed weights stored as {_name(packed)} would be converted to {computed} like numbers, which destroys them"
     if version == 1:
         fix = f"leave {PARAM_DTYPE} out, or set spec.training.precision: fp32"
-        yield _finding("qlora-storage-not-param-dtype", PARAM_DTYPE, computed, reason, fix, changes={PARAM_DTYPE: None})
+        yield make_finding(
+            "qlora-storage-not-param-dtype", field=PARAM_DTYPE, value=computed, message=reason, fix=fix, changes={PARAM_DTYPE: None}
+        )
     else:
         fix = f"leave {STORAGE} out"
-        yield _finding("qlora-storage-not-param-dtype", STORAGE, _name(packed), reason, fix, changes={STORAGE: None})
+        yield make_finding(
+            "qlora-storage-not-param-dtype", field=STORAGE, value=_name(packed), message=reason, fix=fix, changes={STORAGE: None}
+        )
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _finding(rule: str, field: str, value: str, message: str, fix: str, *, changes: Mapping[str, str | None]) -> Finding:
-    made = tuple(FieldChange(field=path, value=new) for path, new in changes.items())
-    return Finding(rule=rule, severity="error", field=field, value=value, message=message, fix=fix, changes=made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.data.prepare import SplitFacts
@@ -36,8 +37,8 @@ def _vocabulary(splits: Mapping[str, SplitFacts], vocabulary_size: int | None, t
         return None
     largest = max((facts.largest_token_id for facts in splits.values()), default=-1)
     is_used = largest >= vocabulary_size
-    return Finding(
-        rule="tokenizer-beyond-vocabulary",
+    return make_finding(
+        "tokenizer-beyond-vocabulary",
         severity="error" if is_used else "warning",
         field="spec.model.source",
         value=str(tokenizer_size),
@@ -51,9 +52,8 @@ def _positions(splits: Mapping[str, SplitFacts], max_positions: int | None) -> F
     longest = max((facts.longest_document for facts in splits.values()), default=0)
     if max_positions is None or longest <= max_positions:
         return None
-    return Finding(
-        rule="document-beyond-positions",
-        severity="error",
+    return make_finding(
+        "document-beyond-positions",
         field="spec.data.maxSequenceLength",
         value=str(longest),
         message=f"the longest record has {longest} tokens, the model was made for {max_positions} (max_position_embeddings)",
@@ -67,9 +67,8 @@ def _rows(plan: RunPlan, splits: Mapping[str, SplitFacts], max_row: int | None) 
     longest = max((max(min(packed, facts.num_tokens), facts.longest_document) for facts in splits.values()), default=0)
     if max_row is None or longest <= max_row:
         return None
-    return Finding(
-        rule="sequence-beyond-positions",
-        severity="error",
+    return make_finding(
+        "sequence-beyond-positions",
         field="spec.data.maxSequenceLength",
         value=str(longest),
         message=f"the model's code makes attention biases for {max_row} tokens (max_seq_len) and fails with longer sequences, "
@@ -88,9 +87,8 @@ def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
         ways.append(f"set spec.data.packing: false, which gives {facts.num_occurrences} sequences")
     ways.append("give more records")
     packed = f"{facts.num_occurrences} records make {facts.num_sequences} sequences"
-    return Finding(
-        rule="fewer-sequences-than-batch",
-        severity="error",
+    return make_finding(
+        "fewer-sequences-than-batch",
         field="spec.training.globalBatchSize",
         value=str(batch),
         message=f"{packed}, fewer than one step takes: a step would count some of them twice",
@@ -116,9 +114,8 @@ def _evaluations(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | N
     if needed * every < total:
         return None
     soon = (total - 1) // needed
-    return Finding(
-        rule="evaluations-beyond-the-end",
-        severity="warning",
+    return make_finding(
+        "evaluations-beyond-the-end",
         field=field,
         value=value,
         message=f"NoEffect: {training.epochs} epochs of {facts.num_sequences} sequences are {total} steps; with an evaluation "

@@ -12,8 +12,9 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from finetune_job.api.method import MethodType
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import FsdpPlan, RunPlan
-from finetune_job.rules.rule import FieldChange, Finding, Severity
+from finetune_job.rules.rule import Finding
 from finetune_job.sharding import Conflict, HeldParameter, by_unit, element_types, innermost_unit, is_one_parameter, unit_conflict
 from finetune_trainer.model.wrap_plan import held_parameters
 from finetune_trainer.train.optimizers import treatment
@@ -53,13 +54,13 @@ def stacked_weights(model: nn.Module) -> Finding | None:
     if not names:
         return None
     shown = names[0].removeprefix("base_model.model.")
-    return _finding(
+    return make_finding(
         "stacked-experts-under-fsdp1",
-        "spec.method.lora.targetModules",
-        shown,
-        f"PEFT adapts stacked weights of {shown} ({len(names)} such adapters) by changing them in the forward pass, and FSDP 1 "
-        "holds them as views of one tensor, which may not be changed",
-        "set parallelism.fsdp.version: 2, or name only modules outside the experts, such as targetModules: [q_proj, k_proj, "
+        field="spec.method.lora.targetModules",
+        value=shown,
+        message=f"PEFT adapts stacked weights of {shown} ({len(names)} such adapters) by changing them in the forward pass, and "
+        "FSDP 1 holds them as views of one tensor, which may not be changed",
+        fix="set parallelism.fsdp.version: 2, or name only modules outside the experts, such as targetModules: [q_proj, k_proj, "
         "v_proj, o_proj]",
         changes={_VERSION_FIELD: None},
     )
@@ -87,13 +88,13 @@ def _treated_differently(model: nn.Module, units: set[str], plan: RunPlan) -> Fi
         if plan.method.type is not MethodType.FULL:
             # Beside adapters, version 1 refuses original parameters in some cases.
             changes = {_ORIGINAL_FIELD: None, _VERSION_FIELD: None}
-        return _finding(
+        return make_finding(
             "fsdp1-flat-parameter-mixed",
-            _ORIGINAL_FIELD,
-            "false",
-            f"version 1 lays {other} and {name} into one flat parameter ({unit or ROOT}), which is treated as a whole, but {field} "
-            f"gives them different {what}",
-            f"set {_ORIGINAL_FIELD}: true, or {_VERSION_FIELD}: 2, or leave {field} unset",
+            field=_ORIGINAL_FIELD,
+            value="false",
+            message=f"version 1 lays {other} and {name} into one flat parameter ({unit or ROOT}), which is treated as a whole, but "
+            f"{field} gives them different {what}",
+            fix=f"set {_ORIGINAL_FIELD}: true, or {_VERSION_FIELD}: 2, or leave {field} unset",
             changes=changes,
         )
     return None
@@ -107,7 +108,7 @@ def _without_parameters(units: Mapping[str, nn.Module], fsdp: FsdpPlan) -> Findi
     message = f"{len(wrong)} units hold no parameter (first {wrong[0]}), so there is nothing in them to shard"
     fix = f"remove {kinds} from the list"
     field = CLASSES_FIELD if fsdp.transformer_layer_cls_to_wrap else POLICY_FIELD
-    return _finding("unit-without-parameters", field, kinds, message, fix, severity="warning")
+    return make_finding("unit-without-parameters", field=field, value=kinds, message=message, fix=fix)
 
 
 def _shapes(parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Finding]:
@@ -116,12 +117,12 @@ def _shapes(parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Finding]
         ([name for name, parameter in parameters if not parameter.is_contiguous()], "does not lie in one piece in memory"),
     ):
         if wrong:
-            yield _finding(
+            yield make_finding(
                 "parameter-not-shardable",
-                "spec.parallelism",
-                wrong[0],
-                f"{wrong[0]} {reason}, and FSDP shards no such parameter ({len(wrong)} of them)",
-                "train on one rank (nodes: 1, processesPerNode: 1), or choose another model",
+                field="spec.parallelism",
+                value=wrong[0],
+                message=f"{wrong[0]} {reason}, and FSDP shards no such parameter ({len(wrong)} of them)",
+                fix="train on one rank (nodes: 1, processesPerNode: 1), or choose another model",
                 changes={"spec.parallelism.nodes": 1, "spec.parallelism.processesPerNode": 1},
             )
 
@@ -131,26 +132,12 @@ def _trained_in_two_types(held: Mapping[str, Sequence[HeldParameter]], fsdp: Fsd
         if unit_conflict(parameters, fsdp) is Conflict.TRAINED_TYPES:
             kinds = element_types(each for each in parameters if each.is_trained)
             examples = " and ".join(f"{name} in {kind}" for kind, name in sorted(kinds.items()))
-            yield _finding(
+            yield make_finding(
                 "trained-in-two-types",
-                "spec.parallelism.fsdp",
-                ", ".join(sorted(kinds)),
-                f"{unit or ROOT} trains {examples}, and FSDP 2 reduces the gradients of a unit in one element type",
-                "set training.precision: fp32, or model.dtype: float32",
+                field="spec.parallelism.fsdp",
+                value=", ".join(sorted(kinds)),
+                message=f"{unit or ROOT} trains {examples}, and FSDP 2 reduces the gradients of a unit in one element type",
+                fix="set training.precision: fp32, or model.dtype: float32",
                 changes={"spec.training.precision": "fp32"},
             )
             return
-
-
-def _finding(
-    rule: str,
-    field: str,
-    value: str,
-    message: str,
-    fix: str,
-    *,
-    severity: Severity = "error",
-    changes: Mapping[str, str | int | None] | None = None,
-) -> Finding:
-    made = tuple(FieldChange(field=path, value=new) for path, new in (changes or {}).items())
-    return Finding(rule=rule, severity=severity, field=field, value=value, message=message, fix=fix, changes=made)

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import ALL_LINEAR
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import LoraPlan
-from finetune_job.rules.rule import FieldChange, Finding
+from finetune_job.rules.rule import Finding
 from finetune_trainer.model.adapters import lora_config
 from finetune_trainer.preflight.module_names import LAYER, pattern_matches, targets
 
@@ -54,15 +55,14 @@ def check_layers(lora: LoraPlan, taken: Collection[str]) -> list[Finding]:
     field = f"{_FIELD}.layersToTransform"
     first = min(taken)
     return [
-        Finding(
-            rule="target-parameters-all-layers",
-            severity="error",
+        make_finding(
+            "target-parameters-all-layers",
             field=field,
             value=str(list(lora.layers_to_transform)),
             message=f"PEFT takes {first} of targetModules for the stacked experts of this architecture, and adapts those of all "
             "layers, whatever layers are chosen",
             fix=f"remove {field}, or {', '.join(sorted(taken))} from targetModules",
-            changes=(FieldChange(field=field, value=None),),
+            changes={field: None},
         )
     ]
 
@@ -80,15 +80,14 @@ def check_excluded(lora: LoraPlan, base: PreTrainedModel) -> list[Finding]:
     wanted = sorted(linear - set(lora.exclude_modules))
     field = f"{_FIELD}.targetModules"
     return [
-        Finding(
-            rule="experts-not-excluded",
-            severity="error",
+        make_finding(
+            "experts-not-excluded",
             field=f"{_FIELD}.excludeModules",
             value=taken[0],
             message=f"{', '.join(taken)}: all-linear adapts the stacked experts of this architecture, which had such names, and "
             "PEFT excludes none of them; only linear layers of these names get no adapter",
             fix=f"instead of {ALL_LINEAR} set {field}: [{', '.join(wanted)}]",
-            changes=(FieldChange(field=field, value=wanted),),
+            changes={field: wanted},
         )
     ]
 
@@ -119,15 +118,14 @@ def check_saved(lora: LoraPlan, base: PreTrainedModel) -> list[Finding]:
         else f"{_FIELD}.targetModules"
     )
     return [
-        Finding(
-            rule="experts-adapted-and-saved",
-            severity="error",
+        make_finding(
+            "experts-adapted-and-saved",
             field=field,
             value=name,
             message=f"{name!r} is to be trained whole, and {parameter} in it is adapted by {by}, which covers stacked experts of "
             "this architecture or their routers: PEFT does not do both",
             fix=f"remove {name} from {field}, or name only other modules in {by}, such as those of the attention",
-            changes=(FieldChange(field=field, value=left or None),),
+            changes={field: left or None},
         )
     ]
 
@@ -149,9 +147,8 @@ def check_left_out(model: nn.Module, lora: LoraPlan) -> list[Finding]:
     wanted = list(dict.fromkeys([*lora.target_parameters, *weights]))
     if lora.target_modules == (ALL_LINEAR,):
         return [
-            Finding(
-                rule="linear-layers-without-adapter",
-                severity="warning",
+            make_finding(
+                "linear-layers-without-adapter",
                 field=f"{_FIELD}.targetModules",
                 value=ALL_LINEAR,
                 message=taken,
@@ -159,14 +156,13 @@ def check_left_out(model: nn.Module, lora: LoraPlan) -> list[Finding]:
             )
         ]
     return [
-        Finding(
-            rule="target-module-not-adapted",
-            severity="error",
+        make_finding(
+            "target-module-not-adapted",
             field=f"{_FIELD}.targetModules",
             value=endings[0],
             message=taken,
             fix=f"name their weights: set {field}: [{', '.join(wanted)}]",
-            changes=(FieldChange(field=field, value=wanted),),
+            changes={field: wanted},
         )
     ]
 
@@ -219,13 +215,12 @@ def check_ranks_in_file(model: nn.Module) -> list[Finding]:
 
 def _other_in_file(field: str, key: str, held: int, pattern: str, patterns: Mapping[str, int]) -> Finding:
     left = {name: value for name, value in patterns.items() if not pattern_matches(name, [key])}
-    return Finding(
-        rule="adapter-pattern-on-experts",
-        severity="error",
+    return make_finding(
+        "adapter-pattern-on-experts",
         field=field,
         value=str(held),
         message=f"it gives {key} {held}, but PEFT adds the pattern {pattern}: {patterns[pattern]} for what it fuses, which stands "
         "before it in adapter_config.json: whoever loads the adapter would take that",
         fix=f"let no key of {field} match {key}",
-        changes=(FieldChange(field=field, value=left or None),),
+        changes={field: left or None},
     )

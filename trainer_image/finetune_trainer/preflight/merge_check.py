@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from finetune_job.api.output import MergeBase
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.inspection.model_structure import ModelStructure
@@ -49,9 +50,8 @@ def check_merge(plan: RunPlan, directory: Path, structure: ModelStructure) -> Fi
         if is_made_from_base_weights(settings):
             require_whole(directory, sum(base.file_bytes.values()), FROM_BASE_WEIGHTS)
     except MergeError as error:
-        return Finding(
-            rule="merge-impossible",
-            severity="error",
+        return make_finding(
+            "merge-impossible",
             field="spec.merge.enabled",
             value="true",
             message=str(error),

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from finetune_job.api.method import ALL_LINEAR
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import ActivationCheckpointing
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import FieldChange, Finding
 from finetune_trainer.errors import ConfigError, TrainerError
@@ -82,7 +83,7 @@ def inspect_structure(
     except Exception as error:  # noqa: BLE001 - a library meets a file of the user's: whatever it raises is about that file
         if "attn_implementation" in str(error):
             return None, [_attention_unknown(plan, error)]
-        return None, [_finding("model-not-accepted", "spec.model.source", directory.name, error)]
+        return None, [_of_error("model-not-accepted", "spec.model.source", directory.name, error)]
     wrap_classes, found = _wrap_classes(plan, base)
     findings += found
     findings += _compiler_is_missing(plan)
@@ -111,7 +112,7 @@ def inspect_structure(
                 findings.append(stacked)
     except TrainerError as error:
         field = _named_field(error) or "spec.method"
-        conflict = _finding("model-settings-conflict", field, plan.method.type.value, error)
+        conflict = _of_error("model-settings-conflict", field, plan.method.type.value, error)
         if "ParamWrapper" in conflict.message:
             changes = tuple(FieldChange(field=name, value=value) for name, value in unfit_for_experts(plan.method).items())
             conflict = conflict.model_copy(update={"changes": changes})
@@ -212,14 +213,13 @@ def _with_bypassed(conflict: Finding, plan: RunPlan, base: nn.Module, uses: Modu
 
 def _attention_unknown(plan: RunPlan, error: Exception) -> Finding:
     """Transformers has no such attention for this architecture."""
-    return Finding(
-        rule="attention-not-supported",
-        severity="error",
+    return make_finding(
+        "attention-not-supported",
         field="spec.model.attention",
         value=plan.model.attention.value,
         message=f"transformers has no such attention for this model: {str(error)[:300]}",
         fix="set spec.model.attention: eager",
-        changes=(FieldChange(field="spec.model.attention", value="eager"),),
+        changes={"spec.model.attention": "eager"},
     )
 
 
@@ -231,14 +231,13 @@ def _hands_state_on(base: PreTrainedModel) -> bool:
 
 def _recurrent(base: PreTrainedModel) -> Finding:
     """Transformers marks models that hand a state from token to token; no attention mask can keep documents apart in them."""
-    return Finding(
-        rule="packing-with-recurrent-layers",
-        severity="error",
+    return make_finding(
+        "packing-with-recurrent-layers",
         field="spec.data.packing",
         value="true",
         message=f"{type(base).__name__} has recurrent layers, whose state would run on from one record of a sequence into the next",
         fix="set spec.data.packing: false",
-        changes=(FieldChange(field="spec.data.packing", value=False),),
+        changes={"spec.data.packing": False},
     )
 
 
@@ -250,14 +249,13 @@ def _compiler_is_missing(plan: RunPlan) -> list[Finding]:
     if not missing:
         return []
     return [
-        Finding(
-            rule="compile-without-compiler",
-            severity="error",
+        make_finding(
+            "compile-without-compiler",
             field="spec.training.compile",
             value="true",
             message=f"torch.compile for {device_type} calls a compiler ({', '.join(missing)}), and the trainer image has none",
             fix="set spec.training.compile: false, or use a trainer image with a compiler",
-            changes=(FieldChange(field="spec.training.compile", value=False),),
+            changes={"spec.training.compile": False},
         )
     ]
 
@@ -269,14 +267,13 @@ def _cannot_recompute(plan: RunPlan, base: PreTrainedModel) -> list[Finding]:
         return []
     field = "spec.training.activationCheckpointing"
     return [
-        Finding(
-            rule="activation-checkpointing-not-supported",
-            severity="error",
+        make_finding(
+            "activation-checkpointing-not-supported",
             field=field,
             value=kind.value,
             message=f"{type(base).__name__} of transformers cannot compute its layers again in backward",
             fix=f"set {field}: None",
-            changes=(FieldChange(field=field, value=ActivationCheckpointing.NONE.value),),
+            changes={field: ActivationCheckpointing.NONE.value},
         )
     ]
 
@@ -290,7 +287,7 @@ def _wrap_classes(plan: RunPlan, base: nn.Module) -> tuple[tuple[str, ...], list
     except ConfigError as error:
         given = fsdp.transformer_layer_cls_to_wrap
         field = "spec.parallelism.fsdp.transformerLayerClsToWrap"
-        found = _finding("wrap-class-unknown", field, "unset" if given is None else ", ".join(given), error)
+        found = _of_error("wrap-class-unknown", field, "unset" if given is None else ", ".join(given), error)
         return (), [found.model_copy(update={"changes": (_other_classes(field, given, base),)})]
 
 
@@ -310,12 +307,11 @@ def _named_field(error: TrainerError) -> str | None:
     return field if colon and field.startswith("spec.") else None
 
 
-def _finding(rule: str, field: str, value: str, error: Exception) -> Finding:
+def _of_error(rule: str, field: str, value: str, error: Exception) -> Finding:
     message = str(error).removeprefix(f"{field}: ")
     fix = error.hint if isinstance(error, TrainerError) else ""
-    return Finding(
-        rule=rule,
-        severity="error",
+    return make_finding(
+        rule,
         field=field,
         value=value,
         message=message if isinstance(error, TrainerError) else f"{type(error).__name__}: {message}",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.failures import FailureClass
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
@@ -89,9 +90,8 @@ def _in_own_process(plan: RunPlan, directory: Path) -> Checked:
 
 
 def _endless(directory: Path, reason: str) -> Finding:
-    return Finding(
-        rule="model-not-accepted",
-        severity="error",
+    return make_finding(
+        "model-not-accepted",
         field="spec.model.source",
         value=directory.name,
         message=f"building the model that config.json describes, with what the method adds to it, {reason}",

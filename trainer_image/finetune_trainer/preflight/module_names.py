@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from finetune_job.api.method import ALL_LINEAR, MethodType
+from finetune_job.catalogue.book import make_finding
 from finetune_job.method_settings import peft_fields
 from finetune_job.module_expressions import key_expression
 from finetune_job.plan.run_plan import AdapterPlan, LoraPlan
-from finetune_job.rules.rule import FieldChange, Finding, Severity
+from finetune_job.rules.rule import Finding
 from finetune_trainer.preflight.expressions import compiled_or_none
 
 STACKED_DIMENSIONS, ADAPTABLE_DIMENSIONS = 3, (2, 3)
@@ -81,11 +82,11 @@ def check_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Find
             known = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the model's names."
             held = ", ".join(_endings(stacked, 3)[:8]) or "no stacked parameters: name its linear layers in targetModules"
             findings.append(
-                _finding("target-parameter-unknown", field, name, "names no parameter of this model", f"{known} It has {held}")
+                _of_name("target-parameter-unknown", field, name, "names no parameter of this model", f"{known} It has {held}")
             )
         elif wrong := next((each for each, dimensions in found.items() if dimensions not in ADAPTABLE_DIMENSIONS), None):
             message = f"names {wrong}, which has {found[wrong]} dimension; LoRA adapts parameters of two or three"
-            findings.append(_finding("target-parameter-unknown", field, name, message, "remove it, or name it in modulesToSave"))
+            findings.append(_of_name("target-parameter-unknown", field, name, message, "remove it, or name it in modulesToSave"))
     return findings
 
 
@@ -98,8 +99,8 @@ def check_tokens(lora: LoraPlan, vocabulary_size: int) -> list[Finding]:
     message = f"is beyond the model's embedding, which has {vocabulary_size} rows ({len(beyond)} such ids)"
     within = [index for index in lora.trainable_token_indices if index < vocabulary_size]
     fix = f"write ids from 0 to {vocabulary_size - 1}"
-    changes = (FieldChange(field=field, value=within or None),)
-    return [_finding("token-index-unknown", field, str(beyond[0]), message, fix, changes=changes)]
+    changes = {field: within or None}
+    return [_of_name("token-index-unknown", field, str(beyond[0]), message, fix, changes=changes)]
 
 
 def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
@@ -111,11 +112,11 @@ def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
         if named and all(any(targets(each, module) for each in lora.exclude_modules) for module in named):
             reason = "is excluded by excludeModules everywhere, so it gets no adapter"
             fix = "remove it from targetModules or from excludeModules"
-            findings.append(_finding("target-module-excluded", field, name, reason, fix, severity="warning"))
+            findings.append(_of_name("target-module-excluded", field, name, reason, fix))
         if named and all(any(_is_inside(each, module) for each in lora.modules_to_save) for module in named):
             reason = "is saved whole by modulesToSave, so PEFT gives it no adapter beside"
             fix = "remove it from targetModules, because it is trained anyway, or from modulesToSave"
-            findings.append(_finding("target-module-saved-whole", field, name, reason, fix, severity="warning"))
+            findings.append(_of_name("target-module-saved-whole", field, name, reason, fix))
     return findings
 
 
@@ -131,11 +132,7 @@ def _overlapping(field: str, patterns: Mapping[str, int], adaptable: Collection[
         if len({patterns[pattern] for pattern in matching}) > 1:
             shown = " and ".join(f"{pattern}: {patterns[pattern]}" for pattern in matching)
             message = f"{shown} all match {module}; PEFT takes the first of them in alphabetical order, which is {matching[0]}"
-            return [
-                _finding(
-                    "adapter-patterns-overlap", field, matching[1], message, "let one pattern match each module", severity="warning"
-                )
-            ]
+            return [_of_name("adapter-patterns-overlap", field, matching[1], message, "let one pattern match each module")]
     return []
 
 
@@ -148,14 +145,13 @@ def _no_such_layers(written: Collection[int], numbers: Collection[int], place: s
     last = max(numbers, default=0)
     field = f"{place}.layersToTransform"
     return [
-        Finding(
-            rule="layer-number-unknown",
-            severity="error",
+        make_finding(
+            "layer-number-unknown",
             field=field,
             value=str(number),
             message=f"the model has no layer {number}; PEFT would leave it out without a word",
             fix=f"write numbers from 0 to {last}",
-            changes=(FieldChange(field=field, value=[each for each in written if each in numbers] or None),),
+            changes={field: [each for each in written if each in numbers] or None},
         )
         for number in written
         if number not in numbers
@@ -174,14 +170,13 @@ def _layer_numbers(patterns: Collection[Any], modules: Collection[str]) -> set[i
 
 
 def _no_such_sequence(field: str, patterns: Any) -> Finding:
-    return Finding(
-        rule="adapter-pattern-unmatched",
-        severity="error",
+    return make_finding(
+        "adapter-pattern-unmatched",
         field=field,
         value=str(patterns),
         message=f"{patterns!r} names no part of this model that has numbered layers, so no layer would be found",
         fix="remove it: layers are then counted wherever the model numbers its modules",
-        changes=(FieldChange(field=field, value=None),),
+        changes={field: None},
     )
 
 
@@ -195,14 +190,13 @@ def _is_expression_for(text: str, modules: Iterable[str]) -> bool:
 
 def _matches_no_module(field: str, text: str, modules: Iterable[str]) -> Finding:
     message = f'"{text}" is a text and so a regular expression, which matches no module\'s whole name: it would choose nothing'
-    return Finding(
-        rule="target-module-unknown",
-        severity="error",
+    return make_finding(
+        "target-module-unknown",
         field=field,
         value=text,
         message=message,
         fix=r"write names in a list, as in [q_proj, v_proj], or an expression on whole names, as in .*\.q_proj",
-        changes=(FieldChange(field=field, value=[text] if _is_target(text, modules) else None),),
+        changes={field: [text] if _is_target(text, modules) else None},
     )
 
 
@@ -210,9 +204,8 @@ def check_settings(method: MethodType, adapter: AdapterPlan, modules: Collection
     """A finding per setting that PEFT's configuration of this method does not take, and per target that names no module."""
     values, wrong = peft_fields(method, adapter.settings)
     findings = [
-        Finding(
-            rule="method-setting-invalid",
-            severity="error",
+        make_finding(
+            "method-setting-invalid",
             field=f"spec.method.settings.{problem.name}",
             value=str(problem.value),
             message=problem.reason,
@@ -256,17 +249,17 @@ def _names(adapter: AdapterPlan, setting: str) -> list[str]:
     return [name for name in written if isinstance(name, str)] if isinstance(written, list) else []
 
 
-def _finding(
+def _of_name(
     rule: str,
     field: str,
     value: str,
     message: str,
     fix: str,
     *,
-    severity: Severity = "error",
-    changes: tuple[FieldChange, ...] = (),
+    changes: Mapping[str, Any] | None = None,
 ) -> Finding:
-    return Finding(rule=rule, severity=severity, field=field, value=value, message=f"{value!r} {message}", fix=fix, changes=changes)
+    """A finding whose message begins with the name that it is about."""
+    return make_finding(rule, field=field, value=value, message=f"{value!r} {message}", fix=fix, changes=changes)
 
 
 def targets(name: str, module: str) -> bool:
@@ -300,13 +293,10 @@ def _without_match(
         return []
     endings = sorted({module.rsplit(".", 1)[-1] for module in modules if not module.rsplit(".", 1)[-1].isdigit()} - {""})
     near = {name: difflib.get_close_matches(name, endings, n=3, cutoff=0.6) for name in wrong}
-    changes = (
-        FieldChange(field=field, value=_put_right(names, {name: found[0] if found else None for name, found in near.items()})),
-    )
+    changes = {field: _put_right(names, {name: found[0] if found else None for name, found in near.items()})}
     return [
-        Finding(
-            rule=rule,
-            severity="error",
+        make_finding(
+            rule,
             field=field,
             value=name,
             message=f"{name!r} {reason}",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from finetune_job.rules.rule import FieldChange, Finding
+from finetune_job.catalogue.book import make_finding
+from finetune_job.rules.rule import Finding
 from finetune_trainer.model import document_masks
 
 FIRST, SECOND = 9, 7
@@ -23,15 +24,14 @@ def check_packing(model: PreTrainedModel) -> Finding | None:
     leak = leak_of(model)
     if leak <= TOLERANCE:
         return None
-    return Finding(
-        rule="packing-leaks",
-        severity="error",
+    return make_finding(
+        "packing-leaks",
         field="spec.data.packing",
         value="true",
         message=f"{type(model).__name__} does not keep packed documents apart: logits of one change by {leak:.2g} with the one "
         "before it in the sequence (measured on a small model of this architecture)",
         fix="set spec.data.packing: false",
-        changes=(FieldChange(field="spec.data.packing", value=False),),
+        changes={"spec.data.packing": False},
     )
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from finetune_job.api.method import MethodType
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import MethodPlan, RunPlan
-from finetune_job.rules.rule import FieldChange, Finding
+from finetune_job.rules.rule import Finding
 from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
 
 _AT_A_TIME = 1 << 20
@@ -34,15 +35,15 @@ def check_rows_read(plan: RunPlan, prepared: Path, padding_row: int | None) -> l
     left = [token for token in written if token not in unread]
     nothing = "; nothing else is trained, so nothing would be learnt" if is_all else ""
     return [
-        Finding(
-            rule="trained-token-unread",
+        make_finding(
+            "trained-token-unread",
             severity="error" if is_all else "warning",
             field=field,
             value=str(first),
             message=f"{reason}, and the output head does not share the embedding: this row gets no gradient "
             f"({len(unread)} such ids){nothing}",
             fix="name ids of tokens that the records hold, or add records that hold these",
-            changes=() if is_all else (FieldChange(field=field, value=left or None),),
+            changes=None if is_all else {field: left or None},
         )
     ]
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from finetune_job.api.base import ClaimPath
+from finetune_job.catalogue.book import make_finding
 from finetune_job.rules.rule import Finding
 
 
@@ -19,9 +20,8 @@ def check_writable(field: str, location: ClaimPath, claims_root: Path) -> Findin
     claim = claims_root / location.claim
     address = f"pvc://{location.claim}/{location.path}"
     if not claim.is_dir():
-        return Finding(
-            rule="claim-not-mounted",
-            severity="error",
+        return make_finding(
+            "claim-not-mounted",
             field=field,
             value=address,
             message=f"the claim {location.claim} is not mounted at {claim}",
@@ -34,9 +34,8 @@ def check_writable(field: str, location: ClaimPath, claims_root: Path) -> Findin
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
-        return Finding(
-            rule="directory-not-writable",
-            severity="error",
+        return make_finding(
+            "directory-not-writable",
             field=field,
             value=address,
             message=f"user {os.getuid()}, group {os.getgid()} cannot write to {directory} ({error.strerror})",
@@ -51,9 +50,8 @@ def check_room(field: str, location: ClaimPath, claims_root: Path, needed_bytes:
     free_bytes = statistics.f_bavail * statistics.f_frsize
     if free_bytes >= needed_bytes:
         return None
-    return Finding(
-        rule="claim-too-small",
-        severity="error",
+    return make_finding(
+        "claim-too-small",
         field=field,
         value=f"pvc://{location.claim}/{location.path}",
         message=f"{what} need {_shown(needed_bytes)}, the claim has {_shown(free_bytes)} free",
@@ -66,9 +64,8 @@ def check_vacant(field: str, location: ClaimPath, results: Iterable[Path]) -> Fi
     taken = [path.name for path in results if path.exists()]
     if not taken:
         return None
-    return Finding(
-        rule="output-exists",
-        severity="error",
+    return make_finding(
+        "output-exists",
         field=field,
         value=f"pvc://{location.claim}/{location.path}",
         message=f"the directory holds {' and '.join(taken)} already, which are the results of another job",

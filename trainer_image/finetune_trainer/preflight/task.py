@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import Finding, Severity
+from finetune_job.rules.rule import Finding
 from finetune_trainer.model.load import load_config
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_json
 
@@ -36,7 +37,7 @@ def check_task(plan: RunPlan, directory: Path) -> list[Finding]:
         reason = (
             f"holds {ADAPTER_CONFIG_FILE}, so transformers would load an adapter and the base that it names instead of this model"
         )
-        return [_finding("model-holds-adapter", ADAPTER_CONFIG_FILE, reason, "merge the adapter, or remove its files")]
+        return [_about(ADAPTER_CONFIG_FILE, "model-holds-adapter", reason, "merge the adapter, or remove its files")]
     try:
         config = load_config(plan, directory)
         written = read_json(directory / CONFIG_FILE)
@@ -52,10 +53,10 @@ def _wrong_task(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Fi
         return []
     if config.is_encoder_decoder:
         reason = "is an encoder-decoder model, of which a language model would be the decoder alone, without what it reads"
-        return [_finding("model-of-another-task", named or config.model_type, reason, SUPPORTED)]
+        return [_about(named or config.model_type, "model-of-another-task", reason, SUPPORTED)]
     if type(config) not in mapped:
         reason = f"is of a kind ({config.model_type}) of which transformers builds no causal language model"
-        return [_finding("model-of-another-task", named or config.model_type, reason, SUPPORTED)]
+        return [_about(named or config.model_type, "model-of-another-task", reason, SUPPORTED)]
     found = mapped[type(config)]
     built = [each.__name__ for each in (found if isinstance(found, list | tuple) else (found,))]
     if not named or named in built or named.endswith(("ForCausalLM", "LMHeadModel", *WITHOUT_HEAD)):
@@ -63,9 +64,9 @@ def _wrong_task(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Fi
     if named.endswith("ForConditionalGeneration") and config.get_text_config() is not config:
         reason = f"is a model of more than text; its text part is trained as {built[0]}, the rest stays as it is"
         fix = "train on text alone, or give the model of text that belongs to it"
-        return [_finding("model-of-more-than-text", named, reason, fix, severity="warning")]
+        return [_about(named, "model-of-more-than-text", reason, fix)]
     reason = f"is a model of another task; as {built[0]} it would lose its head, and what was learnt with it"
-    return [_finding("model-of-another-task", named, reason, SUPPORTED)]
+    return [_about(named, "model-of-another-task", reason, SUPPORTED)]
 
 
 def _named(written: Mapping[str, Any]) -> str:
@@ -91,14 +92,7 @@ def _wrong_ids(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Fin
             fix = f"write the tokenizer's own {name} in {CONFIG_FILE}, or null where it has none"
             # Training asks for none of them; an embedding that cannot be built with its padding row is refused as it is built.
             findings.append(
-                Finding(
-                    rule="special-token-beyond-vocabulary",
-                    severity="warning",
-                    field=FIELD,
-                    value=str(beyond[0]),
-                    message=reason,
-                    fix=fix,
-                )
+                make_finding("special-token-beyond-vocabulary", field=FIELD, value=str(beyond[0]), message=reason, fix=fix)
             )
     return findings
 
@@ -112,7 +106,7 @@ def check_causality(model: PreTrainedModel) -> Finding | None:
         f"is no causal model: its logits change by {looked_ahead:.2g} with tokens that come later (measured on a small model of "
         "this architecture), so it would learn to copy what it is to predict"
     )
-    return _finding("model-not-causal", type(model).__name__, reason, f"{SUPPORTED}; an encoder needs is_decoder: true to be one")
+    return _about(type(model).__name__, "model-not-causal", reason, f"{SUPPORTED}; an encoder needs is_decoder: true to be one")
 
 
 def looks_ahead(model: PreTrainedModel) -> float:
@@ -134,5 +128,6 @@ def _logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def _finding(rule: str, value: str, reason: str, fix: str, *, severity: Severity = "error") -> Finding:
-    return Finding(rule=rule, severity=severity, field=FIELD, value=value, message=f"{value} {reason}", fix=fix)
+def _about(value: str, rule: str, reason: str, fix: str) -> Finding:
+    """A finding whose message begins with what it is about."""
+    return make_finding(rule, field=FIELD, value=value, message=f"{value} {reason}", fix=fix)

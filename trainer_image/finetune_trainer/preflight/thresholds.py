@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import FieldChange, Finding
+from finetune_job.rules.rule import Finding
 from finetune_trainer.inspection.model_structure import ModelStructure
 from finetune_trainer.verify.element_types import judged_dtype
 from finetune_trainer.verify.gate import GATES, LARGEST_MEASURED_KL, TIE_UNITS
@@ -26,14 +27,14 @@ def check_thresholds(plan: RunPlan, directory: Path, structure: ModelStructure) 
     dtype = judged_dtype(directory, merge.dtype.value if merge.dtype else None)
     usual, measured = GATES[dtype], LARGEST_MEASURED_KL[dtype]
     if merge.max_kl_divergence is not None and merge.max_kl_divergence < measured:
-        yield _finding(
+        yield _too_tight(
             "maxKlDivergence",
             merge.max_kl_divergence,
             f"rounding to {dtype} alone moves a right merge by a mean divergence of up to {measured:.2g}, as measured",
             f"{usual.max_mean_kl:g}",
         )
     if merge.min_top1_agreement is not None and merge.min_top1_agreement > usual.min_top1_agreement:
-        yield _finding(
+        yield _too_tight(
             "minTop1Agreement",
             merge.min_top1_agreement,
             f"tokens whose logits are more than {TIE_UNITS} roundings of {dtype} apart do not count as tied, and rounding "
@@ -42,14 +43,13 @@ def check_thresholds(plan: RunPlan, directory: Path, structure: ModelStructure) 
         )
 
 
-def _finding(name: str, value: float, reason: str, usual: str) -> Finding:
+def _too_tight(name: str, value: float, reason: str, usual: str) -> Finding:
     field = f"{_VERIFY}.{name}"
-    return Finding(
-        rule="verification-within-rounding",
-        severity="warning",
+    return make_finding(
+        "verification-within-rounding",
         field=field,
         value=f"{value:g}",
         message=f"{reason}: the merged model may be refused once all the training is done, though nothing is wrong with it",
         fix=f"remove {field}: the default here is {usual}",
-        changes=(FieldChange(field=field, value=None),),
+        changes={field: None},
     )

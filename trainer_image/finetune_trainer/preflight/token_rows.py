@@ -10,10 +10,12 @@ import logging
 import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from finetune_job.api.data import DataFormat
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import LoraPlan, RunPlan
-from finetune_job.rules.rule import FieldChange, Finding
+from finetune_job.rules.rule import Finding
 from finetune_job.rules.tokens import EMBEDDINGS, SAVED, TOKENS
 from finetune_trainer.data.chat import PROBE, ChatError, Tokenizer, chat_template, template_source
 from finetune_trainer.files import open_regular
@@ -51,9 +53,8 @@ def _untrained(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, d
         return []
     name, wrong = next(iter(found.items()))
     return [
-        Finding(
-            rule="chat-token-untrained",
-            severity="warning",
+        make_finding(
+            "chat-token-untrained",
             field="spec.model.source",
             value=str(wrong[0]),
             message=f"the template writes {', '.join(repr(tokens[number]) for number in wrong[:4])}, whose rows of {name} hold "
@@ -65,18 +66,18 @@ def _untrained(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, d
     ]
 
 
-def _trained(lora: LoraPlan | None, untrained: Mapping[str, list[int]]) -> tuple[FieldChange, ...]:
+def _trained(lora: LoraPlan | None, untrained: Mapping[str, list[int]]) -> dict[str, Any]:
     """What has them trained: of an embedding alone these rows, of a head all of it, because PEFT trains rows of no head.
 
     untrained: numbers of rows by the tensor's name.
     """
     if lora is None:
-        return ()
+        return {}
     modules = {name.removesuffix(".weight").rpartition(".")[2]: rows for name, rows in untrained.items()}
     if EMBEDDINGS.issuperset(modules):
         rows = {*lora.trainable_token_indices, *(row for each in modules.values() for row in each)}
-        return (FieldChange(field=f"spec.{TOKENS}", value=sorted(rows)),)
-    return (FieldChange(field=f"spec.{SAVED}", value=[*lora.modules_to_save, *sorted(modules)]),)
+        return {f"spec.{TOKENS}": sorted(rows)}
+    return {f"spec.{SAVED}": [*lora.modules_to_save, *sorted(modules)]}
 
 
 def special_tokens(tokenizer: Tokenizer, text: str) -> dict[int, str]:

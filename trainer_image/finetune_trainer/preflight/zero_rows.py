@@ -16,6 +16,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from finetune_job.api.method import LoraInit
+from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.model.invariants import zero_row
@@ -55,7 +56,7 @@ def check_zero_rows(model: nn.Module, lora: LoraPlan, directory: Path) -> list[F
         by_column = bool(layer.lora_magnitude_vector[ADAPTER].fan_in_fan_out)
         number = _zero_column(header) if by_column else _zero_row(header)
         if number is not None:
-            return [_finding(base_name(f"{name}.weight").removesuffix(".weight"), "column" if by_column else "row", number)]
+            return [_zero(base_name(f"{name}.weight").removesuffix(".weight"), "column" if by_column else "row", number)]
     return []
 
 
@@ -87,13 +88,6 @@ def _zero_column(header: TensorHeader) -> int | None:
     return int(np.flatnonzero(is_zero)[0])
 
 
-def _finding(module: str, kind: str, number: int) -> Finding:
+def _zero(module: str, kind: str, number: int) -> Finding:
     message, fix = zero_row(module, kind, number)
-    return Finding(
-        rule="dora-zero-row",
-        severity="error",
-        field="spec.method.lora.targetModules",
-        value=module,
-        message=message,
-        fix=fix,
-    )
+    return make_finding("dora-zero-row", field="spec.method.lora.targetModules", value=module, message=message, fix=fix)

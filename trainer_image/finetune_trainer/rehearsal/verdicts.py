@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from finetune_job.catalogue.book import make_finding
 from finetune_job.failures import FailureClass
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import FieldChange, Finding
+from finetune_job.rules.rule import Finding
 from finetune_trainer.inspection.rehearsal_report import TITLES, Stage
 
 FAILED, NOT_DONE = "rehearsal-failed", "rehearsal-not-done"
@@ -39,9 +40,8 @@ def failed(problem: Problem, plan: RunPlan, root: Path) -> Finding:
     """The refusal. A message of ours names the field itself."""
     message = _shortened(str(problem), root)
     named = _FIELD.match(message)
-    return Finding(
-        rule=FAILED,
-        severity="error",
+    return make_finding(
+        FAILED,
         field=named[1] if named else "spec.method",
         value=plan.method.type.value,
         message=f"tried on a small twin of the model, the stage '{TITLES[problem.stage]}' ({problem.stage.value}) fails: "
@@ -52,14 +52,13 @@ def failed(problem: Problem, plan: RunPlan, root: Path) -> Finding:
 
 def not_done(reason: str, root: Path) -> Finding:
     """A warning: the job goes on without having been tried."""
-    return Finding(
-        rule=NOT_DONE,
-        severity="warning",
+    return make_finding(
+        NOT_DONE,
         field="spec.preflight.rehearsal",
         value="Run",
         message=f"the job could not be tried to the end on a small twin of the model: {_shortened(reason, root)}",
         fix=f"nothing needs to change; to do without the attempt, {SKIP}",
-        changes=(FieldChange(field="spec.preflight.rehearsal", value="Skip"),),
+        changes={"spec.preflight.rehearsal": "Skip"},
     )
 
 

@@ -1,0 +1,165 @@
+"""Adapters as PEFT attached them: what would train nothing, fail in the first pass, or be lost."""
+
+from __future__ import annotations
+
+from finetune_job.catalogue.entry import EITHER, Entry
+
+_BYPASSED = "tests/unit/trainer_preflight/test_bypassed.py"
+_PATTERNS = "tests/pitfalls/test_patterns.py"
+_FUSED = "tests/unit/trainer_preflight/test_fused_experts.py"
+_COVERAGE = "tests/unit/trainer_preflight/test_coverage.py"
+
+ENTRIES = (
+    Entry(
+        "adapter-without-values",
+        "error",
+        "All trained tensors are empty",
+        "Sizes such as a rank or a block that divide to nothing leave no value to train.",
+        "Choose larger ranks or blocks",
+        f"{_PATTERNS}::test_an_adapter_without_values",
+    ),
+    Entry(
+        "saved-module-inside-adapter",
+        "error",
+        "modulesToSave also names a part of an adapter",
+        "PEFT looks for the name inside its own adapters, too, and the first forward pass fails.",
+        "Write the end of the full module name, as in model.norm instead of norm",
+        f"{_PATTERNS}::test_a_saved_module_inside_an_adapter",
+    ),
+    Entry(
+        "saved-module-packed",
+        "error",
+        "modulesToSave names a layer that is packed to 4 bits",
+        "PEFT copies the packed bytes and marks them as trained; no gradient ever reaches them.",
+        "Name the layer in targetModules instead, or set method.type: LoRA",
+        f"{_BYPASSED}::test_a_packed_module_cannot_be_saved_whole",
+    ),
+    Entry(
+        "adapter-bypassed",
+        "error",
+        "The model reads the weights of an adapted module without calling the module",
+        "The adapter has no effect there, and gets no gradient or only part of it.",
+        "Exclude the modules that the finding names",
+        f"{_BYPASSED}::test_an_adapter_on_a_weight_that_the_model_reads_is_refused_with_a_fix_that_works",
+    ),
+    Entry(
+        "trained-without-gradient",
+        "error",
+        "Parameters are trained that no text gives a gradient",
+        "They would never change. This is observed on a small model of the same architecture.",
+        "Exclude the modules that the finding names",
+        f"{_BYPASSED}::test_no_list_of_architectures_is_needed",
+    ),
+    Entry(
+        "target-gives-no-tensor",
+        "error",
+        "A target returns something other than one tensor",
+        "PEFT adds the adapter's result to the layer's result, which has to be a single tensor.",
+        "Exclude the modules that the finding names",
+        f"{_BYPASSED}::test_an_adapter_on_a_layer_that_gives_several_tensors_is_refused",
+    ),
+    Entry(
+        "packed-weight-read",
+        "error",
+        "The model reads a weight that is packed to 4 bits as a matrix",
+        "A packed weight is one column of bytes; only the layer itself can compute with it.",
+        "Set spec.method.type: LoRA",
+        f"{_BYPASSED}::test_packed_weights_that_the_model_reads_are_refused",
+    ),
+    Entry(
+        "experts-without-adapter",
+        "warning",
+        "all-linear gives the experts of this model no adapter",
+        "The experts are stacked parameters, not linear layers, and hold most of the model's weights.",
+        "Name the parameters in spec.method.lora.targetParameters to adapt them, too",
+        f"{_COVERAGE}::test_experts_that_are_no_linear_layers_are_told_of",
+    ),
+    Entry(
+        "rank-beyond-width",
+        "warning",
+        "The rank of an adapter is larger than its layer is wide",
+        "A product of two matrices has at most the rank of the narrower side: the rest costs memory and adds nothing.",
+        "Set a lower rank for these modules in spec.method.lora.rankPattern",
+        "tests/unit/trainer_preflight/test_fsdp_units.py::test_a_rank_beyond_a_layers_width_is_a_warning",
+    ),
+    Entry(
+        "experts-not-excluded",
+        "error",
+        "excludeModules does not exclude the experts that once had such names",
+        "all-linear adapts the stacked experts of this architecture, and PEFT excludes none of them by these names.",
+        "Name the modules to adapt in spec.method.lora.targetModules",
+        f"{_FUSED}::test_names_that_would_exclude_linear_layers_alone_are_refused",
+    ),
+    Entry(
+        "experts-adapted-and-saved",
+        "error",
+        "A module is trained whole that holds adapted parameters",
+        "PEFT cannot do both: it wraps one in the other, or refuses it with a message of its own.",
+        "Remove the module from modulesToSave, or the parameters from the targets",
+        f"{_FUSED}::test_what_is_adapted_as_a_parameter_is_not_trained_whole_too",
+    ),
+    Entry(
+        "linear-layers-without-adapter",
+        "warning",
+        "all-linear leaves out linear layers whose names PEFT takes for experts",
+        "PEFT turns these names into names of stacked parameters, so linear layers that have them get no adapter.",
+        "Name their weights in spec.method.lora.targetParameters to adapt them, too",
+        f"{_FUSED}::test_a_default_that_leaves_them_out_is_a_warning",
+    ),
+    Entry(
+        "target-module-not-adapted",
+        "error",
+        "A target means linear layers, and PEFT takes its name for experts",
+        "The linear layers of that name get no adapter, without a message.",
+        "Name their weights in spec.method.lora.targetParameters",
+        f"{_FUSED}::test_linear_layers_whose_names_are_taken_for_experts_are_named",
+    ),
+    Entry(
+        "adapter-pattern-on-experts",
+        "error",
+        "A pattern gives experts a rank that adapter_config.json does not repeat",
+        "PEFT adds a pattern of its own for what it fuses. A program that loads the adapter would take that one first.",
+        "Let no key of rankPattern or alphaPattern match the experts",
+        f"{_FUSED}::test_a_pattern_that_pefts_own_stands_before_is_refused",
+    ),
+    Entry(
+        "dora-zero-row",
+        "error",
+        "DoRA is to adapt a weight that has a row of zeros",
+        "DoRA divides each row by its norm; a row of zeros, such as that of a padding token, becomes NaN.",
+        "Remove the module from spec.method.lora.targetModules",
+        "tests/unit/trainer_preflight/test_zero_rows.py::test_the_module_and_its_row_are_named",
+    ),
+    Entry(
+        "trained-token-unread",
+        EITHER,
+        "No training record makes the model read a token whose row is trained",
+        "The row gets no gradient. It is an error if nothing else is trained, otherwise a warning.",
+        "Name ids of tokens that the records hold, or add records that hold these",
+        "tests/unit/trainer_preflight/test_rows_read.py::test_rows_beside_lora_are_told_of",
+    ),
+    Entry(
+        "chat-token-untrained",
+        "warning",
+        "The chat template writes tokens that the base model has never learnt",
+        "Their rows of the embedding are zeros or equal each other, and this job trains none of them.",
+        "Train the rows with spec.method.lora.trainableTokenIndices, or use a template of tokens that the base model knows",
+        "tests/unit/trainer_preflight/test_token_rows.py::test_markers_that_the_base_never_learnt_are_named",
+    ),
+    Entry(
+        "merge-impossible",
+        "error",
+        "The trained adapter could not be merged into this base model and verified",
+        "The merge would fail after the training was paid for.",
+        "Change the adapter's settings as the message says, or set spec.merge.enabled: false",
+        "tests/unit/trainer_preflight/test_refused.py::test_a_trained_bias_that_the_base_lacks_is_refused_before_it_is_trained",
+    ),
+    Entry(
+        "verification-within-rounding",
+        "warning",
+        "A threshold of the verification is tighter than rounding allows",
+        "A right merge may be refused after the training, because rounding alone moves the logits that far.",
+        "Remove the threshold, so that the default holds",
+        "tests/unit/trainer_preflight/test_thresholds.py::test_thresholds_below_what_rounding_does_are_a_warning",
+    ),
+)

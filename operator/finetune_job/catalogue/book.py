@@ -1,0 +1,77 @@
+"""All entries, and the one way to make a finding that is not made by a rule of the rule book."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from finetune_job.catalogue import adapters, chat, data, model, model_files, resources, sharding, targets
+from finetune_job.catalogue.entry import EITHER, Entry
+from finetune_job.rules.rule import FieldChange, Finding, Severity
+
+TOPICS: Mapping[str, tuple[Entry, ...]] = {
+    "Base model: files": model_files.ENTRIES,
+    "Base model: architecture": model.ENTRIES,
+    "Tokenizer and chat template": chat.ENTRIES,
+    "Data": data.ENTRIES,
+    "Adapters: names": targets.ENTRIES,
+    "Adapters: effect": adapters.ENTRIES,
+    "Sharding": sharding.ENTRIES,
+    "Manifest, storage, memory, rehearsal": resources.ENTRIES,
+}
+ENTRIES: tuple[Entry, ...] = tuple(entry for entries in TOPICS.values() for entry in entries)
+_BY_ID = {entry.id: entry for entry in ENTRIES}
+if len(_BY_ID) != len(ENTRIES):
+    raise ValueError("two entries have the same id")
+
+
+class UndeclaredFindingError(LookupError):
+    """A finding of an id that the catalogue does not have, or of another severity than it declares: a mistake in this product."""
+
+
+def entry_by_id(identifier: str) -> Entry | None:
+    """The entry of that id, if there is one."""
+    return _BY_ID.get(identifier)
+
+
+def make_finding(
+    identifier: str,
+    *,
+    field: str,
+    value: str,
+    message: str,
+    fix: str,
+    severity: Severity | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Finding:
+    """A finding of a declared id.
+
+    field: path in the object, such as `spec.model.source`. severity: given only if the catalogue says "either". changes: new
+    values by path, None to remove the field. An id of the rule book is for what only preflight sees of the same problem.
+    Raises UndeclaredFindingError.
+    """
+    declared = _declared_severity(identifier)
+    if (severity is None) == (declared == EITHER):
+        raise UndeclaredFindingError(f"{identifier}: the severity is {declared}, and {severity} was given")
+    return Finding(
+        rule=identifier,
+        severity=severity or ("error" if declared == "error" else "warning"),
+        field=field,
+        value=value,
+        message=message,
+        fix=fix,
+        changes=tuple(FieldChange(field=path, value=new) for path, new in (changes or {}).items()),
+    )
+
+
+def _declared_severity(identifier: str) -> Severity | Literal["either"]:
+    entry = _BY_ID.get(identifier)
+    if entry is not None:
+        return entry.severity
+    # Loading the rules takes a tenth of a second, which the processes that prepare data do without.
+    from finetune_job.rules.book import rule_by_id
+
+    rule = rule_by_id(identifier)
+    if rule is None:
+        raise UndeclaredFindingError(f"{identifier} is not in the catalogue of findings")
+    return rule.severity
