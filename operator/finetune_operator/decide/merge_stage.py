@@ -39,10 +39,10 @@ def _succeeded(observed: Observed, result: PassResult, found: JobState, plan: La
         )
     if plan.publish is not None:
         return True
-    found = artifacts(plan, report.facts if report is not None else {})
-    result.set(artifacts=found)
+    results = artifacts(plan, report.facts if report is not None else {})
+    result.set(artifacts=results)
     result.condition(ConditionType.PUBLISHED, True, Reason.COMPLETED, "The merge wrote the results to where they belong.")
-    finish_succeeded(observed, result, f"Results are at {', '.join(artifact.path for artifact in found)}.")
+    finish_succeeded(observed, result, f"Results are at {', '.join(artifact.path for artifact in results)}.")
     return False
 
 
