@@ -89,7 +89,7 @@ def run(
     claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
     claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Write the results here instead of output.destination.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the job's workspace and start anew.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the job's workspace and start over.")] = False,
 ) -> None:
     """Run a job as processes of this machine: fetch, preflight, training, merge, verification, publication.
 
@@ -150,7 +150,7 @@ def merge(
         str | None,
         typer.Option(help="How a QLoRA training packed its base, as JSON of spec.method.quantization: for the comparison too."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where products of matrices are computed, as torch names it.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the matrix products, by torch's name.")] = "cpu",
 ) -> None:
     """Merge adapters into a base model on this machine, in memory that does not grow with the model.
 

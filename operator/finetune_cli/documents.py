@@ -1,7 +1,7 @@
 """YAML as Kubernetes means it: every document of a file, no key twice, no value that JSON does not have.
 
 What comes in may be hostile: depth and number of values are counted on the parser's events before anything is built, and merge
-keys, which can multiply what stands in a file, on what they bring.
+keys, which can multiply the content of a file, on what they bring.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_FILE_VALUES = 500_000
 MAX_BYTES = 1_500_000
 """The API server takes no larger objects."""
 MAX_VALUES = 100_000
-"""Of one document, each alias counted as what it stands for."""
+"""Of one document, each alias counted as what it names."""
 MAX_DEPTH = 64
 LARGEST_INTEGER = 2**63 - 1
 _MERGE = "tag:yaml.org,2002:merge"
@@ -69,7 +69,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Loader(_Base):  # type: ignore[misc]
-    """Refuses keys that stand twice, and leaves dates as text, because JSON has none."""
+    """Refuses keys that are given twice, and leaves dates as text, because JSON has none."""
 
 
 def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -91,7 +91,7 @@ def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
                 problem(
                     key or f"line {line}",
                     f"lines {seen[key]} and {line}",
-                    "the key stands twice, and only one would count",
+                    "the key is given twice, and only one would count",
                     "remove one of the two",
                 )
             )
@@ -151,7 +151,7 @@ def read_documents(text: str, file: str = "") -> list[Document]:
                 f"line {mark.line + 1}" if mark else "file",
                 "not YAML",
                 " ".join(str(error.problem or error.context).split()),
-                "mend the YAML at that line",
+                "fix the YAML at that line",
             )
         ) from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
@@ -215,7 +215,7 @@ def _fault(value: Any) -> tuple[str, str, str] | None:
         case str():
             if value.isascii() or _is_text(value):
                 return None
-            return ascii(value)[:60], "is no text in Unicode", "write it in UTF-8"
+            return ascii(value)[:60], "is not valid Unicode", "write it in UTF-8"
         case float():
             if math.isfinite(value):
                 return None
@@ -246,7 +246,7 @@ def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, inner in value.items():
             if not key.isascii() and not _is_text(key):
-                raise DocumentError(problem(path or "document", ascii(key)[:60], "is no text in Unicode", "write it in UTF-8"))
+                raise DocumentError(problem(path or "document", ascii(key)[:60], "is not valid Unicode", "write it in UTF-8"))
             yield from _walk(inner, f"{path}.{key}" if path else key, depth + 1)
     elif isinstance(value, list):
         for index, inner in enumerate(value):

@@ -23,7 +23,7 @@ job; a *warning* is shown and recorded, and the job runs. What a manifest leaves
 that the rule was derived from the source or the documentation that it names, or from this product's own API. A rule that speaks of
 FSDP holds from two ranks on and is applied to one rank, too, so that a job which was tried on one rank can grow.
 
-There is one module per topic under `finetune_job/rules`, and the rules stand here by topic.
+The rules are listed by topic. Each topic is a module under `finetune_job/rules`.
 """
 
 

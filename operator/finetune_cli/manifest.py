@@ -1,6 +1,7 @@
 """Manifests as people write them -> jobs and profiles; what does not fit the schema becomes findings, one for each field.
 
-Stricter than reading an object of the API server, which has already refused wrong types: "2" is no number here, and 1 is not true.
+Stricter than reading an object of the API server, which has already refused wrong types: "2" is not a number here, and 1 is not
+true.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _unknown_metadata(content: Any) -> list[Finding]:
     for name in metadata:
         if name not in _METADATA:
             near = difflib.get_close_matches(name, _METADATA, n=1, cutoff=0.6)
-            fix = f"write {near[0]}" if near else "remove it, or make it a label or an annotation"
+            fix = f"write {near[0]}" if near else f"remove metadata.{name}, or make it a label or an annotation"
             found.append(_made(f"metadata.{name}", _value(metadata[name]), "there is no such field", fix))
     return found
 
@@ -97,7 +98,7 @@ def _finding(model: type[BaseModel], field: str, location: Sequence[int | str], 
     match kind:
         case "extra_forbidden":
             near = difflib.get_close_matches(str(location[-1]), allowed, n=1, cutoff=0.6)
-            fix = f"write {near[0]}" if near else f"remove it; allowed here: {', '.join(sorted(allowed))}"
+            fix = f"write {near[0]}" if near else f"remove {field}; allowed here: {', '.join(sorted(allowed))}"
             return _made(field, value, "there is no such field", fix)
         case "missing":
             return _made(field, "unset", "is required", _meaning(model, location))
@@ -107,7 +108,7 @@ def _finding(model: type[BaseModel], field: str, location: Sequence[int | str], 
             return _made(field, value, f"is not one of {expected}", f"write {meant or expected}")
         case "list_type" if isinstance(details.get("input"), str):
             items = [item for item in re.split(r"[\s,]+", details["input"]) if item] or ["a", "b"]
-            return _made(field, value, "is a text and no list", _shortened(f"write [{', '.join(items)}]"))
+            return _made(field, value, "is a text, not a list", _shortened(f"write [{', '.join(items)}]"))
         case "value_error":
             reason, _, fix = str(context.get("error")).partition("; ")
             return _made(field, value, reason, fix or _meaning(model, location))

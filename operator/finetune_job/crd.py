@@ -204,7 +204,7 @@ def job_crd() -> Schema:
         {
             "rule": f"self.metadata.name.size() <= {MAX_JOB_NAME}",
             "message": f"{UNREADABLE}: the name of a {JOB_KIND} may have at most {MAX_JOB_NAME} characters, "
-            "because it stands in labels",
+            "because it is used in labels",
             "reason": "FieldValueInvalid",
         },
     ]

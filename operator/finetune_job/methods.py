@@ -1,6 +1,6 @@
-"""The table of fine-tuning methods: which PEFT method each is, where its settings stand, and what it can do here.
+"""The table of fine-tuning methods: which PEFT method each is, where its settings are, and what it can do here.
 
-Rules, plan, trainer and documentation read it; nothing else says what a method can do. What stands in it was measured with PEFT
+Rules, plan, trainer and documentation read it; nothing else says what a method can do. Its content was measured with PEFT
 0.21.2 in this trainer (tests/unit/trainer_train/test_methods.py): a supported method lowers the loss, gives every trained parameter
 a gradient, ends on the same weights on any number of ranks, resumes to the same bytes, and writes an adapter
 that PEFT loads with every tensor equal and the same logits. One that merges gives every tensor the bits of PEFT's own merge
@@ -18,7 +18,7 @@ from finetune_job.api.method import MethodType
 
 
 class Family(Enum):
-    """Where a method's settings stand."""
+    """Where a method's settings are."""
 
     FULL = "method"
     """No adapter, no settings."""
@@ -151,8 +151,8 @@ _MERGE_SETTINGS = {
             "save_precomputed_indices",
             value=True,
             is_default=True,
-            reason="without it the adapter does not say which weights it changes; PEFT computes that anew from the base's weights, "
-            "and in another element type chooses others",
+            reason="without it the adapter does not say which weights it changes; PEFT computes that again from the base's "
+            "weights, and in another element type chooses others",
         ),
     ),
     MethodType.UNILORA: (

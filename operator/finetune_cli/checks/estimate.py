@@ -87,7 +87,7 @@ def _device_bytes(written: str) -> int:
 
 
 def _completed(verdict: MemoryVerdict, spec: FineTuneJobSpec) -> MemoryVerdict:
-    """With what the rules ask for beside the change, which the plan does not know: several nodes share a workspace."""
+    """With what the rules ask for in addition, which the plan does not know: several nodes share a workspace."""
     if verdict.alternative is None:
         return verdict
     written = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)

@@ -32,7 +32,7 @@ class FixedFile:
 def fix(files: Sequence[tuple[str, str]], profile: str | None = None) -> list[FixedFile]:
     """Make the changes of every finding in every FineTuneJob of the files, by name and text; not those that a person has to weigh.
 
-    What is no job, or does not parse as one, stays as it is.
+    What is not a job, or does not parse as one, stays as it is.
     """
     fixed = [FixedFile(name, text) for name, text in files]
     documents = [_documents(file) for file in fixed]

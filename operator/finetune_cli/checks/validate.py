@@ -22,15 +22,15 @@ from finetune_job.rules.rule import Finding
 
 
 class Outcome(StrEnum):
-    """What became of one document."""
+    """Verdict on one document."""
 
     ACCEPTED = "accepted"
     REFUSED = "refused"
     """A rule speaks against it."""
     UNUSABLE = "unusable"
-    """It is no FineTuneJob."""
+    """It is not a FineTuneJob."""
     SKIPPED = "skipped"
-    """An object of another kind beside the jobs."""
+    """An object of another kind."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Profiles:
             documents = [each for document in read_documents(text) for each in objects_of(document)]
         except DocumentError as error:
             return [_unusable(Document(0, {"kind": PROFILE_KIND}), (error.finding,))]
-        # Other objects may stand beside it, as in what a chart renders.
+        # The file may hold other objects, as in what a chart renders.
         named = [document for document in documents if _kind(document.content) == PROFILE_KIND] or documents
         if len(named) > 1:
             names = ", ".join(_name(document.content) or "unnamed" for document in named)

@@ -33,9 +33,9 @@ def check_order(order: MergeOrder) -> None:
     inputs = [("--base", order.base, "config.json"), *(("--adapter", one, "adapter_config.json") for one in order.adapters)]
     for option, directory, file in inputs:
         if not (directory / file).is_file():
-            raise LocalError(f"{option} {directory}: is no directory with {file}; give what save_pretrained has written")
+            raise LocalError(f"{option} {directory}: is not a directory with {file}; give what save_pretrained has written")
     if order.prompts is not None and not order.prompts.is_file():
-        raise LocalError(f"--prompts {order.prompts}: is no file; give a text file with a prompt on each line")
+        raise LocalError(f"--prompts {order.prompts}: is not a file; give a text file with a prompt on each line")
     if order.prompts is not None and not order.verify:
         raise LocalError(f"--prompts {order.prompts}: has no effect with --no-verify; leave one of the two out")
     if not re.fullmatch(SIZE_PATTERN, order.max_shard_size):
@@ -49,7 +49,7 @@ def check_order(order: MergeOrder) -> None:
             ) from error
     for option, directory, _ in inputs:
         if _is_within(order.output, directory) or _is_within(directory, order.output):
-            raise LocalError(f"--output {order.output}: it and {option} {directory} lie one in the other; write beside it")
+            raise LocalError(f"--output {order.output}: it overlaps with {option} {directory}; write to another directory")
 
 
 def _is_within(inner: Path, outer: Path) -> bool:

@@ -102,7 +102,7 @@ def freeze(place: RunPlace, plan: RunPlan) -> RunRecord:
         changed = ", ".join(_differences(place, plan)) or "its settings"
         raise LocalError(
             f"{plan.job.name}: the manifest has changed since its last run ({changed}), and a run keeps its first plan; "
-            "run with --fresh to start anew, or give the job another name"
+            "run with --fresh to start over, or give the job another name"
         )
     place.plan.write_text(text)
     return record or RunRecord(plan_sha256=sha256)

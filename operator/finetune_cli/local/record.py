@@ -1,4 +1,4 @@
-"""What is known of a local run between two commands: kept beside its plan, replaced as a whole."""
+"""What is known of a local run between two commands: kept with its plan, replaced as a whole."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _job(found: Estimated) -> str:
         reason = no_change_helps(verdict.leanest or estimate)
         lines += ["", *(f"  {line}" for line in textwrap.wrap(f"{reason[0].upper()}{reason[1:]}.", 100))]
     if estimate.host_terms:
-        lines += ["", "  Host memory of one rank, beside the page cache of its data:", ""]
+        lines += ["", "  Host memory of one rank, without the page cache of its data:", ""]
         lines += [_row(term, is_largest=False) for term in estimate.host_terms]
         if verdict.host_limit is not None:
             lines.append(f"  {'limit':20} {shown(verdict.host_limit.bytes):>11}  {verdict.host_limit.source}")

@@ -177,7 +177,7 @@ class BucketPath(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     bucket: str
     prefix: str = ""
-    """A key, or what stands before the keys; empty for the whole bucket."""
+    """A key, or what comes before the keys; empty for the whole bucket."""
 
 
 @lru_cache(1024)
@@ -221,7 +221,7 @@ def claim_path(source: str) -> ClaimPath:
 
 
 Revision = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$", max_length=40)]
-"""A commit of a repository on the Hub: 40 hexadecimal digits. Branches and tags move, so they are no revisions."""
+"""A commit of a repository on the Hub: 40 hexadecimal digits. Branches and tags move, so they are not revisions."""
 SecretName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$", max_length=253)]
 ClaimName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", max_length=63)]
 ModuleName = Annotated[str, StringConstraints(max_length=200)]

@@ -67,7 +67,7 @@ ALL_LINEAR = "all-linear"
 
 
 class LoraBias(StrEnum):
-    """Which biases are trained beside the adapter."""
+    """Which biases are trained with the adapter."""
 
     NONE = "none"
     ALL = "all"
@@ -106,10 +106,10 @@ class LoraSpec(ApiModel):
     lora_dropout: DecimalString | None = None
     """Dropout on the adapter's input, below 1. Unset: "0"."""
     target_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
-    """Names of the modules to adapt, or `all-linear`. Unset: all-linear (every linear layer but the output head); beside
+    """Names of the modules to adapt, or `all-linear`. Unset: all-linear (every linear layer but the output head); with
     targetParameters: none."""
     target_parameters: Annotated[list[ModuleName], Field(min_length=1, max_length=64)] | None = None
-    """Names of parameters to adapt that are no layer's weight, above all the stacked weights of experts, as in
+    """Names of parameters to adapt that are not a layer's weight, above all the stacked weights of experts, as in
     `[mlp.experts.gate_up_proj, mlp.experts.down_proj]`: ends of parameter names, of two or three dimensions. In all layers; without
     dropout and not with DoRA. Alone, only they are adapted; name targetModules, too, to adapt both."""
     exclude_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
@@ -119,10 +119,10 @@ class LoraSpec(ApiModel):
     init_lora_weights: LoraInit = LoraInit.ZERO_B
     """First values of the adapter."""
     modules_to_save: Annotated[list[ModuleName], Field(max_length=64)] | None = None
-    """Modules that are trained and saved whole beside the adapter."""
+    """Modules that are trained and saved whole with the adapter."""
     trainable_token_indices: Annotated[list[TokenIndex], Field(min_length=1, max_length=1024)] | None = None
-    """Ids of tokens whose rows of the input embedding are trained and saved beside the adapter, such as tokens that the model has
-    not learnt yet. Each id once. Where the output head shares the embedding's weight, its rows follow."""
+    """Ids of tokens whose rows of the input embedding are trained and saved with the adapter, such as tokens that the model has
+    not learnt yet. Each id once. If the output head shares the embedding's weight, its rows follow."""
     rank_pattern: Annotated[dict[PatternKey, Annotated[int, Field(ge=1, le=4096)]], Field(max_length=256)] | None = None
     """Rank by module name (a regular expression on the end of the name)."""
     alpha_pattern: Annotated[dict[PatternKey, Annotated[int, Field(ge=1, le=65536)]], Field(max_length=256)] | None = None
@@ -145,7 +145,7 @@ class QuantType(StrEnum):
 
 
 class QuantStorage(StrEnum):
-    """Element type in which packed 4-bit weights lie in memory."""
+    """Element type in which packed 4-bit weights are kept in memory."""
 
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -219,7 +219,7 @@ def _fault_of_text(text: str, longest: int) -> tuple[str, str] | None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "", f"holds {ascii(text)[:60]}, which is no text in Unicode; write it in UTF-8"
+        return "", f"holds {ascii(text)[:60]}, which is not valid Unicode; write it in UTF-8"
     return None
 
 
@@ -241,7 +241,7 @@ def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"holds more than {MAX_SETTING_VALUES} values; no method has so many to set")
     for name, value in settings.items():
         if not _SETTING_NAME.fullmatch(name):
-            raise ValueError(f"{name[:80]!a} is no setting; write PEFT's own field name in camelCase, such as targetModules")
+            raise ValueError(f"{name[:80]!a} is not a setting; write PEFT's own field name in camelCase, such as targetModules")
         if (fault := _fault(value)) is not None:
             raise ValueError(f"{name}{fault[0][:200]}: {fault[1]}")
     return settings

@@ -30,7 +30,7 @@ class MixedPrecisionSpec(ApiModel):
     param_dtype: Dtype | None = None
     """Of gathered parameters in forward and backward. Unset: bfloat16 with bf16 precision, else none.
 
-    Where nothing is gathered in it (on one rank, and under version 1), a frozen base of the other 16-bit type is held in it.
+    If nothing is gathered in it (on one rank, and under version 1), a frozen base of the other 16-bit type is held in it.
     """
     reduce_dtype: Dtype | None = None
     """Of gradients while they are reduced. Unset: float32."""

@@ -70,7 +70,7 @@ class Toleration(ApiModel):
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint. Unset: every effect."""
     toleration_seconds: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
-    """How long a NoExecute taint is tolerated. Unset: for ever."""
+    """How long a NoExecute taint is tolerated. Unset: without limit."""
 
     @model_validator(mode="after")
     def _as_kubernetes_takes_it(self) -> Self:

@@ -153,7 +153,7 @@ class FineTuneProfileSpec(ApiModel):
     fs_group: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
     """Group that owns mounted volumes. Unset: the platform's."""
     node_selector: NodeLabels | None = None
-    """Node labels that training pods need, beside those of `pods.train.nodeSelector`."""
+    """Node labels that training pods need, in addition to those of `pods.train.nodeSelector`."""
     pods: PodsByRole = PodsByRole()
     """Where pods run and in which queues they wait, by role: tolerations, affinity, scheduler, priority, queue and more."""
     kueue: KueueSettings = KueueSettings()

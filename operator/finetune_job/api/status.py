@@ -108,7 +108,7 @@ class Attempt(StatusModel):
     counted: bool = False
     """Whether its failure consumed one of `run.maxRestarts`."""
     interruptions: int = 0
-    """How often a queue has preempted it and let it go on; never counted."""
+    """How often a queue has preempted and resumed it; never counted."""
     message: Text = ""
     hint: Text = ""
     evidence: list[RankFailure] = Field(default_factory=list, max_length=16)
@@ -161,7 +161,7 @@ class Artifact(StatusModel):
 
     name: Annotated[str, StringConstraints(max_length=64)]
     path: Text
-    """Where it lies; outside the cluster with the commit or digest that names this very content, wherever its tag moves later."""
+    """Where it is; outside the cluster with the commit or digest that names this very content, wherever its tag moves later."""
     sha256: Annotated[str, StringConstraints(max_length=64)] = ""
     """Of the artifact's manifest."""
 

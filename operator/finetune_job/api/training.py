@@ -106,7 +106,7 @@ class CheckpointSpec(ApiModel):
     every_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
     """Also save when this many seconds have passed since the latest checkpoint. Unset: steps alone decide."""
     asynchronous: bool | None = None
-    """Write while training goes on, from a copy in host memory. Unset: true for Full, whose state is large, else false."""
+    """Write while training continues, from a copy in host memory. Unset: true for Full, whose state is large, else false."""
     keep: Annotated[int, Field(ge=2, le=1000)] = 2
     """Complete checkpoints kept; never fewer than two, because the newest may be the one that was damaged."""
 

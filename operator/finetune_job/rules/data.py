@@ -77,7 +77,7 @@ def chat_template_without_chat(context: RuleContext) -> Problem | None:
     return Problem(
         field=_TEMPLATE,
         value=shown,
-        message=f"records of format {data.format} are no chats, so nothing would be rendered with it",
+        message=f"records of format {data.format} are not chats, so nothing would be rendered with it",
         fix=f"set {_FORMAT}: Chat if the records hold messages, or remove {_TEMPLATE}",
         changes={_TEMPLATE: None},
     )
@@ -139,7 +139,7 @@ def dataset_weight_range(context: RuleContext) -> Problem | None:
 
 @rule(
     "csv-with-chat",
-    "A table of texts holds no chats",
+    "CSV cannot hold chat records",
     reads=(_FORMAT, _SOURCE, _DATASETS, _VALIDATION),
     sources=("RFC 4180: a field is a text, and the turns of a chat are a list",),
     reproduction=Reproduction(

@@ -49,7 +49,7 @@ def shown(value: Any) -> str:
 
 
 def _inside(value: Any) -> str:
-    """The same of what stands in a list or a mapping, where a text is told from a number by its quotes."""
+    """The same inside a list or a mapping, where a text is told from a number by its quotes."""
     if isinstance(value, str):
         return f'"{value}"'
     return "null" if value is None else shown(value)

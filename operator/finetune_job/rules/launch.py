@@ -75,7 +75,7 @@ def nodes_need_read_write_many(context: RuleContext) -> Problem | None:
     "offload-without-gpu",
     "Offloading parameters needs a GPU to offload them from",
     reads=(_OFFLOAD,),
-    sources=("torch: offloaded parameters lie in pinned memory, which only a GPU driver can give",),
+    sources=("torch: offloaded parameters are in pinned memory, which only a GPU driver can give",),
     reproduction=Reproduction("tests/pitfalls/test_offload.py", "RuntimeError: pinned memory needs an accelerator"),
     holds_for="torch >= 2.0, both FSDP versions",
 )

@@ -177,7 +177,8 @@ def merge_dequantized_without_qlora(context: RuleContext) -> Problem | None:
     reads=(_BASE, "parallelism.fsdp.version"),
     sources=("peft: docs/source/accelerate/fsdp.md", "peft: issues 2129 and 1674"),
     reproduction=Reproduction(
-        "tests/pitfalls/test_merging.py::test_a_sharded_model_cannot_be_merged_under_fsdp_1", "RuntimeError: the shard is no matrix"
+        "tests/pitfalls/test_merging.py::test_a_sharded_model_cannot_be_merged_under_fsdp_1",
+        "RuntimeError: the shard is not a matrix",
     ),
     holds_for="torch >= 2.0, FSDP 1; under FSDP 2 it works on a CPU and was not seen on a GPU",
 )
@@ -189,8 +190,8 @@ def merge_while_sharded(context: RuleContext) -> Problem | None:
         field=_BASE,
         value=merge.base,
         message='between two steps a rank holds only flat shards, and merge_and_unload fails on them: "The tensor has a non-zero '
-        'number of elements, but its data is not allocated yet"; offloaded or packed weights lie on another device than the '
-        "adapter besides, and a GPU would be held for it",
+        'number of elements, but its data is not allocated yet"; offloaded or packed weights are on another device than the '
+        "adapter, and a GPU would be held for it",
         fix=f"set {_BASE} to Original: a CPU pod merges the saved adapter into the stored weights",
         changes={_BASE: MergeBase.ORIGINAL},
     )

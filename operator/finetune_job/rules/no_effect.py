@@ -1,4 +1,4 @@
-"""Settings that mean nothing beside others: a row makes the rule."""
+"""Settings that have no effect under other settings: a row makes the rule."""
 
 from __future__ import annotations
 

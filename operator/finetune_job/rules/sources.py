@@ -124,7 +124,7 @@ def revision_without_hub_source(context: RuleContext) -> Problem | None:
         context,
         edits,
         "a claim or a bucket has no commits, so the revision would be ignored",
-        "remove it; what lies in a bucket is recorded when it is copied",
+        "remove the revision; the content of a bucket is recorded when it is copied",
         of_revision=True,
     )
 
@@ -185,7 +185,7 @@ def _path_of(named: NamedSource) -> str:
 
 @rule(
     "data-source-is-model",
-    "A model's repository is no data set",
+    "A model's repository is not a data set",
     reads=("data.source", _DATASETS, "data.validation.source"),
     sources=("Hugging Face Hub: models and data sets are repositories of different kinds",),
     reproduction=Reproduction(
@@ -204,7 +204,7 @@ def data_source_is_model(context: RuleContext) -> Problem | None:
     return _problem(
         context,
         edits,
-        f"hf:// without {HUB_DATASETS} names a model, whose files are no records",
+        f"hf:// without {HUB_DATASETS} names a model, whose files are not records",
         f"write {edits[0].source}, or name the file or directory of the model's repository that holds records" if edits else "",
     )
 

@@ -55,7 +55,7 @@ def workspace_claim_or_template(context: RuleContext) -> Problem | None:
 
 @rule(
     "workspace-inside-data",
-    "Records do not lie around the workspace",
+    "The data source must not contain the workspace",
     reads=(_CLAIM, "data.source", "data.datasets", "data.validation.source"),
     sources=("this product: records are all files below their directory, and a workspace is a directory of its claim",),
     reproduction=Reproduction(

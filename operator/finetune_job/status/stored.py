@@ -59,7 +59,7 @@ def _before_fetch(status: FineTuneJobStatus) -> list[Condition]:
             "type": ConditionType.FETCHED,
             "status": "True" if has_begun else "Unknown",
             "reason": str(Reason.SKIPPED) if has_begun else prepared.reason,
-            "message": "Model and data lie on claims." if has_begun else "",
+            "message": "Model and data are on claims." if has_begun else "",
         }
     )
     return [fetched]

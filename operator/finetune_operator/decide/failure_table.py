@@ -22,7 +22,7 @@ The first restart of a gang has no pause unless the class says otherwise. Pauses
 
 What is given up: fetch, preflight, merge and publish are `Stalled`, keep what they have, and start again with a full budget
 (merge and preflight with the memory and cores of the profile as it is then) once `spec.run.retry` is increased. Only
-`VerificationFailed` ends the job there. A training is `Stalled` in the same way if the cause lies outside the job, else `Failed`.
+`VerificationFailed` ends the job there. A training is `Stalled` in the same way if the cause is outside the job, else `Failed`.
 
 Waiting is not a failure: for a place in the line of a namespace (`WaitingInLine`), for a queue (`Queued`), for a node with room
 (`Unschedulable`), for a quota (`CreateRefused`). `spec.run.startupDeadlineSeconds` counts from when all pods have a node.

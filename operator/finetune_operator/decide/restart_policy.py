@@ -48,7 +48,7 @@ class Policy:
     longest_seconds: int | None = None
     """Of uncounted restarts without progress: given up after so long instead of after so many."""
     outside: bool = False
-    """The cause lies outside the job, so a training that is given up is stalled with its checkpoints, and never failed."""
+    """The cause is outside the job, so a training that is given up is stalled with its checkpoints, and never failed."""
 
 
 _N, _C, _U = Retry.NEVER, Retry.COUNTED, Retry.UNCOUNTED
@@ -81,7 +81,7 @@ POLICY: dict[FailureClass, Policy] = {
         "Use a profile with more memory for this role, or lower spec.training.microBatchSize.",
     ),
     FailureClass.VERIFICATION_FAILED: Policy(
-        _N, "Reported by the merge.", "Read verification.json beside the quarantined model before you use it."
+        _N, "Reported by the merge.", "Read verification.json next to the quarantined model before you use it."
     ),
     FailureClass.PLAN_MISMATCH: Policy(
         _N,
@@ -154,7 +154,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.IMAGE_PULL: Policy(
         _U,
-        "`ImagePullBackOff` and the like beyond run.startupDeadlineSeconds; said at once, and the kubelet goes on trying.",
+        "`ImagePullBackOff` and the like beyond run.startupDeadlineSeconds; said at once, and the kubelet keeps trying.",
         "Check the image of the profile and the pull secrets of its registry.",
         longest_pause=3600.0,
         most_in_a_row=5,
@@ -162,7 +162,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.MOUNT: Policy(
         _U,
-        "`FailedMount` and the like beyond run.startupDeadlineSeconds; said at once, and the kubelet goes on trying.",
+        "`FailedMount` and the like beyond run.startupDeadlineSeconds; said at once, and the kubelet keeps trying.",
         "Create the volume, Secret or ConfigMap that the message names.",
         longest_pause=3600.0,
         most_in_a_row=5,

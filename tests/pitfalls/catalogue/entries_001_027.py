@@ -198,7 +198,7 @@ ENTRIES = (
         15,
         "target-modules-partial-typo",
         Severity.SILENT,
-        "target_modules with one wrong name beside a right one",
+        "target_modules with one wrong name next to a right one",
         "the wrong name is dropped without a word",
         Reproduced((f"{_P}test_module_names.py::test_one_wrong_name_beside_a_right_one_is_dropped_without_a_word",)),
         Refused(

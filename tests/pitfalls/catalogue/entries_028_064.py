@@ -395,7 +395,7 @@ ENTRIES = (
         61,
         "fsdp2-mixed-trainable-dtype-in-layer",
         Severity.START,
-        "FSDP 2, a 16-bit module in modules_to_save beside float32 adapters in one layer",
+        "FSDP 2, a 16-bit module in modules_to_save with float32 adapters in one layer",
         "AssertionError: FSDP expects uniform original parameter dtype, with mixed precision too",
         Reproduced((f"{_P}test_dtypes.py::test_modules_saved_whole_keep_the_bases_type_under_fsdp_2",)),
         Avoided(

@@ -493,7 +493,7 @@ ENTRIES: tuple[Entry, ...] = (
         number=109,
         name="ia3-feedforward-subset",
         severity=Severity.START,
-        trigger="IA3: feedforward_modules that are no target_modules",
+        trigger="IA3: feedforward_modules that are not target_modules",
         result="ValueError; where PEFT fills them in itself, only when the adapter is loaded",
         evidence=Reproduced(("tests/pitfalls/test_method_settings.py::test_settings_that_contradict_each_other",)),
         decision=Refused(rules=("method-settings-conflict",), preflight=("feedforward-module-not-adapted",)),

@@ -14,7 +14,7 @@ _HEAD = """# Pitfalls and decisions
 
 Documented ways in which settings of PEFT, FSDP, quantisation, checkpointing, tokenisation and merging fail late or silently, and
 what this product does about each. Generated with `python -m tests.pitfalls.catalogue > docs/pitfalls.md`; the rules themselves
-stand in [rules.md](rules.md).
+are in [rules.md](rules.md).
 
 What the libraries do was observed on {versions}, on CPU ranks with gloo.
 

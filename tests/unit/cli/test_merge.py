@@ -136,9 +136,9 @@ def test_the_last_words_say_where_and_how_good(order):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"base": Path("/no/such")}, "--base /no/such: is no directory with config.json"),
-        ({"adapters": [Path("/no/such")]}, "--adapter /no/such: is no directory with adapter_config.json"),
-        ({"prompts": Path("/no/such")}, "--prompts /no/such: is no file"),
+        ({"base": Path("/no/such")}, "--base /no/such: is not a directory with config.json"),
+        ({"adapters": [Path("/no/such")]}, "--adapter /no/such: is not a directory with adapter_config.json"),
+        ({"prompts": Path("/no/such")}, "--prompts /no/such: is not a file"),
         ({"prompts": Path(__file__), "verify": False}, "--no-verify"),
         ({"max_shard_size": "five"}, "--max-shard-size five: is not a size"),
         ({"quantization": '{"quantType": "nf5"}'}, "--quantization .*quantType"),
@@ -152,7 +152,7 @@ def test_arguments_that_cannot_work_are_named(order, changes, words):
 
 @pytest.mark.parametrize("place", ["base", "base/merged", "."])
 def test_results_are_not_written_over_inputs(order, tmp_path, place):
-    with pytest.raises(LocalError, match="lie one in the other"):
+    with pytest.raises(LocalError, match="overlaps with"):
         check_order(MergeOrder(**{**vars(order), "output": tmp_path / place}))
 
 

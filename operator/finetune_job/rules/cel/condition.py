@@ -16,7 +16,7 @@ class Condition:
     rule: str
     """Id in the rule book; `UNREADABLE` where the models' own validators refuse the same."""
     at: str
-    """Path under spec of what `self` stands for; empty: the spec itself. Items of a list are `[]`."""
+    """Path under spec of `self`; empty: the spec itself. Items of a list are `[]`."""
     holds: str
     """CEL, true where all is well."""
     says: str

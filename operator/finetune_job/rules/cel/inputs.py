@@ -7,7 +7,7 @@ from finetune_job.rules.cel.condition import Condition
 from finetune_job.rules.data import WEIGHTS
 
 _DATA = ("data.datasets[]", "data.validation")
-"""Where records are named beside `data` itself, whose source counts only without datasets."""
+"""Where records are named besides `data` itself, whose source counts only without datasets."""
 _ONLY_SOURCE = "has(self.datasets) || !has(self.source) || "
 
 _WHOLE_MODEL = "^hf://[^/]+/[^/]+/*$"
@@ -26,7 +26,7 @@ def _revision(at: str, guard: str) -> tuple[Condition, Condition]:
             "revision-without-hub-source",
             at,
             f"{guard}self.source.startsWith('hf://') || !has(self.revision)",
-            "only an hf:// source has a revision; remove it",
+            "only an hf:// source has a revision; remove revision",
         ),
     )
 
@@ -51,7 +51,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "chat-template-without-chat",
         "data",
         "!has(self.chatTemplate) || self.format == 'Chat'",
-        "a chatTemplate renders records of format Chat; remove it, or set format to Chat",
+        "a chatTemplate renders records of format Chat; remove chatTemplate, or set format to Chat",
         "chatTemplate",
     ),
     Condition(

@@ -1,4 +1,4 @@
-r"""Regular expressions on module names. Nothing here compiles one, whoever wrote it.
+r"""Regular expressions on module names. Nothing here compiles one.
 
 32 kB of `(?i:[\u0080-\uffff]...)` take 23 seconds of CPU to compile, and a page of text can take hours to match. The operator's
 event loop serves all tenants, so that rules see only faults that one look at each character shows, and preflight, which runs in the
@@ -28,7 +28,7 @@ def _wrong_text(written: Written, is_malformed: Malformed) -> Problem | None:
     return Problem(
         field=written.field(setting),
         value=f"{setting}: {text}",
-        message=f'"{text}" is a text and no list, so PEFT takes it for a regular expression on whole module names, which it is not',
+        message=f'"{text}" is a text, not a list, so PEFT takes it for a regular expression on whole module names, which it is not',
         fix="write a list of names, as in [q_proj, v_proj]",
         changes={written.path(name): None for name in wrong},
     )

@@ -1,4 +1,4 @@
-"""Methods: which are supported, and where their settings stand."""
+"""Methods: which are supported, and where their settings are."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def lora_settings_misplaced(context: RuleContext) -> Problem | None:
     if METHODS[method.type].family is Family.FULL:
         reason, instead = "Full trains every weight", ""
     else:
-        reason, instead = f"{method.type} is no kind of LoRA", f", or write them as {_SETTINGS}"
+        reason, instead = f"{method.type} is not a kind of LoRA", f", or write them as {_SETTINGS}"
     return Problem(
         field=_LORA,
         value="set",

@@ -36,7 +36,7 @@ def all_linear_beside_names(context: RuleContext) -> Problem | None:
     return Problem(
         field=written.field("targetModules"),
         value=targets,
-        message=f"{ALL_LINEAR} beside other names is taken for a module's name, which no model has; only the others are adapted",
+        message=f"{ALL_LINEAR} with other names is taken for a module's name, which no model has; only the others are adapted",
         fix=f"write [{ALL_LINEAR}], or the names alone",
         changes={written.path("targetModules"): [ALL_LINEAR]},
     )
@@ -44,7 +44,7 @@ def all_linear_beside_names(context: RuleContext) -> Problem | None:
 
 @rule(
     "module-name-malformed",
-    "Module names are compared as they stand",
+    "Module names are compared as they are written",
     reads=(_TARGETS, f"{LORA}.excludeModules", _SAVED, SETTINGS),
     sources=("peft: peft/tuners/tuners_utils.py, check_target_module_exists",),
     reproduction=Reproduction(
@@ -61,7 +61,7 @@ def module_name_malformed(context: RuleContext) -> Problem | None:
             return Problem(
                 field=written.field(setting),
                 value=names,
-                message=f'"{wrong[0]}" is no module name: it matches nothing, and PEFT says so only if no other name matches',
+                message=f'"{wrong[0]}" is not a module name: it matches nothing, and PEFT says so only if no other name matches',
                 fix="write one module name per item, as in [q_proj, v_proj]",
                 changes=_well_formed(written),
             )
@@ -156,7 +156,7 @@ def layers_without_targets(context: RuleContext) -> Problem | None:
     return Problem(
         field=written.field("layersToTransform"),
         value=layers,
-        message=f"{named} stands for modules of all layers; PEFT refuses both together, or adapts all layers without a word",
+        message=f"{named} means modules of all layers; PEFT refuses both together, or adapts all layers without a word",
         fix=f"name the modules in {written.path('targetModules')}, as in [q_proj, v_proj], or remove layersToTransform",
         changes={written.path("layersToTransform"): None, **_without_pattern(written)},
     )

@@ -69,7 +69,7 @@ _ANY_BIAS = (
     *(_M.VERA, _M.BOFT, _M.HRA, _M.FOURIERFT, _M.MISS, _M.C3A, _M.WAVEFT, _M.GRALORA, _M.GLORA, _M.PVERA, _M.DEFT),
     *(_M.VBLORA, _M.TINYLORA),
 )
-"""Methods whose bias PEFT declares as any text, and which take `lora_only` beside their own word."""
+"""Methods whose bias PEFT declares as any text, and which take `lora_only` besides their own word."""
 
 
 def _bias_limit(kind: MethodType) -> Limit:

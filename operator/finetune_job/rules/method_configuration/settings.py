@@ -233,7 +233,7 @@ def no_effect_method_setting(context: RuleContext) -> Problem | None:
 
 @rule(
     "method-setting-not-mergeable",
-    "Some settings make an adapter that no weights can stand for",
+    "Some settings make an adapter that cannot be merged into weights",
     reads=(_TYPE, _SETTINGS, _MERGE),
     sources=("peft: peft/tuners/pvera/layer.py (sample_at_inference)",),
     reproduction=Reproduction(
@@ -248,7 +248,7 @@ def method_setting_not_mergeable(context: RuleContext) -> Problem | None:
     return Problem(
         field=_SETTINGS,
         value=_written(name, value=True),
-        message=f"with {name} every pass draws its weights anew, and merged weights cannot; verification would refuse the result",
+        message=f"with {name} every pass draws new weights, and merged weights cannot; verification would refuse the result",
         fix=f"remove {_SETTINGS}.{name}, or set {_MERGE}: false",
         changes={f"{_SETTINGS}.{name}": None},
     )

@@ -18,7 +18,7 @@ _DESTINATION = "output.destination"
     "output-inside-input",
     "Results must not be written over what they are made from",
     reads=(_DESTINATION, *SOURCES),
-    sources=("this product: a model is what lies at the top of its directory, records are all files below theirs",),
+    sources=("this product: a model is the files at the top of its directory, records are all files below theirs",),
     reproduction=Reproduction(
         "tests/pitfalls/test_destinations.py",
         "no error: the model's own card and checksums are replaced, and the next run reads the results' files as records",
@@ -37,7 +37,7 @@ def output_inside_input(context: RuleContext) -> Problem | None:
         return Problem(
             field=_DESTINATION,
             value=context.spec.output.destination,
-            message=f"it {'is' if named.is_model else 'lies in'} {named.field} ({named.source}): the results would {done}",
+            message=f"it {'is' if named.is_model else 'is in'} {named.field} ({named.source}): the results would {done}",
             fix=f"write to a directory of its own, such as {written}",
             changes={_DESTINATION: written},
         )
@@ -75,7 +75,7 @@ def output_overlaps_bucket_input(context: RuleContext) -> Problem | None:
         return Problem(
             field=_DESTINATION,
             value=context.spec.output.destination,
-            message=f"it and {named.field} ({named.source}) lie one in the other: {why}",
+            message=f"it overlaps with {named.field} ({named.source}): {why}",
             fix=f"write to a prefix that no input has, such as {written}",
             changes={_DESTINATION: written},
         )

@@ -77,7 +77,7 @@ def output_adapter_is_the_result(context: RuleContext) -> Problem | None:
     sources=("RFC 7617: basic authentication is as secret as the connection it is sent over",),
     reproduction=Reproduction(
         "tests/pitfalls/test_destinations.py",
-        "no error: the token, or user name and password, stand in the request as it was sent",
+        "no error: the token, or user name and password, are in the request as it was sent",
     ),
     is_weighed=True,
     holds_for=OURS,
