@@ -39,8 +39,10 @@ FINDING = Finding(rule="r", severity="error", field="spec.model", value="\ud800"
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "ENDING_SECONDS", 0.5)
+def short(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What is waited for in vain. All other bounds stay long: the machine may be busy."""
+    if "closed" in request.node.name or "too" in request.node.name:
+        monkeypatch.setattr(child, "ENDING_SECONDS", 0.5)
 
 
 @pytest.fixture(autouse=True)

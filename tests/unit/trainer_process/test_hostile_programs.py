@@ -43,7 +43,8 @@ def behaviour(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
     path.write_text(f"#!/bin/sh\n{COMMANDS[request.param]}\n")
     path.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(path))
-    monkeypatch.setattr(child, "ENDING_SECONDS", 0.5)
+    if request.param == "closed":
+        monkeypatch.setattr(child, "ENDING_SECONDS", 0.5)
     if request.param == "never":
         monkeypatch.setattr(sandbox, "WALL_SECONDS", 1.0)
         monkeypatch.setattr(model_process, "WALL_SECONDS", 1.0)
