@@ -12,7 +12,7 @@ from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach
-from finetune_trainer.preflight.expressions import check_expressions
+from finetune_trainer.preflight.expressions import uncompiled_expressions
 from tests.pitfalls.lab.build import load_base
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.manifests import findings, manifest, plans
@@ -67,7 +67,7 @@ def found_in_preflight(method: dict[str, object]) -> set[str]:
     plan = resolve(
         JobIdentity(namespace="", name="", uid=""), FineTuneJobSpec.model_validate(manifest() | {"method": method}), None
     )
-    return {finding.rule for finding in check_expressions(plan.method)}
+    return {finding.rule for finding in uncompiled_expressions(plan.method)}
 
 
 def test_dropout_of_1_blocks_and_above_1_is_refused():

@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 
 from finetune_job.api.method import MethodType
 from finetune_job.plan.run_plan import AdapterPlan, MethodPlan
-from finetune_trainer.preflight.attached import check_attached
-from finetune_trainer.preflight.module_names import check_settings
+from finetune_trainer.preflight.attached import attached_findings
+from finetune_trainer.preflight.module_names import wrong_method_settings
 from tests.pitfalls.one_process import llama, peft_config, tokens, trained
 
 
@@ -24,7 +24,7 @@ def ranks(**settings) -> dict[str, int]:
 def found(method: str, settings: dict[str, object]) -> set[str]:
     modules = [name for name, _ in llama().named_modules()]
     adapter = AdapterPlan(settings=settings, autocast_adapter_dtype=True)
-    return {finding.rule for finding in check_settings(MethodType(method), adapter, modules)}
+    return {finding.rule for finding in wrong_method_settings(MethodType(method), adapter, modules)}
 
 
 def attached(method: str, settings: dict[str, object]) -> set[str]:
@@ -32,7 +32,7 @@ def attached(method: str, settings: dict[str, object]) -> set[str]:
         type=MethodType(method), lora=None, adapter=AdapterPlan(settings=settings, autocast_adapter_dtype=True), quantization=None
     )
     model = get_peft_model(llama(), peft_config(method, settings))
-    return {finding.rule for finding in check_attached(model, plan)}
+    return {finding.rule for finding in attached_findings(model, plan)}
 
 
 def test_a_pattern_that_matches_nothing():

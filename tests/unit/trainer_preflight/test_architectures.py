@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from finetune_trainer.inspection.observed_use import observe
 from finetune_trainer.model.load import attention_of, load_config
+from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.preflight.small_model import check_small_model
 from tests.support.declared_model import declare_model
@@ -104,8 +105,10 @@ def test_packing_is_refused_where_a_document_sees_the_one_before(tmp_path: Path,
     packed, unpacked = (plan({"type": "LoRA"}, data={"packing": packing}) for packing in (True, False))
     observed = observe(packed, directory)
     assert observed is not None
-    assert [finding.rule for finding in check_small_model(packed, observed.model)] == ["packing-leaks"] * leaks
-    assert check_small_model(unpacked, observed.model) == []
+    assert [finding.rule for finding in check_small_model(ModelInspection(packed, directory, observed=observed))] == [
+        "packing-leaks"
+    ] * leaks
+    assert check_small_model(ModelInspection(unpacked, directory, observed=observed)) == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from finetune_job.failures import FailureClass, Outcome
-from finetune_trainer.preflight.expressions import check_expressions
+from finetune_trainer.preflight.expressions import uncompiled_expressions
 from finetune_trainer.processes import sandbox as confined
 from finetune_trainer.roles import preflight as run
 
@@ -35,12 +35,12 @@ def test_what_compiles_is_not_spoken_of(context):
         {"type": "LoHa", "settings": {"targetModules": r".*\.q_proj"}},
         {"type": "Full"},
     ):
-        assert check_expressions(context({"method": method}).plan.method) == []
+        assert uncompiled_expressions(context({"method": method}).plan.method) == []
 
 
 def test_what_takes_too_long_to_compile_is_a_finding(context, monkeypatch):
     monkeypatch.setattr(confined, "CPU_SECONDS", 1)
-    (finding,) = check_expressions(context({"method": {"type": "LoRA", "lora": {"rankPattern": HOSTILE_KEYS}}}).plan.method)
+    (finding,) = uncompiled_expressions(context({"method": {"type": "LoRA", "lora": {"rankPattern": HOSTILE_KEYS}}}).plan.method)
     assert (finding.rule, finding.field) == ("adapter-pattern-malformed", "spec.method.lora.rankPattern")
     assert "takes more than 1 s of CPU time" in finding.message
     assert "simpler expressions" in finding.fix

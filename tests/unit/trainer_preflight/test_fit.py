@@ -3,7 +3,7 @@
 import pytest
 
 from finetune_trainer.data.prepare import SplitFacts
-from finetune_trainer.preflight.fit import check_fit
+from finetune_trainer.preflight.fit import fit_findings
 
 
 def facts(num_sequences=100, largest_token_id=9, longest_document=10):
@@ -25,7 +25,7 @@ def findings(context):
 
     def found(changes=None, vocabulary_size=10, tokenizer_size=10, max_positions=None, max_row=None, **counts):
         splits = {"train": facts(**counts), "validation": facts()}
-        listed = check_fit(context(changes).plan, splits, vocabulary_size, tokenizer_size, max_positions, max_row=max_row)
+        listed = fit_findings(context(changes).plan, splits, vocabulary_size, tokenizer_size, max_positions, max_row=max_row)
         return {finding.rule: finding for finding in listed}
 
     return found

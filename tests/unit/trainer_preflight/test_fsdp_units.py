@@ -1,10 +1,13 @@
 """Units that torch would refuse, or share a parameter without a word, are named before any rank starts."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from finetune_job.failures import Outcome
 from finetune_trainer.preflight.fsdp_units import check_units
+from finetune_trainer.preflight.model_inspection import AttachedModel, ModelInspection
 from finetune_trainer.roles.preflight import run
 from tests.support.tiny_model import plan_of, tiny_spec
 
@@ -47,10 +50,15 @@ def test_a_parameter_that_the_model_lacks_is_refused(context):
     assert finding.value == "experts.up"
 
 
+def attached(model, *units):
+    plan = plan_of(tiny_spec(parallelism={"processesPerNode": 2}))
+    return ModelInspection(plan, Path("model"), attached=AttachedModel(model, {}, units))
+
+
 def test_a_parameter_without_dimensions_is_not_sharded():
     model = nn.Module()
     model.scale = nn.Parameter(torch.tensor(1.0))
-    (finding,) = check_units(model, [], plan_of(tiny_spec(parallelism={"processesPerNode": 2})))
+    (finding,) = check_units(attached(model))
     assert (finding.rule, finding.severity, finding.value) == ("parameter-not-shardable", "error", "scale")
     assert {change.field: change.value for change in finding.changes} == {
         "spec.parallelism.nodes": 1,
@@ -60,7 +68,6 @@ def test_a_parameter_without_dimensions_is_not_sharded():
 
 def test_a_unit_that_trains_two_element_types_is_refused():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False, dtype=torch.bfloat16))
-    plan = plan_of(tiny_spec(parallelism={"processesPerNode": 2}))
-    (finding,) = check_units(model, [], plan)
+    (finding,) = check_units(attached(model))
     assert (finding.rule, finding.severity, finding.value) == ("trained-in-two-types", "error", "bfloat16, float32")
-    assert check_units(model, ["0", "1"], plan) == []
+    assert check_units(attached(model, "0", "1")) == []

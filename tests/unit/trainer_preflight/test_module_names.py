@@ -9,7 +9,7 @@ from peft.utils.other import get_pattern_key
 
 from finetune_job.api.method import LoraBias, LoraInit, MethodType
 from finetune_job.plan.run_plan import AdapterPlan, LoraPlan
-from finetune_trainer.preflight.module_names import check_names, check_settings
+from finetune_trainer.preflight.module_names import wrong_method_settings, wrong_module_names
 from tests.support.tiny_model import plan_of, tiny_spec
 
 ADAPTABLE = ("embed_tokens", "model.layers.0.q_proj", "model.layers.0.mlp.up_proj", "model.layers.10.q_proj", "lm_head")
@@ -44,22 +44,22 @@ def lora(**changes):
 )
 def test_a_target_is_found_exactly_where_peft_finds_it(name):
     found_by_peft = any(check_target_module_exists(LoraConfig(target_modules=[name]), module) for module in ADAPTABLE)
-    assert (check_names(lora(target_modules=(name,)), ADAPTABLE, MODULES) == []) is bool(found_by_peft)
+    assert (wrong_module_names(lora(target_modules=(name,)), ADAPTABLE, MODULES) == []) is bool(found_by_peft)
 
 
 @pytest.mark.parametrize("pattern", ["q_proj", r"layers\.\d+\.q_proj", "proj", ".*proj", "q_proj.weight", "layers.1"])
 def test_a_pattern_matches_exactly_where_pefts_does(pattern):
     found_by_peft = any(get_pattern_key([pattern], module) == pattern for module in ADAPTABLE)
-    assert (check_names(lora(rank_pattern={pattern: 4}), ADAPTABLE, MODULES) == []) is found_by_peft
+    assert (wrong_module_names(lora(rank_pattern={pattern: 4}), ADAPTABLE, MODULES) == []) is found_by_peft
 
 
 def test_a_pattern_that_is_no_regular_expression_matches_nothing():
-    (finding,) = check_names(lora(alpha_pattern={"q_proj(": 4}), ADAPTABLE, MODULES)
+    (finding,) = wrong_module_names(lora(alpha_pattern={"q_proj(": 4}), ADAPTABLE, MODULES)
     assert (finding.rule, finding.field) == ("adapter-pattern-unmatched", "spec.method.lora.alphaPattern")
 
 
 def settings_findings(**settings):
-    return check_settings(MethodType.LOHA, AdapterPlan(settings=settings, autocast_adapter_dtype=True), MODULES)
+    return wrong_method_settings(MethodType.LOHA, AdapterPlan(settings=settings, autocast_adapter_dtype=True), MODULES)
 
 
 @pytest.mark.parametrize("text", ["q_proj", r".*\.q_proj", "layers", r".*mlp\..*", "nothing", "(up"])
@@ -96,8 +96,8 @@ def test_layers_are_counted_behind_the_pattern_as_peft_does(pattern, layers):
 
 
 def test_layers_and_exclusions_that_do_not_exist_are_found():
-    assert check_names(lora(layers_to_transform=(0, 10), exclude_modules=("q_proj",)), ADAPTABLE, MODULES) == []
-    findings = check_names(lora(layers_to_transform=(0, 3), exclude_modules=("q_porj",)), ADAPTABLE, MODULES)
+    assert wrong_module_names(lora(layers_to_transform=(0, 10), exclude_modules=("q_proj",)), ADAPTABLE, MODULES) == []
+    findings = wrong_module_names(lora(layers_to_transform=(0, 3), exclude_modules=("q_porj",)), ADAPTABLE, MODULES)
     assert [(finding.field.rsplit(".", 1)[1], finding.value) for finding in findings] == [
         ("excludeModules", "q_porj"),
         ("layersToTransform", "3"),
@@ -106,7 +106,7 @@ def test_layers_and_exclusions_that_do_not_exist_are_found():
 
 def test_every_wrong_name_is_reported():
     wrong = lora(target_modules=("q_prj", "q_proj", "zzz"), modules_to_save=("norm", "nrm"), rank_pattern={"zzz": 1})
-    assert [finding.value for finding in check_names(wrong, ADAPTABLE, MODULES)] == ["q_prj", "zzz", "nrm", "zzz"]
+    assert [finding.value for finding in wrong_module_names(wrong, ADAPTABLE, MODULES)] == ["q_prj", "zzz", "nrm", "zzz"]
 
 
 def test_the_plan_has_patterns_in_the_order_of_the_written_adapter():
@@ -127,6 +127,6 @@ def test_the_plan_has_patterns_in_the_order_of_the_written_adapter():
     ],
 )
 def test_a_target_of_which_nothing_is_left_is_a_warning(settings, rule):
-    (finding,) = check_names(lora(target_modules=("q_proj", "up_proj"), **settings), ADAPTABLE, MODULES)
+    (finding,) = wrong_module_names(lora(target_modules=("q_proj", "up_proj"), **settings), ADAPTABLE, MODULES)
     assert (finding.rule, finding.severity, finding.value) == (rule, "warning", "q_proj")
-    assert check_names(lora(target_modules=("proj", "up_proj"), **settings), ("a.proj", *ADAPTABLE), MODULES) == []
+    assert wrong_module_names(lora(target_modules=("proj", "up_proj"), **settings), ("a.proj", *ADAPTABLE), MODULES) == []

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from finetune_trainer.inspection.observed_use import observe
+from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.preflight.small_model import check_small_model
 from finetune_trainer.preflight.task import check_task
@@ -42,7 +43,7 @@ def configured(directory: Path, kind: str, **changes: Any) -> Path:
     ],
 )
 def test_a_model_of_another_task_is_refused_by_its_class(tmp_path: Path, kind: str, architecture: str, said: str) -> None:
-    (finding,) = check_task(PLAN, configured(tmp_path / "model", kind, architectures=[architecture]))
+    (finding,) = check_task(ModelInspection(PLAN, configured(tmp_path / "model", kind, architectures=[architecture])))
     assert (finding.rule, finding.severity, finding.field) == ("model-of-another-task", "error", "spec.model.source")
     assert finding.value == architecture
     assert said in finding.message
@@ -63,12 +64,12 @@ def test_a_model_of_another_task_is_refused_by_its_class(tmp_path: Path, kind: s
     ],
 )
 def test_a_causal_language_model_is_none(tmp_path: Path, kind: str, architectures: Any) -> None:
-    assert check_task(PLAN, configured(tmp_path / "model", kind, architectures=architectures)) == []
+    assert check_task(ModelInspection(PLAN, configured(tmp_path / "model", kind, architectures=architectures))) == []
 
 
 def test_of_a_model_of_images_and_text_it_is_said_that_text_alone_is_trained(tmp_path: Path) -> None:
     directory = configured(tmp_path / "model", "qwen3_5", architectures=["Qwen3_5ForConditionalGeneration"], text_config=SIZES)
-    (finding,) = check_task(PLAN, directory)
+    (finding,) = check_task(ModelInspection(PLAN, directory))
     assert (finding.rule, finding.severity) == ("model-of-more-than-text", "warning")
     assert "Qwen3_5ForCausalLM" in finding.message
 
@@ -87,13 +88,13 @@ def test_decoders_do_not_look_ahead(tmp_path: Path, kind: str) -> None:
     declare_model(tmp_path / "model", config | {"dtype": "bfloat16"})
     observed = observe(PLAN, tmp_path / "model")
     assert observed is not None
-    assert check_small_model(PLAN, observed.model) == []
+    assert check_small_model(ModelInspection(PLAN, tmp_path / "model", observed=observed)) == []
 
 
 def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
     directory = configured(tmp_path / "model", "llama")
     (directory / "adapter_config.json").write_text("{}")
-    (finding,) = check_task(PLAN, directory)
+    (finding,) = check_task(ModelInspection(PLAN, directory))
     assert (finding.rule, finding.value) == ("model-holds-adapter", "adapter_config.json")
 
 
@@ -101,7 +102,7 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
     ("name", "value"), [("pad_token_id", 264), ("pad_token_id", 5000), ("bos_token_id", 264), ("eos_token_id", [0, 264])]
 )
 def test_a_special_token_beyond_the_embedding_is_said(tmp_path: Path, name: str, value: Any) -> None:
-    (finding,) = check_task(PLAN, configured(tmp_path / "model", "llama", **{name: value}))
+    (finding,) = check_task(ModelInspection(PLAN, configured(tmp_path / "model", "llama", **{name: value})))
     assert (finding.rule, finding.severity) == ("special-token-beyond-vocabulary", "warning")
     assert name in finding.message
     assert "264 rows" in finding.message
@@ -109,4 +110,4 @@ def test_a_special_token_beyond_the_embedding_is_said(tmp_path: Path, name: str,
 
 def test_special_tokens_with_rows_are_fine(tmp_path: Path) -> None:
     ids = {"pad_token_id": -1, "eos_token_id": [0, 263], "bos_token_id": 263}
-    assert check_task(PLAN, configured(tmp_path / "model", "llama", **ids)) == []
+    assert check_task(ModelInspection(PLAN, configured(tmp_path / "model", "llama", **ids))) == []

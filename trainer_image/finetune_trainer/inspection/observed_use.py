@@ -2,7 +2,7 @@
 
 An adapter works where its module is called. Some models read the weight of a module themselves instead of calling it, in their own
 code or by handing it to a fused kernel, and some modules take no part in what is trained; no list of architectures can know which.
-Called by preflight/model_process.py.
+Called by preflight/meta_model.py.
 """
 
 from __future__ import annotations

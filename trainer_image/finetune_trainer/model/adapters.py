@@ -15,6 +15,7 @@ from finetune_job.method_settings import peft_fields
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
 from finetune_trainer.errors import ConfigError, InvariantError
+from finetune_trainer.model.library_texts import NO_DEFAULT_TARGETS, STACKED_WEIGHTS
 from finetune_trainer.model.method_settings import config_class
 
 TASK = "CAUSAL_LM"
@@ -87,13 +88,13 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
         raise
     except Exception as error:  # a library meets a user's settings: it divides by them, compiles them and looks them up
         said = error if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {error}"
-        if "ParamWrapper" in str(error):
+        if STACKED_WEIGHTS.search(str(error)):
             unfit = " and ".join(f"{name}: {value}" for name, value in unfit_for_experts(plan.method).items())
             raise ConfigError(
                 f"spec.{field}.targetModules: here names stacked weights of experts, and PEFT refuses: {said}",
                 f"{f'set {unfit}, or ' if unfit else ''}name only modules outside the experts",
             ) from error
-        if "Please specify `target_modules`" in str(error):
+        if NO_DEFAULT_TARGETS.search(str(error)):
             raise ConfigError(
                 f"spec.{field}.targetModules: PEFT has no choice of its own for this kind of model ({model.config.model_type})",
                 "name the modules to adapt, by the model's own names: for IA3 keys, values and the last layer of each MLP, "

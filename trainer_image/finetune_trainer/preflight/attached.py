@@ -15,10 +15,16 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import MethodPlan
 from finetune_job.rules.rule import Finding
+from finetune_trainer.preflight.model_inspection import ModelInspection
 
 
-def check_attached(model: nn.Module, method: MethodPlan) -> list[Finding]:
+def check_attached(seen: ModelInspection) -> list[Finding]:
     """Findings about the model with its adapters; none for full fine-tuning."""
+    return attached_findings(seen.trained.model, seen.plan.method)
+
+
+def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
+    """The same of any model and method."""
     if not isinstance(model, PeftModel):
         return []
     field = f"spec.{METHODS[method.type].family.value}"

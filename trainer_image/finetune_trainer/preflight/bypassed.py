@@ -19,11 +19,12 @@ from transformers.pytorch_utils import Conv1D
 from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.method_settings import known_settings
-from finetune_job.plan.run_plan import MethodPlan, RunPlan
+from finetune_job.plan.run_plan import MethodPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.attached import is_packed
 from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
+from finetune_trainer.preflight.model_inspection import ModelInspection
 
 _PEFT_FIELD = "spec.parallelism.fsdp.peftWrapPolicy"
 _ADAPTED = "base_model.model."
@@ -37,8 +38,9 @@ Used = Mapping[str, ModuleUse]
 """By name in the base model, modules of which something is known."""
 
 
-def check_used(model: nn.Module, method: MethodPlan, uses: ModuleUses) -> list[Finding]:
+def check_used(seen: ModelInspection) -> list[Finding]:
     """A finding per kind of mistake about what is trained and what is packed."""
+    model, method, uses = seen.trained.model, seen.plan.method, seen.uses
     adapted, saved, plain = _trained(model, uses)
     bypassed = [name for name, use in adapted.items() if use.is_bypassed]
     idle = [name for name, use in adapted.items() if not use.is_bypassed and _is_idle(use)]
@@ -69,9 +71,10 @@ def check_used(model: nn.Module, method: MethodPlan, uses: ModuleUses) -> list[F
     return found
 
 
-def check_units_used(unit_names: Sequence[str], uses: ModuleUses, plan: RunPlan) -> list[Finding]:
+def check_units_used(seen: ModelInspection) -> list[Finding]:
     """FSDP gathers the weights of a unit while its module is called; who reads them at another time reads a shard."""
-    wrong = {name: use for name in unit_names if (use := uses.of(base_name(name))) is not None and use.readers}
+    plan = seen.plan
+    wrong = {name: use for name in seen.trained.units if (use := seen.uses.of(base_name(name))) is not None and use.readers}
     if not wrong:
         return []
     first, use = next(iter(wrong.items()))

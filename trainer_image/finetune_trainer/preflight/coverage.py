@@ -14,12 +14,13 @@ from finetune_job.api.method import ALL_LINEAR
 from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_job.rules.rule import Finding
+from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.module_names import STACKED_DIMENSIONS
 
 
-def check_coverage(model: nn.Module, lora: LoraPlan) -> list[Finding]:
+def check_coverage(seen: ModelInspection) -> list[Finding]:
     """Experts that get no adapter, and ranks above what a module can use."""
-    found = [_experts_left_out(model, lora), _rank_beyond_width(model)]
+    found = [_experts_left_out(seen.trained.model, seen.lora), _rank_beyond_width(seen.trained.model)]
     return [finding for finding in found if finding is not None]
 
 

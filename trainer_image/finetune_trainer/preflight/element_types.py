@@ -14,7 +14,9 @@ from finetune_job.api.training import OptimizerName
 from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
-from finetune_trainer.model.dtypes import ModelDtypes, resolve_casts
+from finetune_trainer.model.dtypes import ModelDtypes, resolve_casts, resolve_dtypes
+from finetune_trainer.model.load import packed_dtype, stored_dtype
+from finetune_trainer.preflight.model_inspection import ModelInspection
 
 FSDP = "spec.parallelism.fsdp"
 PARAM_DTYPE = f"{FSDP}.mixedPrecision.paramDtype"
@@ -22,9 +24,13 @@ STORAGE = "spec.method.quantization.quantStorage"
 AUTOCAST = "spec.method.lora.autocastAdapterDtype"
 
 
-def check_element_types(model: nn.Module, plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) -> list[Finding]:
-    """Findings about the adapted model. `packed`: element type as which 4-bit weights are stored."""
-    return [*_trained_in_float16(model, plan), *_packed_and_cast(plan, dtypes, packed)]
+def check_element_types(seen: ModelInspection) -> list[Finding]:
+    """Findings about the adapted model."""
+    dtypes = resolve_dtypes(seen.plan, stored_dtype(seen.directory))
+    return [
+        *_trained_in_float16(seen.trained.model, seen.plan),
+        *_packed_and_cast(seen.plan, dtypes, packed_dtype(seen.plan, dtypes)),
+    ]
 
 
 def _trained_in_float16(model: nn.Module, plan: RunPlan) -> Iterator[Finding]:
@@ -55,7 +61,10 @@ def _trained_in_float16(model: nn.Module, plan: RunPlan) -> Iterator[Finding]:
 
 
 def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) -> Iterator[Finding]:
-    """Where the type of the computation, or that of the base, follows from the stored weights; of others the rule says it."""
+    """`packed`: element type as which 4-bit weights are stored.
+
+    Where the type of the computation, or that of the base, follows from the stored weights; of others the rule says it.
+    """
     quantization, version = plan.method.quantization, plan.parallelism.fsdp.version
     if quantization is None or quantization.bits == 8 or plan.parallelism.world_size == 1 or not packed.is_floating_point:
         return

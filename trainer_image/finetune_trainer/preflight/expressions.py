@@ -12,6 +12,7 @@ import warnings
 from finetune_job.plan.run_plan import MethodPlan
 from finetune_job.rules.method_configuration.expressions import expression_findings, expressions_of
 from finetune_job.rules.rule import Finding
+from finetune_trainer.preflight.job_inspection import JobInspection
 from finetune_trainer.processes.sandbox import EndedError, confined
 
 
@@ -25,7 +26,14 @@ def compiled_or_none(text: str) -> re.Pattern[str] | None:
         return None
 
 
-def check_expressions(method: MethodPlan) -> list[Finding]:
+def check_expressions(seen: JobInspection) -> list[Finding]:
+    """Fill in `expressions_compile`: PEFT compiles them, too, while the model is looked at."""
+    findings = uncompiled_expressions(seen.plan.method)
+    seen.expressions_compile = not findings
+    return findings
+
+
+def uncompiled_expressions(method: MethodPlan) -> list[Finding]:
     """A finding where one does not compile; compiled in a process with bounds."""
     if not expressions_of(method):
         return []

@@ -1,4 +1,4 @@
-"""PURE. Do data, model and batches fit each other? Counts in, findings out."""
+"""Do data, model and batches fit each other? Counts in, findings out."""
 
 from __future__ import annotations
 
@@ -9,10 +9,24 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.data.shards import TRAIN, VALIDATION
+from finetune_trainer.preflight.job_inspection import JobInspection
 from finetune_trainer.train.schedule import total_steps
 
 
-def check_fit(
+def check_fit(seen: JobInspection) -> list[Finding]:
+    """Findings about the prepared splits."""
+    structure, tokenizer = seen.structure, seen.tokenizer
+    return fit_findings(
+        seen.plan,
+        seen.known_data.splits,
+        structure.vocabulary_size if structure else None,
+        len(tokenizer) if tokenizer is not None else 0,
+        structure.max_positions if structure else None,
+        max_row=structure.max_row if structure else None,
+    )
+
+
+def fit_findings(
     plan: RunPlan,
     splits: Mapping[str, SplitFacts],
     vocabulary_size: int | None,
@@ -21,7 +35,7 @@ def check_fit(
     *,
     max_row: int | None = None,
 ) -> list[Finding]:
-    """Findings about the prepared splits. None where the model does not say."""
+    """The same of counts; None for what the model does not say."""
     findings = [
         _vocabulary(splits, vocabulary_size, tokenizer_size),
         _positions(splits, max_positions),

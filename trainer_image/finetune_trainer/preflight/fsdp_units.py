@@ -17,6 +17,7 @@ from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_job.sharding import Conflict, HeldParameter, by_unit, element_types, innermost_unit, is_one_parameter, unit_conflict
 from finetune_trainer.model.wrap_plan import held_parameters
+from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.train.optimizers import treatment
 
 POLICY_FIELD = "spec.parallelism.fsdp.autoWrapPolicy"
@@ -26,8 +27,9 @@ _ORIGINAL_FIELD = "spec.parallelism.fsdp.useOrigParams"
 ROOT = "the root unit"
 
 
-def check_units(model: nn.Module, unit_names: Sequence[str], plan: RunPlan) -> list[Finding]:
+def check_units(seen: ModelInspection) -> list[Finding]:
     """A finding per kind of mistake, with the first module or parameter of it."""
+    model, unit_names, plan = seen.trained.model, seen.trained.units, seen.plan
     fsdp = plan.parallelism.fsdp
     modules = dict(model.named_modules())
     units = {name: modules[name] for name in unit_names}
@@ -45,16 +47,16 @@ def check_units(model: nn.Module, unit_names: Sequence[str], plan: RunPlan) -> l
     return [finding for finding in found if finding is not None]
 
 
-def stacked_weights(model: nn.Module) -> Finding | None:
+def check_stacked_weights(seen: ModelInspection) -> Iterator[Finding]:
     """What version 1 cannot do, whatever its units.
 
     For some architectures PEFT itself takes all-linear, or names of experts, for the stacked weights of their experts.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, ParamWrapper)]
+    names = [name for name, module in seen.trained.model.named_modules() if isinstance(module, ParamWrapper)]
     if not names:
-        return None
+        return
     shown = names[0].removeprefix("base_model.model.")
-    return make_finding(
+    yield make_finding(
         "stacked-experts-under-fsdp1",
         field="spec.method.lora.targetModules",
         value=shown,

@@ -7,7 +7,7 @@ shared experts, then get no adapter. Called by meta_model.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
@@ -23,6 +23,7 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.plan.run_plan import LoraPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.model.adapters import lora_config
+from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.module_names import LAYER, pattern_matches, targets
 
 _INSIDE_PEFT = "base_model.model."
@@ -48,8 +49,9 @@ def taken_for_experts(lora: LoraPlan, base: PreTrainedModel) -> frozenset[str]:
     return written - set(config.target_modules or ()) - {ALL_LINEAR}
 
 
-def check_layers(lora: LoraPlan, taken: Collection[str]) -> list[Finding]:
-    """Layers cannot be chosen where PEFT makes parameters of modules. `taken`: of `taken_for_experts`."""
+def check_layers_of_experts(seen: ModelInspection) -> list[Finding]:
+    """Layers cannot be chosen if PEFT makes parameters of modules."""
+    lora, taken = seen.lora, taken_for_experts(seen.lora, seen.base)
     if lora.layers_to_transform is None or not taken:
         return []
     field = f"{_FIELD}.layersToTransform"
@@ -67,8 +69,9 @@ def check_layers(lora: LoraPlan, taken: Collection[str]) -> list[Finding]:
     ]
 
 
-def check_excluded(lora: LoraPlan, base: PreTrainedModel) -> list[Finding]:
+def check_excluded_names(seen: ModelInspection) -> list[Finding]:
     """Names that exclude linear layers alone, although all-linear adapts the experts that had them."""
+    lora, base = seen.lora, seen.base
     named = tuple(name for name in lora.exclude_modules if "." not in name)
     if lora.target_modules != (ALL_LINEAR,) or not named:
         return []
@@ -92,8 +95,9 @@ def check_excluded(lora: LoraPlan, base: PreTrainedModel) -> list[Finding]:
     ]
 
 
-def check_saved(lora: LoraPlan, base: PreTrainedModel) -> list[Finding]:
+def check_saved_names(seen: ModelInspection) -> list[Finding]:
     """Modules to train whole that hold parameters to adapt: PEFT wraps one in the other, or refuses it in words of its own."""
+    lora, base = seen.lora, seen.base
     try:
         config = lora_config(lora)
         convert_peft_config_for_transformers(config, model=base, conversions=None)
@@ -130,8 +134,9 @@ def check_saved(lora: LoraPlan, base: PreTrainedModel) -> list[Finding]:
     ]
 
 
-def check_left_out(model: nn.Module, lora: LoraPlan) -> list[Finding]:
-    """Linear layers that the targets name and that have no adapter. `model`: with its adapters."""
+def check_left_out(seen: ModelInspection) -> list[Finding]:
+    """Linear layers that the targets name and that have no adapter."""
+    model, lora = seen.trained.model, seen.lora
     if not isinstance(model, PeftModel):
         return []
     found = _left_out(model, lora)
@@ -189,10 +194,9 @@ def _is_meant(module: str, lora: LoraPlan) -> bool:
     return any(name == ALL_LINEAR or targets(name, module) for name in lora.target_modules)
 
 
-def check_ranks_in_file(model: nn.Module) -> list[Finding]:
-    """An adapter of another rank or scale than who loads it takes from adapter_config.json, whose patterns are in the alphabet's
-    order.
-    """
+def check_ranks_in_file(seen: ModelInspection) -> list[Finding]:
+    """A rank or scale other than the one that a program takes from adapter_config.json, whose patterns are sorted."""
+    model = seen.trained.model
     if not isinstance(model, PeftModel):
         return []
     config = model.peft_config["default"]

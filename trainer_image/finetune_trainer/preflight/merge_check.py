@@ -7,16 +7,16 @@ Without it, an adapter that cannot be merged exactly (on tied embeddings, say) w
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from finetune_job.api.output import MergeBase
 from finetune_job.catalogue.book import make_finding
-from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
-from finetune_trainer.inspection.model_structure import ModelStructure
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.plan import merge_plan
 from finetune_trainer.merge.quantized_base import packed_in_training, quantized_tensors
+from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.verify.hollow import is_made_from_base_weights
 from finetune_trainer.verify.logits import FROM_BASE_WEIGHTS, require_whole
 from finetune_trainer.weights.errors import MergeError
@@ -24,10 +24,11 @@ from finetune_trainer.weights.headers import ADAPTER_FILE, CONFIG_FILE, TensorHe
 from finetune_trainer.weights.read_model import read_stored_model
 
 
-def check_merge(plan: RunPlan, directory: Path, structure: ModelStructure) -> Finding | None:
-    """None where the merge is possible, or is not asked for. Reads headers only."""
+def check_merge(seen: ModelInspection) -> Iterator[Finding]:
+    """At most one finding; none if the merge is possible, or is not asked for. Reads headers only."""
+    plan, directory, structure = seen.plan, seen.directory, seen.known_structure
     if not plan.merge.enabled or structure.adapter_settings is None:
-        return None
+        return
     # The planner looks at names and shapes; the adapter's element type does not decide whether it can be merged.
     shapes = structure.saved_tensors | structure.fixed_tensors
     adapter = {name: TensorHeader(name, "F32", shape, Path(ADAPTER_FILE), 0) for name, shape in shapes.items()}
@@ -50,11 +51,10 @@ def check_merge(plan: RunPlan, directory: Path, structure: ModelStructure) -> Fi
         if is_made_from_base_weights(settings):
             require_whole(directory, sum(base.file_bytes.values()), FROM_BASE_WEIGHTS)
     except MergeError as error:
-        return make_finding(
+        yield make_finding(
             "merge-impossible",
             field="spec.merge.enabled",
             value="true",
             message=str(error),
             fix="change the adapter settings as said, or set spec.merge.enabled: false and publish the adapter alone",
         )
-    return None

@@ -46,26 +46,10 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
     """
     if torch_is_kept_out():
         return _in_own_process(plan, directory)
-    from finetune_trainer.inspection.observed_use import observe
-    from finetune_trainer.preflight.merge_check import check_merge
-    from finetune_trainer.preflight.meta_model import inspect_structure
-    from finetune_trainer.preflight.small_model import check_small_model
-    from finetune_trainer.preflight.task import check_task
-    from finetune_trainer.preflight.thresholds import check_thresholds
+    from finetune_trainer.preflight.model_checks import inspect_model
 
-    misplaced = check_task(plan, directory)
-    if any(finding.severity == "error" for finding in misplaced):
-        return None, misplaced
-    observed = observe(plan, directory)
-    structure, findings = inspect_structure(plan, directory, observed.uses if observed else None)
-    findings = [*misplaced, *findings]
-    if structure is None:
-        return None, findings
-    if observed is not None:
-        findings += check_small_model(plan, observed.model)
-    findings += check_thresholds(plan, directory, structure)
-    unmergeable = check_merge(plan, directory, structure)
-    return structure, [*findings, unmergeable] if unmergeable else findings
+    seen = inspect_model(plan, directory)
+    return seen.structure, seen.findings
 
 
 def _in_own_process(plan: RunPlan, directory: Path) -> Checked:
@@ -107,7 +91,7 @@ def main(parent: str, directory: str) -> int:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
         limit_this_process()
-        preload("finetune_trainer.preflight.meta_model", "finetune_trainer.inspection.observed_use")
+        preload("finetune_trainer.preflight.model_checks")
         answer.write(written(ANSWER.dump_python(check_model(plan, Path(directory)), mode="json")))
     return 0
 

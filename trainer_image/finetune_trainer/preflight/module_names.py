@@ -25,7 +25,7 @@ LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """How PEFT finds a module's layer number: the first part of its name that is one."""
 
 
-def check_names(
+def wrong_module_names(
     lora: LoraPlan,
     adaptable: Collection[str],
     modules: Collection[str],
@@ -70,7 +70,7 @@ def check_names(
     return findings
 
 
-def check_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Finding]:
+def wrong_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Finding]:
     """A finding per name of targetParameters without a match. `parameters`: dimensions by name, of all parameters of the base."""
     field = "spec.method.lora.targetParameters"
     findings = []
@@ -90,7 +90,7 @@ def check_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Find
     return findings
 
 
-def check_tokens(lora: LoraPlan, vocabulary_size: int) -> list[Finding]:
+def wrong_token_indices(lora: LoraPlan, vocabulary_size: int) -> list[Finding]:
     """A finding where rows of the embedding are named that it does not have."""
     beyond = sorted(index for index in lora.trainable_token_indices if index >= vocabulary_size)
     if not beyond:
@@ -200,7 +200,7 @@ def _matches_no_module(field: str, text: str, modules: Iterable[str]) -> Finding
     )
 
 
-def check_settings(method: MethodType, adapter: AdapterPlan, modules: Collection[str]) -> list[Finding]:
+def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Collection[str]) -> list[Finding]:
     """A finding per setting that PEFT's configuration of this method does not take, and per target that names no module."""
     values, wrong = peft_fields(method, adapter.settings)
     findings = [

@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 """Largest difference of a logit, in float32. Leaks were measured from 0.01 up, and other order of sums below 1e-6."""
 
 
-def check_packing(model: PreTrainedModel) -> Finding | None:
+def leak_finding(model: PreTrainedModel) -> Finding | None:
     """A finding where logits of a document depend on the document before it. `model`: of small_model.py."""
     leak = leak_of(model)
     if leak <= TOLERANCE:

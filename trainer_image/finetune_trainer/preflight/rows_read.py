@@ -12,15 +12,18 @@ import numpy as np
 
 from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
-from finetune_job.plan.run_plan import MethodPlan, RunPlan
+from finetune_job.plan.run_plan import MethodPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
+from finetune_trainer.preflight.job_inspection import JobInspection
 
 _AT_A_TIME = 1 << 20
 
 
-def check_rows_read(plan: RunPlan, prepared: Path, padding_row: int | None) -> list[Finding]:
-    """At most one finding. `prepared`: the data, published or not; `padding_row`: one that learns nothing where it is read."""
+def check_rows_read(seen: JobInspection) -> list[Finding]:
+    """At most one finding."""
+    plan, padding_row = seen.plan, seen.known_structure.padding_row
+    prepared = seen.known_data.readable_at(seen.context.workspace.prepared)
     field, written = _trained_rows(plan.method)
     unread = sorted(set(written) - (_read_tokens(prepared, written) - {padding_row}))
     if not unread:

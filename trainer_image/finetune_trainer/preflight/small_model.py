@@ -1,6 +1,6 @@
 """What the logits show of a model's code, on a small model of the same architecture with random weights.
 
-Called by model_process.py for a model whose structure is sound.
+For a model whose structure is sound.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
-from finetune_trainer.preflight.packing import check_packing
-from finetune_trainer.preflight.task import check_causality
+from finetune_trainer.preflight.model_inspection import ModelInspection
+from finetune_trainer.preflight.packing import leak_finding
+from finetune_trainer.preflight.task import causality_finding
 
 log = logging.getLogger(__name__)
 
 
-def check_small_model(plan: RunPlan, model: PreTrainedModel) -> list[Finding]:
+def check_small_model(seen: ModelInspection) -> list[Finding]:
     """What is found; nothing where the code of the model fails, of which the rehearsal says why. Changes the model's weights."""
+    if seen.observed is None:
+        return []
+    plan, model = seen.plan, seen.observed.model
     _spread(model)
-    checks: list[Callable[[PreTrainedModel], Finding | None]] = [check_causality]
+    checks: list[Callable[[PreTrainedModel], Finding | None]] = [causality_finding]
     if plan.data.packing:
-        checks.append(check_packing)
+        checks.append(leak_finding)
     found = [_tried(check, model) for check in checks]
     return [finding for finding in found if finding is not None]
 

@@ -3,22 +3,21 @@
 Everything else that looks alike (classifiers, encoders, encoder-decoders, models of images alone) is refused by name.
 
 The libraries do not ask: a classifier with tied embeddings, or an encoder, is loaded as a language model without a word.
-Called by model_process.py before the model is built.
+Asked before the model is built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from finetune_job.catalogue.book import make_finding
-from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.model.load import load_config
+from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_json
 
 FIELD = "spec.model.source"
@@ -31,8 +30,9 @@ TOLERANCE = 1e-4
 """As in packing.py."""
 
 
-def check_task(plan: RunPlan, directory: Path) -> list[Finding]:
-    """At most one finding, from config.json alone; none where that cannot be read, which others say."""
+def check_task(seen: ModelInspection) -> list[Finding]:
+    """What config.json alone says; nothing where that cannot be read, which others say."""
+    plan, directory = seen.plan, seen.directory
     if (directory / ADAPTER_CONFIG_FILE).exists():
         reason = (
             f"holds {ADAPTER_CONFIG_FILE}, so transformers would load an adapter and the base that it names instead of this model"
@@ -97,7 +97,7 @@ def _wrong_ids(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Fin
     return findings
 
 
-def check_causality(model: PreTrainedModel) -> Finding | None:
+def causality_finding(model: PreTrainedModel) -> Finding | None:
     """A finding where what a model says of a token depends on a later one. `model`: a small one with random weights."""
     looked_ahead = looks_ahead(model)
     if looked_ahead <= TOLERANCE:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.methods import METHODS
-from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.rule import Finding
-from finetune_trainer.inspection.model_structure import ModelStructure
+from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.verify.element_types import judged_dtype
 from finetune_trainer.verify.gate import GATES, LARGEST_MEASURED_KL, TIE_UNITS
 
 _VERIFY = "spec.merge.verify"
 
 
-def check_thresholds(plan: RunPlan, directory: Path, structure: ModelStructure) -> Iterator[Finding]:
+def check_thresholds(seen: ModelInspection) -> Iterator[Finding]:
     """Warnings: how far rounding moves the logits depends on the model, and a small one may stay below. Reads headers only."""
-    merge = plan.merge
+    plan, merge = seen.plan, seen.plan.merge
+    if not merge.enabled or seen.known_structure.adapter_settings is None:
+        return
     # A merge that puts what was trained in the place of what is stored does not round.
-    if not merge.enabled or structure.adapter_settings is None or METHODS[plan.method.type].needs.trains_base_modules:
+    if METHODS[plan.method.type].needs.trains_base_modules:
         return
     if merge.max_kl_divergence is None and merge.min_top1_agreement is None:
         return
-    dtype = judged_dtype(directory, merge.dtype.value if merge.dtype else None)
+    dtype = judged_dtype(seen.directory, merge.dtype.value if merge.dtype else None)
     usual, measured = GATES[dtype], LARGEST_MEASURED_KL[dtype]
     if merge.max_kl_divergence is not None and merge.max_kl_divergence < measured:
         yield _too_tight(

@@ -1,7 +1,7 @@
 """Tokens that every chat holds and that the base model has never learnt: their rows of the embedding are zeros, or equal.
 
 Base models ship tokens for chats whose rows nobody trained; adapters of other layers cannot tell them apart. Reads the rows of
-these few tokens and no other weight. Called by roles/preflight.py.
+these few tokens and no other weight.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from finetune_job.rules.tokens import EMBEDDINGS, SAVED, TOKENS
 from finetune_trainer.data.chat import PROBE, ChatError, Tokenizer, chat_template, template_source
 from finetune_trainer.files import open_regular
 from finetune_trainer.inspection.model_structure import ModelStructure
+from finetune_trainer.preflight.job_inspection import JobInspection
 from finetune_trainer.processes.sandbox import EndedError, confined
 from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
 
 log = logging.getLogger(__name__)
 
 
-def check_token_rows(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, directory: Path) -> list[Finding]:
+def check_token_rows(seen: JobInspection) -> list[Finding]:
     """At most one finding; none where the template does not end, which is said of the records."""
+    plan, tokenizer, structure = seen.plan, seen.tokenizer, seen.known_structure
+    directory = seen.context.base_model
     if plan.data.format is not DataFormat.CHAT:
         return []
     try:

@@ -7,20 +7,18 @@ map of the file, so that memory stays small whatever the size. Called by meta_mo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from peft.tuners.lora.layer import LoraLayer
-from torch import nn
 
 from finetune_job.api.method import LoraInit
 from finetune_job.catalogue.book import make_finding
-from finetune_job.plan.run_plan import LoraPlan
 from finetune_job.rules.rule import Finding
 from finetune_trainer.model.invariants import zero_row
 from finetune_trainer.model.load_shards import ADAPTER, base_name
+from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.weights.headers import TensorHeader, read_checkpoint
 
 MAGNITUDES: Mapping[str, tuple[Any, int]] = {
@@ -34,11 +32,12 @@ STARTS_AT_THE_BASE = (LoraInit.ZERO_B, LoraInit.GAUSSIAN)
 """Inits under which the first norms are those of the base's own rows. Orthogonal factors, too, but for rounding to 16 bits."""
 
 
-def check_zero_rows(model: nn.Module, lora: LoraPlan, directory: Path) -> list[Finding]:
-    """At most one finding: the first weight with such a row. `model`: with its adapters, on the meta device."""
+def check_zero_rows(seen: ModelInspection) -> list[Finding]:
+    """At most one finding: the first weight with such a row."""
+    model, lora = seen.trained.model, seen.lora
     if not lora.use_dora or lora.init_lora_weights not in (*STARTS_AT_THE_BASE, LoraInit.ORTHOGONAL):
         return []
-    headers = read_checkpoint(directory).tensors
+    headers = read_checkpoint(seen.directory).tensors
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(base_name(name))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.model.load import load_config, stored_dtype
-from finetune_trainer.preflight.meta_model import inspect_structure
+from finetune_trainer.preflight.model_checks import inspect_structure
 from finetune_trainer.rehearsal.places import Places
 from finetune_trainer.rehearsal.tiny_data import tiny_splits
 from finetune_trainer.rehearsal.twin_plan import draws_random_numbers, twin_plan, twin_tokens, without_unmatched
@@ -113,11 +113,11 @@ def _write_quiet(config: PreTrainedConfig, described: dict[str, Any], places: Pl
 
 def _accepted(twin: RunPlan, model: Path, changes: list[Change]) -> RunPlan:
     """The plan, as preflight accepts it for the twin: without names of layers that it does not have. Raises NoTwinError."""
-    _, findings = inspect_structure(twin, model)
+    findings = inspect_structure(twin, model).findings
     unmatched = [finding.value for finding in findings if finding.rule in _UNMATCHED]
     if unmatched:
         twin = twin.model_copy(update={"method": without_unmatched(twin.method, unmatched, changes)})
-        _, findings = inspect_structure(twin, model)
+        findings = inspect_structure(twin, model).findings
     for finding in findings:
         if finding.severity == "error":
             raise NoTwinError(f"the settings fit the model and not its twin: {finding.field}: {finding.message}")

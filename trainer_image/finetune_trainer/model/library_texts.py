@@ -1,0 +1,17 @@
+"""Texts of errors by which the libraries say what no class of error says: all that this product matches, in one place.
+
+A release that words them otherwise makes a message less helpful and nothing wrong. Each has a test that has the library say it.
+"""
+
+from __future__ import annotations
+
+import re
+
+UNKNOWN_ATTENTION = re.compile(r"attn_implementation")
+"""transformers: the architecture does not have the attention that was asked for (`_check_and_adjust_attn_implementation`)."""
+STACKED_WEIGHTS = re.compile(r"ParamWrapper")
+"""PEFT: its adapter of stacked weights does not take a setting, such as dropout (`peft.tuners.lora.layer.ParamWrapper`)."""
+REFUSED_MODULE = re.compile(r"Module '([^']+)' is incompatible with")
+"""PEFT: a module is refused by the last part of its name (`tuners_utils._check_lora_target_modules_mamba`)."""
+NO_DEFAULT_TARGETS = re.compile(r"Please specify `target_modules`")
+"""PEFT: it has no targets of its own for the kind of model."""

@@ -1,0 +1,100 @@
+"""What the architecture of a model can do: layer classes to wrap, compilation, activation checkpointing, packing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune_job.api.parallelism import AutoWrapPolicy
+from finetune_job.api.training import ActivationCheckpointing
+from finetune_job.catalogue.book import make_finding
+from finetune_job.rules.rule import Finding
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.compilation import missing_compiler
+from finetune_trainer.model.wrap_plan import layer_classes
+from finetune_trainer.preflight.library_errors import finding_of_error
+from finetune_trainer.preflight.model_inspection import ModelInspection
+
+STATELESS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
+"""Kinds of layers, as configurations name them, that hand nothing on; small_model.py measures whether their masks leak."""
+
+
+def check_wrap_classes(seen: ModelInspection) -> Iterator[Finding]:
+    """A finding if a class to wrap does not exist in the model."""
+    fsdp = seen.plan.parallelism.fsdp
+    if fsdp.auto_wrap_policy is not AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
+        return
+    try:
+        layer_classes(seen.base, fsdp.transformer_layer_cls_to_wrap)
+    except ConfigError as error:
+        given = fsdp.transformer_layer_cls_to_wrap
+        field = "spec.parallelism.fsdp.transformerLayerClsToWrap"
+        changes = _other_classes(field, given, seen.base)
+        yield finding_of_error("wrap-class-unknown", field, "unset" if given is None else ", ".join(given), error, changes=changes)
+
+
+def _other_classes(field: str, given: Collection[str] | None, base: nn.Module) -> dict[str, str | list[str] | None]:
+    """The model's own classes that were probably meant; where a name is like none, those that the model names itself."""
+    if given is None:
+        return {"spec.parallelism.fsdp.autoWrapPolicy": AutoWrapPolicy.NO_WRAP.value}
+    present = sorted({type(module).__name__ for module in base.modules()})
+    near = [difflib.get_close_matches(name, present, n=1, cutoff=0.6) for name in given]
+    classes = list(dict.fromkeys(found[0] for found in near if found))
+    return {field: classes if near and all(near) else None}
+
+
+def check_compiler(seen: ModelInspection) -> Iterator[Finding]:
+    """Training runs in this image, too, so what is not here will not be there."""
+    plan = seen.plan
+    has_gpu = torch.cuda.is_available() if plan.placement is None else plan.placement.gpu_resource_name is not None
+    device_type = "cuda" if has_gpu else "cpu"
+    missing = missing_compiler(device_type) if plan.training.compile else ()
+    if missing:
+        yield make_finding(
+            "compile-without-compiler",
+            field="spec.training.compile",
+            value="true",
+            message=f"torch.compile for {device_type} calls a compiler ({', '.join(missing)}), and the trainer image has none",
+            fix="set spec.training.compile: false, or use a trainer image with a compiler",
+            changes={"spec.training.compile": False},
+        )
+
+
+def check_recomputation(seen: ModelInspection) -> Iterator[Finding]:
+    """Some architectures of transformers know no activation checkpointing."""
+    kind = seen.plan.training.activation_checkpointing
+    if kind is ActivationCheckpointing.NONE or seen.base.supports_gradient_checkpointing:
+        return
+    field = "spec.training.activationCheckpointing"
+    yield make_finding(
+        "activation-checkpointing-not-supported",
+        field=field,
+        value=kind.value,
+        message=f"{type(seen.base).__name__} of transformers cannot compute its layers again in backward",
+        fix=f"set {field}: None",
+        changes={field: ActivationCheckpointing.NONE.value},
+    )
+
+
+def check_recurrence(seen: ModelInspection) -> Iterator[Finding]:
+    """Transformers marks models that hand a state from token to token; no attention mask can keep documents apart in them."""
+    if seen.plan.data.packing and _hands_state_on(seen.base):
+        yield make_finding(
+            "packing-with-recurrent-layers",
+            field="spec.data.packing",
+            value="true",
+            message=f"{type(seen.base).__name__} has recurrent layers, whose state would run on from one record of a sequence into "
+            "the next",
+            fix="set spec.data.packing: false",
+            changes={"spec.data.packing": False},
+        )
+
+
+def _hands_state_on(base: PreTrainedModel) -> bool:
+    """Whether transformers says so of the class, unless every layer of this model is one of attention (Granite 4 without Mamba)."""
+    kinds = base.config.to_dict().get("layer_types") or ()
+    return bool(getattr(base, "_is_stateful", False)) and not (kinds and STATELESS.issuperset(kinds))
