@@ -13,7 +13,7 @@ from finetune_job.rules.rule import Finding
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.inspection.model_structure import ModelStructure
 from finetune_trainer.inspection.module_use import ModuleUses
-from finetune_trainer.inspection.observed_use import Observed
+from finetune_trainer.inspection.observed_use import ObservedUse
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ModelInspection:
     plan: RunPlan
     directory: Path
     findings: list[Finding] = field(default_factory=list)
-    observed: Observed | None = None
+    observed: ObservedUse | None = None
     """A small model of the same architecture and how it uses its modules; None if none could be computed."""
     loaded: LoadedModel | None = None
     attached: AttachedModel | None = None
