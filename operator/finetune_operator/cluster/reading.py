@@ -20,9 +20,10 @@ from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.decide.observed import ConfigMapView, JobView, ProfileView
 from finetune_operator.remembered import Remembered
 
-RECENT_JOBS = 128
-"""Jobs whose document and status are kept as they were read; about 45 kB each. Passes over one job follow each other."""
-RECENT_SPECS = 256
+RECENT_JOBS = 48
+"""Jobs whose document and status are kept as they were read; about 120 kB each. Passes over one job follow each other, and there
+are no more workers than this."""
+RECENT_SPECS = 64
 """About 14 kB each."""
 PROFILES_AT_A_TIME = 64
 LARGEST_KEPT = 64 << 10
