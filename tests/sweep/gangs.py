@@ -1,7 +1,8 @@
 """Gangs of two ranks that live through many cases: forked once, with the libraries imported, and replaced when a case breaks them.
 
-A rank answers each case on its own connection. Where one rank fails the other sees its connection close, so a rank that failed
-ends; a gang that gives no answer in time is killed, and the case recorded so.
+A rank answers each case on its own connection. Ranks that all fail in the same way have made the same calls, so they take the next
+case: a new process pays for a second of caches. If one rank fails alone, it is ended, so that the others see its connection close.
+A gang that gives no answer in time is killed, and the case recorded so.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.support import collector
+
 RANKS = 2
 DEADLINE_SECONDS = 90.0
 """For one case; far more than it takes, because the machine may be busy."""
+SAME_FAILURE_SECONDS = 5.0
+"""How long the other ranks may take to fail in the same way; one of them asks the gates, too."""
 CASES_PER_GANG = 25
 """After which a gang is replaced, so that no case is judged in a process that is very old."""
 PRELOADED = (
@@ -50,8 +56,8 @@ class Answer:
     """What one rank says."""
 
     result: Any
-    is_usable: bool
-    """Whether this process can go on to another case."""
+    failure: str = ""
+    """What ended work that the ranks share; empty after success, and after a failure in what this rank does alone."""
 
 
 Body = Callable[[Any, int, Any], Answer]
@@ -75,21 +81,30 @@ class GangPool:
             self._start()
         for _, connection in self._ranks:
             connection.send(request)
-        answers: list[Answer | None] = [None] * RANKS
+        answers = self._answers()
+        self._done += 1
+        are_in_step = len(answers) == RANKS and len({answer.failure for answer in answers.values()}) == 1
+        if self._done >= CASES_PER_GANG or not are_in_step:
+            self.close()
+        return [answers[rank].result if rank in answers else None for rank in range(RANKS)]
+
+    def _answers(self) -> dict[int, Answer]:
+        """By rank, without those that died or were late. Ends a rank that failed alone, so that the others do not wait for it."""
+        answers: dict[int, Answer] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
         deadline = time.monotonic() + DEADLINE_SECONDS
         while waiting and (left := deadline - time.monotonic()) > 0:
-            for ready in wait(list(waiting), timeout=left):
-                assert isinstance(ready, Connection)
-                rank = waiting.pop(ready)
-                try:
-                    answers[rank] = ready.recv()
-                except EOFError:
-                    continue
-        self._done += 1
-        if self._done >= CASES_PER_GANG or any(answer is None or not answer.is_usable for answer in answers):
-            self.close()
-        return [None if answer is None else answer.result for answer in answers]
+            failed = [self._ranks[rank][0] for rank, answer in answers.items() if answer.failure]
+            answered = wait(list(waiting), timeout=min(left, SAME_FAILURE_SECONDS) if failed else left)
+            for connection in answered:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                with suppress(EOFError):
+                    answers[rank] = connection.recv()
+            if not answered:
+                for process in failed:
+                    process.kill()
+        return answers
 
     def close(self) -> None:
         """End the gang."""
@@ -129,6 +144,7 @@ def _serve(body: str, rank: int, store: str, connection: Connection, log: str) -
     from finetune_trainer.ranks.gang import joined
 
     torch.set_num_threads(1)
+    collector.collect_rarely()
     # What the server has loaded is never looked through, and its pages are not copied for that.
     gc.freeze()
     module, _, name = body.partition(":")
@@ -139,10 +155,7 @@ def _serve(body: str, rank: int, store: str, connection: Connection, log: str) -
                 request = connection.recv()
             except EOFError:
                 break
-            answer = answer_of(gang, rank, request)
-            connection.send(answer)
-            if not answer.is_usable:
-                break
+            connection.send(answer_of(gang, rank, request))
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of collective libraries must not hold up the end.

@@ -74,13 +74,16 @@ def answer(gang: Gang, rank: int, request: Request) -> Answer:
     seconds: dict[str, float] = {}
     evidence = None
     failures: list[Failure] = []
+    shares_work = False
     try:
         plan = plan_of(case)
         alone = plan.parallelism.world_size == 1
         if not alone or rank == 0:
             own = Gang(0, 1, 0, torch.device("cpu"), None) if alone else gang
+            shares_work = not alone
             with without_own_refusals(request.ignores_own_refusals), _planted(request.plant):
                 runs = _train_twice(case, plan, request, own)
+            shares_work = False
             seconds["train"] = time.monotonic() - started
             if rank == 0:
                 context, first, second = runs
@@ -104,7 +107,7 @@ def answer(gang: Gang, rank: int, request: Request) -> Answer:
         not_compared=tuple(evidence.not_compared) if evidence else (),
         seconds=seconds,
     )
-    return Answer((observation, verdict), is_usable=not failures)
+    return Answer((observation, verdict), failure=f"{failures[0].kind}: {failures[0].text}" if failures and shares_work else "")
 
 
 def _train_twice(
