@@ -9,6 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 RUNS ?= 7
 DEMO_DIRECTORY ?= runs/demo
+SEED ?= 1
+NIGHT := $(shell date +%s)
 
 .PHONY: help
 help: ## This page
@@ -51,8 +53,8 @@ simulate: environment ## Walks of the operator through a simulated cluster that 
 	$(PYTHON) -m tests.simulation --first $$(date +%s) --seeds $(SEEDS)
 
 .PHONY: explore
-explore: environment ## Property tests with examples that nobody has tried before
-	HYPOTHESIS_PROFILE=explore $(VENV)/bin/pytest -q -n 2 --dist loadfile tests/unit tests/hostile
+explore: environment ## Property tests and hostile inputs with examples that nobody has tried before
+	HYPOTHESIS_PROFILE=explore HOSTILE_SEED=$(NIGHT) $(VENV)/bin/pytest -q -n 2 --dist loadfile -m "not nightly" tests/unit tests/hostile
 
 .PHONY: sweep
 sweep: COUNT = 1500
@@ -99,17 +101,17 @@ chaos: environment ## Kill the operator around every write, and put it into bad 
 .PHONY: kill-test
 kill-test: RUNS = 100
 kill-test: environment ## Kill training runs at random moments, RUNS with SIGKILL and RUNS with SIGTERM, and compare their bytes
-	$(PYTHON) -m tests.kill --runs $(RUNS)
+	$(PYTHON) -m tests.kill --runs $(RUNS) --seed $(SEED)
 .PHONY: kill-test-merge
 kill-test-merge: RUNS = 100
 kill-test-merge: environment ## Kill merges RUNS times; every one must end with the undisturbed bytes
-	$(PYTHON) -m tests.kill.merge --runs $(RUNS)
+	$(PYTHON) -m tests.kill.merge --runs $(RUNS) --seed $(SEED)
 .PHONY: kill-test-publish
 kill-test-publish: RUNS = 100
 kill-test-publish: environment ## Kill publications RUNS times for each kind of destination; no reader may see half a release
 	$(PYTHON) -m tests.support.cluster.binaries
-	$(PYTHON) -m tests.kill.publish --kills $(RUNS)
-	$(PYTHON) -m tests.kill.publish_hub --runs $(RUNS)
+	$(PYTHON) -m tests.kill.publish --kills $(RUNS) --seed $(SEED)
+	$(PYTHON) -m tests.kill.publish_hub --runs $(RUNS) --seed $(SEED)
 
 .PHONY: bench-operator
 bench-operator: JOBS = 1000
@@ -140,21 +142,24 @@ bench-prepare-memory: environment ## Memory of preparing 10 GB: 16 GB of disk, a
 bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB per second and memory
 	$(PYTHON) -m bench.prepare --runs $(RUNS)
 
-.PHONY: nightly
-nightly: environment ## What does not fit into `make test`: 100 killed runs, new property examples, every benchmark
-	$(MAKE) kill-test kill-test-merge kill-test-publish RUNS=100
-	$(MAKE) chaos
-	$(MAKE) failures
-	$(MAKE) mutants simulate
-	$(MAKE) explore
+NIGHTLY = nightly-tests nightly-hostile nightly-sweep nightly-idle nightly-pace nightly-benchmarks
+.PHONY: nightly $(NIGHTLY)
+nightly: environment ## What `make test` leaves out, with seeds and examples that nobody has tried before; a part that fails stops no other
+	$(MAKE) --keep-going SEED=$(NIGHT) kill-test kill-test-merge kill-test-publish chaos failures mutants simulate explore sweep $(NIGHTLY)
+nightly-tests: environment
+	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m nightly tests
+nightly-hostile: environment
+	HOSTILE_SEED=$(NIGHT) $(VENV)/bin/pytest -q -s tests/integration/test_hostile_objects.py tests/integration/test_hostile_manifests.py
+nightly-sweep: environment
+	$(PYTHON) -m tests.sweep --slice random --count 300 --seed $(NIGHT)
+nightly-idle: environment
 	$(PYTHON) -m tests.support.cluster.binaries
 	$(PYTHON) -m tests.idle
-	HOSTILE_SEED=$$(date +%s) $(VENV)/bin/pytest -q -s tests/integration/test_hostile_objects.py
-	$(MAKE) sweep
-	$(PYTHON) -m tests.sweep --slice random --count 300 --seed $$(date +%s)
+nightly-pace: environment
 	$(MAKE) bench-operator JOBS=1000
 	$(MAKE) bench-operator JOBS=5000
-	$(MAKE) bench-merge bench-trainer bench-prepare bench-chain bench-gpu RUNS=3
+nightly-benchmarks: environment
+	$(MAKE) --keep-going bench-merge bench-trainer bench-prepare bench-chain bench-gpu RUNS=3
 
 .PHONY: clean
 clean: ## Remove what was built here

@@ -6,14 +6,19 @@ draws new ones; what it finds becomes a case of its own.
 A log that nobody has configured shows plain tracebacks: those with the values of all variables take seconds for a job and its plan.
 
 Torch computes with one thread, as `tests.suites` has it: with more the order of sums, and so the last bit, depends on the machine.
+
+Tests that are skipped or left for the night are noted for the summary of `tests.suites`.
 """
 
 import gc
 import os
+from collections.abc import Sequence
 
+import pytest
 import structlog
 from hypothesis import settings
 
+from tests import left_out
 from tests.support import collector
 
 collector.collect_rarely()
@@ -28,6 +33,31 @@ structlog.configure(
         structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
     ]
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Markers."""
+    config.addinivalue_line("markers", f"{left_out.NIGHTLY}: left out by `make test`, run by `make nightly`")
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """By a marker, or by a name that a person gave."""
+    left_out.note((item.nodeid for item in items if item.get_closest_marker(left_out.NIGHTLY)), left_out.FOR_THE_NIGHT)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A test."""
+    _note_skipped(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A module."""
+    _note_skipped(report)
+
+
+def _note_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        left_out.note([report.nodeid], report.longrepr[2])
 
 
 def pytest_collection_finish() -> None:

@@ -3,7 +3,7 @@
 `python -m tests.suites [NAME...]`. Suites with a cluster wait for most of their time: they run one after another while those that
 compute run as well, which give way. A suite's output is printed when the suite has ended, unless it is the only one. All suites run
 even when one fails; the exit code is 1 when any did. The budgets add up to the processor minutes of 45 minutes on two cores, cold.
-A suite above its budget is marked and fails nothing: machines are noisy.
+A suite above its budget is marked and fails nothing: machines are noisy. Below a suite stands what it did not run, and why.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from tests import left_out
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
-PYTEST = (str(BIN / "pytest"), "-q", "--durations=5")
+PYTEST = (str(BIN / "pytest"), "-q", "--durations=5", "-m", f"not {left_out.NIGHTLY}")
 REAPED = (sys.executable, "-m", "tests.reaped")
 ON_BOTH_CORES = (*PYTEST, "-n", "2", "--dist", "loadfile")
 LIMIT_MINUTES = 45.0
@@ -92,6 +95,8 @@ class Result:
     minutes: float
     processor_minutes: float
     failed: tuple[str, ...]
+    left_out: Mapping[str, list[str]] = field(default_factory=dict)
+    """Tests by the reason why they did not run."""
 
 
 def run(suite: Suite, prefix: tuple[str, ...] = (), *, at_once: bool = True) -> Result:
@@ -106,7 +111,8 @@ def run(suite: Suite, prefix: tuple[str, ...] = (), *, at_once: bool = True) -> 
     title = f"\n=== {suite.name} (budget {suite.budget_minutes:g} processor minutes)"
     _say(title if at_once else f"=== {suite.name} begins")
     start, processor_seconds, failed = time.monotonic(), 0.0, []
-    with tempfile.TemporaryFile() as kept:
+    with tempfile.TemporaryFile() as kept, tempfile.NamedTemporaryFile() as notes:
+        environment[left_out.VARIABLE] = notes.name
         output = None if at_once else kept
         for command in suite.commands:
             process = subprocess.Popen((*REAPED, *prefix, *command), cwd=ROOT, env=environment, stdout=output, stderr=output)
@@ -122,7 +128,8 @@ def run(suite: Suite, prefix: tuple[str, ...] = (), *, at_once: bool = True) -> 
                 kept.seek(0)
                 shutil.copyfileobj(kept, sys.stdout.buffer)
                 sys.stdout.flush()
-    return Result(suite, (time.monotonic() - start) / 60, processor_seconds / 60, tuple(failed))
+        not_run = left_out.noted(Path(notes.name))
+    return Result(suite, (time.monotonic() - start) / 60, processor_seconds / 60, tuple(failed), not_run)
 
 
 _printing = threading.Lock()
@@ -151,8 +158,14 @@ def summary(results: list[Result], minutes: float) -> tuple[str, bool]:
         lines.append(
             _row(result.suite.name, result.minutes, result.processor_minutes, result.suite.budget_minutes) + f"  {verdict}{over}"
         )
+        lines += [f"    {len(tests)} not run: {reason}, {_named(tests)}" for reason, tests in result.left_out.items()]
     lines.append(_row("all", minutes, sum(result.processor_minutes for result in results), LIMIT_PROCESSOR_MINUTES))
     return "\n".join(lines), not any(result.failed for result in results)
+
+
+def _named(tests: list[str]) -> str:
+    files = {test.partition("::")[0] for test in tests}
+    return tests[0] if len(tests) == 1 else ", ".join(sorted(files))
 
 
 def _row(name: str, minutes: float, processor_minutes: float, budget: float) -> str:

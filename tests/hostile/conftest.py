@@ -10,11 +10,14 @@ __all__ = ["claims", "context", "made_claims", "manifest", "model"]
 
 EXHAUSTIVE = "HOSTILE_CASES"
 """Environment variable: how many times as many mutations as CI runs."""
+FIRST = "HOSTILE_SEED"
+"""Environment variable: the seed of the first mutation."""
 
 
 def pytest_generate_tests(metafunc) -> None:
     """`seeds`: blocks of consecutive seeds, one test each."""
     if "seeds" in metafunc.fixturenames:
-        times = int(os.environ.get(EXHAUSTIVE, "1"))
+        times, first = int(os.environ.get(EXHAUSTIVE, "1")), int(os.environ.get(FIRST, "0"))
         count = metafunc.function.cases
-        metafunc.parametrize("seeds", [range(block * count, (block + 1) * count) for block in range(times)], ids=str)
+        blocks = [range(first + block * count, first + (block + 1) * count) for block in range(times)]
+        metafunc.parametrize("seeds", blocks, ids=str)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.suites import LIMIT_PROCESSOR_MINUTES, SUITES, Group, Result, Suite, run, run_all, summary
+from tests.suites import LIMIT_PROCESSOR_MINUTES, PYTEST, ROOT, SUITES, Group, Result, Suite, run, run_all, summary
 
 SUITE = Suite("one", 2.0, (("true",),))
 RUN_REAPED = "import sys; from tests import reaped; reaped.PATIENCE_SECONDS = 0.2; sys.exit(reaped.main(sys.argv[1:]))"
@@ -33,6 +34,49 @@ def test_processor_minutes_are_shown_with_their_budget_and_a_slow_machine_fails_
 def test_the_whole_run_takes_the_time_of_its_groups_together_and_the_processor_time_of_each() -> None:
     text, _ = summary([Result(SUITE, 30.0, 20.0, ()), Result(SUITE, 31.0, 10.0, ())], 32.0)
     assert text.splitlines()[-1].split() == ["all", "32.0", "30.0", "90.0"]
+
+
+def test_what_did_not_run_stands_below_its_suite_with_the_reason() -> None:
+    not_run = {"left for `make nightly`": ["a.py::one", "a.py::two", "b.py::three"], "Skipped: needs root": ["c.py::four"]}
+    text, held = summary([Result(SUITE, 1.0, 1.0, (), not_run), Result(SUITE, 1.0, 1.0, ())], 2.0)
+    assert held
+    assert text.splitlines()[3:5] == [
+        "    3 not run: left for `make nightly`, a.py, b.py",
+        "    1 not run: Skipped: needs root, c.py::four",
+    ]
+
+
+NIGHT_AND_DAY = """
+import pytest
+
+@pytest.mark.nightly
+def test_long(): ...
+
+@pytest.mark.skip(reason="needs root")
+def test_skipped(): ...
+
+def test_short(): ...
+"""
+
+
+def test_tests_for_the_night_and_skipped_ones_are_noted_once_by_two_workers(tmp_path: Path) -> None:
+    test = tmp_path / "test_all.py"
+    test.write_text(NIGHT_AND_DAY)
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = --strict-markers\npythonpath = {ROOT}\n")
+    command = (*PYTEST, "-p", "no:cacheprovider", "-n", "2", str(tmp_path))
+    result = run(Suite("one", 1.0, (command, ("sh", "-c", "exit 0"))))
+    assert result.failed == ()
+    assert {reason: [name.rpartition("::")[2] for name in tests] for reason, tests in result.left_out.items()} == {
+        "Skipped: needs root": ["test_skipped"],
+        "left for `make nightly`": ["test_long"],
+    }
+
+
+def test_every_pytest_suite_leaves_the_night_out() -> None:
+    commands = [command for suite in SUITES for command in suite.commands if command[0].endswith("pytest")]
+    assert len(commands) >= 7
+    assert all(command[command.index("-m") + 1] == "not nightly" for command in commands)
 
 
 def test_every_command_runs_although_one_fails_and_its_processor_time_is_counted() -> None:
