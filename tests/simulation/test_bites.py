@@ -30,6 +30,7 @@ from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.worker import Worker
 from tests.simulation.walk import walk
 
+pytestmark = pytest.mark.nightly
 WALKS = 25
 STEPS = 120
 _request, _delete, _reconcile = Api.request, Api.delete, worker.reconcile

@@ -23,6 +23,7 @@ FEW = (
 )
 
 
+@pytest.mark.nightly
 def test_every_pair_of_values_that_can_stand_together_is_covered() -> None:
     covered = set(itertools.chain.from_iterable(pairs_of(case.values) for case in covering_array(1)))
     assert pairs_to_cover() <= covered
@@ -64,6 +65,7 @@ def test_products_hold_every_combination_that_applies() -> None:
     assert all(case.of(name) == value for case in cases for name, value in USUAL.items())
 
 
+@pytest.mark.nightly
 def test_the_slices_of_ci_are_large_enough_and_disjoint() -> None:
     fixed = list(itertools.islice(fixed_cases(), 150))
     fresh = random_slice(9, 150, {case.id for case in fixed})

@@ -75,6 +75,7 @@ def pool() -> Iterator[GangPool]:
     pool.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case",
     [CASE, INSIDE, BIASED, CANCELLED, APART],
@@ -85,12 +86,14 @@ def test_a_run_that_is_right_works_and_is_accepted(material: Path, pool: GangPoo
     assert (result.observation.outcome, result.judgement.kind) == ("works", "accepted"), result.judgement.why
 
 
+@pytest.mark.nightly
 def test_what_the_rules_refuse_is_run_behind_the_trainers_own_refusals(material: Path, pool: GangPool) -> None:
     result = run_case(FLAT, material, pool)
     assert result.judgement.kind == "refused", result.judgement.why
     assert "requires_grad" in result.observation.text()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case", "plant", "problem"),
     [
