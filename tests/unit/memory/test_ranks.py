@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from finetune_trainer.context import RunContext
-from tests.support.memory_ranks import COUNTS, counted_bytes, predicted_bytes
 from tests.support.tiny_model import run_context, tiny_spec, write_tiny_llama
+from tests.unit.memory.ranks import COUNTS, counted_bytes, predicted_bytes
 
 ODD = {"vocab_size": 265, "hidden_size": 36, "intermediate_size": 57, "num_attention_heads": 3, "num_key_value_heads": 1}
 """Sizes that no two ranks can halve."""

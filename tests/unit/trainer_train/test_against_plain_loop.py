@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.train.batches import global_batch
-from tests.support.recorded_steps import Recorded, distance, recorded_steps
 from tests.support.tiny_model import plan_of, run_context, tiny_spec
+from tests.unit.trainer_train.recorded_steps import Recorded, distance, recorded_steps
 
 BOUND = 1e-6
 STEPS, RATE, SEED = 3, 0.5, 3

@@ -22,8 +22,8 @@ from finetune_trainer.data.pack import pack
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import TRAIN, SplitArrays
 from finetune_trainer.train.batches import global_batch
-from tests.support.recorded_steps import distance, recorded_steps
 from tests.support.tiny_model import END, run_context, tiny_spec
+from tests.unit.trainer_train.recorded_steps import distance, recorded_steps
 
 STEPS, RATE, SEED, GLOBAL_BATCH, LENGTH = 3, 0.5, 3, 4, 96
 LOSS_BOUND, GRADIENT_BOUND = 1e-6, 2e-6

@@ -31,8 +31,8 @@ from finetune_trainer.model.objective import BatchSize
 from finetune_trainer.objective import cross_entropy, head
 from finetune_trainer.objective.next_token import NextToken, targets_of
 from finetune_trainer.train.batches import global_batch
-from tests.support.recorded_steps import distance, recorded_steps
 from tests.support.tiny_model import plan_of, run_context, tiny_spec
+from tests.unit.trainer_train.recorded_steps import distance, recorded_steps
 
 CPU = torch.device("cpu")
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from finetune_trainer.data.batches import Batch, PreparedData
 from finetune_trainer.objective.next_token import NextToken
-from tests.support.recorded_steps import distance
 from tests.support.tiny_model import write_tiny_llama, write_tiny_prepared
+from tests.unit.trainer_train.recorded_steps import distance
 
 BOUNDS = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (1e-3, 2e-2)}
 """Of the loss and of each gradient, relative."""

@@ -15,10 +15,10 @@ from peft import LoraConfig
 from torch import nn
 
 from finetune_trainer.model.packed_weights import keep_biases, make_fit_for_training
-from tests.support.adapted_gang import AdapterCase, Trained, load, train_in_gang, train_plainly
 from tests.support.forked_ranks import Fault, run_gang, trained_files
-from tests.support.recorded_steps import distance
 from tests.support.tiny_model import run_context, tiny_spec, write_tiny_llama
+from tests.unit.trainer_train.adapted_gang import AdapterCase, Trained, load, train_in_gang, train_plainly
+from tests.unit.trainer_train.recorded_steps import distance
 
 BLOCK = 64
 WIDTHS = {"aligned": {"hidden_size": 64, "intermediate_size": 128}, "unaligned": {"hidden_size": 96, "intermediate_size": 160}}

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.model.dtypes import resolve_dtypes
-from tests.support.adapted_gang import AdapterCase, Trained, load, logits_of, save_adapter, train_in_gang, train_plainly
 from tests.support.forked_ranks import Fault, run_gang, trained_files
-from tests.support.recorded_steps import distance
 from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama, write_tokenizer
+from tests.unit.trainer_train.adapted_gang import AdapterCase, Trained, load, logits_of, save_adapter, train_in_gang, train_plainly
+from tests.unit.trainer_train.recorded_steps import distance
 
 FIRST = {"version": 1}
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {

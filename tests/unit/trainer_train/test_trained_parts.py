@@ -18,7 +18,9 @@ from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.invariants import check_magnitudes, has_learnt
 from finetune_trainer.model.wrap_plan import unit_names
-from tests.support.adapted_gang import (
+from tests.support.forked_ranks import Fault, run_gang, trained_files
+from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama, write_tokenizer
+from tests.unit.trainer_train.adapted_gang import (
     AdapterCase,
     Trained,
     load,
@@ -27,9 +29,7 @@ from tests.support.adapted_gang import (
     train_in_gang,
     train_plainly,
 )
-from tests.support.forked_ranks import Fault, run_gang, trained_files
-from tests.support.recorded_steps import distance
-from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama, write_tokenizer
+from tests.unit.trainer_train.recorded_steps import distance
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ORIGINAL = {"version": 1, "useOrigParams": True, "peftWrapPolicy": False}

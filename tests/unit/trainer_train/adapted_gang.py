@@ -27,9 +27,9 @@ from finetune_trainer.model.load import build_unwritten
 from finetune_trainer.ranks.gang import joined
 from tests.support import small_gang
 from tests.support.forked_ranks import run_processes
-from tests.support.recorded_steps import RecordingDescent
 from tests.support.small_gang import Unchanged, whole
 from tests.support.tiny_model import plan_of, tiny_spec
+from tests.unit.trainer_train.recorded_steps import RecordingDescent
 
 STEPS, RATE, SEED = 3, 0.5, 3
 
