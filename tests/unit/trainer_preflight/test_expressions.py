@@ -3,9 +3,10 @@
 import pytest
 
 from finetune_job.failures import FailureClass, Outcome
+from finetune_trainer.preflight import job_parts
 from finetune_trainer.preflight.expressions import uncompiled_expressions
-from finetune_trainer.processes import sandbox as confined
-from finetune_trainer.roles import preflight as run
+from finetune_trainer.processes import sandbox
+from finetune_trainer.roles.preflight import run
 
 HOSTILE = "(?i:" + "[\u0080-\uffff]" * 55 + ")"
 """330 characters, within every bound; together such keys take a minute."""
@@ -22,8 +23,8 @@ HOSTILE_KEYS = {f"{HOSTILE}{number}": 4 for number in range(60)}
     ],
 )  # fmt: skip
 def test_what_does_not_compile_is_refused_by_the_rules_id_and_the_model_is_left_alone(context, monkeypatch, method, rule, field):
-    monkeypatch.setattr(run, "check_model", None)
-    result = run.run(context({"method": method}))
+    monkeypatch.setattr(job_parts, "check_model", None)
+    result = run(context({"method": method}))
     assert result.outcome is Outcome.REFUSED
     assert result.failure is FailureClass.USER_CONFIG
     assert [(finding.rule, finding.field) for finding in result.findings] == [(rule, field)]
@@ -39,7 +40,7 @@ def test_what_compiles_is_not_spoken_of(context):
 
 
 def test_what_takes_too_long_to_compile_is_a_finding(context, monkeypatch):
-    monkeypatch.setattr(confined, "CPU_SECONDS", 1)
+    monkeypatch.setattr(sandbox, "CPU_SECONDS", 1)
     (finding,) = uncompiled_expressions(context({"method": {"type": "LoRA", "lora": {"rankPattern": HOSTILE_KEYS}}}).plan.method)
     assert (finding.rule, finding.field) == ("adapter-pattern-malformed", "spec.method.lora.rankPattern")
     assert "takes more than 1 s of CPU time" in finding.message

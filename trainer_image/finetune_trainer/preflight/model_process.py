@@ -69,7 +69,7 @@ def _in_own_process(plan: RunPlan, directory: Path) -> Checked:
         return parsed(ended.answer, ANSWER)
     except ValueError as error:
         raise ModelCheckError(
-            "the process that checks the model answered something else than a structure", "its log says why"
+            "the process that checks the model answered with something else than a structure", "its log says why"
         ) from error
 
 
