@@ -67,7 +67,7 @@ def flops_per_token(size: str, steps: int) -> float:
 
 
 def line(name: str, found: list[dict[str, Any]], flops: float) -> str:
-    """PURE. One line for a reader."""
+    """One line for a reader."""
     rates = [run["tokens_per_second"] for run in found]
     rate, device = statistics.median(rates), found[0]["device"]
     peak = peak_flops(device)

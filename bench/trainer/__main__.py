@@ -115,7 +115,7 @@ def run_once(name: str, method: str, steps: int, world_size: int, threads: int) 
 
 
 def evaluated(name: str, figures: list[dict[str, Any]], counts: list[list[int]]) -> dict[str, Any]:
-    """PURE. Rate, loss and counts of one run from its ranks' figures. `counts`: tokens and supervised tokens of each step."""
+    """Rate, loss and counts of one run from its ranks' figures. `counts`: tokens and supervised tokens of each step."""
     first, total = figures[0], sum(tokens for tokens, _ in counts)
     num_steps = len(first["starts"]) - 1
     seconds, busy = (first[clock][-1] - first[clock][workload.WARM_UP_STEPS] for clock in ("starts", "busy"))
@@ -139,7 +139,7 @@ def evaluated(name: str, figures: list[dict[str, Any]], counts: list[list[int]])
 
 
 def problems(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """PURE. What makes the comparison void."""
+    """What makes the comparison void."""
     found = []
     for name, each in runs.items():
         for run in each:
@@ -156,7 +156,7 @@ def problems(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """PURE."""
+    """What the runs come to."""
     rates = [run["tokens_per_second"] for run in runs]
     return {
         "tokens_per_second": [round(rate, 1) for rate in rates],

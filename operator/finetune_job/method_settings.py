@@ -1,4 +1,4 @@
-"""PURE. `method.settings` of a manifest -> the fields of PEFT's configuration class, or what is wrong with them.
+"""`method.settings` of a manifest -> the fields of PEFT's configuration class, or what is wrong with them.
 
 Names are PEFT's in camelCase; the types are those that the fields of its class declare (peft_settings.py). Strings with a number
 become numbers where the field takes a fraction, because the spec has no floats. Rules, preflight and trainer all ask here.

@@ -1,4 +1,4 @@
-"""PURE. What can be said of a regular expression on module names without compiling it."""
+"""What can be said of a regular expression on module names without compiling it."""
 
 from __future__ import annotations
 

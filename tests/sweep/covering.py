@@ -1,4 +1,4 @@
-"""PURE. Which combinations are run: a covering array of pairs, products of what is known to interact, and a random stream.
+"""Which combinations are run: a covering array of pairs, products of what is known to interact, and a random stream.
 
 Deterministic: the same dimensions and the same seed give the same cases on every machine.
 """

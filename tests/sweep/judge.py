@@ -1,4 +1,4 @@
-"""PURE. Verdict against observation: do the gates say what really happens?"""
+"""Verdict against observation: do the gates say what really happens?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. The case that a user comes to who mends what a finding says: the same one with other values of the settings it names."""
+"""The case that a user comes to who mends what a finding says: the same one with other values of the settings it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. Is a run that ended without an error right? Observed numbers in, what is wrong with them out.
+"""Is a run that ended without an error right? Observed numbers in, what is wrong with them out.
 
 Nothing here knows the rules. Bounds: in float32 those of rounding; with 16-bit types a multiple of what the plain run itself loses
 when it is computed in the coarsest of the types.

@@ -1,4 +1,4 @@
-"""PURE. The fixed list of cases, and slices of the random stream."""
+"""The fixed list of cases, and slices of the random stream."""
 
 from __future__ import annotations
 

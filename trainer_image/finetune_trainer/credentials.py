@@ -105,7 +105,7 @@ class Credentials:
 
 
 def login_for(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
-    """PURE. The login of a registry in a dockerconfigjson; None where there is none.
+    """The login of a registry in a dockerconfigjson; None where there is none.
 
     Keys are hosts with their ports, as Docker writes them; older ones are addresses with scheme and path, whose host alone counts.
     Raises ValueError, TypeError, AttributeError where the document has another form.

@@ -1,4 +1,4 @@
-"""PURE. Text of users in Markdown: shown as it is, never taken for markup."""
+"""Text of users in Markdown: shown as it is, never taken for markup."""
 
 from __future__ import annotations
 

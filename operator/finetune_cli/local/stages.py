@@ -56,7 +56,7 @@ class Step:
 def next_step(
     record: RunRecord, report: TerminationReport, role: Role, max_restarts: int, *, interrupted: bool, now: datetime
 ) -> Step:
-    """PURE. What follows this end of a role at `now`."""
+    """What follows this end of a role at `now`."""
     if report.outcome is Outcome.SUCCEEDED:
         return Step(record.model_copy(update={"finished": [*record.finished, role], "facts": {**record.facts, role: report.facts}}))
     if report.outcome is Outcome.REFUSED:

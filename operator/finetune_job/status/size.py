@@ -1,4 +1,4 @@
-"""PURE. A status that etcd can hold: an object has 1.5 MiB, of which the spec may take a third.
+"""A status that etcd can hold: an object has 1.5 MiB, of which the spec may take a third.
 
 Every text of a status is bounded by its schema, but 64 findings of the longest texts together are larger than what is left.
 """

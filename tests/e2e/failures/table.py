@@ -33,7 +33,7 @@ def record(outcomes: Mapping[str, Outcome], cases: Sequence[Case]) -> None:
 
 
 def with_table(page: str, text: str) -> str:
-    """PURE. The page with its table replaced.
+    """The page with its table replaced.
 
     Raises:
         ValueError: the page has no place for it.
@@ -46,7 +46,7 @@ def with_table(page: str, text: str) -> str:
 
 
 def table(outcomes: Mapping[str, Outcome], cases: Sequence[Case]) -> str:
-    """PURE. The table in Markdown, in the order of the cases."""
+    """The table in Markdown, in the order of the cases."""
     rows = [_HEAD, ("---",) * len(_HEAD), *(_row(case, outcomes[case.name]) for case in cases if case.name in outcomes)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

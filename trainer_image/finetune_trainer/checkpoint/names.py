@@ -1,4 +1,4 @@
-"""PURE. Names inside the checkpoint directory.
+"""Names inside the checkpoint directory.
 
 step-0000000100/             complete by its name alone
     rank-00000.safetensors   one per rank

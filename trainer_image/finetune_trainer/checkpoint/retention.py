@@ -26,7 +26,7 @@ def checkpoint_directories(root: Path) -> list[Path]:
 
 
 def outdated(found: Mapping[int, Manifest | None], keep: int) -> list[int]:
-    """PURE. Steps to remove, of manifests by step, None for a damaged checkpoint.
+    """Steps to remove, of manifests by step, None for a damaged checkpoint.
 
     All below the oldest of the newest `keep` valid ones go, none while there are fewer; but never the best checkpoint that one of
     those names, because a run that resumes from it may have to export that.

@@ -1,4 +1,4 @@
-"""PURE. What a chat holds and its rendered text does not: thoughts, words beside a call, whole turns, the tools.
+"""What a chat holds and its rendered text does not: thoughts, words beside a call, whole turns, the tools.
 
 Templates leave out on purpose: thoughts of all answers but the last, say. It is no mistake of the record, but a user has to know.
 Called by tokenize.py.

@@ -1,4 +1,4 @@
-"""PURE. Document lengths -> sequences of whole documents.
+"""Document lengths -> sequences of whole documents.
 
 Best fit decreasing: the longest document first, each into the fullest sequence that still holds it. Ties are broken by the order of
 the documents, so equal lengths give equal packs on every machine. Within 22 % of the fewest possible sequences in the worst case

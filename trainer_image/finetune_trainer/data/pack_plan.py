@@ -1,4 +1,4 @@
-"""PURE. Documents of weighted data sets -> the sequences of one pass, window by window, in memory that does not grow with the data.
+"""Documents of weighted data sets -> the sequences of one pass, window by window, in memory that does not grow with the data.
 
 A record with index i of a data set with weight w occurs floor((i+1)*w) - floor(i*w) times in a pass: evenly spread, and the same
 everywhere. A window takes every n-th document of all, so that each window holds of every data set and of every part of a file what

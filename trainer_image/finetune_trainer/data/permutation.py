@@ -1,4 +1,4 @@
-"""PURE. The order of the training sequences, as a function and not as a list: which sequence stands at a place of an epoch.
+"""The order of the training sequences, as a function and not as a list: which sequence stands at a place of an epoch.
 
 A counter-based permutation needs no state: any step of any epoch is found in constant time, so a resumed run, or one with
 another number of ranks, sees the same order without replaying it. Called by the training loop, which maps step and rank to places.

@@ -28,7 +28,7 @@ _READ_BYTES = 1024**2
 
 
 def resume_point(length: int, sync_bytes: int) -> int:
-    """PURE. How much of a beginning of that length is certainly on the disk.
+    """How much of a beginning of that length is certainly on the disk.
 
     Bytes beyond a multiple of `sync_bytes` are written only once everything before it is durable, so the latest multiple before
     the end is. (At the end itself the fsync may not have happened.)

@@ -1,4 +1,4 @@
-"""PURE. What the model does with each of its modules, by name, as it was observed on a small model of the same architecture."""
+"""What the model does with each of its modules, by name, as it was observed on a small model of the same architecture."""
 
 from __future__ import annotations
 

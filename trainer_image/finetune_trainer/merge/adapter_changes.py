@@ -1,4 +1,4 @@
-"""PURE. What one adapter does to the parameters of the base model, of whatever method, and what holds for all methods.
+"""What one adapter does to the parameters of the base model, of whatever method, and what holds for all methods.
 
 lora.py and methods.py fill an AdapterChanges; assignment.py lets those of several adapters follow one another.
 """

@@ -1,4 +1,4 @@
-"""PURE. Names in a LoRA adapter file -> module of the base model and part of the adapter on it (peft 0.21.2,
+"""Names in a LoRA adapter file -> module of the base model and part of the adapter on it (peft 0.21.2,
 get_peft_model_state_dict).
 
 `base_model.model.<module>.lora_A.weight` and so on are factors, `<module>.token_adapter.trainable_tokens_delta` trained rows;

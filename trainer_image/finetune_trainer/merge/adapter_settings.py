@@ -1,4 +1,4 @@
-"""PURE. adapter_config.json of LoRA's family -> what merging must know of it, or a refusal with the reason.
+"""Adapter_config.json of LoRA's family -> what merging must know of it, or a refusal with the reason.
 
 In: the parsed file. Out: AdapterSettings. An adapter whose method changes more than the merge covers is refused here, because
 leaving out a part of an adapter gives a model that loads well and answers wrong.

@@ -1,5 +1,4 @@
-"""What all adapters together make of every stored tensor of the base model. Every adapter tensor is used, or it is an error. PURE,
-but for what methods.py asks PEFT.
+"""What all adapters together make of every stored tensor of the base model. An adapter tensor that is not used is an error.
 
 In: where the base's parameters are stored, and the adapters in the order in which they are merged. Out: an Assignment. Called by
 plan.py. lora.py and methods.py say what one adapter does to the model's parameters; here the adapters follow one another,

@@ -1,4 +1,4 @@
-"""PURE. What an adapter does to one matrix of the base model, as data: made by the planner, carried out by `steps`.
+"""What an adapter does to one matrix of the base model, as data: made by the planner, carried out by `steps`.
 
 A stored tensor is one matrix or, where experts are stacked in it, several; each has a tuple of changes, applied in order. Tensors
 are named by their headers, so that nothing is read before its turn comes.

@@ -1,4 +1,4 @@
-"""PURE. The factors of one LoRA, rsLoRA or DoRA layer -> the change of the parameter that they adapt, their shapes checked."""
+"""The factors of one LoRA, rsLoRA or DoRA layer -> the change of the parameter that they adapt, their shapes checked."""
 
 from __future__ import annotations
 

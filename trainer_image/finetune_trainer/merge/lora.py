@@ -1,4 +1,4 @@
-"""PURE. What one adapter of LoRA's family does to the parameters of the base model. Every adapter tensor is used, or it is an
+"""What one adapter of LoRA's family does to the parameters of the base model. Every adapter tensor is used, or it is an
 error.
 
 In: the adapter's headers and settings, and where the base's parameters are stored. Out: changes and whole replacements by the

@@ -1,4 +1,4 @@
-"""PURE. Adapters on parameters of a model rather than on its modules: PEFT's target_parameters, above all fused experts.
+"""Adapters on parameters of a model rather than on its modules: PEFT's target_parameters, above all fused experts.
 
 In: headers of the base (StoredModel) and of the adapter. Out: changes of stored matrices, and which adapter tensors they use.
 PEFT 0.21.2 wraps a module once for each of its adapted parameters, so that tensors are named by their place in the nest: with

@@ -1,4 +1,4 @@
-"""PURE but for the adapter's tensors, which it reads. Cuts output tensors into pieces that fit a worker's buffers.
+"""Cuts output tensors into pieces that fit a worker's buffers.
 
 A piece is rows of one matrix: of a whole tensor, or of one expert in a stored stack. Rows are cut where every step of the matrix
 allows it, so that one piece goes through all of them.

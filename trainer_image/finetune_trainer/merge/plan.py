@@ -1,4 +1,4 @@
-"""PURE. Headers and configurations -> MergePlan: every output tensor, its bytes' place, and where they come from.
+"""Headers and configurations -> MergePlan: every output tensor, its bytes' place, and where they come from.
 
 Called by run.py, and by verify to know which tensors may differ from the base. Invariants: each adapter tensor is used
 exactly once (assignment.py), each base tensor gives exactly one output tensor of the same name and shape, tied tensors that

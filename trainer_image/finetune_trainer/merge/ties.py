@@ -1,4 +1,4 @@
-"""PURE. Parameters that share memory, above all input and output embeddings: kept together where adapters change them alike, else
+"""Parameters that share memory, above all input and output embeddings: kept together where adapters change them alike, else
 parted.
 
 In a model with an adapter each module has a change of its own, whatever memory the base's weights share: the logits are those of

@@ -1,4 +1,4 @@
-"""PURE. Trained rows of embeddings (trainable_token_indices) -> changes of the embeddings and of what is tied to them.
+"""Trained rows of embeddings (trainable_token_indices) -> changes of the embeddings and of what is tied to them.
 
 Source of the rules: peft 0.21.2, utils/other.py, set_additional_trainable_modules.
 """

@@ -1,4 +1,4 @@
-"""PURE. Which trainable parameter learns at which multiple of the run's learning rate."""
+"""Which trainable parameter learns at which multiple of the run's learning rate."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def fill(model: nn.Module, found: list[Piece], headers: Mapping[str, TensorHeade
 
 
 def base_name(name: str) -> str:
-    """PURE. The base model's name of a parameter of it inside a PEFT model; any other name is no name of a base model."""
+    """The base model's name of a parameter of it inside a PEFT model; any other name is no name of a base model."""
     parts = name.removeprefix("base_model.model.").split(".")
     wrapped = ("base_layer", "original_module", "modules_to_save", "token_adapter", ADAPTER)
     return ".".join(part for part in parts if part not in wrapped)
@@ -205,5 +205,5 @@ def _read_all(file: FileIO, view: memoryview) -> int:
 
 
 def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """PURE. Consecutive ranges of at most `size` that together are [0, count)."""
+    """Consecutive ranges of at most `size` that together are [0, count)."""
     return ((first, min(first + size, count)) for first in range(0, count, size))

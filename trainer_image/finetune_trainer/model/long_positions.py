@@ -45,7 +45,7 @@ class _ByDocument:
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """PURE. Of each token, the length of its document. `position_ids` [B, T]: from 0 in each."""
+    """Of each token, the length of its document. `position_ids` [B, T]: from 0 in each."""
     documents = (position_ids == 0).cumsum(dim=1)
     last = torch.zeros(position_ids.shape[0], position_ids.shape[1] + 1, dtype=position_ids.dtype, device=position_ids.device)
     return last.scatter_reduce(1, documents, position_ids, "amax").gather(1, documents) + 1

@@ -43,7 +43,7 @@ def retry_after_seconds(response: httpx2.Response) -> float | None:
 
 
 def shown_saying(text: str | None) -> str:
-    """PURE. What the Hub says of a refusal, without addresses, which may be signed; empty where it says nothing."""
+    """What the Hub says of a refusal, without addresses, which may be signed; empty where it says nothing."""
     plain = " ".join(_ADDRESS.sub("(address)", text or "").split())
     return f": {plain[:_LONGEST_SAYING]}" if plain else ""
 

@@ -31,7 +31,7 @@ class Patience:
 
 
 def pause_seconds(patience: Patience, failures: int, retry_after_seconds: float | None, jitter: float) -> float | None:
-    """PURE. Pause after so many failures in a row; None: give up.
+    """Pause after so many failures in a row; None: give up.
 
     `jitter`: 0 to 1. Half of the pause is fixed and half is random, so that pods that failed together do not come back together.
     """

@@ -74,7 +74,7 @@ def cross_entropy_of(rows: torch.Tensor, to_logits: Callable[[torch.Tensor], tor
 
 
 def parts(num_rows: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
-    """PURE. Consecutive slices that together are range(num_rows)."""
+    """Consecutive slices that together are range(num_rows)."""
     size = rows_per_part(vocabulary, device.type)
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 

@@ -1,4 +1,4 @@
-"""PURE but for looking at a model's structure. Floating-point operations that training needs by the model's mathematics.
+"""Floating-point operations that training needs by the model's mathematics.
 
 What is computed again to save memory, padding of documents to rows inside attention, norms, activations and embeddings (lookups, no
 products) do not count; the output layer does. So model FLOPs utilisation (MFU; Chowdhery et al., 2022, appendix B) compares runs

@@ -1,4 +1,4 @@
-"""PURE. How a job has spent its time over all its attempts: steps that count, and everything else by cause.
+"""How a job has spent its time over all its attempts: steps that count, and everything else by cause.
 
 Each attempt writes records: one at its start, then the seconds it has spent on each activity so far. Every second between the start
 of the first attempt and the latest record belongs to exactly one cause, so the parts add up.

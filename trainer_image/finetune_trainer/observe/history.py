@@ -11,7 +11,7 @@ from finetune_trainer.observe.lines import JsonLines, read_lines
 
 
 def kept_lines(text: str, resumed_step: int) -> list[dict[str, Any]]:
-    """PURE. The lines up to the resumed step; later ones are written again, and a line cut off by a crash goes."""
+    """The lines up to the resumed step; later ones are written again, and a line cut off by a crash goes."""
     return [line for line in read_lines(text) if isinstance(line.get("step"), int) and line["step"] <= resumed_step]
 
 

@@ -53,7 +53,7 @@ class JsonLines:
 
 
 def read_lines(text: str) -> list[dict[str, Any]]:
-    """PURE. The objects in a file of lines; a line that is none, such as one that was cut off, is passed over."""
+    """The objects in a file of lines; a line that is none, such as one that was cut off, is passed over."""
     found = []
     for line in text.splitlines():
         try:

@@ -105,7 +105,7 @@ class Totals:
 
 
 def families(progress: Progress, totals: Totals) -> Iterator[Metric]:
-    """PURE. All metrics with their samples."""
+    """All metrics with their samples."""
     for name, definition in GAUGES.items():
         gauge = GaugeMetricFamily(PREFIX + definition.name, definition.text)
         value = getattr(progress, name)

@@ -1,4 +1,4 @@
-"""PURE. Pace of the latest steps."""
+"""Pace of the latest steps."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Tracker(Protocol):
 
 
 def unknown_trackers(plan: RunPlan) -> Finding | None:
-    """PURE but for the installed packages. Trackers that no package of this image offers."""
+    """Trackers that no package of this image offers."""
     offered = sorted(set(entry_points(group=GROUP).names))
     unknown = [name for name in plan.training.trackers if name not in offered]
     if not unknown:

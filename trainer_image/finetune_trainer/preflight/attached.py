@@ -1,4 +1,4 @@
-"""PURE. What PEFT attached without a word and what would then fail in the first forward pass, or train nothing."""
+"""What PEFT attached without a word and what would then fail in the first forward pass, or train nothing."""
 
 from __future__ import annotations
 

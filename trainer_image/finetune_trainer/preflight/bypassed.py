@@ -1,4 +1,4 @@
-"""PURE. Modules that are adapted, trained, packed or made units although the model does not work with them as that needs.
+"""Modules that are adapted, trained, packed or made units although the model does not work with them as that needs.
 
 What the model does with each module comes from inspection/observed_use.py. Called by meta_model.py with the model as it is trained.
 """

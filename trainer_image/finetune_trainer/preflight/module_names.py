@@ -1,4 +1,4 @@
-"""PURE. Do the names in the adapter settings mean anything in this model? By PEFT's own matching rules, with near matches.
+"""Do the names in the adapter settings mean anything in this model? By PEFT's own matching rules, with near matches.
 
 PEFT itself raises only where nothing at all matches: one wrong name among right ones is dropped without a word, and patterns that
 match nothing always are (peft.tuners.tuners_utils.check_target_module_exists, peft.utils.other.get_pattern_key).

@@ -1,4 +1,4 @@
-"""PURE. How long a text a model was made for, by its configuration."""
+"""How long a text a model was made for, by its configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. What a commit to a repository on the Hub has to change, and what speaks against it.
+"""What a commit to a repository on the Hub has to change, and what speaks against it.
 
 The repository may hold an older release of ours, which the new one replaces whole: a shard that stays behind might be loaded with
 shards of another model. Nothing else that loaders would take for a model is ever deleted or left beside ours: it is refused.

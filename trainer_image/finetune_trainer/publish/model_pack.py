@@ -1,4 +1,4 @@
-"""PURE. A release as an OCI artifact in the form of the CNCF's ModelPack specification: a raw layer for each file.
+"""A release as an OCI artifact in the form of the CNCF's ModelPack specification: a raw layer for each file.
 
 Source of media types and annotations: https://github.com/modelpack/model-spec, docs/{spec,config,annotations}.md and
 specs-go/v1/mediatype.go at d78bf3231b4f; of the manifest: https://github.com/opencontainers/image-spec/blob/v1.1.0/manifest.md.

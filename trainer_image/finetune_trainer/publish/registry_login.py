@@ -31,7 +31,7 @@ class Challenge:
 
 
 def challenges_of(header: str) -> list[Challenge]:
-    """PURE. The ways in of a WWW-Authenticate header that are known here, in its order."""
+    """The ways in of a WWW-Authenticate header that are known here, in its order."""
     found = []
     starts = [match for match in _SCHEME.finditer(header) if header[: match.start()].count('"') % 2 == 0]
     for number, match in enumerate(starts):

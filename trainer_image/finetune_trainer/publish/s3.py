@@ -43,7 +43,7 @@ _SHOWN_KEYS = 3
 
 
 def part_size(file_bytes: int, part_bytes: int) -> int:
-    """PURE. Bytes of a part, so that the file has no more than MOST_PARTS."""
+    """Bytes of a part, so that the file has no more than MOST_PARTS."""
     return max(part_bytes, -(-file_bytes // MOST_PARTS))
 
 

@@ -1,4 +1,4 @@
-"""PURE. Signatures of requests to an object store.
+"""Signatures of requests to an object store.
 
 Source: AWS Signature Version 4 with the Authorization header and a signed payload,
 https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html. Signed here because the trainer's object store

@@ -67,7 +67,7 @@ class Gang:
 
 
 def collective_timeout(step_timeout_seconds: float) -> timedelta:
-    """PURE. How long any collective waits for the other ranks: longer than the watchdog, which knows more, takes to end them all.
+    """How long any collective waits for the other ranks: longer than the watchdog, which knows more, takes to end them all.
 
     A rank that dies is noticed at once all the same, because its connections close.
     """

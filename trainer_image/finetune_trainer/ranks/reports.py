@@ -47,20 +47,20 @@ def remove_rank_reports(directory: Path, ranks: Iterable[int]) -> None:
 
 
 def dated(report: TerminationReport) -> TerminationReport:
-    """PURE. An echo is dated to the end of its wait, every other report stays as it is."""
+    """An echo is dated to the end of its wait, every other report stays as it is."""
     if report.failure is not FailureClass.COLLECTIVE:
         return report
     return report.model_copy(update={"time": report.time + ECHO_SECONDS})
 
 
 def root_cause(reports: Iterable[TerminationReport]) -> TerminationReport | None:
-    """PURE. The earliest failure; between equal times the lowest rank. None where no rank failed."""
+    """The earliest failure; between equal times the lowest rank. None where no rank failed."""
     failed = [report for report in reports if report.outcome is not Outcome.SUCCEEDED]
     return min(failed, key=lambda report: (report.time, report.rank or 0), default=None)
 
 
 def failed_ranks(torchrun_output: str) -> dict[int, int]:
-    """PURE. Global rank -> exit code (negative: the signal), from the summary that torchrun prints when ranks fail."""
+    """Global rank -> exit code (negative: the signal), from the summary that torchrun prints when ranks fail."""
     return {int(rank): int(code) for rank, code in _FAILED_RANK.findall(torchrun_output)}
 
 
@@ -82,7 +82,7 @@ class SilentEvidence:
 def silent_failures(
     exit_codes: Mapping[int, int], reports: Iterable[TerminationReport], evidence: SilentEvidence
 ) -> list[TerminationReport]:
-    """PURE. Reports for ranks that ended without one."""
+    """Reports for ranks that ended without one."""
     heard = {report.rank for report in reports}
     found = []
     for rank, code in sorted(exit_codes.items()):

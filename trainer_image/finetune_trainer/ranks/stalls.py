@@ -57,7 +57,7 @@ class Patience:
 
 
 def patience(step_timeout_seconds: float) -> Patience:
-    """PURE. What the plan's step timeout means for each wait."""
+    """What the plan's step timeout means for each wait."""
     shortest, longest = _SILENCE_SECONDS
     return Patience(
         step=step_timeout_seconds,
@@ -138,7 +138,7 @@ class Stall(BaseModel):
 
 
 def verdict(records: Mapping[int, Record], silent: Iterable[int], declared_by: int, now: float) -> Stall | None:
-    """PURE. The rank that stopped, or None where the one that the others wait for is still within its allowance.
+    """The rank that stopped, or None where the one that the others wait for is still within its allowance.
 
     Args:
         records: The latest record of each rank that has written one.

@@ -226,7 +226,7 @@ def main_stack(thread: int | None) -> list[traceback.FrameSummary]:
 
 
 def own_place(stack: list[traceback.FrameSummary]) -> str:
-    """PURE. `file:line in function` of the innermost frame that lies in no library; of the innermost at all where all do."""
+    """`file:line in function` of the innermost frame that lies in no library; of the innermost at all where all do."""
     own = [frame for frame in stack if not any(part in frame.filename for part in (*_LIBRARIES, "<"))]
     if not stack:
         return "an unknown place"

@@ -1,4 +1,4 @@
-"""PURE. Are two histories the same run, but for rounding?"""
+"""Are two histories the same run, but for rounding?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. Prepared data for a twin: random tokens in the shape that the plan asks for; every named token occurs in every document."""
+"""Prepared data for a twin: random tokens in the shape that the plan asks for; every named token occurs in every document."""
 
 from __future__ import annotations
 

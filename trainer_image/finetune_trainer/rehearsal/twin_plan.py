@@ -1,4 +1,4 @@
-"""PURE. The job's plan -> the plan of its rehearsal, and what was changed. Only what a small twin on two CPU ranks forces."""
+"""The job's plan -> the plan of its rehearsal, and what was changed. Only what a small twin on two CPU ranks forces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. What a rehearsal saw -> a finding."""
+"""What a rehearsal saw -> a finding."""
 
 from __future__ import annotations
 

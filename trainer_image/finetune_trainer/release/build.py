@@ -23,12 +23,12 @@ _INCOMPLETE = "run the merge again: it completes what is missing"
 
 
 def checksum_lines(sha256_of: Mapping[str, str]) -> str:
-    """PURE. Digests by name, in the form that `sha256sum --check` reads."""
+    """Digests by name, in the form that `sha256sum --check` reads."""
     return "".join(f"{sha256_of[name]}  {name}\n" for name in sorted(sha256_of))
 
 
 def parse_checksums(text: str) -> dict[str, str] | None:
-    """PURE. Digests by name; None where the text is nothing that `checksum_lines` makes, or cut off."""
+    """Digests by name; None where the text is nothing that `checksum_lines` makes, or cut off."""
     if not text.endswith("\n"):
         return None
     matches = [_LINE.fullmatch(line) for line in text.removesuffix("\n").split("\n")]

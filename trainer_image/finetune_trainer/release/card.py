@@ -1,4 +1,4 @@
-"""PURE. README.md: the model card, from what is known of the run. Front matter as the Hub reads it, then text for people.
+"""README.md: the model card, from what is known of the run. Front matter as the Hub reads it, then text for people.
 
 Names that users choose stand in code spans and YAML scalars, so that none of them is taken for markup.
 """

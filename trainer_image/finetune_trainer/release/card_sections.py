@@ -1,4 +1,4 @@
-"""PURE. The parts of the model card that tell of the run, one function each; an empty list leaves the part out."""
+"""The parts of the model card that tell of the run, one function each; an empty list leaves the part out."""
 
 from __future__ import annotations
 

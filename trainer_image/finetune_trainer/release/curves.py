@@ -1,4 +1,4 @@
-"""PURE. What history.jsonl says of a run: counts, losses, and curves as text."""
+"""What history.jsonl says of a run: counts, losses, and curves as text."""
 
 from __future__ import annotations
 

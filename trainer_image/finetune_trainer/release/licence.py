@@ -48,7 +48,7 @@ def read_licence(model: Path) -> Licence:
 
 
 def front_matter(text: str) -> dict[str, Any]:
-    """PURE. The mapping at the head of a card; empty where there is none that can be read."""
+    """The mapping at the head of a card; empty where there is none that can be read."""
     match = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
     if match is None:
         return {}

@@ -1,4 +1,4 @@
-"""PURE. Which name each result has at its destination, by kind of destination.
+"""Which name each result has at its destination, by kind of destination.
 
 A directory (`pvc://`, `s3://`) has `adapter/` and `merged/` with the model card beside them. A repository (`hf://`, `oci://`) is a
 model itself: the merged one, or the adapter where that is the only result, lies at its top, because that is where loaders look.

@@ -1,4 +1,4 @@
-"""PURE. provenance.json: an in-toto statement (v1) with a SLSA provenance predicate (v1) over every published weight file.
+"""Provenance.json: an in-toto statement (v1) with a SLSA provenance predicate (v1) over every published weight file.
 
 It says what was made, from what, by what, so that whoever has the files can compare. It is not signed: it proves nothing against
 somebody who can replace the files and the statement together. Formats: https://in-toto.io/Statement/v1 and

@@ -1,4 +1,4 @@
-"""PURE. What a serving engine makes of an adapter in PEFT's layout, from its settings and its tensor names alone.
+"""What a serving engine makes of an adapter in PEFT's layout, from its settings and its tensor names alone.
 
 The rules are vLLM's, read in the sources of 0.22 (vllm/lora/peft_helper.py, lora_model.py, utils.py, vllm/config/lora.py). Whether
 the engine's own class of the base model takes adapters at all, and on which modules, is not to be seen from here.

@@ -111,7 +111,7 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
 
 
 def torchrun_command(context: RunContext, launch: Launch, pipes: Path) -> list[str]:
-    """PURE. The command of this node's agent."""
+    """The command of this node's agent."""
     parallelism = context.plan.parallelism
     agent = {
         "--nnodes": parallelism.nodes,

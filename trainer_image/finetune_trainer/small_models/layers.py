@@ -1,4 +1,4 @@
-"""PURE. Which layers of a model its twin keeps: the fewest that have every kind of layer, and at least two."""
+"""Which layers of a model its twin keeps: the fewest that have every kind of layer, and at least two."""
 
 from __future__ import annotations
 

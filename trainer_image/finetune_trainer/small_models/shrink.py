@@ -1,4 +1,4 @@
-"""PURE. The configuration of a model -> that of its twin, and what was changed.
+"""The configuration of a model -> that of its twin, and what was changed.
 
 Works on any configuration whose fields have names that `fields` knows, parts of composite models included. Whether the result can
 be built is for the libraries to say (search.py), which may ask again with some fields left as they are.

@@ -1,4 +1,4 @@
-"""PURE. Small sizes for one part of a model: channels, heads and experts, in the relations that its layers rely on.
+"""Small sizes for one part of a model: channels, heads and experts, in the relations that its layers rely on.
 
 Every number of channels is a multiple of 64 where the model's is, because 4-bit quantisation packs rows of 64 values. Kept are:
 heads x channels of a head = channels of the stream where that holds, more query heads than key heads where there are more, low

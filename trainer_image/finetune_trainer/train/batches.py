@@ -1,4 +1,4 @@
-"""PURE. Which sequences a rank sees in a micro-step."""
+"""Which sequences a rank sees in a micro-step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. When to evaluate, what an evaluation means, and when a run that no longer gets better ends.
+"""When to evaluate, what an evaluation means, and when a run that no longer gets better ends.
 
 All that decisions depend on is `RunState`, which every checkpoint holds: a resumed run decides as the undisturbed one.
 """

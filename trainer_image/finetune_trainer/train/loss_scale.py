@@ -1,4 +1,4 @@
-"""PURE. The factor of the loss where float16 takes part, whose smallest number, 6e-8, is above many gradients.
+"""The factor of the loss where float16 takes part, whose smallest number, 6e-8, is above many gradients.
 
 Dynamic, as in Micikevicius et al. 2018, Mixed precision training, section 3.2: as large as gradients allow without overflow. A step
 whose gradients overflow is done again with half the factor, where other trainers leave it out, so that no record is lost and no

@@ -48,12 +48,12 @@ def build_optimizer(pieces: list[Piece], plan: RunPlan) -> torch.optim.Optimizer
 
 
 def treatment(name: str, shape: tuple[int, ...], plan: RunPlan) -> tuple[float, float]:
-    """PURE. (factor on the learning rate, weight decay) of the parameter called `name`."""
+    """(factor on the learning rate, weight decay) of the parameter called `name`."""
     return learning_rate_scale(name, plan.method), plan.training.weight_decay if decays(name, shape) else 0.0
 
 
 def decays(name: str, shape: tuple[int, ...]) -> bool:
-    """PURE. Whether weight decay applies: to all but biases and normalisation weights, as in transformers' Trainer."""
+    """Whether weight decay applies: to all but biases and normalisation weights, as in transformers' Trainer."""
     *parents, last = name.split(".")
     return not (last == "bias" or (len(shape) <= 1 and _NORMALISATION.search(".".join(parents).lower()) is not None))
 

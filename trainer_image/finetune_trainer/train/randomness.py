@@ -9,7 +9,7 @@ import torch
 
 
 def seed_of(seed: int, step: int, micro_step: int, rank: int) -> int:
-    """PURE. A seed of 63 bits; neighbouring arguments give unrelated seeds."""
+    """A seed of 63 bits; neighbouring arguments give unrelated seeds."""
     text = f"{seed}/{step}/{micro_step}/{rank}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 

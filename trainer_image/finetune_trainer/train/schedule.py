@@ -1,4 +1,4 @@
-"""PURE. Learning rate by step."""
+"""Learning rate by step."""
 
 from __future__ import annotations
 

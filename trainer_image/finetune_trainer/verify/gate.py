@@ -1,4 +1,4 @@
-"""PURE. How far a merged model's logits may be from base + adapter, and the verdict over measured figures.
+"""How far a merged model's logits may be from base + adapter, and the verdict over measured figures.
 
 In: figures and a Gate. Out: the reasons why it fails, empty when it passes. Called by run.py.
 

@@ -135,5 +135,5 @@ def needs_base_weights(adapter: Path) -> bool:
 
 
 def is_made_from_base_weights(settings: Mapping[str, Any]) -> bool:
-    """PURE. The same of adapter_config.json."""
+    """The same of adapter_config.json."""
     return str(settings.get("peft_type")) in ADAPTER_FROM_BASE_WEIGHTS

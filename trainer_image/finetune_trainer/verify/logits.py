@@ -123,7 +123,7 @@ class _Logits:
 
 
 def chooses_experts(config: Mapping[str, Any]) -> bool:
-    """PURE. Whether a config.json, or a part of it, counts experts."""
+    """Whether a config.json, or a part of it, counts experts."""
     counts = [value for name, value in config.items() if "expert" in name and type(value) is int]
     return any(count > 1 for count in counts) or any(chooses_experts(part) for part in config.values() if isinstance(part, dict))
 
@@ -187,14 +187,14 @@ def _kl(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def mean_of_least(values: torch.Tensor, share: float) -> float:
-    """PURE. Mean of that share of the values, the least of them; NaN where any value is."""
+    """Mean of that share of the values, the least of them; NaN where any value is."""
     if values.isnan().any():
         return math.nan
     return float(values.sort().values[: math.ceil(share * len(values))].mean())
 
 
 def _waves(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """PURE. The prompts in order, as many together as one pass may hold, at least one."""
+    """The prompts in order, as many together as one pass may hold, at least one."""
     wave: list[Prompt] = []
     for prompt in prompts:
         num_positions = sum(each.num_positions for each in (*wave, prompt))

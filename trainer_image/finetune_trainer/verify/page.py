@@ -1,4 +1,4 @@
-"""PURE. A verification's report as a page in Markdown: the verdict first, then what it rests on."""
+"""A verification's report as a page in Markdown: the verdict first, then what it rests on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE but for reading small files. Prompts for a model that comes without a data set: what is compared needs tokens, not sense."""
+"""Prompts for a model that comes without a data set: what is compared needs tokens, not sense."""
 
 from __future__ import annotations
 

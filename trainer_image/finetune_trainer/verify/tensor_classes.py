@@ -1,4 +1,4 @@
-"""PURE. What a tensor is in a transformer, by its stored name: for a report that says which kind of weights a merge changed."""
+"""What a tensor is in a transformer, by its stored name: for a report that says which kind of weights a merge changed."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def _faults_of_changed(tensor: OutputTensor, result: TensorHeader, figures: Clas
 
 
 def _sample(count: int, size: int, tokens: Sequence[int], sampler: random.Random) -> list[int]:
-    """PURE. Rows of one matrix: the first, the last, some others, and some of those that are replaced, which are few among many."""
+    """Rows of one matrix: the first, the last, some others, and some of those that are replaced, which are few among many."""
     trained = sampler.sample(tokens, min(len(tokens), TOKEN_ROWS))
     return sorted({0, count - 1, *trained, *sampler.sample(range(count), min(count, size))})
 

@@ -1,4 +1,4 @@
-"""PURE. How model types of transformers 5.23 name their parameters in files, and which of them share memory.
+"""How model types of transformers 5.23 name their parameters in files, and which of them share memory.
 
 Importing transformers takes seconds and hundreds of megabytes, which a plain merge must not pay. So the common types are written
 down here (a test holds them against the library), and library_names.py asks the library about every other.

@@ -1,4 +1,4 @@
-"""PURE. Rules by which transformers turns names in files into names in the model, applied as its loader applies them.
+"""Rules by which transformers turns names in files into names in the model, applied as its loader applies them.
 
 The loader is transformers.core_model_loading (5.23): all renamings in order, then at most one rule that computes something.
 """

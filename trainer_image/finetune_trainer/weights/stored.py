@@ -1,4 +1,4 @@
-"""PURE. Where the parameters of a model, as transformers and PEFT name them, stand in its safetensors files.
+"""Where the parameters of a model, as transformers and PEFT name them, stand in its safetensors files.
 
 In: headers, config.json and the rules of the model type (families.py). Out: StoredModel, which the planner and verify ask for the
 stored tensors of a parameter and the other way round. Most parameters are one stored tensor of their own name. Names differ where
