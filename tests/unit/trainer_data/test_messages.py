@@ -48,7 +48,7 @@ def found() -> PartResult:
 
 
 @pytest.mark.parametrize("span", [None, (0, 4 << 20)])
-@pytest.mark.parametrize("result", [None, Path("/work/part-1")])
+@pytest.mark.parametrize("result", [None, Path("/claims/part-1")])
 def test_a_task_arrives_as_it_was(span: tuple[int, int] | None, result: Path | None) -> None:
     task = PartTask(Part(2, FILE, span, 123), SETTINGS, result)
     line = task_line(task)
