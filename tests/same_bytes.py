@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from typing import Any
 from tests.support.quickstart import make_claims
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ("models-out", "workspace")
+"""Claims that runs write to."""
 LORA = {"r": 4, "loraDropout": "0.1"}
 FSDP_1 = {"version": 1, "useOrigParams": True}
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
@@ -66,6 +69,10 @@ def manifest(name: str) -> str:
 
 def digests(tree: Path, name: str, claims: Path) -> dict[str, str]:
     """Path below the claims -> SHA-256 of every weight file that the sources in `tree` make of a case. Raises RuntimeError."""
+    # What an earlier run has left would be compared with itself.
+    for claim in RESULTS:
+        shutil.rmtree(claims / claim)
+        (claims / claim).mkdir()
     path = claims.parent / f"{name}.yaml"
     path.write_text(manifest(name))
     environment = os.environ | {
@@ -76,8 +83,8 @@ def digests(tree: Path, name: str, claims: Path) -> dict[str, str]:
     done = subprocess.run(command, cwd=claims.parent, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{name}: the run ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    made = [file for claim in ("models-out", "workspace") for file in sorted((claims / claim).rglob("*.safetensors"))]
-    found = {str(file.relative_to(claims)): hashlib.sha256(file.read_bytes()).hexdigest() for file in made if name in str(file)}
+    made = [file for claim in RESULTS for file in sorted((claims / claim).rglob("*.safetensors"))]
+    found = {str(file.relative_to(claims)): hashlib.sha256(file.read_bytes()).hexdigest() for file in made}
     if not found:
         raise RuntimeError(f"{name}: the run made no weight file")
     return found

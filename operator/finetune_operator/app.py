@@ -47,7 +47,7 @@ FLUSH_SECONDS = 2.0
 
 
 async def run(settings: Settings, timeouts: Timeouts) -> int:
-    """Run until SIGTERM or SIGINT (exit code 0) or until something that cannot be mended here (1)."""
+    """Run until SIGTERM or SIGINT (exit code 0) or until something that cannot be fixed here (1)."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
