@@ -1,14 +1,16 @@
 """The first list, and what a relist repairs: ADDED, MODIFIED and DELETED events that never came."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from finetune_operator.cluster import relist as module
+from finetune_operator.cluster.api import Page
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.errors import ApiUnreachableError
-from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES, WATCHED
+from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES, WATCHED, Kind
 from finetune_operator.cluster.relist import fill, relist
 from tests.unit.operator_effects import objects
 from tests.unit.operator_effects.fakes import Clock, FakeApi
@@ -121,6 +123,24 @@ def test_object_that_is_gone_before_it_is_read_is_passed_over() -> None:
 
     stage.api.get = gone
     assert stage.relist() == set()
+
+
+def test_list_that_is_begun_again_forgets_its_first_pages() -> None:
+    stage = Stage()
+    stage.fill()
+    pages = stage.api.pages
+
+    async def expired_once(kind: Kind, namespace: str | None = None, **options: Any) -> AsyncIterator[Page]:
+        if kind is PODS:
+            [pod], version = await stage.api.list(kind, namespace, **options)
+            yield Page([pod], version, is_first=True)
+            del stage.api.objects["Pod", "team", "tune-train-0-0"]
+        async for page in pages(kind, namespace, **options):
+            yield page
+
+    stage.api.pages = expired_once
+    assert stage.relist() == {KEY}
+    assert [child.kind for child in stage.cache.to_look_up("job-uid")] == [PODS]
 
 
 def test_list_that_fails_is_told_to_the_caller() -> None:
