@@ -86,7 +86,7 @@ generate: environment ## Write all generated files: CRDs, rules, findings, pitfa
 	$(PYTHON) -m tests.pitfalls.catalogue > docs/pitfalls.md
 	$(PYTHON) -m tests.sweep.methods_table
 	$(PYTHON) -m finetune_trainer.observe.metrics > docs/trainer-metrics.md
-	$(PYTHON) -m tests.support.layers_page > docs/layers.md
+	$(PYTHON) -m tests.unit.layers_page > docs/layers.md
 	$(PYTHON) -m tests.support.images.locks
 
 .PHONY: format

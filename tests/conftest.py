@@ -3,9 +3,11 @@
 By default the examples are the same on every run, so that a change is judged by its own merits and not by luck. `make explore`
 draws new ones; what it finds becomes a case of its own.
 
-A log that nobody has configured shows plain tracebacks: those with the values of all variables take seconds for a job and its plan.
+A log that nobody has configured shows plain tracebacks: those with the values of all variables take seconds for a job and its
+plan.
 
-Torch computes with one thread, as `tests.suites` has it: with more the order of sums, and so the last bit, depends on the machine.
+Torch computes with one thread, as `tests.suites` has it: with more the order of sums, and so the last bit, depends on the
+machine.
 
 Tests that are skipped or left for the night are noted for the summary of `tests.suites`.
 """

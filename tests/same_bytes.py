@@ -1,8 +1,8 @@
 """`python -m tests.same_bytes COMMIT`: whether this tree trains, saves and merges the same bytes as another commit.
 
 For changes that must not change a result. Each case is a small job, run from its manifest to the merged model by `finetune run`,
-once with the sources of COMMIT (in a temporary directory) and once with these. Compared is the SHA-256 of each weight file: trained
-adapter or model, checkpoints, merged model. Prints a line for each case and ends with 1 if any differs.
+once with the sources of COMMIT (in a temporary directory) and once with these. Compared is the SHA-256 of each weight file:
+trained adapter or model, checkpoints, merged model. Prints a line for each case and ends with 1 if any differs.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def main() -> int:
         for name in options.only:
             wanted, found = digests(before, name, claims), digests(ROOT, name, claims)
             wrong = sorted(file for file in wanted.keys() | found.keys() if wanted.get(file) != found.get(file))
-            print(f"{name}: {len(found)} files, {'the same bytes' if not wrong else 'DIFFERENT: ' + ', '.join(wrong)}", flush=True)
+            print(
+                f"{name}: {len(found)} files, {'the same bytes' if not wrong else 'DIFFERENT: ' + ', '.join(wrong)}", flush=True
+            )
             differing += bool(wrong)
     print(f"{len(options.only)} cases, {differing} different from {options.commit}")
     return 1 if differing else 0

@@ -1,9 +1,9 @@
 """Runs the test suites two at a time and prints the processor minutes of each next to its budget.
 
 `python -m tests.suites [NAME...]`. Suites with a cluster wait for most of their time: they run one after another while those that
-compute run as well, which give way. A suite's output is printed when the suite has ended, unless it is the only one. All suites run
-even when one fails; the exit code is 1 when any did. The budgets add up to the processor minutes of 45 minutes on two cores, cold.
-A suite above its budget is marked and fails nothing: machines are noisy. Below a suite stands what it did not run, and why.
+compute run as well, which give way. A suite's output is printed when the suite has ended, unless it is the only one. All suites
+run even when one fails; the exit code is 1 when any did. The budgets add up to the processor minutes of 45 minutes on two cores,
+cold. A suite above its budget is marked and fails nothing: machines are noisy. Below a suite stands what it did not run, and why.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Seconds from `kubectl apply` to the first optimizer step and to `Succeeded` on a real node, with the parts.
 
-`python -m bench.chain --runs N` (`make bench-chain RUNS=N`). The physical limit in the same run is the same plan as local processes
-(`finetune run`): the ratio is what Kubernetes, images and the operator add. Run to run the job's name changes, nothing else.
+`python -m bench.chain --runs N` (`make bench-chain RUNS=N`). The physical limit in the same run is the same plan as local
+processes (`finetune run`): the ratio is what Kubernetes, images and the operator add. Run to run the job's name changes, nothing
+else.
 """
 
 from __future__ import annotations

@@ -60,7 +60,9 @@ def _gpu_cases() -> list[MemoryCase]:
     selective = {"training": {"activationCheckpointing": "Selective"}}
     return [
         MemoryCase("GPU: llama 1B, LoRA, 4 x 2048", llama, lora, rows=4, length=2048),
-        MemoryCase("GPU: llama 1B, LoRA, bf16, 4 x 2048", llama, {**lora, "training": {"precision": "bf16"}}, rows=4, length=2048),
+        MemoryCase(
+            "GPU: llama 1B, LoRA, bf16, 4 x 2048", llama, {**lora, "training": {"precision": "bf16"}}, rows=4, length=2048
+        ),
         MemoryCase("GPU: llama 1B, LoRA, packed, 4 x 2048", llama, lora, rows=4, length=2048, is_packed=True),
         MemoryCase("GPU: llama 1B, LoRA, recomputed", llama, {**lora, **recomputed}, rows=4, length=2048),
         MemoryCase("GPU: llama 1B, LoRA, Selective", llama, {**lora, **selective}, rows=4, length=2048),

@@ -1,8 +1,9 @@
-"""`python -m bench.merge --pairs 7 --parameters 1.1B`: our merge, PEFT's, and a plain copy, one after the other in fresh processes.
+"""`python -m bench.merge --pairs 7 --parameters 1.1B`: our merge, PEFT's, and a plain copy, one after the other in fresh
+processes.
 
 Each time runs from the start of the process to the end of the last fsync, imports included; what is verified afterwards is timed
-apart. The ratios are of runs next to each other, because disks swing. Prints medians and spread, writes them to bench/results, and
-fails when a tensor differs from PEFT's in a single bit.
+apart. The ratios are of runs next to each other, because disks swing. Prints medians and spread, writes them to bench/results,
+and fails when a tensor differs from PEFT's in a single bit.
 """
 
 import argparse

@@ -14,7 +14,9 @@ ROUNDS = 5
 
 
 def measure(rank: int = RANK, num_rows: int = 5632, num_columns: int = 2048) -> dict[str, Any]:
-    """Bytes of bf16 weights per second through the steps of a LoRA of this rank, bits and check for finite values as in a merge."""
+    """Bytes of bf16 weights per second through the steps of a LoRA of this rank, bits and check for finite values as in a
+    merge.
+    """
     import torch
 
     from finetune_trainer.merge.changes import Orientation

@@ -1,7 +1,7 @@
 """One run in a process of its own: `python -m bench.merge.contender ours|peft|copy|torch BASE ADAPTER OUTPUT`.
 
-Prints one JSON line: when the last byte was on disk (CLOCK_MONOTONIC, shared with the parent), the peak memory, the bytes of files
-that it read and wrote by its own account, and what the kernel counted.
+Prints one JSON line: when the last byte was on disk (CLOCK_MONOTONIC, shared with the parent), the peak memory, the bytes of
+files that it read and wrote by its own account, and what the kernel counted.
 """
 
 import json
@@ -17,7 +17,7 @@ COPY_BYTES = 8 << 20
 
 
 def ours(base: Path, adapter: Path, output: Path) -> dict[str, int]:
-    from finetune_trainer.merge.run import MergeOptions, merge_adapter
+    from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 
     report = merge_adapter(MergeOptions(base, (adapter,), output, None, 5_000_000_000))
     return {"bytes_read": report.bytes_read, "bytes_written": report.bytes_written}

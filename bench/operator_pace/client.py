@@ -57,7 +57,9 @@ class Client:
     async def request(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Document:
         """One request; raises RefusedError."""
         data = None if body is None else json.dumps(body)
-        async with self._session.request(method, self._host + path, data=data, headers={"Content-Type": content_type}) as response:
+        async with self._session.request(
+            method, self._host + path, data=data, headers={"Content-Type": content_type}
+        ) as response:
             content = await response.read()
             if not 200 <= response.status < 300:
                 raise RefusedError(f"{method} {path}: {response.status}: {content[:500]!r}", response.status)

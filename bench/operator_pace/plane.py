@@ -1,4 +1,5 @@
-"""A control plane for the measurement: no Job controller and no scheduler, an audit log of the operator, an API server to restart.
+"""A control plane for the measurement: no Job controller and no scheduler, an audit log of the operator, an API server to
+restart.
 
 The Job controller, the scheduler and the garbage collector would take most of two cores and say nothing about the operator, so
 the harness plays them (`playing`).

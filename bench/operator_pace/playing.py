@@ -83,7 +83,14 @@ def _pod(job: Document) -> Document:
 
 
 def _container(state: Document, phase: str) -> Document:
-    entry = {"name": "main", "image": "registry.example/trainer", "imageID": "", "ready": False, "restartCount": 0, "state": state}
+    entry = {
+        "name": "main",
+        "image": "registry.example/trainer",
+        "imageID": "",
+        "ready": False,
+        "restartCount": 0,
+        "state": state,
+    }
     return {"phase": phase, "containerStatuses": [entry]}
 
 

@@ -215,7 +215,8 @@ async def burst(stage: Stage) -> None:
             "writes_to_first_child": to_first_child.num_writes / number,
             "writes_per_life": (to_first_child.num_writes + rest.num_writes) / number,
             "transitions_per_life": transitions / number,
-            "writes_over_children_and_transitions": (to_first_child.num_writes + rest.num_writes - children - transitions) / number,
+            "writes_over_children_and_transitions": (to_first_child.num_writes + rest.num_writes - children - transitions)
+            / number,
             "status_writes_per_life": calls["patch finetunejobs/status"] / number,
             "children_per_life": children / number,
             "calls_per_life": {call: count / number for call, count in sorted(calls.items())},

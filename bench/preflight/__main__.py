@@ -5,8 +5,8 @@ measurement is `finetune_trainer.preflight.model_process` as preflight starts it
 run, a process that only imports torch, transformers and peft. Prints CPU and wall seconds, peak resident memory and the ratio of
 both to the bare imports, and fails where one passes the limits, or was refused. One that passes four times the limit is ended.
 
-All methods that the rules take are measured; bench/results/preflight.json keeps what was measured before with the same versions, so
-that a long run can be made in parts.
+All methods that the rules take are measured; bench/results/preflight.json keeps what was measured before with the same versions,
+so that a long run can be made in parts.
 
     python -m bench.preflight --models llama-70b --methods LoRA,QLoRA
 """
@@ -74,7 +74,8 @@ def main() -> int:
                 found[name] = figures = look(directory, method, arguments.fsdp_version, bare)
                 print(
                     f"{name:<28}{figures['seconds']:>7.1f} s {figures['cpu_seconds']:>7.1f} s CPU "
-                    f"{figures['peak_bytes'] >> 20:>6} MiB, {figures['ratio_seconds']:.1f} and {figures['ratio_bytes']:.1f} times "
+                    f"{figures['peak_bytes'] >> 20:>6} MiB, {figures['ratio_seconds']:.1f} and {figures['ratio_bytes']:.1f} "
+                    "times "
                     f"the imports; {figures['ended'] or figures['findings'] or 'accepted'}; weights of {declared / 1e9:.0f} GB",
                     flush=True,
                 )

@@ -2,8 +2,8 @@
 
 Each run is a fresh process, alternating; its time begins when its libraries are imported. Memory is the largest sum over the
 process tree, from start to end, of proportional set sizes (Pss of smaps_rollup: shared pages are counted once, mapped files too),
-sampled every quarter of a second; for ours with everything that the preflight role imports. Prints medians and spread, writes them
-to bench/results/prepare.json, and fails where counts of tokens or masks differ, or ours took 1 GiB or more.
+sampled every quarter of a second; for ours with everything that the preflight role imports. Prints medians and spread, writes
+them to bench/results/prepare.json, and fails where counts of tokens or masks differ, or ours took 1 GiB or more.
 
 Memory at a large size: `python -m bench.prepare --bytes 10GB --runs 1 --ours-only --tokenizer words`.
 """
@@ -84,7 +84,9 @@ def measure(directory: Path, arguments: argparse.Namespace, contenders: list[str
     write_records(records, arguments.bytes)
     write_tokenizer(model, records, arguments.tokenizer)
     os.sync()
-    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "megabytes_per_second": [], "peak_bytes": []} for name in contenders}
+    found: dict[str, dict[str, Any]] = {
+        name: {"seconds": [], "megabytes_per_second": [], "peak_bytes": []} for name in contenders
+    }
     for run in range(runs):
         for name in contenders if run % 2 == 0 else reversed(contenders):
             peak, counts = run_once(name, records, model, directory / "output", processes)

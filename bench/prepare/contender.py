@@ -1,8 +1,8 @@
 """`python -m bench.prepare.contender NAME RECORDS MODEL OUTPUT PROCESSES`: one way of preparing, in a process of its own.
 
-Both read the same file with the same tokenizer and give the same ids and masks; the last line of the output says how many, and how
-many seconds it took once the libraries were there. What is ours also packs, digests and makes durable what it writes; datasets.map
-does none of that.
+Both read the same file with the same tokenizer and give the same ids and masks; the last line of the output says how many, and
+how many seconds it took once the libraries were there. What is ours also packs, digests and makes durable what it writes;
+datasets.map does none of that.
 """
 
 import json
@@ -28,7 +28,7 @@ def ours(records: Path, model: Path, output: Path, processes: int) -> dict[str, 
     keep_torch_out()
     import finetune_trainer.roles.preflight  # noqa: F401
     from finetune_job.api.base import ClaimPath
-    from finetune_job.api.data import DataFormat, LossOn
+    from finetune_job.api.inputs import DataFormat, LossOn
     from finetune_job.plan.run_plan import DataPlan, DatasetPlan
     from finetune_trainer.data.prepare import prepare
     from finetune_trainer.data.tokenizer import load_tokenizer

@@ -35,7 +35,9 @@ def words(random: np.random.Generator) -> np.ndarray:
 
 
 def write_records(path: Path, num_bytes: int, seed: int = 0) -> None:
-    """JSON Lines of prompts and completions, at least `num_bytes` long. Lengths are log-normal, as of instructions and answers."""
+    """JSON Lines of prompts and completions, at least `num_bytes` long. Lengths are log-normal, as of instructions and
+    answers.
+    """
     _write_distinct(path, min(num_bytes, DISTINCT_BYTES), seed)
     distinct = path.stat().st_size
     with path.open("ab") as file:

@@ -1,7 +1,7 @@
 """One contender's rank in a process of its own: `python -m bench.trainer.contender NAME DIRECTORY METHOD RANK WORLD_SIZE`.
 
-Writes a JSON file: at the start of each step and at the end of the last the time (CLOCK_MONOTONIC) and the processor time, the loss
-of each step, tokens counted by the contender itself, and the peak resident memory.
+Writes a JSON file: at the start of each step and at the end of the last the time (CLOCK_MONOTONIC) and the processor time, the
+loss of each step, tokens counted by the contender itself, and the peak resident memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def ours(directory: Path, method: str, rank: int, world_size: int) -> Figures:
     from finetune_trainer.termination import exit_code
     from finetune_trainer.train import run as training_run
     from finetune_trainer.train.rank import run_rank
-    from finetune_trainer.train.stop import StopRequest
+    from finetune_trainer.train.run import StopRequest
 
     starts, busy, losses, counts = [], [], [], []
     ends: list[float] = []

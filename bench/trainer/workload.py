@@ -14,7 +14,7 @@ import torch
 
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData
-from finetune_trainer.data.pack import pack
+from finetune_trainer.data.packing import pack
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import TRAIN, SplitArrays
 from finetune_trainer.train.batches import global_batch, micro_batch

@@ -12,16 +12,17 @@ from typing import Annotated
 import typer
 
 from finetune_cli.checks import validate as validate_command
-from finetune_cli.exit_codes import ExitCode
+from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.inputs import InputError, read_files, read_text
-from finetune_cli.local.errors import LocalError
-from finetune_cli.render.document import as_json, as_yaml, report_document
-from finetune_cli.render.text import report_text
+from finetune_cli.render.verdicts import as_json, as_yaml, report_document, report_text
 from finetune_job.api.base import Dtype
 from finetune_job.api.output import MergeBase, MergeSpec
 
 app = typer.Typer(
-    name="finetune", help="Validate, explain and run FineTuneJobs, and merge adapters.", no_args_is_help=True, add_completion=False
+    name="finetune",
+    help="Validate, explain and run FineTuneJobs, and merge adapters.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 
@@ -51,13 +52,14 @@ def validate(
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Print the manifests with the fixes made of all findings that need nobody to weigh them.")
+        bool,
+        typer.Option("--fix", help="Print the manifests with the fixes made of all findings that need nobody to weigh them."),
     ] = False,
 ) -> None:
     """Judge manifests by every rule, without a cluster. Exit code: 0 accepted, 1 refused, 2 unusable input.
 
-    With --fix the manifests go to standard output, comments and layout kept, and what was changed to standard error; the exit code
-    is that of the manifests as they are printed.
+    With --fix the manifests go to standard output, comments and layout kept, and what was changed to standard error; the exit
+    code is that of the manifests as they are printed.
     """
     profile_text = _read(str(profile)) if profile is not None else None
     try:
@@ -114,7 +116,7 @@ def rehearse(
     claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 300,
 ) -> None:
-    """Try a job on a small twin of its model: train, kill, resume, save, merge and verify, on two CPU ranks. Takes about a minute.
+    """Try a job on a scaled-down model: train, kill, resume, save, merge and verify, on two CPU ranks. Takes about a minute.
 
     Reads the model's configuration and headers, no weights and no data. Exit code: 0 passed, 1 the job would not go right,
     2 unusable input, 3 could not be tried to the end, 130 interrupted.
@@ -136,7 +138,9 @@ def rehearse(
 def merge(
     *,
     base: Annotated[Path, typer.Option(help="Directory of the base model.")],
-    adapter: Annotated[list[Path], typer.Option(help="Directory of an adapter in PEFT's layout; repeated: merged in this order.")],
+    adapter: Annotated[
+        list[Path], typer.Option(help="Directory of an adapter in PEFT's layout; repeated: merged in this order.")
+    ],
     output: Annotated[Path, typer.Option(help="Directory of the merged model; made, and complete once it exists.")],
     dtype: Annotated[Dtype | None, typer.Option(help="Element type of the merged weights. Unset: the base's own.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = MergeSpec().max_shard_size,
@@ -157,7 +161,7 @@ def merge(
     Run it again to continue after an interruption. Exit code: 0 done, 1 refused, 2 unusable input, 3 failed, 130 interrupted.
     """
     from finetune_cli.commands.merge import merge as merge_order
-    from finetune_cli.local.merge_process import MergeOrder
+    from finetune_cli.local.programs import MergeOrder
 
     order = MergeOrder(
         base,
@@ -247,7 +251,7 @@ def explain(
 
 def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:
     from finetune_cli.checks.fix import fix as fix_files
-    from finetune_cli.render.text import fixes_text
+    from finetune_cli.render.verdicts import fixes_text
 
     fixed = fix_files(files, profile)
     for number, file in enumerate(fixed):

@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from finetune_job.catalogue.book import make_finding
-from finetune_job.rules.rule import UNREADABLE, Finding
+from finetune_job.finding import Finding
+from finetune_job.rules.rule import UNREADABLE
 
 MAX_FILE_BYTES = 16_000_000
 MAX_FILE_VALUES = 500_000
@@ -48,7 +49,9 @@ class Document:
 
 
 def is_list(content: Any) -> bool:
-    """Whether an object is a list of objects, as `kubectl get --output yaml` writes several; an empty one has nothing to judge."""
+    """Whether an object is a list of objects, as `kubectl get --output yaml` writes several; an empty one has nothing to
+    judge.
+    """
     if not isinstance(content, dict) or not str(content.get("kind")).endswith("List"):
         return False
     return isinstance(content.get("items"), list) and content["items"] != []
@@ -128,7 +131,9 @@ Loader.yaml_implicit_resolvers = RESOLVERS
 Loader.bool_values = {**_Base.bool_values, "y": True, "n": False}
 Loader.add_implicit_resolver(_BOOL, re.compile(r"[yYnN]\Z"), list("yYnN"))
 # 2e-4 is a number, though YAML 1.1 wants a point, and 1:30 is none, though YAML 1.1 counts in sixties.
-Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0b[01_]+|0o?[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)\Z"), list("-+0123456789"))
+Loader.add_implicit_resolver(
+    _INT, re.compile(r"[-+]?(0b[01_]+|0o?[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)\Z"), list("-+0123456789")
+)
 Loader.add_implicit_resolver(
     _FLOAT,
     re.compile(r"([-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z"),
@@ -181,7 +186,9 @@ def _check_structure(text: str) -> None:
             size = end.index - begin
             if size > MAX_BYTES:
                 place = f"line {start.line + 1}"
-                raise DocumentError(problem(place, f"{size} characters", f"is larger than {MAX_BYTES}", "give a smaller manifest"))
+                raise DocumentError(
+                    problem(place, f"{size} characters", f"is larger than {MAX_BYTES}", "give a smaller manifest")
+                )
         elif isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             total, inside = total + 1, inside + 1

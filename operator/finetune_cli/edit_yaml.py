@@ -38,7 +38,7 @@ class _WordsAreText(VersionedResolver):
         return {"": [("tag:yaml.org,2002:null", re.compile(""))]}
 
 
-def edited(text: str, number: int, wanted: dict[str, Any]) -> str:
+def edit_document(text: str, number: int, wanted: dict[str, Any]) -> str:
     """Return the text with document `number` (from 1) changed so that it reads as `wanted`.
 
     If the layout does not allow the change (an alias, a merge key), this document is written without its comments.

@@ -1,4 +1,4 @@
-"""Exit codes of `finetune`."""
+"""Exit codes of `finetune`, and the error that carries one to the end of a command."""
 
 from enum import IntEnum
 
@@ -16,3 +16,11 @@ class ExitCode(IntEnum):
     """A run failed."""
     INTERRUPTED = 130
     """Ended by SIGINT or SIGTERM; a run can be continued."""
+
+
+class LocalError(Exception):
+    """The message names what is wrong, its value, the reason and the fix."""
+
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.UNUSABLE) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -9,7 +9,8 @@ from importlib import import_module
 
 from finetune_job.methods import METHODS, Method
 from finetune_job.rules.book import RULES
-from finetune_job.rules.cel import TRANSITIONS, conditions_of
+from finetune_job.rules.cel import conditions_of
+from finetune_job.rules.cel.condition import TRANSITIONS
 from finetune_job.rules.rule import Rule
 from finetune_job.rules.versions import FSDP_FIELDS, FsdpField
 
@@ -20,8 +21,8 @@ Every rule that the operator, `finetune validate` and `finetune run` judge a job
 job; a *warning* is shown and recorded, and the job runs. What a manifest leaves open is chosen and never refused.
 
 *Reproduced* means that `tests/pitfalls` shows the failure on the real libraries, and that it is gone with the fix. *Source* means
-that the rule was derived from the source or the documentation that it names, or from this product's own API. A rule that speaks of
-FSDP holds from two ranks on and is applied to one rank, too, so that a job which was tried on one rank can grow.
+that the rule was derived from the source or the documentation that it names, or from this product's own API. A rule that speaks
+of FSDP holds from two ranks on and is applied to one rank, too, so that a job which was tried on one rank can grow.
 
 The rules are listed by topic. Each topic is a module under `finetune_job/rules`.
 """
@@ -104,7 +105,9 @@ def _versions() -> str:
 
 
 def _methods() -> str:
-    rows = [f"| `{kind}` | `{method.family.value}` | {_merged(method)} | {_verdict(method)} |" for kind, method in METHODS.items()]
+    rows = [
+        f"| `{kind}` | `{method.family.value}` | {_merged(method)} | {_verdict(method)} |" for kind, method in METHODS.items()
+    ]
     head = ["## Methods\n", "| `spec.method.type` | settings | merged | |", "|---|---|---|---|"]
     return "\n".join([*head, *rows, ""])
 

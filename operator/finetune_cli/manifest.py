@@ -18,8 +18,8 @@ from finetune_job.api.documentation import field_docs
 from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfile
 from finetune_job.catalogue.book import make_finding
-from finetune_job.rules.define import shown
-from finetune_job.rules.rule import UNREADABLE, Finding
+from finetune_job.finding import Finding
+from finetune_job.rules.rule import UNREADABLE, format_value
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -29,14 +29,23 @@ _METADATA = (
     "generation", "labels", "managedFields", "name", "namespace", "ownerReferences", "resourceVersion", "selfLink", "uid",
 )  # fmt: skip
 """Fields of every object of Kubernetes."""
+_TYPE_FIXES = {
+    "int_type": "write a whole number, without quotes",
+    "int_from_float": "write a whole number",
+    "bool_type": "write true or false, without quotes",
+    "string_type": "put the value in quotes",
+    "list_type": "write a list, as in [a, b]",
+    "dict_type": "write a mapping of keys to values",
+    "model_type": "write a mapping of fields to values",
+}
 
 
 def parse_job(content: Any) -> FineTuneJob | list[Finding]:
     """The job, or every way in which the document is none."""
-    return _unknown_metadata(content) or _parse(FineTuneJob, _named(content))
+    return _unknown_metadata(content) or _parse(FineTuneJob, _with_generated_name(content))
 
 
-def _named(content: Any) -> Any:
+def _with_generated_name(content: Any) -> Any:
     """With a name like the one that Kubernetes makes of metadata.generateName: five characters more than 58 of it at most."""
     metadata = content.get("metadata") if isinstance(content, dict) else None
     if not isinstance(metadata, dict) or metadata.get("name") is not None:
@@ -57,7 +66,7 @@ def _unknown_metadata(content: Any) -> list[Finding]:
         if name not in _METADATA:
             near = difflib.get_close_matches(name, _METADATA, n=1, cutoff=0.6)
             fix = f"write {near[0]}" if near else f"remove metadata.{name}, or make it a label or an annotation"
-            found.append(_made(f"metadata.{name}", _value(metadata[name]), "there is no such field", fix))
+            found.append(_unreadable(f"metadata.{name}", _value(metadata[name]), "there is no such field", fix))
     return found
 
 
@@ -99,45 +108,34 @@ def _finding(model: type[BaseModel], field: str, location: Sequence[int | str], 
         case "extra_forbidden":
             near = difflib.get_close_matches(str(location[-1]), allowed, n=1, cutoff=0.6)
             fix = f"write {near[0]}" if near else f"remove {field}; allowed here: {', '.join(sorted(allowed))}"
-            return _made(field, value, "there is no such field", fix)
+            return _unreadable(field, value, "there is no such field", fix)
         case "missing":
-            return _made(field, "unset", "is required", _meaning(model, location))
+            return _unreadable(field, "unset", "is required", _meaning(model, location))
         case "enum" | "literal_error":
             expected = str(context.get("expected"))
             meant = _nearest(details.get("input"), re.findall(r"'([^']*)'", expected))
-            return _made(field, value, f"is not one of {expected}", f"write {meant or expected}")
+            return _unreadable(field, value, f"is not one of {expected}", f"write {meant or expected}")
         case "list_type" if isinstance(details.get("input"), str):
             items = [item for item in re.split(r"[\s,]+", details["input"]) if item] or ["a", "b"]
-            return _made(field, value, "is a text, not a list", _shortened(f"write [{', '.join(items)}]"))
+            return _unreadable(field, value, "is a text, not a list", _shortened(f"write [{', '.join(items)}]"))
         case "value_error":
             reason, _, fix = str(context.get("error")).partition("; ")
-            return _made(field, value, reason, fix or _meaning(model, location))
+            return _unreadable(field, value, reason, fix or _meaning(model, location))
         case "string_pattern_mismatch":
-            return _made(field, value, f"does not match {context.get('pattern')}", _meaning(model, location))
+            return _unreadable(field, value, f"does not match {context.get('pattern')}", _meaning(model, location))
         case _:
             reason = str(details["msg"]).removeprefix("Input ")
-            return _made(field, value, reason, _TYPE_FIXES.get(kind) or _meaning(model, location))
+            return _unreadable(field, value, reason, _TYPE_FIXES.get(kind) or _meaning(model, location))
 
 
-_TYPE_FIXES = {
-    "int_type": "write a whole number, without quotes",
-    "int_from_float": "write a whole number",
-    "bool_type": "write true or false, without quotes",
-    "string_type": "put the value in quotes",
-    "list_type": "write a list, as in [a, b]",
-    "dict_type": "write a mapping of keys to values",
-    "model_type": "write a mapping of fields to values",
-}
-
-
-def _made(field: str, value: str, message: str, fix: str) -> Finding:
+def _unreadable(field: str, value: str, message: str, fix: str) -> Finding:
     return make_finding(UNREADABLE, field=field, value=value, message=message, fix=fix)
 
 
 def _value(written: Any) -> str:
     if isinstance(written, dict):
         return "a mapping"
-    return _shortened(json.dumps(written) if isinstance(written, str) else shown(written))
+    return _shortened(json.dumps(written) if isinstance(written, str) else format_value(written))
 
 
 def _shortened(text: str) -> str:

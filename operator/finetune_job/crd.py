@@ -28,7 +28,8 @@ from finetune_job.names import (
     VERSION,
 )
 from finetune_job.rules.book import rule_by_id
-from finetune_job.rules.cel import CANCELLED, CONDITIONS, FROZEN
+from finetune_job.rules.cel import CONDITIONS
+from finetune_job.rules.cel.condition import CANCELLED, FROZEN
 from finetune_job.rules.rule import UNREADABLE
 
 Schema = dict[str, Any]
@@ -38,13 +39,14 @@ _COPIED = {
 }  # fmt: skip
 _DROPPED = {"title"}
 """Noise that is legal but teaches nobody anything."""
-DRIVING_FIELD = "run"
+MUTABLE_FIELD = "run"
 """The only part of the spec that may change after the start."""
 FROZEN_FIELDS_OF_RUN = ("queueName", "priorityClassName")
 """But for these, which are part of the plan."""
 
 
 KEY_LENGTH = f"{UNREADABLE}: the length of keys is bounded"
+HEADER = "# Generated from the API models by `make generate`; do not edit.\n"
 
 
 class UnknownKeywordError(TypeError):
@@ -56,9 +58,12 @@ def structural_schema(model: type[BaseModel]) -> Schema:
     document = model.model_json_schema(by_alias=True, mode="validation")
     definitions: dict[str, Schema] = document.get("$defs", {})
     for each in _models_in(model, {}).values():
-        node = document if each is model else definitions[each.__name__]
+        node = document if each is model else definitions.get(each.__name__)
+        if node is None:
+            continue  # a field that is left out of the schema
         for name, meaning in field_docs(each).items():
-            node["properties"][name]["description"] = meaning
+            if name in node["properties"]:
+                node["properties"][name]["description"] = meaning
     return _rewrite(document, definitions, model.__name__)
 
 
@@ -167,14 +172,14 @@ def _node(schema: Schema, path: str) -> Schema:
 def _freeze_rules(spec: Schema) -> list[dict[str, str]]:
     """CEL at the root, the only place from which both status and spec are seen. Optional chaining would exceed the cost limit."""
     started = "!has(oldSelf.status) || !has(oldSelf.status.startTime)"
-    frozen = [name for name in spec["properties"] if name != DRIVING_FIELD]
-    frozen += [f"{DRIVING_FIELD}.{name}" for name in FROZEN_FIELDS_OF_RUN]
+    frozen = [name for name in spec["properties"] if name != MUTABLE_FIELD]
+    frozen += [f"{MUTABLE_FIELD}.{name}" for name in FROZEN_FIELDS_OF_RUN]
     rules = [
         {
             "rule": f"{started} || (has(self.spec.{name}) == has(oldSelf.spec.{name}) "
             f"&& (!has(self.spec.{name}) || self.spec.{name} == oldSelf.spec.{name}))",
             "message": f"{FROZEN.rule}: spec.{name} cannot change after the job has started; "
-            f"only spec.{DRIVING_FIELD} can, without its {' and '.join(FROZEN_FIELDS_OF_RUN)}; {FROZEN.fix}",
+            f"only spec.{MUTABLE_FIELD} can, without its {' and '.join(FROZEN_FIELDS_OF_RUN)}; {FROZEN.fix}",
             "fieldPath": f".spec.{name}",
             "reason": "FieldValueForbidden",
         }
@@ -182,10 +187,10 @@ def _freeze_rules(spec: Schema) -> list[dict[str, str]]:
     ]
     rules.append(
         {
-            "rule": f"!has(oldSelf.spec.{DRIVING_FIELD}) || !oldSelf.spec.{DRIVING_FIELD}.cancel "
-            f"|| (has(self.spec.{DRIVING_FIELD}) && self.spec.{DRIVING_FIELD}.cancel)",
+            "rule": f"!has(oldSelf.spec.{MUTABLE_FIELD}) || !oldSelf.spec.{MUTABLE_FIELD}.cancel "
+            f"|| (has(self.spec.{MUTABLE_FIELD}) && self.spec.{MUTABLE_FIELD}.cancel)",
             "message": f"{CANCELLED.rule}: a cancelled job cannot be revived; {CANCELLED.fix}",
-            "fieldPath": f".spec.{DRIVING_FIELD}.cancel",
+            "fieldPath": f".spec.{MUTABLE_FIELD}.cancel",
             "reason": "FieldValueForbidden",
         }
     )
@@ -304,9 +309,6 @@ class _PlainDumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the base class names it
         return True
-
-
-HEADER = "# Generated from the API models by `make generate`; do not edit.\n"
 
 
 def files() -> dict[str, str]:

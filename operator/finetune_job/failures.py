@@ -1,15 +1,17 @@
 """Failure classes, the exit codes that carry them, and the report a container leaves as its termination message.
 
-The trainer raises and exits with these; the operator reads them back. The table of what is retried stands in the operator's
+The trainer raises and exits with these; the operator reads them back. The table of what is retried is in the operator's
 restart policy, never here and never at the place that raises.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from finetune_job.finding import Finding
 
 TERMINATION_LIMIT_BYTES = 4096
 """The kubelet keeps only the last 4,096 bytes of a termination message, so a longer JSON document would lose its head."""
@@ -102,23 +104,14 @@ class Outcome(StrEnum):
     FAILED = "Failed"
 
 
-class ReportedFinding(BaseModel):
-    """One finding of preflight, short enough for a termination message."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-    rule: str
-    severity: str
-    field: str = ""
-    value: str = ""
-    message: str
-    fix: str = ""
-    source: str = ""
-
-
 Count = Annotated[int, Field(ge=0, le=2**53)]
 """A number in what a container says; beyond it not every reader of JSON keeps all digits, nor does the API server take it."""
 LATEST_TIME = 253_402_300_799.0
 """The last second of the year 9999, beyond which no date is."""
+
+
+_LEFT_OUT: Any = {"findings": {"__all__": {"changes"}}}
+"""What only the whole report says: the envelope is short."""
 
 
 class TerminationReport(BaseModel):
@@ -138,7 +131,7 @@ class TerminationReport(BaseModel):
     exception: str = ""
     time: Annotated[float, Field(le=LATEST_TIME, allow_inf_nan=False)] = 0.0
     """Seconds since the epoch at which the failure was seen; the earliest report of a gang names the cause."""
-    findings: list[ReportedFinding] = Field(default_factory=list)
+    findings: list[Finding] = Field(default_factory=list)
     findings_total: int = 0
     """How many findings there are; `findings` may hold fewer."""
     facts: dict[str, str] = Field(default_factory=dict)
@@ -151,7 +144,7 @@ class TerminationReport(BaseModel):
         report = self
         text_limit = 1024
         while True:
-            encoded = report.model_dump_json(exclude_defaults=True, exclude_none=True)
+            encoded = report.model_dump_json(exclude_defaults=True, exclude_none=True, exclude=_LEFT_OUT)
             if len(encoded.encode()) <= TERMINATION_LIMIT_BYTES:
                 return encoded
             total = max(report.findings_total, len(report.findings))
@@ -166,17 +159,13 @@ class TerminationReport(BaseModel):
                         "exception": report.exception[-text_limit:],
                         "report_path": report.report_path[:text_limit],
                         "role": report.role[:text_limit],
-                        "findings": [_cut(finding, text_limit) for finding in report.findings],
+                        "findings": [finding.shortened(text_limit) for finding in report.findings],
                         "findings_total": total,
                         "facts": {
                             key[:64]: value[:text_limit] for key, value in list(report.facts.items())[: max(text_limit // 16, 1)]
                         },
                     }
                 )
-
-
-def _cut(finding: ReportedFinding, limit: int) -> ReportedFinding:
-    return ReportedFinding(**{name: str(value)[:limit] for name, value in finding.model_dump().items()})
 
 
 def parse_envelope(text: str) -> TerminationReport | None:

@@ -1,8 +1,9 @@
-"""A small HTTP server for a few GET routes: the operator's probes and metrics, and rank 0's progress. Here, because both import it.
+"""A small HTTP server for a few GET routes: the operator's probes and metrics, and rank 0's progress. Here, because both import
+it.
 
-Bounded in everything, because whoever reaches the port may open it: one thread, an event loop of its own, so many connections, so
-many bytes of request, and so many seconds for each. A newcomer above the limit takes the place of the oldest connection, which has
-had the longest to send its request; so idle ones never keep a probe waiting.
+Bounded in everything, because anyone who reaches the port may open it: one thread, an event loop of its own, so many connections,
+so many bytes of request, and so many seconds for each. A newcomer above the limit takes the place of the oldest connection, which
+has had the longest to send its request; so idle ones never keep a probe waiting.
 """
 
 from __future__ import annotations

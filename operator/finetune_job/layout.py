@@ -1,4 +1,4 @@
-"""Where things lie on the workspace and on the output claim: one table for trainer, operator and command line."""
+"""Where things are on the workspace and on the output claim: one table for trainer, operator and command line."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,9 @@ class WorkspaceLayout:
 
     @property
     def publication(self) -> Path:
-        """One JSON object per line: what publishing remembers between two attempts, uploads under way and parts that are there."""
+        """One JSON object per line: what publishing remembers between two attempts, uploads under way and parts that are
+        there.
+        """
         return self.root / "publication.jsonl"
 
     @property

@@ -1,10 +1,10 @@
 """The table of fine-tuning methods: which PEFT method each is, where its settings are, and what it can do here.
 
 Rules, plan, trainer and documentation read it; nothing else says what a method can do. Its content was measured with PEFT
-0.21.2 in this trainer (tests/unit/trainer_train/test_methods.py): a supported method lowers the loss, gives every trained parameter
-a gradient, ends on the same weights on any number of ranks, resumes to the same bytes, and writes an adapter
-that PEFT loads with every tensor equal and the same logits. One that merges gives every tensor the bits of PEFT's own merge
-(tests/unit/trainer_merge/test_methods.py).
+0.21.2 in this trainer (tests/unit/finetune_trainer/model/test_adapters_every_method.py): a supported method lowers the loss,
+gives every trained parameter a gradient, ends on the same weights on any number of ranks, resumes to the same bytes, and writes
+an adapter that PEFT loads with every tensor equal and the same logits. One that merges gives every tensor the bits of PEFT's own
+merge (tests/unit/finetune_trainer/merge/test_non_lora.py).
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Needs:
     overflows_float16: bool = False
     """Whether its layers need float32 if the rest of the model computes in float16."""
     decomposes_base: bool = False
-    """Whether it decomposes the base's weights wherever the adapter is loaded, so that they may not be rounded for the training."""
+    """Whether it decomposes the base's weights wherever the adapter is loaded, so that they may not be rounded for the
+    training."""
     one_rank_settings: tuple[OneRankSetting, ...] = ()
 
 
@@ -95,16 +96,20 @@ class Method:
         return self.family is Family.OTHER
 
     def one_rank_setting(self, settings: Mapping[str, Any]) -> OneRankSetting | None:
-        """The first setting that several ranks cannot follow. `settings`: by name, with defaults, as `effective_settings` gives."""
+        """The first setting that several ranks cannot follow. `settings`: by name, with defaults, as `effective_settings`
+        gives.
+        """
         return next((each for each in self.needs.one_rank_settings if (settings.get(each.name) or 0) > 0), None)
 
 
 _SHARED = "its layers share one trained parameter, which two FSDP units cannot both hold"
 _PROMPT = (
-    "it puts virtual tokens before each sequence, which shift the labels, and which only the first of the documents packed into a "
-    "sequence would see"
+    "it puts virtual tokens before each sequence, which shift the labels, and which only the first of the documents packed "
+    "into a sequence would see"
 )
-_PREFIX = "it puts virtual tokens before the keys of each sequence, which only the first of the documents packed into it would see"
+_PREFIX = (
+    "it puts virtual tokens before the keys of each sequence, which only the first of the documents packed into it would see"
+)
 _OWN_ATTENTION = (
     "it replaces the model's attention by code of PEFT's own, which there is for Llama, Mistral and GPT-2 alone, and which no "
     "weights can stand for: its adapter cannot be merged"
@@ -125,8 +130,8 @@ def _other(kind: MethodType, *, targets_all_linear: bool = True, one_unit: str =
 
 _DROPS_MODULES = OneRankSetting(
     "moduleDropout",
-    "each rank drops other modules, so they have gradients of different parameters to add up: under FSDP 2 the sums have different "
-    "lengths and the gang breaks; under FSDP 1 a unit whose modules are all dropped breaks it",
+    "each rank drops other modules, so they have gradients of different parameters to add up: under FSDP 2 the sums have "
+    "different lengths and the gang breaks; under FSDP 1 a unit whose modules are all dropped breaks it",
 )
 _CONSTRAINED = OneRankSetting(
     "coft",
@@ -170,8 +175,8 @@ _MERGE_SETTINGS = {
             "weight_tying",
             value="1",
             is_default=False,
-            reason="otherwise the adapter does not say which of its vectors belongs to which layer: they are numbered in the order "
-            "in which the model's code makes its layers",
+            reason="otherwise the adapter does not say which of its vectors belongs to which layer: they are numbered in the "
+            "order in which the model's code makes its layers",
         ),
         MergeSetting(
             "saveProjection",
@@ -193,7 +198,7 @@ _MERGE_SETTINGS = {
 }
 METHODS: dict[MethodType, Method] = {
     MethodType.LORA: Method(Family.LORA, "LORA", needs=Needs(trains_leaves=True)),
-    # Packed weights are flattened with what is held beside them and are no numbers; autocast leaves them as they are.
+    # Packed weights are flattened with what is held next to them and are no numbers; autocast leaves them as they are.
     MethodType.QLORA: Method(Family.LORA, "LORA", needs=Needs(trains_leaves=True, leaves_casts_to_autocast=True)),
     # A layer multiplies weights of two units, which FSDP 1 would cast at different times; autocast casts both alike.
     MethodType.DORA: Method(
@@ -261,7 +266,8 @@ METHODS: dict[MethodType, Method] = {
     # Measured with 8 layers of 1024 x 1024 random float32 weights.
     MethodType.FROD: _other(
         MethodType.FROD,
-        refused="its file lacks the matrices that belong to its projections: PEFT makes them anew from the base's weights wherever "
+        refused="its file lacks the matrices that belong to its projections: PEFT makes them again from the base's weights "
+        "wherever "
         "the adapter is loaded, and with two threads instead of one they come out so different that the weights are off by 9 %",
     ),
     MethodType.RANDLORA: _other(

@@ -45,7 +45,7 @@ def is_plainly_malformed(text: str) -> bool:
 
 
 def _end_of_set(text: str, begin: int) -> int:
-    """Where the `]` is that closes the set; -1 where none does. The first character of a set closes nothing."""
+    """Where the `]` is that closes the set; -1 if none does. The first character of a set closes nothing."""
     position = begin + (2 if text[begin + 1 : begin + 2] == "^" else 1)
     first = position
     while position < len(text):

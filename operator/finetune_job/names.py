@@ -1,6 +1,13 @@
-"""Names that more than one program must agree on: group, kinds, labels, annotations, child names, mount points."""
+"""Names that more than one program must agree on: group, kinds, labels, child names, mount points, files of credentials.
+
+Credentials travel as files that the kubelet mounts from a Secret, and in no other way: not in the plan, not in variables, not
+in arguments.
+"""
+
+from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from enum import StrEnum
 
 GROUP = "finetune.dev"
@@ -26,7 +33,7 @@ PLAN_MOUNT = "/plan"
 CLAIMS_MOUNT = "/claims"
 """Each claim that a pod may see is mounted at `/claims/<claim name>`."""
 CREDENTIALS_MOUNT = "/credentials"
-"""Where the kubelet puts credentials, as files named in `credentials.py`; only pods with a way out of the cluster have them."""
+"""Where the kubelet puts each `CredentialFile`; only pods with a way out of the cluster have them."""
 RENDEZVOUS_PORT = 29400
 OBSERVE_PORT = 9400
 """Rank 0 serves /metrics, /progress and /healthz here."""
@@ -37,7 +44,7 @@ TRAIN_GRACE_PERIOD_SECONDS = SHUTDOWN_SECONDS + 30
 """Of training pods: the supervisor writes its report after torchrun has ended."""
 
 MAX_JOB_NAME = 63
-"""Longest name of a FineTuneJob that can stand in a label; longer child names are shortened with a digest."""
+"""Longest name of a FineTuneJob that fits in a label; longer child names are shortened with a digest."""
 
 
 class Role(StrEnum):
@@ -85,3 +92,22 @@ def batch_job_name(job: str, role: Role, attempt: int, nodes: int = 1) -> str:
 def master_address(job: str, namespace: str, attempt: int, nodes: int) -> str:
     """Fully qualified DNS name of the pod with node rank 0."""
     return f"{batch_job_name(job, Role.TRAIN, attempt, nodes)}-0.{service_name(job)}.{namespace}.svc"
+
+
+@dataclass(frozen=True)
+class CredentialFile:
+    """One key of a Secret as a file below the credentials' mount point."""
+
+    key: str
+    """In the Secret, unless the user names another."""
+    path: str
+    required: bool = True
+
+
+HUB_TOKEN = CredentialFile("token", "hub/token")
+S3_ACCESS_KEY_ID = CredentialFile("AWS_ACCESS_KEY_ID", "s3/AWS_ACCESS_KEY_ID")
+S3_SECRET_ACCESS_KEY = CredentialFile("AWS_SECRET_ACCESS_KEY", "s3/AWS_SECRET_ACCESS_KEY")
+S3_SESSION_TOKEN = CredentialFile("AWS_SESSION_TOKEN", "s3/AWS_SESSION_TOKEN", required=False)
+REGISTRY_LOGINS = CredentialFile(".dockerconfigjson", "registry/config.json")
+
+S3_KEYS = (S3_ACCESS_KEY_ID, S3_SECRET_ACCESS_KEY, S3_SESSION_TOKEN)

@@ -1,4 +1,4 @@
-"""Condition types and reasons: every word that may stand in `status.conditions`, in events and in metric labels."""
+"""Condition types and reasons: every word that may appear in `status.conditions`, in events and in metric labels."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Reason(StrEnum):
     MERGE_STOPPED = "MergeStopped"
     """The merge failed for a cause that the message names; what was trained is kept on the workspace."""
     TRAIN_STOPPED = "TrainStopped"
-    """Training cannot go on for a cause that is not the job's; its checkpoints are kept on the workspace."""
+    """Training cannot continue for a cause that is not the job's; its checkpoints are kept on the workspace."""
     TOO_COMPLEX = "TooComplex"
     """Checking the manifest took longer than the operator allows."""
     FAILED = "Failed"

@@ -106,7 +106,7 @@ def element_types(parameters: Iterable[Parameter]) -> dict[str, str]:
     return found
 
 
-def is_one_parameter(fsdp: Fsdp) -> bool:
+def is_one_flat_parameter(fsdp: Fsdp) -> bool:
     """Whether autograd and the optimizer see each unit as one parameter, trained or frozen and treated as a whole."""
     return fsdp.version == 1 and not fsdp.use_orig_params
 
@@ -120,12 +120,12 @@ def unit_conflict(parameters: Collection[Parameter], fsdp: Fsdp) -> Conflict | N
         return Conflict.ELEMENT_TYPES
     if not INTEGERS.isdisjoint(kinds):
         return Conflict.INTEGERS
-    if is_one_parameter(fsdp) and len({each.is_trained for each in parameters}) > 1:
+    if is_one_flat_parameter(fsdp) and len({each.is_trained for each in parameters}) > 1:
         return Conflict.REQUIRES_GRAD
     return None
 
 
-def may_part_adapters(fsdp: Fsdp) -> bool:
+def may_separate_adapters(fsdp: Fsdp) -> bool:
     """Whether units may be so small that adapters and base are apart without PEFT's wrap policy; the model tells if they are."""
     if fsdp.auto_wrap_policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
         return not set(LEAF_CLASSES).isdisjoint(fsdp.transformer_layer_cls_to_wrap or ())
@@ -134,12 +134,12 @@ def may_part_adapters(fsdp: Fsdp) -> bool:
 
 def adapter_conflict(method: MethodType, fsdp: Fsdp, base: str, adapter: str) -> Conflict | None:
     """Why a layer's unit cannot hold the base in one element type and an adapter in another; None: it can, or it need not."""
-    if may_part_adapters(fsdp) or (fsdp.peft_wrap_policy and METHODS[method].needs.trains_leaves):
+    if may_separate_adapters(fsdp) or (fsdp.peft_wrap_policy and METHODS[method].needs.trains_leaves):
         return None
     return unit_conflict((HeldParameter("base", base, False), HeldParameter("adapter", adapter, True)), fsdp)
 
 
-def reads_cut_weights(method: MethodType, fsdp: Fsdp) -> bool:
+def reads_sharded_weights(method: MethodType, fsdp: Fsdp) -> bool:
     """Whether layers read adapter weights while these are one-dimensional shards: original parameters of a unit of their own."""
     is_cut = fsdp.version == 1 and bool(fsdp.use_orig_params and fsdp.peft_wrap_policy)
     return is_cut and METHODS[method].needs.reads_adapters_outside_units
@@ -148,8 +148,8 @@ def reads_cut_weights(method: MethodType, fsdp: Fsdp) -> bool:
 def needs_own_units(method: MethodType, version: int, *, use_orig_params: bool | None, trains_rows: bool) -> bool:
     """Whether adapters need PEFT's wrap policy. `use_orig_params`: None if the choice is free; `trains_rows`: of an embedding.
 
-    Adapters are held in float32 beside a base of 16 bits, and trained beside a frozen one: FSDP 1 can flatten neither together.
-    Outside LoRA's family most adapters are no leaf modules, so there the policy is never the default.
+    Adapters are held in float32 next to a base of 16 bits, and trained next to a frozen one: FSDP 1 can flatten neither together.
+    Outside LoRA's family most adapters are not leaf modules, so there the policy is never the default.
     """
     if version != 1 or METHODS[method].family is not Family.LORA:
         return False
@@ -215,14 +215,14 @@ def large_modules(
     """
     sizes: dict[str, int] = {}
     for parameter, size in parameters:
-        for module in _around(parameter):
+        for module in _ancestors(parameter):
             sizes[module] = sizes.get(module, 0) + size
     chosen = []
     for name in sorted(sizes, key=deepest_first):
         if sizes[name] < minimum or cannot_be_unit(name, sizes):
             continue
         chosen.append(name)
-        for module in _around(name):
+        for module in _ancestors(name):
             sizes[module] -= sizes[name]
     return chosen
 
@@ -232,6 +232,6 @@ def deepest_first(module: str) -> tuple[int, str]:
     return -module.count("."), module
 
 
-def _around(name: str) -> Iterable[str]:
+def _ancestors(name: str) -> Iterable[str]:
     while name := name.rpartition(".")[0]:
         yield name

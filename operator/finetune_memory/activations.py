@@ -1,10 +1,10 @@
 """What autograd keeps of a layer until its backward pass, by the operations of transformers' layers.
 
-Rules of torch's derivatives.yaml: a product keeps what the gradient of its *trained* factors needs, so a frozen linear layer keeps
-nothing, and an adapter beside it its input and the input of its second matrix; normalisation, activation and attention keep their
-inputs in any case. A tensor that several layers keep counts once. Roles of modules are known by their last names and by the shapes
-of their weights, so that layers of other models find their place, too. Checked against the bytes that autograd keeps of real models
-(tests/unit/memory/test_activations.py, bench/memory).
+Rules of torch's derivatives.yaml: a product keeps what the gradient of its *trained* factors needs, so a frozen linear layer
+keeps nothing, and an adapter on it its input and the input of its second matrix; normalisation, activation and attention keep
+their inputs in any case. A tensor that several layers keep counts once. Roles of modules are known by their last names and by the
+shapes of their weights, so that layers of other models find their place, too. Checked against the bytes that autograd keeps of
+real models (tests/unit/finetune_memory/test_activations.py, bench/memory).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune_job.api.model import Attention
+from finetune_job.api.inputs import Attention
 from finetune_job.plan.element_types import DTYPE_BYTES, Elements
-from finetune_memory.model_shape import LINEAR, ArchitectureFacts, ModelShape, ParameterShape
-from finetune_memory.workload import Workload
+from finetune_memory.model_shape import LINEAR, ArchitectureFacts, ModelShape, ParameterShape, Workload
 
 OUTPUTS = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "down_proj", "fc2", "dense_4h_to_h", "w2"})
 """Last names of the layers that end a block and have an input of their own."""
@@ -165,7 +164,7 @@ def read_layer(parameters: Sequence[ParameterShape]) -> Layer:
 
 
 @dataclass(frozen=True)
-class Pass:
+class TrainingPass:
     """A forward and backward pass over one micro-batch."""
 
     facts: ArchitectureFacts
@@ -195,7 +194,7 @@ class Pass:
         return self.attention is Attention.EAGER or self.is_unfused
 
 
-def layer_activations(layer: Layer, during: Pass, *, is_first: bool) -> Activations:
+def layer_activations(layer: Layer, during: TrainingPass, *, is_first: bool) -> Activations:
     """`is_first`: nothing before this layer is trained, so what stands before its first adapter keeps nothing."""
     kept = sum(_norm(norm, during) for norm in layer.norms[1 if is_first else 0 :])
     kept += _inputs(layer, during) + _attention(layer, during) + _blocks(layer, during) + _experts(layer, during)
@@ -207,7 +206,7 @@ def layer_activations(layer: Layer, during: Pass, *, is_first: bool) -> Activati
     )
 
 
-def _norm(norm: Norm, during: Pass) -> int:
+def _norm(norm: Norm, during: TrainingPass) -> int:
     facts, tokens = during.facts, during.work.tokens
     # A norm over each head's values has one weight for all heads.
     heads = {"q_norm": facts.num_heads, "k_norm": facts.num_key_value_heads}.get(norm.name.rpartition(".")[2], 1)
@@ -219,7 +218,7 @@ def _norm(norm: Norm, during: Pass) -> int:
     return values * 4 + tokens * repeats * 4 + (values * during.elements.stream if norm.is_trained else 0)
 
 
-def _inputs(layer: Layer, during: Pass) -> int:
+def _inputs(layer: Layer, during: TrainingPass) -> int:
     """Inputs of trained layers and of adapters; layers of a block that read the same input keep it once."""
     elements, tokens, total = during.elements, during.work.tokens, 0
     groups: dict[tuple[str, int, bool], list[Linear]] = {}
@@ -251,7 +250,7 @@ def _inputs(layer: Layer, during: Pass) -> int:
     return total
 
 
-def _attention(layer: Layer, during: Pass) -> int:
+def _attention(layer: Layer, during: TrainingPass) -> int:
     facts, work, size = during.facts, during.work, during.elements.product
     tokens, heads, shared = work.tokens, facts.num_heads, facts.num_key_value_heads
     queries, values = heads * facts.head_size, heads * facts.value_head_size
@@ -275,7 +274,7 @@ def _attention(layer: Layer, during: Pass) -> int:
         kept += tokens * _value_storage(layer, facts, key_heads, is_repeated=is_repeated) * size
     # Result, and the logarithm of the sums in float32.
     kept += tokens * values * size + tokens * heads * 4
-    # torch turns a mask of truth values into one of summands, in each layer anew.
+    # torch turns a mask of truth values into one of summands, again in each layer.
     return kept + (work.rows * work.length * work.length * size if work.has_mask else 0)
 
 
@@ -285,7 +284,7 @@ def _value_storage(layer: Layer, facts: ArchitectureFacts, key_heads: int, *, is
     return latent.outputs if latent is not None and not is_repeated else key_heads * facts.value_head_size
 
 
-def _blocks(layer: Layer, during: Pass) -> int:
+def _blocks(layer: Layer, during: TrainingPass) -> int:
     """Activation functions, and the products of gated blocks."""
     facts, tokens, total = during.facts, during.work.tokens, 0
     for output in layer.linears:
@@ -303,7 +302,7 @@ def _blocks(layer: Layer, during: Pass) -> int:
     )
 
 
-def _experts(layer: Layer, during: Pass) -> int:
+def _experts(layer: Layer, during: TrainingPass) -> int:
     if not layer.experts:
         return 0
     hidden, size, rows = during.facts.hidden_size, during.elements.product, during.work.tokens * during.facts.experts_per_token
@@ -325,7 +324,7 @@ def _expert_width(layer: Layer, hidden: int) -> int:
     return sum(each.numel for each in layer.experts) // (layer.experts[0].shape[0] * 3 * hidden)
 
 
-def _products(layer: Layer, during: Pass) -> int:
+def _products(layer: Layer, during: TrainingPass) -> int:
     facts, tokens, size = during.facts, during.work.tokens, during.elements.product
     total = tokens * facts.num_heads * (facts.value_head_size * size + 4)
     for linear in layer.linears:
@@ -335,7 +334,7 @@ def _products(layer: Layer, during: Pass) -> int:
     return total
 
 
-def _backward(layer: Layer, during: Pass) -> int:
+def _backward(layer: Layer, during: TrainingPass) -> int:
     """The gradients of the widest place of a layer: of a gated block's three tensors, or of the scores."""
     hidden, tokens, size = during.facts.hidden_size, during.work.tokens, during.elements.product
     widest = max((linear.inputs for linear in layer.linears if linear.is_output), default=hidden)
@@ -343,7 +342,8 @@ def _backward(layer: Layer, during: Pass) -> int:
     if layer.experts:
         block = max(block, tokens * during.facts.experts_per_token * (3 * _expert_width(layer, hidden) + hidden) * size)
     if layer.expert_factors:
-        # The gradient of all experts' second matrices; when that of the first, twice as wide, comes, it has gone with its weights.
+        # The gradient of all experts' second matrices; when that of the first, twice as wide, comes, it has gone with its
+        # weights.
         block += sum(each.numel for each in layer.experts) // 3 * size
     scores = during.scores * 8 if during.is_unfused else during.scores * (8 + size) if during.keeps_scores else 0
     # The block comes after attention, so its activations have gone when the gradients of the scores are computed.

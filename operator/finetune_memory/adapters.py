@@ -1,7 +1,7 @@
 """Base parameters -> parameters while training: what PEFT adds for LoRA, QLoRA and DoRA, what is trained, and 4-bit packing.
 
 The rules of names are PEFT's (peft/tuners/tuners_utils.py, lora/layer.py), those of packing bitsandbytes' (functional.py).
-Checked against the real adapters (tests/unit/memory/test_adapters.py).
+Checked against the real adapters (tests/unit/finetune_memory/test_adapters.py).
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ HEADS = ("lm_head", "embed_out", "output")
 STACKED_EXPERTS: Mapping[str, Mapping[str, tuple[str, int]]] = {
     "mixtral": {"gate": ("gate.weight", 1), "w1": ("gate_up_proj", 2), "w3": ("gate_up_proj", 2), "w2": ("down_proj", 1)},
     "qwen2_moe": {
-        "gate": ("gate.weight", 1), "gate_proj": ("gate_up_proj", 2), "up_proj": ("gate_up_proj", 2), "down_proj": ("down_proj", 1),
+        "gate": ("gate.weight", 1), "gate_proj": ("gate_up_proj", 2), "up_proj": ("gate_up_proj", 2),
+        "down_proj": ("down_proj", 1),
     },
 }  # fmt: skip
 """Names of the layers that experts and routers once were -> the parameters that PEFT adapts in their place, in models of which
 transformers has stacked the experts since, and how many times the rank these get. Whatever has such a name counts as one of an
-expert: dense blocks beside the experts get no adapter (peft/utils/transformers_weight_conversion.py)."""
+expert: dense blocks next to the experts get no adapter (peft/utils/transformers_weight_conversion.py)."""
 STACKED_AS: Mapping[str, str] = {
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), "mixtral"),
     **dict.fromkeys((
         "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
-        "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next",
-        "solar_open",
+        "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe",
+        "qwen3_next", "solar_open",
     ), "qwen2_moe"),
 }  # fmt: skip
 """By `model_type`: transformers' table of decoders whose experts are stacked alike, as PEFT reads it."""
@@ -46,7 +47,9 @@ CODE_BYTES, NESTED_CODE_BYTES, OFFSET_BYTES = 16 * 4, 256 * 4, 4
 def trained_parameters(
     base: Sequence[ParameterShape], method: MethodPlan, held: str, model_type: str
 ) -> tuple[ParameterShape, ...]:
-    """Parameters as the trainer holds them. `held`: element type of the base. Raises UnknownModelError for PEFT's other methods."""
+    """Parameters as the trainer holds them. `held`: element type of the base. Raises UnknownModelError for PEFT's other
+    methods.
+    """
     if method.type is MethodType.FULL:
         return tuple(replace(each, dtype=held, is_trained=True) for each in base)
     if method.lora is None:
@@ -57,7 +60,7 @@ def trained_parameters(
     adapter_dtype = "float32" if lora.autocast_adapter_dtype and held != "float32" else held
     every = tuple(_with_adapters(base, lora, held, adapter_dtype))
     trained = {each.module for each in every if each.is_trained}
-    # Modules and biases of the base that are trained, too, and the frozen weight of a normalisation beside a trained bias.
+    # Modules and biases of the base that are trained, too, and the frozen weight of a normalisation next to a trained bias.
     return tuple(
         replace(each, dtype=adapter_dtype) if each.is_trained or (len(each.shape) == 1 and each.module in trained) else each
         for each in every

@@ -13,18 +13,18 @@ from typing import Any
 from finetune_job.api.base import Dtype
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import ActivationCheckpointing, Precision
+from finetune_job.finding import FieldChange
 from finetune_job.method_settings import effective_settings
 from finetune_job.methods import METHODS
-from finetune_job.plan.resolve_method import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
+from finetune_job.plan.resolve_model import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
-from finetune_job.rules.rule import FieldChange
 from finetune_memory.estimate import Estimate
 
 SHARDED_BITS = 4
 """Of a packed base, the only ones that several ranks can share."""
 SHORTEST_SEQUENCE = 256
 """Tokens; shorter ones would drop most of the records of most data sets."""
-MOST_TIMES_RANKS = 16
+MAX_RANKS_FACTOR = 16
 _SHRINK_COST, _RECOMPUTE_COST, _RANKS_COST, _QUANTISE_COST, _SHORTEN_COST = 1, 3, 20, 60, 200
 
 
@@ -38,15 +38,15 @@ class Alternative:
     @property
     def text(self) -> str:
         """The changes as people write them."""
-        return ", ".join(f"{change.field}: {_written(change.value)}" for change in self.changes)
+        return ", ".join(f"{change.field}: {_format_value(change.value)}" for change in self.changes)
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Change:
     """A setting of one kind of change; no changes: as it is."""
 
     cost: float
@@ -54,14 +54,14 @@ class _Step:
     apply: Callable[[RunPlan], RunPlan]
 
 
-def largest_fitting(plan: RunPlan, limit: int, predict: Callable[[RunPlan], Estimate]) -> Alternative | None:
+def cheapest_fitting(plan: RunPlan, limit: int, predict: Callable[[RunPlan], Estimate]) -> Alternative | None:
     """The cheapest combination of changes whose estimate is within `limit`; None where none is.
 
     `predict`: the estimate of a changed plan. Every combination keeps the global batch.
     """
     if leanest(plan, predict).total > limit:
         return None
-    combinations = sorted(itertools.product(*_kinds(plan)), key=lambda steps: sum(step.cost for step in steps))
+    combinations = sorted(itertools.product(*_change_options(plan)), key=lambda steps: sum(step.cost for step in steps))
     for steps in combinations:
         made = _combined(steps, plan)
         if made is None or not made[1]:
@@ -74,17 +74,17 @@ def largest_fitting(plan: RunPlan, limit: int, predict: Callable[[RunPlan], Esti
 
 def leanest(plan: RunPlan, predict: Callable[[RunPlan], Estimate]) -> Estimate:
     """The estimate with all changes that save memory; where no combination is within a limit, neither is this."""
-    kinds = _kinds(plan)
+    kinds = _change_options(plan)
     # Packing the base saves, but not while it is loaded.
     most = [_combined([*(options[-1] for options in kinds[:-1]), packing], plan) for packing in kinds[-1]]
     return min((predict(made[0]) for made in most if made is not None), key=lambda found: found.total, default=predict(plan))
 
 
-def _kinds(plan: RunPlan) -> list[list[_Step]]:
+def _change_options(plan: RunPlan) -> list[list[_Change]]:
     return [_ranks(plan), _recomputed(plan), _resharded(plan), _precise(plan), _shortened(plan), _micro(plan), _quantised(plan)]
 
 
-def _combined(steps: Iterable[_Step], plan: RunPlan) -> tuple[RunPlan, list[tuple[str, Any]]] | None:
+def _combined(steps: Iterable[_Change], plan: RunPlan) -> tuple[RunPlan, list[tuple[str, Any]]] | None:
     """The changed plan and what was changed; None where the global batch cannot be cut in that way."""
     changes: list[tuple[str, Any]] = []
     for step in steps:
@@ -102,26 +102,28 @@ def _unchanged(plan: RunPlan) -> RunPlan:
     return plan
 
 
-_AS_IT_IS = _Step(0, (), _unchanged)
+_AS_IT_IS = _Change(0, (), _unchanged)
 
 
 def _updated(part: str, **values: Any) -> Callable[[RunPlan], RunPlan]:
     return lambda plan: plan.model_copy(update={part: getattr(plan, part).model_copy(update=values)})
 
 
-def _micro(plan: RunPlan) -> list[_Step]:
+def _micro(plan: RunPlan) -> list[_Change]:
     micro = plan.training.micro_batch_size
     smaller = [size for size in range(micro - 1, 0, -1) if micro % size == 0]
     return [
         _AS_IT_IS,
         *(
-            _Step(_SHRINK_COST + number / 100, (("training.microBatchSize", size),), _updated("training", micro_batch_size=size))
+            _Change(
+                _SHRINK_COST + number / 100, (("training.microBatchSize", size),), _updated("training", micro_batch_size=size)
+            )
             for number, size in enumerate(smaller)
         ),
     ]
 
 
-def _recomputed(plan: RunPlan) -> list[_Step]:
+def _recomputed(plan: RunPlan) -> list[_Change]:
     order = [ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL]
     more = order[order.index(plan.training.activation_checkpointing) + 1 :]
     if plan.training.compile:
@@ -130,7 +132,7 @@ def _recomputed(plan: RunPlan) -> list[_Step]:
     return [
         _AS_IT_IS,
         *(
-            _Step(
+            _Change(
                 _RECOMPUTE_COST + number,
                 (("training.activationCheckpointing", kind.value),),
                 _updated("training", activation_checkpointing=kind),
@@ -140,12 +142,12 @@ def _recomputed(plan: RunPlan) -> list[_Step]:
     ]
 
 
-def _resharded(plan: RunPlan) -> list[_Step]:
+def _resharded(plan: RunPlan) -> list[_Change]:
     if plan.parallelism.fsdp.reshard_after_forward is not False:
         return [_AS_IT_IS]
     return [
         _AS_IT_IS,
-        _Step(_SHRINK_COST, (("parallelism.fsdp.reshardAfterForward", True),), _with_fsdp(reshard_after_forward=True)),
+        _Change(_SHRINK_COST, (("parallelism.fsdp.reshardAfterForward", True),), _with_fsdp(reshard_after_forward=True)),
     ]
 
 
@@ -157,8 +159,8 @@ def _with_fsdp(**values: Any) -> Callable[[RunPlan], RunPlan]:
     return apply
 
 
-def _precise(plan: RunPlan) -> list[_Step]:
-    """Products in bfloat16: adapters beside a 16-bit base otherwise compute in float32, and keep copies of their inputs."""
+def _precise(plan: RunPlan) -> list[_Change]:
+    """Products in bfloat16: adapters next to a 16-bit base otherwise compute in float32, and keep copies of their inputs."""
     if plan.parallelism.fsdp.param_dtype is not None or plan.model.dtype is Dtype.FLOAT32:
         return [_AS_IT_IS]
     cost = _RECOMPUTE_COST - 1 if plan.training.precision is None else _QUANTISE_COST / 2
@@ -166,18 +168,18 @@ def _precise(plan: RunPlan) -> list[_Step]:
     def apply(changed: RunPlan) -> RunPlan:
         return _with_fsdp(param_dtype=Dtype.BFLOAT16)(_updated("training", precision=Precision.BF16)(changed))
 
-    return [_AS_IT_IS, _Step(cost, (("training.precision", Precision.BF16.value),), apply)]
+    return [_AS_IT_IS, _Change(cost, (("training.precision", Precision.BF16.value),), apply)]
 
 
-def _ranks(plan: RunPlan) -> list[_Step]:
+def _ranks(plan: RunPlan) -> list[_Change]:
     steps, nodes = [_AS_IT_IS], plan.parallelism.nodes
     if _is_for_one_rank(plan):
         return steps
     times = 2
-    while times <= MOST_TIMES_RANKS and plan.training.global_batch_size % (plan.parallelism.world_size * times) == 0:
+    while times <= MAX_RANKS_FACTOR and plan.training.global_batch_size % (plan.parallelism.world_size * times) == 0:
         # Whole nodes: how many devices one has nobody has said.
         steps.append(
-            _Step(_RANKS_COST + times, (("parallelism.nodes", nodes * times),), _updated("parallelism", nodes=nodes * times))
+            _Change(_RANKS_COST + times, (("parallelism.nodes", nodes * times),), _updated("parallelism", nodes=nodes * times))
         )
         times *= 2
     return steps
@@ -194,22 +196,28 @@ def _is_for_one_rank(plan: RunPlan) -> bool:
     return METHODS[method.type].one_rank_setting(settings) is not None
 
 
-def _quantised(plan: RunPlan) -> list[_Step]:
+def _quantised(plan: RunPlan) -> list[_Change]:
     placement = plan.placement
     if plan.method.type is not MethodType.LORA or placement is None or placement.gpu_resource_name is None:
         return [_AS_IT_IS]
     packed = QuantizationPlan(
-        bits=SHARDED_BITS, quant_type=DEFAULT_QUANT_TYPE, double_quant=DEFAULT_DOUBLE_QUANT, compute_dtype=None, quant_storage=None
+        bits=SHARDED_BITS,
+        quant_type=DEFAULT_QUANT_TYPE,
+        double_quant=DEFAULT_DOUBLE_QUANT,
+        compute_dtype=None,
+        quant_storage=None,
     )
     change = _updated("method", type=MethodType.QLORA, quantization=packed)
-    return [_AS_IT_IS, _Step(_QUANTISE_COST, (("method.type", MethodType.QLORA.value),), change)]
+    return [_AS_IT_IS, _Change(_QUANTISE_COST, (("method.type", MethodType.QLORA.value),), change)]
 
 
-def _shortened(plan: RunPlan) -> list[_Step]:
+def _shortened(plan: RunPlan) -> list[_Change]:
     steps, length = [_AS_IT_IS], plan.data.max_sequence_length // 2
     while length >= SHORTEST_SEQUENCE:
         steps.append(
-            _Step(_SHORTEN_COST + len(steps), (("data.maxSequenceLength", length),), _updated("data", max_sequence_length=length))
+            _Change(
+                _SHORTEN_COST + len(steps), (("data.maxSequenceLength", length),), _updated("data", max_sequence_length=length)
+            )
         )
         length //= 2
     return steps

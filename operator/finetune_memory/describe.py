@@ -1,4 +1,6 @@
-"""A model on disk -> what the planner needs of it: config.json where the family is known, else the headers of the weight files."""
+"""A model on disk -> what the planner needs of it: config.json where the family is known, else the headers of the weight
+files.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.(?P<projection>gate_proj|up_proj|down_proj
 
 
 @dataclass(frozen=True)
-class ModelFiles:
+class ModelMetadata:
     """What was read of a model: its settings, and the tensors of its weight files where they are at hand."""
 
     config: Mapping[str, Any]
@@ -54,7 +56,7 @@ class ModelFiles:
         return str(named) if named in HEADER_DTYPES.values() else "float32"
 
 
-def read_model(path: Path) -> ModelFiles:
+def read_model(path: Path) -> ModelMetadata:
     """A model's directory, or its config.json alone. Raises UnknownModelError."""
     directory = path if path.is_dir() else None
     file = path / CONFIG_FILE if directory is not None else path
@@ -69,7 +71,7 @@ def read_model(path: Path) -> ModelFiles:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for weights in sorted(directory.glob("*.safetensors")) if directory is not None else ():
         tensors.update(_header(weights))
-    return ModelFiles(config, tensors)
+    return ModelMetadata(config, tensors)
 
 
 def _header(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
@@ -86,7 +88,7 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
         raise UnknownModelError(f"{path}: is not a safetensors file ({error}); copy it again") from error
 
 
-def model_shape(plan: RunPlan, files: ModelFiles) -> ModelShape:
+def model_shape(plan: RunPlan, files: ModelMetadata) -> ModelShape:
     """The model as the plan trains it. Raises UnknownModelError where only the libraries could tell."""
     held = resolve_elements(plan, files.stored).load
     parameters = trained_parameters(_base(files, held), plan.method, held, str(files.config["model_type"]))
@@ -107,7 +109,7 @@ def model_shape(plan: RunPlan, files: ModelFiles) -> ModelShape:
     )
 
 
-def _base(files: ModelFiles, held: str) -> tuple[ParameterShape, ...]:
+def _base(files: ModelMetadata, held: str) -> tuple[ParameterShape, ...]:
     if files.config["model_type"] in FAMILIES or not files.tensors:
         return base_parameters(files.config, held)
     shapes = _stacked({name: shape for name, (_, shape) in files.tensors.items() if _is_loaded(name, files.config)})
@@ -115,7 +117,9 @@ def _base(files: ModelFiles, held: str) -> tuple[ParameterShape, ...]:
 
 
 def _is_loaded(name: str, config: Mapping[str, Any]) -> bool:
-    """Not a layer after the last, which published files hold for predicting several tokens at once and transformers leaves out."""
+    """Not a layer after the last, which published files hold for predicting several tokens at once and transformers leaves
+    out.
+    """
     layer, count = re.match(r"model\.layers\.(\d+)\.", name), config.get("num_hidden_layers")
     return layer is None or not isinstance(count, int) or int(layer[1]) < count
 

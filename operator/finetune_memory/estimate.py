@@ -1,27 +1,25 @@
-"""RunPlan and ModelShape -> bytes per rank, term by term, at the fullest moment of an optimizer step. Pure."""
+"""RunPlan and ModelShape -> bytes per rank, term by term, at the fullest moment of an optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune_job.api.model import Attention
+from finetune_job.api.inputs import Attention
 from finetune_job.api.training import ActivationCheckpointing, OptimizerName
 from finetune_job.methods import METHODS
 from finetune_job.plan.element_types import DTYPE_BYTES, Elements
 from finetune_job.plan.run_plan import RunPlan
-from finetune_memory.activations import Activations, Layer, Pass, layer_activations, read_layers
+from finetune_memory.activations import Activations, Layer, TrainingPass, layer_activations, read_layers
 from finetune_memory.adapters import quantised
-from finetune_memory.buffers import gathered_bytes, reduced_bytes
 from finetune_memory.loss import loss_bytes
-from finetune_memory.model_shape import LINEAR, ModelShape
+from finetune_memory.model_shape import LINEAR, ModelShape, Workload
 from finetune_memory.optimizers import state_bytes
-from finetune_memory.sharding import Unit, shards, units_of
-from finetune_memory.workload import Workload
+from finetune_memory.sharding import Unit, gathered_bytes, reduced_bytes, shards, units_of
 
 CONTEXT_BYTES = 1 << 30
 """Assumed: what driver, libraries' handles and NCCL's buffers take of a GPU. Seen: 0.5 to 1.2 GiB."""
-SLACK = 0.05
+FRAGMENTATION_RATIO = 0.05
 """Assumed: share of what is allocated that torch's allocator cannot use, because it is cut into pieces."""
 HOST_BASE_BYTES = 3 << 29
 """Assumed: a Python process with torch, transformers and peft."""
@@ -48,7 +46,7 @@ class Estimate:
     """Of device memory (of host memory on a CPU) at the fullest moment."""
     moment: str
     host_terms: tuple[Term, ...]
-    """Of the memory of the training pod, for each of its ranks; empty on a CPU, where there is no other memory."""
+    """Of the memory of the training pod, for each of its ranks; empty on a CPU, which has no other memory."""
 
     @property
     def total(self) -> int:
@@ -73,7 +71,7 @@ def estimate(
     return _Estimator(plan, shape, elements, work, read_layers(shape) if layers is None else layers).estimate()
 
 
-def packed(plan: RunPlan, shape: ModelShape, elements: Elements) -> ModelShape:
+def quantised_shape(plan: RunPlan, shape: ModelShape, elements: Elements) -> ModelShape:
     """The model with its frozen weights quantised where the plan says so."""
     if plan.method.quantization is None:
         return shape
@@ -85,7 +83,7 @@ class _Estimator:
     def __init__(self, plan: RunPlan, shape: ModelShape, elements: Elements, work: Workload, layers: Sequence[Layer]) -> None:
         self.plan, self.elements, self.work, self.shape, self.layers = plan, elements, work, shape, layers
         self._costs: dict[tuple[Layer, bool], Activations] = {}
-        self.held = packed(plan, shape, elements)
+        self.held = quantised_shape(plan, shape, elements)
         self.units: tuple[Unit, ...] = units_of(self.held)
         self.world_size = plan.parallelism.world_size
         self.kept = shards(self.units, plan.parallelism.fsdp, self.world_size, param_dtype=elements.param)
@@ -94,7 +92,7 @@ class _Estimator:
         attention = plan.model.attention
         if attention is Attention.SDPA and not shape.facts.has_fused_attention:
             attention = Attention.EAGER
-        self.during = Pass(shape.facts, work, elements, attention, lora.lora_dropout if lora is not None else 0.0)
+        self.during = TrainingPass(shape.facts, work, elements, attention, lora.lora_dropout if lora is not None else 0.0)
 
     def estimate(self) -> Estimate:
         moments = {
@@ -108,7 +106,9 @@ class _Estimator:
         everything = [*self._state(), *terms]
         if self.work.on_gpu:
             used = sum(term.bytes for term in everything)
-            everything.append(Term("allocator slack", int(used * SLACK), f"{SLACK:.0%} of the above (assumed)"))
+            everything.append(
+                Term("allocator slack", int(used * FRAGMENTATION_RATIO), f"{FRAGMENTATION_RATIO:.0%} of the above (assumed)")
+            )
             everything.append(Term("CUDA context", CONTEXT_BYTES, "driver, libraries and NCCL (assumed)"))
         else:
             everything += self._process()
@@ -117,7 +117,9 @@ class _Estimator:
     def _state(self) -> list[Term]:
         """What is there all the time."""
         offloaded = self.plan.parallelism.fsdp.offload_params and self.is_sharded and self.work.on_gpu
-        constants = Term("constants", self.held.constant_bytes, "buffers, and the scales of quantised weights: whole on every rank")
+        constants = Term(
+            "constants", self.held.constant_bytes, "buffers, and the scales of quantised weights: whole on every rank"
+        )
         if offloaded:
             return [constants]
         return [*self._shards(), constants]
@@ -207,7 +209,8 @@ class _Estimator:
         return [Term("base while it is loaded", max(self._read_whole() - held, 0), WHOLE_BASE)]
 
     def _read_whole(self) -> int:
-        """Bytes of the base where a rank reads all of it into host memory; else 0: blocks of its own shards (model/load_shards.py).
+        """Bytes of the base where a rank reads all of it into host memory; else 0: blocks of its own shards
+        (model/load_shards.py).
 
         Packed weights go to the device tensor by tensor.
         """
@@ -226,10 +229,10 @@ class _Estimator:
         return Term("unpacked weights", copies * largest * self.elements.product, "of the largest layer")
 
     def _forward(self) -> list[Term]:
-        kept, beside = loss_bytes(self.shape, self.during)
+        kept, working = loss_bytes(self.shape, self.during)
         return [
             Term("activations", self._saved()[0], self._kept_activations()),
-            Term("logits and loss", kept + beside, f"vocabulary of {self.shape.facts.vocabulary_size:,}"),
+            Term("logits and loss", kept + working, f"vocabulary of {self.shape.facts.vocabulary_size:,}"),
             self._gathered(),
             self._accumulated(),
         ]
@@ -283,7 +286,7 @@ class _Estimator:
         return [
             Term("gradients", self.kept.gradients, "reduced"),
             Term("temporary", temporary, f"update of {self.plan.training.optimizer.value}"),
-            Term("gathered weights", root, "the root, until it is gathered anew"),
+            Term("gathered weights", root, "the root, until it is gathered again"),
         ]
 
     def _snapshot(self) -> int:
@@ -292,7 +295,7 @@ class _Estimator:
     def _process(self) -> list[Term]:
         copies = self._snapshot() * (1 if self.plan.checkpoint.asynchronous else 0)
         return [
-            Term("checkpoint snapshot", copies, "a copy that is written while training goes on"),
+            Term("checkpoint snapshot", copies, "a copy that is written while training continues"),
             Term("process", HOST_BASE_BYTES, "Python, torch and their libraries (assumed)"),
         ]
 

@@ -1,7 +1,7 @@
 """config.json -> the parameters of a causal language model, by the names, shapes and order of transformers' own classes.
 
 A family is a few functions over the configuration. What is missing in config.json is the default of transformers' configuration
-class. Checked against the real classes on the meta device at real sizes (tests/unit/memory/test_families.py).
+class. Checked against the real classes on the meta device at real sizes (tests/unit/finetune_memory/test_families.py).
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def _mixtral_mlp(name: str, _number: int, c: Config) -> Iterator[Entry]:
 def _qwen_moe_mlp(name: str, number: int, c: Config, *, default_experts: int, has_shared: bool) -> Iterator[Entry]:
     hidden = c["hidden_size"]
     count = c.get("num_experts", c.get("num_local_experts", default_experts))
-    is_sparse = number not in (c.get("mlp_only_layers") or []) and count > 0 and (number + 1) % c.get("decoder_sparse_step", 1) == 0
+    is_sparse = (
+        number not in (c.get("mlp_only_layers") or []) and count > 0 and (number + 1) % c.get("decoder_sparse_step", 1) == 0
+    )
     if not is_sparse:
         yield from _gated(name, hidden, c["intermediate_size"])
         return

@@ -6,7 +6,7 @@ The sizes of a part are those that the trainer computes with (objective/cross_en
 from __future__ import annotations
 
 from finetune_job.plan.element_types import DTYPE_BYTES
-from finetune_memory.activations import Pass
+from finetune_memory.activations import TrainingPass
 from finetune_memory.model_shape import ModelShape, ParameterShape
 
 VALUES_PER_PART = {"cpu": 1 << 22, "cuda": 1 << 27}
@@ -36,8 +36,8 @@ def head_of(shape: ModelShape) -> ParameterShape | None:
     return next((each for each in found if each.is_trained), found[0] if found else None)
 
 
-def loss_bytes(shape: ModelShape, during: Pass) -> tuple[int, int]:
-    """What is kept from the head's forward pass to its backward pass, and the most that lives beside it while it is computed."""
+def loss_bytes(shape: ModelShape, during: TrainingPass) -> tuple[int, int]:
+    """What is kept from the head's forward pass to its backward pass, and the most that its computation takes in addition."""
     facts, elements, tokens = shape.facts, during.elements, during.work.tokens
     hidden, vocabulary, size = facts.hidden_size, facts.vocabulary_size, elements.product
     head = head_of(shape)

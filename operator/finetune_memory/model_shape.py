@@ -1,6 +1,7 @@
-"""What the planner knows of a model: names, shapes and element types as a rank will hold them, and a few facts of its code.
+"""What an estimate starts from: names, shapes and element types of a model as a rank holds it, facts of its code, and a batch.
 
-Made from config.json alone (families.py, adapters.py), from the headers of weight files, or by preflight from the real model.
+A model is described from config.json alone (families.py, adapters.py), from the headers of weight files, or by preflight from
+the real model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,27 @@ from finetune_job.plan.element_types import DTYPE_BYTES
 Kind = Literal["linear", "transposed", "embedding", "other"]
 """What it is the weight of: torch's linear layer [outputs, inputs], transformers' Conv1D [inputs, outputs], an embedding."""
 LINEAR = ("linear", "transposed")
+WHOLE_LOGITS = frozenset({"gemma2", "cohere", "cohere2", "granite", "granitemoe", "granitemoeshared"})
+"""Models whose configuration may leave out the setting that changes their logits, because it is the class's default."""
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+"""What architectures call the number of experts that a token has."""
+EXPERTS_PER_TOKEN = {"qwen2_moe": 4, "qwen3_moe": 8, "olmoe": 8, "gpt_oss": 4, "deepseek_v3": 8, "deepseek_v2": 2}
+ACTIVATIONS = {"gpt2": "gelu_new", "gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh",
+               "gemma3_text": "gelu_pytorch_tanh", "starcoder2": "gelu_pytorch_tanh",
+               "gpt_neox": "gelu", "phi": "gelu_new", "opt": "relu"}  # fmt: skip
+DROPOUTS = {"gpt2": 0.1}
+"""Defaults of transformers' configuration classes that differ from the usual 2 experts, silu and no dropout."""
+EAGER_ONLY = frozenset({
+    "bloom", "codegen", "deepseek_v4", "falcon_mamba", "flint", "gemma2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj",
+    "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_text", "mamba", "mamba2", "mimo_v2_flash", "mpt", "openai-gpt",
+    "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
+})  # fmt: skip
+"""Decoders for which the pinned transformers has no SDPA (`_supports_sdpa` of their classes)."""
+CONVERTED = frozenset({"gpt_neox", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"})
+"""Of the families that are known without the model: transformers renames tensors or stacks experts while it loads them."""
+LEARNT_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "bloom"})
+LENGTH_MULTIPLE = 8
+"""Rows are padded to a multiple of this many tokens: matrix products on tensor cores are fast for such lengths."""
 
 
 class UnknownModelError(Exception):
@@ -70,9 +92,11 @@ class ArchitectureFacts:
     rotates_positions: bool
     """Whether queries and keys are rotated, which copies them."""
     has_fused_attention: bool
-    """Whether transformers has torch's fused attention (SDPA) for this architecture; without it the trainer takes the eager one."""
+    """Whether transformers has torch's fused attention (SDPA) for this architecture; without it the trainer takes the eager
+    one."""
     is_stored_otherwise: bool
-    """Whether the files hold other tensors than the model has parameters, such as each expert alone: every rank reads them all."""
+    """Whether the files hold other tensors than the model has parameters, such as each expert alone: every rank reads them
+    all."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +109,7 @@ class ModelShape:
     """Names of the modules that are FSDP units of their own; the root is one besides."""
     facts: ArchitectureFacts
     constant_bytes: int = 0
-    """What every rank holds whole beside parameters: buffers, and the scales of 4-bit weights."""
+    """What every rank holds whole in addition to parameters: buffers, and the scales of 4-bit weights."""
 
 
 def facts_of(
@@ -118,7 +142,8 @@ def _facts(text: Mapping[str, Any], has_whole_logits: bool | None, **known: bool
     vocabulary = _first(text, "vocab_size")
     if not all(isinstance(size, int) and size > 0 for size in (hidden, heads, vocabulary)):
         raise UnknownModelError(
-            "config.json names no hidden_size, num_attention_heads and vocab_size; preflight, which builds the model, estimates it"
+            "config.json names no hidden_size, num_attention_heads and vocab_size; preflight, which builds the model, "
+            "estimates it"
         )
     head_size = _first(text, "head_dim") or hidden // heads
     if text.get("kv_lora_rank"):
@@ -155,26 +180,6 @@ def _facts(text: Mapping[str, Any], has_whole_logits: bool | None, **known: bool
     )
 
 
-WHOLE_LOGITS = frozenset({"gemma2", "cohere", "cohere2", "granite", "granitemoe", "granitemoeshared"})
-"""Models whose configuration may leave out the setting that changes their logits, because it is the class's default."""
-CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-"""What architectures call the number of experts that a token has."""
-EXPERTS_PER_TOKEN = {"qwen2_moe": 4, "qwen3_moe": 8, "olmoe": 8, "gpt_oss": 4, "deepseek_v3": 8, "deepseek_v2": 2}
-ACTIVATIONS = {"gpt2": "gelu_new", "gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh",
-               "starcoder2": "gelu_pytorch_tanh", "gpt_neox": "gelu", "phi": "gelu_new", "opt": "relu"}  # fmt: skip
-DROPOUTS = {"gpt2": 0.1}
-"""Defaults of transformers' configuration classes that differ from the usual 2 experts, silu and no dropout."""
-EAGER_ONLY = frozenset({
-    "bloom", "codegen", "deepseek_v4", "falcon_mamba", "flint", "gemma2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj",
-    "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_text", "mamba", "mamba2", "mimo_v2_flash", "mpt", "openai-gpt",
-    "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
-})  # fmt: skip
-"""Decoders for which the pinned transformers has no SDPA (`_supports_sdpa` of their classes)."""
-CONVERTED = frozenset({"gpt_neox", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"})
-"""Of the families that are known without the model: transformers renames tensors or stacks experts while it loads them."""
-LEARNT_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "bloom"})
-
-
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a configuration that describes the language model."""
     inner = config.get("text_config")
@@ -189,3 +194,20 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
 def _most(value: Any) -> Any:
     """Of a setting that may hold a number for each layer, the largest."""
     return max(value, default=None) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One micro-batch of one rank."""
+
+    rows: int
+    length: int
+    """Tokens of a row, padding included."""
+    has_mask: bool
+    """Whether attention needs a mask: rows of several documents, or padded ones."""
+    on_gpu: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows."""
+        return self.rows * self.length

@@ -1,8 +1,8 @@
-"""How FSDP cuts a model: units, and what a rank keeps of each parameter, with the padding of either version.
+"""How FSDP cuts a model: units, what a rank keeps of each parameter, and what it holds in addition during a step.
 
 Version 2 cuts every parameter along its first dimension and pads each shard to the largest
 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). Version 1 lays the parameters of a unit into one flat one and cuts that;
-where original parameters are kept each begins at a multiple of 16 bytes (torch/distributed/fsdp/_flat_param.py).
+if original parameters are kept, each begins at a multiple of 16 bytes (torch/distributed/fsdp/_flat_param.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from finetune_job.api.parallelism import AutoWrapPolicy
-from finetune_job.plan.element_types import DTYPE_BYTES
+from finetune_job.plan.element_types import DTYPE_BYTES, Elements
 from finetune_job.plan.run_plan import FsdpPlan
 from finetune_job.sharding import (
     DEFAULT_MIN_NUM_PARAMS,
     INTEGERS,
     by_unit,
     deepest_first,
-    is_one_parameter,
+    is_one_flat_parameter,
     large_modules,
 )
 from finetune_memory.model_shape import ModelShape, ParameterShape
@@ -133,7 +133,7 @@ def _flat(unit: Unit, fsdp: FsdpPlan, world_size: int, rank: int, param_dtype: s
     size = shard * width
     if not unit.is_trained:
         return Shards(size, 0, 0, 0, 0)
-    if is_one_parameter(fsdp):
+    if is_one_flat_parameter(fsdp):
         return Shards(0, size, size, size, 1)
     start, stop = rank * shard, (rank + 1) * shard
     own = trained = tensors = 0
@@ -149,7 +149,7 @@ def _flat(unit: Unit, fsdp: FsdpPlan, world_size: int, rank: int, param_dtype: s
 
 def _flat_layout(unit: Unit, fsdp: FsdpPlan, world_size: int, param_dtype: str | None) -> tuple[int, list[int]]:
     """Values of the flat parameter, padding included, and where each parameter begins."""
-    if is_one_parameter(fsdp):
+    if is_one_flat_parameter(fsdp):
         places, total = [], 0
         for each in unit.parameters:
             places.append(total)
@@ -162,3 +162,36 @@ def _flat_layout(unit: Unit, fsdp: FsdpPlan, world_size: int, param_dtype: str |
         places.append(total)
         total += each.numel
     return total + -total % world_size, places
+
+
+def gathered_bytes(units: Sequence[Unit], fsdp: FsdpPlan, elements: Elements) -> int:
+    """Whole parameters at the fullest moment, which are never sharded in between for the root.
+
+    Of the other units one is in use, with the buffer that it was gathered into, and the next one is being gathered
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: `unshard` is issued one unit ahead, and a buffer goes when the next
+    one is copied out). With `reshardAfterForward: false` all of them stay, and no second copy of any is needed but of one.
+    """
+    sizes = [unit.gathered_bytes(elements.param) for unit in units]
+    root = sizes[-1] if units and not units[-1].name else 0
+    others = sizes[:-1] if root else sizes
+    if not others:
+        return 2 * root
+    if fsdp.reshard_after_forward is False:
+        return root + sum(others) + max(*others, root)
+    if fsdp.version == 1:
+        # One flat parameter in use and one that is gathered ahead; views need no copies.
+        return root + 2 * max(others)
+    return max(root + 3 * max(others), 2 * root + max(others))
+
+
+def reduced_bytes(units: Sequence[Unit], elements: Elements) -> int:
+    """Gradients of the largest unit: whole, in the element type of the computation, and laid out in that of the reduction."""
+    found = 0
+    for unit in units:
+        whole = copied = 0
+        for each in unit.parameters:
+            if each.is_trained:
+                whole += each.numel * DTYPE_BYTES[elements.param or each.dtype]
+                copied += each.numel * DTYPE_BYTES[elements.reduce or elements.param or each.dtype]
+        found = max(found, whole + copied)
+    return found

@@ -1,22 +1,80 @@
-"""A job's estimate against what its ranks may take, with the change that would make it fit."""
+"""Whether a job fits: the memory that a rank may take, the estimate against that limit, and the finding."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
 from finetune_job.plan.element_types import resolve_elements
+from finetune_job.plan.launch_plan import Placement
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import Finding
 from finetune_memory.activations import read_layers
-from finetune_memory.alternatives import Alternative, largest_fitting, leanest
+from finetune_memory.alternatives import Alternative, cheapest_fitting, leanest
 from finetune_memory.estimate import Estimate, estimate
-from finetune_memory.limits import Limit, host_limit_of, shown
-from finetune_memory.model_shape import ModelShape
-from finetune_memory.workload import LENGTH_MULTIPLE, Workload
+from finetune_memory.model_shape import LENGTH_MULTIPLE, ModelShape, Workload
 
-RULE = "memory-estimate-exceeds-gpu"
-HOST_RULE = "memory-estimate-exceeds-pod"
+_FACTORS = {"m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
+GPU_FINDING = "memory-estimate-exceeds-gpu"
+POD_FINDING = "memory-estimate-exceeds-pod"
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes that one rank may take."""
+
+    bytes: int
+    is_device: bool
+    """Whether it is a device's memory, beyond which nothing can be allocated."""
+    source: str
+    """Where it was named."""
+
+
+def quantity_bytes(text: str) -> int:
+    """Bytes of a Kubernetes quantity such as 80Gi. Raises ValueError."""
+    found = _QUANTITY.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not a quantity of memory; write it as in 80Gi")
+    return int(float(found[1]) * _FACTORS[found[2] or ""])
+
+
+def limit_of(plan: RunPlan) -> MemoryLimit | None:
+    """By the plan's placement; None in local mode, where nobody has said."""
+    placement = plan.placement
+    if placement is None:
+        return None
+    if placement.gpu_memory is not None:
+        return MemoryLimit(
+            quantity_bytes(placement.gpu_memory), is_device=True, source=f"gpu.memory of profile {placement.profile}"
+        )
+    if placement.gpu_resource_name is not None:
+        return None  # of a release that did not freeze the memory of a device
+    return _share_of_the_pod(plan, placement)
+
+
+def host_limit_of(plan: RunPlan) -> MemoryLimit | None:
+    """A rank's share of the pod's memory in addition to its device; None if there is no device, or nobody has said."""
+    placement = plan.placement
+    if placement is None or placement.gpu_memory is None:
+        return None
+    return _share_of_the_pod(plan, placement)
+
+
+def _share_of_the_pod(plan: RunPlan, placement: Placement) -> MemoryLimit:
+    share = quantity_bytes(placement.resources.train.memory) // plan.parallelism.processes_per_node
+    return MemoryLimit(share, is_device=False, source=f"a rank's share of resources.train.memory of profile {placement.profile}")
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes for people: 12.3 GiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GiB"
 
 
 @dataclass(frozen=True)
@@ -24,13 +82,13 @@ class MemoryVerdict:
     """What is to say about a job's memory."""
 
     estimate: Estimate
-    limit: Limit | None
+    limit: MemoryLimit | None
     alternative: Alternative | None
-    """Where the estimate is above the limit and some change helps."""
-    host_limit: Limit | None = None
-    """Of host memory, beside a device."""
+    """If the estimate is above the limit and some change helps."""
+    host_limit: MemoryLimit | None = None
+    """Of host memory, in addition to a device."""
     leanest: Estimate | None = None
-    """Where no change helps: with all of them."""
+    """If no change helps: with all of them."""
 
     @property
     def fits(self) -> bool:
@@ -44,7 +102,7 @@ class MemoryVerdict:
 
 
 def judge_memory(
-    plan: RunPlan, shape: ModelShape, stored: str, limit: Limit | None, *, longest: int | None = None
+    plan: RunPlan, shape: ModelShape, stored: str, limit: MemoryLimit | None, *, longest: int | None = None
 ) -> MemoryVerdict:
     """`stored`: element type of the base model's files. `longest`: tokens of the longest record; None: as many as are allowed."""
     layers = read_layers(shape)
@@ -56,20 +114,20 @@ def judge_memory(
     host_limit = host_limit_of(plan) if limit is not None and limit.is_device else None
     if limit is None or found.total <= limit.bytes:
         return MemoryVerdict(found, limit, None, host_limit)
-    alternative = largest_fitting(plan, limit.bytes, predict)
+    alternative = cheapest_fitting(plan, limit.bytes, predict)
     return MemoryVerdict(found, limit, alternative, host_limit, None if alternative is not None else leanest(plan, predict))
 
 
-def no_change_helps(least: Estimate) -> str:
+def no_change_suffices(least: Estimate) -> str:
     """Why not, in words."""
     most = least.largest[0]
     return (
         "no change of micro-batch, checkpointing, ranks or sequence length suffices: with all of them a rank still needs "
-        f"{shown(least.total)}, most of it {most.name} ({shown(most.bytes)}: {most.detail})"
+        f"{format_bytes(least.total)}, most of it {most.name} ({format_bytes(most.bytes)}: {most.detail})"
     )
 
 
-def workload(plan: RunPlan, limit: Limit | None, longest: int | None = None) -> Workload:
+def workload(plan: RunPlan, limit: MemoryLimit | None, longest: int | None = None) -> Workload:
     """The largest batch of a job. Its rows hold several documents, or are padded, and either takes a mask."""
     length = plan.data.max_sequence_length
     if longest is not None and not plan.data.packing:
@@ -80,23 +138,26 @@ def workload(plan: RunPlan, limit: Limit | None, longest: int | None = None) -> 
     )
 
 
-def finding_of(verdict: MemoryVerdict) -> Finding | None:
+def memory_finding(verdict: MemoryVerdict) -> Finding | None:
     """An error where a device would run out of memory, a warning where a pod would; None where the job fits."""
     limit = verdict.limit
     if limit is None or verdict.fits:
         return _host_finding(verdict)
-    largest = ", ".join(f"{term.name} {shown(term.bytes)}" for term in verdict.estimate.largest[:3])
+    largest = ", ".join(f"{term.name} {format_bytes(term.bytes)}" for term in verdict.estimate.largest[:3])
     alternative = verdict.alternative
-    needed = f"a rank needs about {shown(verdict.estimate.total)} of {shown(limit.bytes)} ({limit.source}); largest: {largest}"
+    needed = (
+        f"a rank needs about {format_bytes(verdict.estimate.total)} of {format_bytes(limit.bytes)} ({limit.source}); "
+        f"largest: {largest}"
+    )
     fix = (
-        f"set {alternative.text}, which needs {shown(alternative.estimate.total)}"
+        f"set {alternative.text}, which needs {format_bytes(alternative.estimate.total)}"
         if alternative is not None
-        else f"{no_change_helps(verdict.leanest or verdict.estimate)}; take larger devices or a smaller model"
+        else f"{no_change_suffices(verdict.leanest or verdict.estimate)}; take larger devices or a smaller model"
     )
     return make_finding(
-        RULE if limit.is_device else HOST_RULE,
+        GPU_FINDING if limit.is_device else POD_FINDING,
         field=verdict_field(verdict),
-        value=shown(verdict.estimate.total),
+        value=format_bytes(verdict.estimate.total),
         message=needed,
         fix=fix,
         changes={change.field: change.value for change in alternative.changes} if alternative is not None else None,
@@ -111,12 +172,13 @@ def _host_finding(verdict: MemoryVerdict) -> Finding | None:
     need = verdict.estimate.host_total
     largest = max(verdict.estimate.host_terms, key=lambda term: term.bytes)
     return make_finding(
-        HOST_RULE,
+        POD_FINDING,
         field="spec.profile",
-        value=shown(need),
-        message=f"a rank needs about {shown(need)} of host memory of {shown(limit.bytes)} ({limit.source}); "
-        f"largest: {largest.name} {shown(largest.bytes)}, {largest.detail}",
-        fix=f"raise resources.train.memory of the profile to {shown(need)} for each of processesPerNode, or lower processesPerNode",
+        value=format_bytes(need),
+        message=f"a rank needs about {format_bytes(need)} of host memory of {format_bytes(limit.bytes)} ({limit.source}); "
+        f"largest: {largest.name} {format_bytes(largest.bytes)}, {largest.detail}",
+        fix=f"raise resources.train.memory of the profile to {format_bytes(need)} for each of processesPerNode, or lower "
+        "processesPerNode",
     )
 
 

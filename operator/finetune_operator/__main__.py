@@ -10,13 +10,13 @@ from kubernetes.aio.config import ConfigException
 
 from finetune_operator.app import run
 from finetune_operator.cluster.discovery import CrdsMissingError
-from finetune_operator.garbage import collect_rarely
 from finetune_operator.logs import configure_logs, logger
+from finetune_operator.loop_pauses import collect_rarely
 from finetune_operator.settings import Timeouts, parse_settings
 
 DEEPEST_OBJECT = 10_000
-"""Levels of the deepest object that an API server takes. Our definition cannot bound what the free-form settings of a method hold,
-and one object of one tenant must not end the watch of all."""
+"""Levels of the deepest object that an API server takes. Our definition cannot bound what the free-form settings of a method
+hold, and one object of one tenant must not end the watch of all."""
 FRAMES_PER_LEVEL = 5
 STACK_BYTES = 64 << 20
 """Of threads: json's decoder and encoder need about half a kilobyte for each level."""

@@ -13,28 +13,31 @@ from finetune_operator.cluster.access import load_configuration
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.checkpoint_boost import CheckpointBoost
-from finetune_operator.cluster.child_watch import ChildWatch
-from finetune_operator.cluster.claims import CLAIM_LABEL, Rivals, claim_metadata, claim_name
 from finetune_operator.cluster.discovery import wait_for_crds
-from finetune_operator.cluster.event_watch import EventWatch
 from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.fence import Fence
 from finetune_operator.cluster.gather import Gatherer
-from finetune_operator.cluster.in_flight import InFlight
+from finetune_operator.cluster.in_flight import RequestLimiter
 from finetune_operator.cluster.kinds import LEASES, Kind
-from finetune_operator.cluster.leadership import Candidacy, LeadershipThread
-from finetune_operator.cluster.lease import Elector, LeaseTiming
-from finetune_operator.cluster.lease_object import LeaseObject
+from finetune_operator.cluster.leadership import (
+    CLAIM_LABEL,
+    Candidacy,
+    LeadershipThread,
+    RivalReleases,
+    claim_metadata,
+    claim_name,
+)
+from finetune_operator.cluster.lease import Elector, LeaseObject, LeaseTiming
 from finetune_operator.cluster.progress_poll import ProgressPoll
 from finetune_operator.cluster.projection import CachedObject, utc_now
-from finetune_operator.cluster.recorder import Recorder
+from finetune_operator.cluster.raw_objects import UnreadableObjects
+from finetune_operator.cluster.recorder import EventRecorder
 from finetune_operator.cluster.relist import fill, relist
-from finetune_operator.cluster.unreadable import UnreadableObjects
+from finetune_operator.cluster.stream_watch import ChildWatch, EventWatch
 from finetune_operator.cluster.warning_events import WarningEvents
-from finetune_operator.garbage import keep_what_is_there
 from finetune_operator.health import BEAT_SECONDS, Health, health_server
 from finetune_operator.logs import logger
-from finetune_operator.loop_lag import measure_loop_lag
+from finetune_operator.loop_pauses import freeze_objects, measure_loop_lag
 from finetune_operator.metrics import Metrics
 from finetune_operator.settings import Settings, Timeouts
 from finetune_operator.watch import Watches
@@ -60,10 +63,10 @@ async def run(settings: Settings, timeouts: Timeouts) -> int:
     leadership = LeadershipThread(lambda: _candidacy(configuration, settings, timeouts), health.standing_by)
     api = _leaders_api(configuration, timeouts, metrics, leadership.fence)
     try:
-        if not await _unless(stopping, _wait_for_crds(configuration, timeouts, metrics)):
+        if not await _run_unless_stopped(stopping, _wait_for_crds(configuration, timeouts, metrics)):
             return 0
         leadership.start()
-        if not await _unless(stopping, leadership.held.wait()):
+        if not await _run_unless_stopped(stopping, leadership.held.wait()):
             return 0
         _log.info("leading", identity=settings.identity)
         return await _lead(settings, timeouts, api, health=health, metrics=metrics, stopping=stopping)
@@ -86,7 +89,7 @@ async def _wait_for_crds(configuration: Configuration, timeouts: Timeouts, metri
 def _leaders_api(configuration: Configuration, timeouts: Timeouts, metrics: Metrics, fence: Fence) -> Api:
     return Api(
         configuration,
-        in_flight=InFlight(timeouts.requests_in_flight),
+        in_flight=RequestLimiter(timeouts.requests_in_flight),
         request_timeout=timeouts.request_timeout,
         observer=metrics.request,
         fence=fence,
@@ -102,7 +105,7 @@ async def _lead(
     )
     warnings = WarningEvents(cache)
     gatherer = Gatherer(api, cache, timeouts.pending_events_after, warnings)
-    recorder = Recorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
+    recorder = EventRecorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
     executor = Executor(api, cache, gatherer, recorder)
 
     def take_in(kind: Kind, deleted: bool, held: CachedObject) -> None:
@@ -120,9 +123,9 @@ async def _lead(
     watches = Watches(settings.namespaces, cache.read, take_in)
     children = ChildWatch(api, settings.namespaces, cache.read, take_in, begun_anew=watches.restarted.set)
     first_list = keep_trying("first list", lambda: fill(api, cache, settings.namespaces, children.begin_from), metrics.failed)
-    if not await _unless(stopping, first_list):
+    if not await _run_unless_stopped(stopping, first_list):
         return 0
-    keep_what_is_there()
+    freeze_objects()
     metrics.observe_watches(lambda: watches.ages() | children.ages(), lambda: watches.num_restarts)
     watches.start()
     for key in cache.job_keys():
@@ -146,7 +149,7 @@ async def _lead(
         restarted=watches.restarted,
         failed=metrics.failed,
     )
-    beside: dict[str, Callable[[], Awaitable[object]]] = {
+    tasks_by_name: dict[str, Callable[[], Awaitable[object]]] = {
         "progress poll": poll.run,
         "checkpoint boost": CheckpointBoost(api, cache, poll).run,
         "relist": relisting.run,
@@ -155,10 +158,10 @@ async def _lead(
         "watch of children": children.run,
         "watch of events": EventWatch(api, settings.namespaces, take_warning).run,
     }
-    others = [asyncio.create_task(keep_trying(name, work, metrics.failed)) for name, work in beside.items()]
+    others = [asyncio.create_task(keep_trying(name, work, metrics.failed)) for name, work in tasks_by_name.items()]
     health.is_ready = True
     _log.info("ready", jobs=len(cache.jobs()))
-    await _first_of(stopping.wait(), watches.ended.wait(), *workers, *others)
+    await _wait_for_first(stopping.wait(), watches.ended.wait(), *workers, *others)
     orderly = stopping.is_set()
     _log.info("stopping", orderly=orderly)
     health.is_ready = False
@@ -182,10 +185,10 @@ async def _beat(health: Health) -> None:
         await asyncio.sleep(BEAT_SECONDS)
 
 
-async def _unless(stopping: asyncio.Event, work: Awaitable[object]) -> bool:
+async def _run_unless_stopped(stopping: asyncio.Event, work: Awaitable[object]) -> bool:
     """Do the work; False where the stop signal came first. Raises what the work raises."""
     task = asyncio.ensure_future(work)
-    await _first_of(stopping.wait(), task)
+    await _wait_for_first(stopping.wait(), task)
     if not task.done():
         task.cancel()
         return False
@@ -193,7 +196,7 @@ async def _unless(stopping: asyncio.Event, work: Awaitable[object]) -> bool:
     return True
 
 
-async def _first_of(*things: Awaitable[object]) -> None:
+async def _wait_for_first(*things: Awaitable[object]) -> None:
     """Wait until one of them is done; coroutines that are not are cancelled, tasks are left running."""
     tasks = [asyncio.ensure_future(thing) for thing in things]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -216,7 +219,7 @@ async def _candidacy(configuration: Configuration, settings: Settings, timeouts:
     return Candidacy(
         lease=Elector(lease, settings.identity, timing),
         claim=Elector(claim, release, claim_timing),
-        rivals=Rivals(read_claims, release, settings.namespaces),
+        rivals=RivalReleases(read_claims, release, settings.namespaces),
         retry=timeouts.lease_retry,
         close=api.close,
     )

@@ -1,4 +1,4 @@
-"""What goes on beside the workers, whatever fails: a server that is away comes back, and a defect ends one round alone."""
+"""What runs next to the workers, whatever fails: a server that is away comes back, and a defect ends one round alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.cache import JobKey
-from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.logs import logger
 from finetune_operator.workqueue import WorkQueue
 

@@ -24,7 +24,7 @@ class Health:
         self._clock = clock
         self._beat = clock()
         self.is_ready = False
-        """JobState by, or working with a complete cache."""
+        """Standing by, or working with a complete cache."""
         self.why_not_ready = WAITING
         self.is_leading = False
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from finetune_operator.cluster.api import Answered
+from finetune_operator.cluster.api import AnsweredRequest
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.health import Health
 from finetune_operator.workqueue import WorkQueue
@@ -46,7 +46,7 @@ OTHER_REASON = "other"
 class Instruments(Protocol):
     """What the rest of the operator reports."""
 
-    def request(self, answered: Answered) -> None:
+    def request(self, answered: AnsweredRequest) -> None:
         """One API request was answered."""
         ...
 
@@ -112,7 +112,7 @@ class Metrics:
         )
         self._failures = Counter(
             "finetune_background_failures",
-            "Failures of what goes on beside the passes, by task; each was begun again.",
+            "Failures of tasks that run next to the passes, by task; each was started again.",
             ["task"],
             registry=self.registry,
         )
@@ -135,7 +135,7 @@ class Metrics:
             registry=self.registry,
         )
 
-    def request(self, answered: Answered) -> None:
+    def request(self, answered: AnsweredRequest) -> None:
         """One API request was answered, or got no answer."""
         reason = answered.reason if answered.reason in KNOWN_REASONS or not answered.reason else OTHER_REASON
         self._requests.labels(answered.verb, answered.resource, answered.code, reason).inc()
@@ -157,7 +157,7 @@ class Metrics:
         self._loop_lag.observe(seconds)
 
     def failed(self, task: str) -> None:
-        """Something beside the passes failed and is begun again."""
+        """A task next to the passes failed and is begun again."""
         self._failures.labels(task).inc()
 
     def event_dropped(self) -> None:

@@ -3,7 +3,7 @@
 Their own thread and loop, because kopf stalls its loop for seconds in a burst of objects, installs signal handlers where it
 runs in the main thread, and cancels every task of its loop when it ends. kopf is used for nothing else: no finalizers, no
 annotations, no handlers with state. It ends on errors that it cannot handle, such as an ERROR event; then it is started again
-in the same thread, and whoever keeps what it told is asked to look for what it missed.
+in the same thread, and the keeper of what it told is asked to look for what it missed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,61 @@ from contextlib import suppress
 from typing import Any
 
 import kopf
+from kopf._core.reactor.inventory import ResourceMemories, ResourceMemory
 from yarl import URL
 
 from finetune_operator.cluster.access import session_for_kopf
 from finetune_operator.cluster.api import PAGE_SIZE
-from finetune_operator.cluster.child_watch import ReadObject, WatchSink
 from finetune_operator.cluster.kinds import WRITTEN_BY_USERS, Kind
 from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.cluster.relist import scopes
-from finetune_operator.kopf_storage import NoDiffBase, NoProgress
+from finetune_operator.cluster.stream_watch import ReadObject, WatchSink
 from finetune_operator.logs import logger
+
+
+class NoDiffBase(kopf.DiffBaseStorage):  # type: ignore[misc]
+    """Every object looks the same."""
+
+    def build(self, **_: Any) -> Any:
+        """Nothing of the object matters."""
+        return {}
+
+    def fetch(self, **_: Any) -> Any:
+        """There is no last state."""
+        return None
+
+    def store(self, **_: Any) -> None:
+        """Nothing is kept."""
+
+
+class NoProgress(kopf.ProgressStorage):  # type: ignore[misc]
+    """No handler has a state."""
+
+    def fetch(self, **_: Any) -> Any:
+        """There is none."""
+        return None
+
+    def store(self, **_: Any) -> None:
+        """Nothing is kept."""
+
+    def purge(self, **_: Any) -> None:
+        """Nothing is kept."""
+
+    def touch(self, **_: Any) -> None:
+        """Nothing is written into any object."""
+
+    def clear(self, *, essence: Any) -> Any:
+        """Nothing of ours is in it."""
+        return essence
+
+
+class NoMemories(ResourceMemories):  # type: ignore[misc]
+    """No object is remembered: no handler has a state, and a thousand of kopf's records take a megabyte."""
+
+    async def recall(self, raw_body: Any, **options: Any) -> ResourceMemory:
+        """A record for this event alone."""
+        return await super().recall(raw_body, **(options | {"ephemeral": True}))
+
 
 _log = logger(__name__)
 REQUEST_TIMEOUT_SECONDS = 30.0
@@ -46,7 +91,7 @@ RESTART_LONGEST = 30.0
 
 
 class NotWatchedError(Exception):
-    """kopf does not watch what it is told to. With scanning disabled it looks once, and would stay silent for ever."""
+    """kopf does not watch what it is told to. With scanning disabled it looks once, and would stay silent without end."""
 
 
 class ErrorBackoffs:
@@ -76,7 +121,8 @@ class Watches:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.ended = asyncio.Event()
         self.restarted = asyncio.Event()
-        """Set in the main loop after each time that kopf was started again: deletions may have been missed. To be cleared there."""
+        """Set in the main loop after each time that kopf was started again: deletions may have been missed. To be cleared
+        there."""
         self.num_restarts = 0
         self._heard = {kind.name: time.monotonic() for kind in WRITTEN_BY_USERS}
         self._inbox: deque[tuple[Kind, bool, CachedObject]] = deque()
@@ -118,7 +164,7 @@ class Watches:
             self._main.call_soon_threadsafe(self.ended.set)
 
     def _run_once(self) -> None:
-        # Not asyncio.run: it waits for every task, and kopf's wait for new credentials for ever, whatever cancels them.
+        # Not asyncio.run: it waits for every task, and kopf's wait for new credentials without end, whatever cancels them.
         loop = asyncio.new_event_loop()
         try:
             loop.run_until_complete(self._watch())
@@ -131,10 +177,11 @@ class Watches:
         if self._is_stopped.is_set():
             return
         expected = {kind.path(namespace) for kind in WRITTEN_BY_USERS for namespace in scopes(kind, self._namespaces)}
-        answers = Answers(expected, time.monotonic)
+        answers = WatchedPaths(expected, time.monotonic)
         tasks = await kopf.spawn_tasks(
             registry=self._registry(answers.note),
             settings=_settings(),
+            memories=NoMemories(),
             standalone=True,
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
@@ -186,7 +233,7 @@ class Watches:
                 self._main.call_soon(self._hand_over)
 
 
-class Answers:
+class WatchedPaths:
     """Which of the expected paths are watched, by what the API server answers."""
 
     def __init__(self, expected: set[str], clock: Callable[[], float]) -> None:
@@ -211,7 +258,7 @@ class Answers:
             self._deadline = self._clock() + SILENCE_SECONDS
 
 
-async def _check(answers: Answers) -> None:
+async def _check(answers: WatchedPaths) -> None:
     """Raises NotWatchedError once it is clear that something will never be watched."""
     while answers.missing:
         await asyncio.sleep(max(answers.seconds_left, 0.0))

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.cache import JobKey
-from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.execute import Executor, PassOutcome
 from finetune_operator.cluster.gather import Gathered, Gatherer
 from finetune_operator.cluster.projection import CachedObject
@@ -135,7 +135,7 @@ class Worker:
             await asyncio.sleep(0)
 
     def _settle(self, key: JobKey, outcome: PassOutcome) -> PassOutcome:
-        """When to go on after a pass that ended so."""
+        """When to continue after a pass that ended so."""
         if outcome in (PassOutcome.UNCHANGED, PassOutcome.GONE):
             self.queue.forget(key)
             self._acts.pop(key, None)

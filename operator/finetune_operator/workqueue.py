@@ -1,8 +1,8 @@
 """A queue of keys: a key waits in it once however often it is added, and is never handed to two workers at a time.
 
 Which key comes first: each gets a moment by which it should be taken, its addition plus the patience of its urgency, and the
-earliest moment comes first. So the urgent overtake the patient, and yet nothing waits for ever: what is added later than the
-longest patience overtakes nobody. A key that goes on after a pass keeps the moment of its first addition, so that what was
+earliest moment comes first. So the urgent overtake the patient, and yet nothing waits without end: what is added later than the
+longest patience overtakes nobody. A key that continues after a pass keeps the moment of its first addition, so that what was
 begun is finished before what came later is begun.
 
 A key that is added while a worker has it comes back when that worker is done. Delayed additions keep the earliest time.
@@ -33,7 +33,7 @@ class Urgency(Enum):
     NEW = 0.0
     """Nobody has answered its user yet."""
     BEGUN = 2.0
-    """Its last pass did something; the next one goes on with it."""
+    """Its last pass did something; the next one continues it."""
     CHANGED = 4.0
     """Something about it changed."""
     ROUTINE = LONGEST_PATIENCE
@@ -45,7 +45,7 @@ class _Entry:
     """Of a key in the queue."""
 
     since: float
-    """When it was added; for a key that goes on, when it was added first."""
+    """When it was added; for a key that continues, when it was added first."""
     patience: float
     queued: float
     """When it could have been taken first, for the measured time in the queue."""

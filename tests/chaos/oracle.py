@@ -53,7 +53,9 @@ class Oracle:
     def __enter__(self) -> Oracle:
         for kind in KINDS:
             # Before the first job is made, so that nothing is missed.
-            self._versions[kind] = self._kube.request("GET", self._kube.path(kind, self._namespace))["metadata"]["resourceVersion"]
+            self._versions[kind] = self._kube.request("GET", self._kube.path(kind, self._namespace))["metadata"][
+                "resourceVersion"
+            ]
         for thread in self._threads:
             thread.start()
         return self
@@ -85,7 +87,11 @@ class Oracle:
         """How many Jobs of a role were ever made for a FineTuneJob."""
         with self._lock:
             return len(
-                {item.gang for item in self._moments if item.kind == "Job" and item.job.startswith(f"{job}/") and item.role == role}
+                {
+                    item.gang
+                    for item in self._moments
+                    if item.kind == "Job" and item.job.startswith(f"{job}/") and item.role == role
+                }
             )
 
     def _watch(self, kind: str) -> None:
@@ -127,7 +133,14 @@ class Oracle:
         gang = owner if kind == "Pod" else metadata["uid"]
         alive = is_alive and event["type"] != "DELETED"
         moment = Moment(
-            int(metadata["resourceVersion"]), kind, metadata["uid"], job, labels.get(ROLE, ""), labels.get(ATTEMPT, ""), gang, alive
+            int(metadata["resourceVersion"]),
+            kind,
+            metadata["uid"],
+            job,
+            labels.get(ROLE, ""),
+            labels.get(ATTEMPT, ""),
+            gang,
+            alive,
         )
         with self._lock:
             self._moments.append(moment)

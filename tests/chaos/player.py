@@ -126,7 +126,9 @@ def wrong_end(story: Story, job: Document | None, train_attempts: int) -> str:
     if job is None:
         return "" if not story.phase else "lost: the job is gone"
     status = job.get("status") or {}
-    if not story.phase or not any(item["type"] == "Finished" and item["status"] == "True" for item in status.get("conditions", ())):
+    if not story.phase or not any(
+        item["type"] == "Finished" and item["status"] == "True" for item in status.get("conditions", ())
+    ):
         return f"unfinished: {status.get('phase')}"
     restarts = status.get("restarts") or {}
     is_ = (status.get("phase"), train_attempts, restarts.get("counted", 0), restarts.get("uncounted", 0))

@@ -110,7 +110,8 @@ def test_an_operator_killed_in_every_stage_and_a_killed_rank_change_no_byte(
         ]
         stack.kill_container(pod)
 
-    # Its data lies in an object store and its results go to a registry, so that there is a fetch and a publication to be disturbed.
+    # Its data lies in an object store and its results go to a registry, so that there is a fetch and a publication to be
+    # disturbed.
     secret = stack.upload("records", stack.claim("data"))
     data = yaml.safe_load((ROOT / EXAMPLE).read_text())["spec"]["data"]
     data |= {"source": "s3://records/train.jsonl", "validation": {"source": "s3://records/validation.jsonl"}}
@@ -189,7 +190,8 @@ def keep_login(stack: Stack, registry: Registry) -> None:
 
 
 def assert_no_trace_of_credentials(stack: Stack, name: str) -> None:
-    """In no object but the Secrets, in no log, in no file of the job's, and so in no process list, which shows pods' arguments."""
+    """In no object but the Secrets, in no log, in no file of the job's, and so in no process list, which shows pods'
+    arguments."""
     system = ("--namespace", SYSTEM_NAMESPACE, "--selector", "app.kubernetes.io/name=finetune-operator", "--tail=-1")
     texts = {
         "objects": stack.cluster.kubectl(

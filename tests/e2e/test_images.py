@@ -137,7 +137,12 @@ def test_bill_of_materials_lists_every_package(mounted: _Mounted) -> None:
     assert {"python3.11-minimal", "tini", "libc6"} <= {name for name, _, _ in installed}
     found = {unquote(purl) for purl in listed if purl.startswith("pkg:deb/debian/")}
     assert found == {f"pkg:deb/debian/{name}@{version}?arch={architecture}" for name, version, architecture in installed}
-    tools = {re.split("[@/]", purl)[2] for purl in listed if purl.startswith("pkg:pypi/")} & {"cyclonedx-bom", "lxml", "pip", "uv"}
+    tools = {re.split("[@/]", purl)[2] for purl in listed if purl.startswith("pkg:pypi/")} & {
+        "cyclonedx-bom",
+        "lxml",
+        "pip",
+        "uv",
+    }
     assert tools == set()
 
 
@@ -269,7 +274,9 @@ def test_preflight_accepts_a_model_without_network(mounted: _Mounted, tmp_path: 
     # Put at /tmp, the one place that is a mount of its own: the plan and the claims lie on it as volumes do in a pod.
     digest = hashlib.sha256(encoded).hexdigest()
     options = ("--plan", "/tmp/plan.json", "--plan-sha256", digest, "--claims-root", "/tmp/claims", "--attempt", "0")
-    done = mounted.run(*mounted.config["Entrypoint"], "preflight", *options, "--termination-log", "/tmp/end.json", scratch=tmp_path)
+    done = mounted.run(
+        *mounted.config["Entrypoint"], "preflight", *options, "--termination-log", "/tmp/end.json", scratch=tmp_path
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads((tmp_path / "end.json").read_text())["outcome"] == "Succeeded"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tests.unit.trainer_preflight.conftest import claims, context, made_claims, manifest, model
+from tests.unit.finetune_trainer.preflight.conftest import claims, context, made_claims, manifest, model
 
 __all__ = ["claims", "context", "made_claims", "manifest", "model"]
 

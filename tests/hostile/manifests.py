@@ -80,7 +80,9 @@ ODD: tuple[Callable[[Random], Any], ...] = (
     lambda random: {},
     lambda random: [random.choice(NAMES)] * random.choice((1, 3, 300)),
     lambda random: {"source": "pvc://data/x", "": None, "a": [{}]},
-    lambda random: functools.reduce(lambda inner, _: random.choice(([inner], {"a": inner})), range(random.choice((3, 30, 90))), 1),
+    lambda random: functools.reduce(
+        lambda inner, _: random.choice(([inner], {"a": inner})), range(random.choice((3, 30, 90))), 1
+    ),
 )
 
 
@@ -123,7 +125,9 @@ def value_of(random: Random, schema: Document, name: str = "", depth: int = 0) -
             return random.random() < 0.5
         case "integer":
             low, high = schema.get("minimum", 0), schema.get("maximum", 2**40)
-            return random.choice((low, high, min(low + 1, high), random.randint(low, min(high, low + 64)), min(max(2, low), high)))
+            return random.choice(
+                (low, high, min(low + 1, high), random.randint(low, min(high, low + 64)), min(max(2, low), high))
+            )
         case "string":
             return _text(random, schema, name)
         case "array":
@@ -211,8 +215,9 @@ def _place(random: Random, document: Any) -> tuple[Any, Any]:
 
 
 TOKENS = (
-    "&a ", "*a", "<<: *a", "<<: {a: 1}", "!!binary ", "!!timestamp ", "!!set ", "!!python/object:os.system ", "!!int ", "!!float ",
-    "!!str ", "!!omap ", "\t", "\n---\n", "\n...\n", "%YAML 1.3\n", "0o17", "017", "1e400", ".nan", "-.inf", "\x00", "\ufeff",
+    "&a ", "*a", "<<: *a", "<<: {a: 1}", "!!binary ", "!!timestamp ", "!!set ", "!!python/object:os.system ", "!!int ",
+    "!!float ", "!!str ", "!!omap ", "\t", "\n---\n", "\n...\n", "%YAML 1.3\n", "0o17", "017", "1e400", ".nan", "-.inf",
+    "\x00", "\ufeff",
     "\r\n", "\r", "\x85", "\u2028", "{", "[", "}", "]", "|", ">-\n", "'", '"', "#", ": ", "- ", "? ", ",", "@", "`", "~", "yes",
     "2026-01-01", "2026-01-01T00:00:00Z", "1:30:00", "0x7f", "0b11", "1_000", "=",
     "\\ud800", '"\\ud800"', "9" * 400, "0x" + "f" * 5000,

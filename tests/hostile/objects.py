@@ -30,7 +30,22 @@ Document = dict[str, Any]
 INDEX = "batch.kubernetes.io/job-completion-index"
 ROLES = (*map(str, Role), "", "Train", "nobody", "x" * 63)
 NUMBERS = ("0", "1", "7", "00", "1_0", "0x1", "1e9", "9" * 63, "1.5", "", "63")
-TEXTS = ("\u00b2", "9" * 5000, "-1", "\u0663", "1_000", "NaN", "0x10", "", " 1", "1\n", "\x00", "\u202e", "[" * 900, '{"a":' * 900)
+TEXTS = (
+    "\u00b2",
+    "9" * 5000,
+    "-1",
+    "\u0663",
+    "1_000",
+    "NaN",
+    "0x10",
+    "",
+    " 1",
+    "1\n",
+    "\x00",
+    "\u202e",
+    "[" * 900,
+    '{"a":' * 900,
+)
 LONG_TEXTS = ("x" * 60_000, "\U0001f4a5" * 9000, "[" * 20_000, '{"a":' * 9_000)
 LONG_ONE_IN = 25
 TIMES = ("2030-01-01T00:00:00Z", "0001-01-01T00:00:00Z", "9999-12-31T23:59:59Z", "1970-01-01T00:00:00Z")
@@ -98,12 +113,19 @@ class Forger:
     def status_of_pod(self) -> Document:
         """What a kubelet may say of a pod: everything that a container can make it say."""
         message = self.random.choice(
-            (*TEXTS[:10], "finetune-report:" + "{" * 3000, json.dumps({"role": "train", "outcome": [], "findings": {}}), "x" * 4096)
+            (
+                *TEXTS[:10],
+                "finetune-report:" + "{" * 3000,
+                json.dumps({"role": "train", "outcome": [], "findings": {}}),
+                "x" * 4096,
+            )
         )
         code = self.random.choice((0, 1, 137, 255, -1, 2**31 - 1))
         ended = {"exitCode": code, "reason": self.random.choice(TEXTS[:8]), "message": message[:4096]}
         moments = {"startedAt": self.random.choice(TIMES), "finishedAt": self.random.choice(TIMES)}
-        state = self.random.choice(({"terminated": ended | moments}, {"waiting": {"reason": "\u00b2", "message": message[:4096]}}))
+        state = self.random.choice(
+            ({"terminated": ended | moments}, {"waiting": {"reason": "\u00b2", "message": message[:4096]}})
+        )
         container = {"name": "trainer", "image": "x", "imageID": "x", "ready": False, "restartCount": 2**31 - 1, "state": state}
         return {
             "phase": self.random.choice(("Pending", "Running", "Succeeded", "Failed", "Unknown")),

@@ -102,7 +102,12 @@ def _accidents() -> st.SearchStrategy[Edit]:
 @st.composite
 def jobs(draw: st.DrawFn) -> Document:
     """A FineTuneJob."""
-    document: Document = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": "tried"}, "spec": copy.deepcopy(PLAIN)}
+    document: Document = {
+        "apiVersion": API_VERSION,
+        "kind": JOB_KIND,
+        "metadata": {"name": "tried"},
+        "spec": copy.deepcopy(PLAIN),
+    }
     for path, value in draw(st.lists(_edits(), max_size=5)):
         _set(document, ("spec", *path), value)
     if draw(st.integers(0, 2)) == 2:

@@ -17,18 +17,17 @@ from pydantic import ValidationError
 from finetune_cli.manifest import parse_job as parse_strictly
 from finetune_job.api.job import FineTuneJobSpec, parse_job
 from finetune_job.api.profile import FineTuneProfileSpec
-from finetune_job.api.size import MAX_PROFILE_BYTES, MAX_SPEC_BYTES, check_size, stored_bytes
+from finetune_job.api.size import MAX_PROFILE_BYTES, MAX_SPEC_BYTES, check_size, json_bytes
 from finetune_job.names import API_VERSION, JOB_KIND
 from finetune_job.plan.digest import canonical_json, plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.rule import UNREADABLE
+from finetune_job.rules.rule import UNREADABLE, RuleContext
 from tests.hostile.manifests import COMMIT, spec_schema
 from tests.support.processor import slowness
 from tests.support.source_seed import seed_of_the_sources
-from tests.unit.rules.manifests import manifest
+from tests.unit.finetune_job.rules.manifests import manifest
 
 Document = dict[str, Any]
 SEED = int(os.environ.get("HOSTILE_SEED", seed_of_the_sources()))
@@ -63,7 +62,9 @@ LARGEST: dict[str, Document] = {
         trainableTokenIndices=[2**31 - 1 - number for number in range(1024)],
         rankPattern=dict.fromkeys(names(256, 360), 4096),
     ),
-    "keys of patterns": lora(rankPattern=dict.fromkeys(names(256, 485), 4095), alphaPattern=dict.fromkeys(names(256, 485), 65535)),
+    "keys of patterns": lora(
+        rankPattern=dict.fromkeys(names(256, 485), 4095), alphaPattern=dict.fromkeys(names(256, 485), 65535)
+    ),
     "keys that take minutes to compile": lora(
         rankPattern={f"(?i:{HOSTILE_SET * 100}){number:03}": 8 for number in range(170)},
     ),
@@ -81,7 +82,8 @@ LARGEST: dict[str, Document] = {
     "data sets to fetch": {
         "data.source": None,
         "data.datasets": [
-            {"source": f"hf://datasets/org/set/{number:03}{'d' * 487}", "revision": COMMIT, "weight": "0.5"} for number in range(64)
+            {"source": f"hf://datasets/org/set/{number:03}{'d' * 487}", "revision": COMMIT, "weight": "0.5"}
+            for number in range(64)
         ],
         "data.format": "Chat",
         "data.chatTemplate": "x" * 65_536,
@@ -138,7 +140,7 @@ def assert_bounded(spec: Document, what: str) -> None:
 @pytest.mark.parametrize("what", LARGEST)
 def test_the_largest_spec_of_each_kind_takes_less_than_a_pass_may(what: str) -> None:
     spec = spec_of(LARGEST[what])
-    assert MAX_SPEC_BYTES * 9 // 10 < stored_bytes(spec) <= MAX_SPEC_BYTES
+    assert MAX_SPEC_BYTES * 9 // 10 < json_bytes(spec) <= MAX_SPEC_BYTES
     assert_bounded(spec, what)
 
 
@@ -161,7 +163,9 @@ def full(random: Random, schema: Document) -> Any:
         case {"type": "string", "enum": [*words]}:
             return random.choice(words)
         case {"type": "string", "pattern": _}:
-            return "pvc://data/" + "d" * 500 if schema["maxLength"] == 512 else "1" * 20 if "eE" in schema["pattern"] else "a" * 40
+            return (
+                "pvc://data/" + "d" * 500 if schema["maxLength"] == 512 else "1" * 20 if "eE" in schema["pattern"] else "a" * 40
+            )
         case {"type": "string"}:
             return letter * schema["maxLength"]
         case {"type": "integer"}:
@@ -190,7 +194,7 @@ def drawn(random: Random) -> Document:
     random.shuffle(every)
     for path, schema in every:
         value = full(random, schema)
-        while stored_bytes(_with(spec, path, value)) > MAX_SPEC_BYTES:
+        while json_bytes(_with(spec, path, value)) > MAX_SPEC_BYTES:
             if not isinstance(value, list | dict | str) or len(value) < 2:
                 break
             half = len(value) // 2
@@ -215,7 +219,7 @@ def test_drawn_specs_of_the_greatest_size_take_less_than_a_pass_may() -> None:
     random, sizes = Random(SEED), []
     for number in range(DRAWN):
         spec = drawn(random)
-        sizes.append(stored_bytes(spec))
+        sizes.append(json_bytes(spec))
         try:
             FineTuneJobSpec.model_validate(spec)
         except ValidationError as error:
@@ -261,7 +265,7 @@ def test_settings_hold_a_bounded_number_of_values(value: Any) -> None:
 
 @pytest.mark.parametrize("content", [{}, {"a": 1}, {"a<": [], "é": {"b": "&"}}, [], None, {"a": {"b": [1, 2]}, "c": 0.5}])
 def test_the_sum_of_the_parts_is_the_whole(content: Any) -> None:
-    exactly = stored_bytes(content)
+    exactly = json_bytes(content)
     check_size(content, exactly)
     with pytest.raises(ValueError, match=f"has {exactly} bytes"):
         check_size(content, exactly - 1)

@@ -1,7 +1,8 @@
 """No manifest, however hostile, ends in anything but a verdict that a person can act on, in bounded time and memory.
 
 Objects as clients send them, and texts as people hand them to the command line. `HOSTILE_SEED` and
-`HOSTILE_MANIFESTS` repeat and extend a run; both are printed where it fails. Those that hypothesis draws: test_drawn_manifests.py.
+`HOSTILE_MANIFESTS` repeat and extend a run; both are printed where it fails. Those that hypothesis draws:
+test_drawn_manifests.py.
 """
 
 from __future__ import annotations
@@ -18,22 +19,20 @@ import pytest
 from pydantic import ValidationError
 
 from finetune_cli.checks.fix import fix
-from finetune_cli.checks.validate import Outcome, validate
+from finetune_cli.checks.validate import DocumentOutcome, validate
 from finetune_cli.documents import DocumentError, read_documents
 from finetune_cli.manifest import parse_job as parse_strictly
 from finetune_cli.manifest import parse_profile
-from finetune_cli.render.document import as_json, report_document
-from finetune_cli.render.text import report_text
+from finetune_cli.render.verdicts import as_json, report_document, report_text
 from finetune_job.api.job import FineTuneJobSpec, parse_job
 from finetune_job.api.profile import FineTuneProfileSpec, GpuResource
+from finetune_job.finding import Finding
 from finetune_job.names import API_VERSION, JOB_KIND
 from finetune_job.plan.digest import canonical_json
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.changes import with_changes
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import RuleContext, with_changes
 from finetune_operator.decide.validate_stage import status_findings
 from tests.hostile.manifests import PLAIN, job_of, profile_of, text_of
 from tests.support.source_seed import seed_of_the_sources
@@ -173,7 +172,7 @@ def test_profiles_are_refused_with_reasons_or_judged_with() -> None:
 
 
 def test_texts_end_in_a_verdict() -> None:
-    random, outcomes = Random(SEED + 1), Counter[Outcome]()
+    random, outcomes = Random(SEED + 1), Counter[DocumentOutcome]()
     before = peak_bytes()
     for number in range(TEXTS):
         text = text_of(random)
@@ -182,16 +181,18 @@ def test_texts_end_in_a_verdict() -> None:
             assert report.verdicts
             for verdict in report.verdicts:
                 outcomes[verdict.outcome] += 1
-                if verdict.outcome in (Outcome.UNUSABLE, Outcome.REFUSED):
+                if verdict.outcome in (DocumentOutcome.UNUSABLE, DocumentOutcome.REFUSED):
                     assert_helpful(list(verdict.findings))
             report_text(report).encode()
             as_json(report_document(report)).encode()
             if number % 10 == 0:
                 fixed = fix([("", text)])[0].text
                 after = validate(fixed)
-                assert all(verdict.outcome is not Outcome.REFUSED for verdict in after.verdicts)
-                assert Outcome.UNUSABLE not in {each.outcome for each in after.verdicts} - {
+                assert all(verdict.outcome is not DocumentOutcome.REFUSED for verdict in after.verdicts)
+                assert DocumentOutcome.UNUSABLE not in {each.outcome for each in after.verdicts} - {
                     each.outcome for each in report.verdicts
                 }
     assert peak_bytes() - before < MOST_MEMORY_BYTES
-    assert min(outcomes[kind] for kind in (Outcome.ACCEPTED, Outcome.REFUSED, Outcome.UNUSABLE)) > TEXTS / 30, outcomes
+    assert (
+        min(outcomes[kind] for kind in (DocumentOutcome.ACCEPTED, DocumentOutcome.REFUSED, DocumentOutcome.UNUSABLE)) > TEXTS / 30
+    ), outcomes

@@ -12,12 +12,12 @@ from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.cluster.kinds import JOBS
 from finetune_operator.cluster.projection import project
-from finetune_operator.cluster.reading import Reader
+from finetune_operator.cluster.reader import Reader
 from finetune_operator.decide.observed import Observed, ProfileView
 from finetune_operator.decide.reconcile import reconcile
 from tests.hostile.manifests import spoil, status_schema, value_of
 from tests.support.source_seed import seed_of_the_sources
-from tests.unit.operator_effects import objects
+from tests.unit.finetune_operator.cluster import objects
 
 SEED = int(os.environ.get("HOSTILE_SEED", seed_of_the_sources()))
 STATUSES = 1500

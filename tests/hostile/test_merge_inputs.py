@@ -15,12 +15,12 @@ from peft import LoraConfig
 
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.merge.run import MergeOptions, merge_adapter
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.roles import merge_command as command
 from finetune_trainer.weights.errors import MergeError
 from tests.hostile.mutations import WHOLE_FILES, spoilt_bytes, spoilt_values
 from tests.hostile.test_model_files import HEADER_SECRETS, cases, special
-from tests.unit.trainer_merge import tiny
+from tests.unit.finetune_trainer.merge import tiny
 
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

@@ -14,7 +14,7 @@ from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.processes import sandbox as confinement
-from finetune_trainer.processes.sandbox import EndedError, confined
+from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
 from finetune_trainer.roles.preflight import run
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import read_adapter, read_checkpoint, read_header
@@ -80,8 +80,8 @@ def test_odd_values_in_config_json_end_in_findings(context, model, tight, seeds)
         if inspect_model_files(model, "pvc://models/tiny-llama").findings:
             continue
         try:
-            assert_sensible(confined(lambda: check_model(plan, model)[1]))
-        except EndedError as error:  # the bounds of the process: a report, and no crash of preflight
+            assert_sensible(run_sandboxed(lambda: check_model(plan, model)[1]))
+        except SandboxEndedError as error:  # the bounds of the process: a report, and no crash of preflight
             assert "CPU time" in str(error) or "memory" in str(error)  # noqa: PT017
 
 
@@ -116,7 +116,7 @@ def test_a_configuration_that_asks_for_the_impossible_is_refused_or_harmless(con
     found = inspect_model_files(model, "pvc://models/tiny-llama")
     assert_sensible(found.findings)
     if found.digest:
-        assert_sensible(confined(lambda: check_model(plan, model)[1]))
+        assert_sensible(run_sandboxed(lambda: check_model(plan, model)[1]))
 
 
 def test_more_layers_than_tensors_are_refused_without_building_them(context, model):

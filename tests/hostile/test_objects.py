@@ -13,7 +13,7 @@ from random import Random
 
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, SERVICES, Kind
 from finetune_operator.cluster.projection import CachedObject, project
-from finetune_operator.cluster.reading import Reader
+from finetune_operator.cluster.reader import Reader
 from finetune_operator.decide.observed import Observed, ProfileView
 from finetune_operator.decide.reconcile import reconcile
 from tests.hostile.objects import Document, Forger, Target

@@ -10,20 +10,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from finetune_job.api.base import claim_path
-from finetune_job.api.data import DataFormat, LossOn
+from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.failures import Outcome
 from finetune_job.plan.run_plan import DataPlan, DatasetPlan
 from finetune_trainer.data import render_limit
 from finetune_trainer.data.prepare import prepare
-from finetune_trainer.data.tokenizer import checked_tokenizer
+from finetune_trainer.data.tokenizer import load_checked_tokenizer
 from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.processes import sandbox as confinement
 from finetune_trainer.roles.preflight import run
 from tests.hostile.mutations import WHOLE_FILES, spoilt_bytes, spoilt_values
 from tests.hostile.test_model_files import assert_sensible, cases, special
-from tests.unit.trainer_data.chat_templates import QWEN25
-from tests.unit.trainer_data.tokenizers_by_hand import byte_tokenizer
-from tests.unit.trainer_preflight.conftest import PAIRS
+from tests.unit.finetune_trainer.data.chat_templates import QWEN25
+from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
+from tests.unit.finetune_trainer.preflight.conftest import PAIRS
 
 CHAT = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}] * 16
 
@@ -54,7 +54,7 @@ def test_spoilt_tokenizer_files_end_in_findings(context, model, name, seeds):
     for seed in seeds:
         spoilt = spoilt_values(json.loads(content), seed) if seed % 2 else spoilt_bytes(content, seed)
         path.write_bytes(spoilt)
-        tokenizer, findings = checked_tokenizer(plan, model)
+        tokenizer, findings = load_checked_tokenizer(plan, model)
         assert tokenizer is not None or any(finding.severity == "error" for finding in findings)
         assert_sensible(findings)
 
@@ -68,7 +68,7 @@ def test_spoilt_template_files_end_in_findings(context, model, place, seeds):
     path.parent.mkdir(exist_ok=True)
     for seed in seeds:
         path.write_bytes(spoilt_bytes(QWEN25.template.encode(), seed))
-        _, findings = checked_tokenizer(plan, model)
+        _, findings = load_checked_tokenizer(plan, model)
         assert_sensible(findings)
 
 
@@ -90,7 +90,7 @@ def test_spoilt_template_files_end_in_findings(context, model, place, seeds):
 def test_a_hostile_template_ends_in_a_finding(context, claims, template):
     (claims / "data" / "train.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in CHAT))
     job = context({"data.format": "Chat", "data.chatTemplate": template or " ", "data.validation": None})
-    tokenizer, findings = checked_tokenizer(job.plan, job.base_model)
+    tokenizer, findings = load_checked_tokenizer(job.plan, job.base_model)
     assert tokenizer is None
     assert {finding.field for finding in findings} == {"spec.data.chatTemplate"}
     assert_sensible(findings)

@@ -1,4 +1,5 @@
-"""Whatever a container says, the status that follows is one that the API server takes: a refused write would be tried for ever."""
+"""Whatever a container says, the status that follows is one that the API server takes: a refused write would be tried for
+ever."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ import pytest
 
 from finetune_job.api.job import parse_job
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome
+from finetune_job.finding import Finding
 from finetune_job.progress import Progress
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import RuleContext
 from finetune_operator.cluster.execute import status_document
 from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.reconcile import reconcile
@@ -29,7 +30,20 @@ SEED = int(os.environ.get("HOSTILE_SEED", seed_of_the_sources()))
 REPORTS = 2500
 MOST_BYTES = 1 << 20
 """Of 1.5 MiB that etcd holds of an object, spec and all."""
-TEXTS = ("", "a", "x" * 4000, "é" * 1900, "💥" * 900, "\ud800", "\x00" * 300, "sha256:" + "f" * 64, "f" * 64, "9" * 19, "-1", "1e9")
+TEXTS = (
+    "",
+    "a",
+    "x" * 4000,
+    "é" * 1900,
+    "💥" * 900,
+    "\ud800",
+    "\x00" * 300,
+    "sha256:" + "f" * 64,
+    "f" * 64,
+    "9" * 19,
+    "-1",
+    "1e9",
+)
 NUMBERS = (0, 1, -1, 2**31, 2**53, 2**63, 10**40, 1e300, -1e300, 1e12, float("nan"), float("inf"), None, "7", 1.5)
 FACTS = (
     "memory_estimate", "memory_limit", "model_digest", "data_hash", "digest", "address", "adapter_sha256", "step", "total_steps",
@@ -55,7 +69,9 @@ def problems(value: Any, schema: Document, path: str = "status") -> list[str]:
     if isinstance(value, str) and "pattern" in schema and not re.search(schema["pattern"], value):
         found.append(f"{path}: {value!r:.60} does not match")
     if isinstance(value, list):
-        return found + [each for number, item in enumerate(value) for each in problems(item, schema["items"], f"{path}[{number}]")]
+        return found + [
+            each for number, item in enumerate(value) for each in problems(item, schema["items"], f"{path}[{number}]")
+        ]
     if isinstance(value, dict):
         known = schema.get("properties", {})
         found += [f"{path}.{name} is missing" for name in schema.get("required", ()) if name not in value]

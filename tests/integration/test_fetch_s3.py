@@ -22,15 +22,15 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials, S3Keys
 from finetune_trainer.errors import DataError, TrainerError
 from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
-from finetune_trainer.fetch.errors import SourceUnavailableError
-from finetune_trainer.network.retry import Patience
-from finetune_trainer.network.s3_service import S3Service
+from finetune_trainer.fetch.source import SourceUnavailableError
+from finetune_trainer.network.environment import S3Service
+from finetune_trainer.network.retry import RetryPolicy
 from finetune_trainer.roles.fetch import fetch
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY, S3Server, running_s3
-from tests.unit.rules.manifests import manifest
+from tests.unit.finetune_job.rules.manifests import manifest
 
-QUICK = Patience(attempts=2, first_seconds=0.01)
+QUICK = RetryPolicy(attempts=2, first_seconds=0.01)
 LOCAL = Credentials(Path("/no/such/directory"))
 WEIGHTS = hashlib.shake_256(b"weights").digest(40_000_000)
 """Several ranges long."""

@@ -14,13 +14,12 @@ from finetune_job.crd import KEY_LENGTH
 from finetune_job.names import API_VERSION, JOB_KIND, PROFILE_KIND
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.cel import CONDITIONS
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.rule import UNREADABLE
+from finetune_job.rules.rule import UNREADABLE, RuleContext
 from tests.integration.conftest import Installed
 from tests.integration.kube import Document, Kube, RefusedError
 from tests.integration.workload import Workload
-from tests.unit.rules.manifests import manifest
-from tests.unit.rules.test_verdicts import CASES
+from tests.unit.finetune_job.rules.manifests import manifest
+from tests.unit.finetune_job.rules.test_book_verdicts import CASES
 
 pytestmark = pytest.mark.integration
 COMMIT = "0" * 40

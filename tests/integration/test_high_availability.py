@@ -1,4 +1,5 @@
-"""One release for a namespace, one replica of a release, and a server that goes away: on a real API server, with real processes."""
+"""One release for a namespace, one replica of a release, and a server that goes away: on a real API server, with real
+processes."""
 
 import signal
 from pathlib import Path

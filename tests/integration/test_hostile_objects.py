@@ -254,7 +254,9 @@ def assert_unharmed(operator: OperatorProcess, when: str, kinds_with_unreadable:
     unreadable = {dict(labels)["kind"]: count for labels, count in samples(operator, "finetune_unreadable_objects_total").items()}
     results = {dict(labels)["result"]: count for labels, count in samples(operator, "finetune_reconcile_seconds_count").items()}
     late = above(operator, "finetune_loop_lag_seconds", PASS_SECONDS)
-    print(f"{when}; passes {results}; unreadable {unreadable}; looks at the loop that came over {PASS_SECONDS} s late: {late:.0f}")
+    print(
+        f"{when}; passes {results}; unreadable {unreadable}; looks at the loop that came over {PASS_SECONDS} s late: {late:.0f}"
+    )
     said = f"HOSTILE_SEED={SEED}, {when}"
     assert operator.process.poll() is None, said
     assert [line["event"] for line in operator.lines() if line["event"] in ("ready", "stopping")] == ["ready"], said

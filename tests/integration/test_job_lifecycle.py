@@ -84,7 +84,9 @@ def test_refused_job_shows_its_finding_and_takes_no_pod(workload: Workload, oper
     workload.wait_for_pods(Role.PREFLIGHT)
 
 
-def test_sources_elsewhere_are_fetched_first_by_the_one_pod_with_credentials(workload: Workload, operator: OperatorFactory) -> None:
+def test_sources_elsewhere_are_fetched_first_by_the_one_pod_with_credentials(
+    workload: Workload, operator: OperatorFactory
+) -> None:
     workload.apply(
         model={"source": "hf://org/base", "revision": "0" * 40}, fetch={"hubTokenSecretRef": {"name": "hub-token", "key": "read"}}
     )
@@ -335,7 +337,9 @@ def test_a_label_taken_off_stops_nothing(workload: Workload, operator: OperatorF
     (pod,) = workload.wait_for_pods(Role.TRAIN)
     workload.set_running(pod)
     workload.wait_for("Ready", "True", "Running")
-    workload.kube.patch("Job", workload.namespace, "tune-train-0", {"metadata": {"labels": {"app.kubernetes.io/managed-by": None}}})
+    workload.kube.patch(
+        "Job", workload.namespace, "tune-train-0", {"metadata": {"labels": {"app.kubernetes.io/managed-by": None}}}
+    )
     workload.fail(pod, FailureClass.INTERNAL, "boom")
     workload.succeed(Role.TRAIN, 1)
     workload.succeed(Role.MERGE)

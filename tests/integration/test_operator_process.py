@@ -1,4 +1,5 @@
-"""The operator as a program: it survives being killed, waits for what it needs, leads alone, tells what it does, ends in order."""
+"""The operator as a program: it survives being killed, waits for what it needs, leads alone, tells what it does, ends in
+order."""
 
 import json
 
@@ -194,7 +195,9 @@ def test_holder_of_a_lost_lease_ends(workload: Workload, operator: OperatorFacto
     assert process.lines("lease lost: another replica may work from now on, this one ends")
 
 
-def test_operator_started_before_its_definitions_exist(installed: Installed, workload: Workload, operator: OperatorFactory) -> None:
+def test_operator_started_before_its_definitions_exist(
+    installed: Installed, workload: Workload, operator: OperatorFactory
+) -> None:
     kube = installed.kube
     profile = kube.get("FineTuneProfile", "", "default")
     assert profile is not None
@@ -207,7 +210,12 @@ def test_operator_started_before_its_definitions_exist(installed: Installed, wor
     assert process.fetch("/readyz")[0] == 503
     assert process.fetch("/healthz")[0] == 200
     installed.cluster.kubectl("apply", "-f", CHART / "files" / "crds")
-    body = {"apiVersion": profile["apiVersion"], "kind": profile["kind"], "metadata": {"name": "default"}, "spec": profile["spec"]}
+    body = {
+        "apiVersion": profile["apiVersion"],
+        "kind": profile["kind"],
+        "metadata": {"name": "default"},
+        "spec": profile["spec"],
+    }
     installed.cluster.kubectl("wait", "--for=condition=Established", "--timeout=120s", *(f"crd/{name}" for name in names))
     installed.cluster.kubectl("apply", "-f", "-", input=json.dumps(body))
     process.wait_for_line("ready")

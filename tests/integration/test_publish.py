@@ -20,7 +20,7 @@ from finetune_job.failures import EXIT_CODES, FailureClass, parse_envelope
 from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import CheckpointError, DestinationRefusedError, DestinationUnavailableError, TrainerError
-from finetune_trainer.network.retry import Patience
+from finetune_trainer.network.retry import RetryPolicy
 from finetune_trainer.publish.oci import CHUNK_BYTES
 from finetune_trainer.publish.s3 import PART_BYTES
 from finetune_trainer.roles.publish import publish
@@ -31,7 +31,7 @@ from tests.support.finished_run import finished_run, publish_arguments, publishe
 from tests.support.registry import PASSWORD, NotThereError, Registry, running_registry
 from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY, S3Server, running_s3
 
-QUICK = Patience(attempts=3, first_seconds=0.01, longest_seconds=0.02, longest_retry_after_seconds=1.0)
+QUICK = RetryPolicy(attempts=3, first_seconds=0.01, longest_seconds=0.02, longest_retry_after_seconds=1.0)
 LARGE = (40_000_000, 3000)
 """Three parts or chunks, and one."""
 BUCKET = "out"
@@ -140,7 +140,7 @@ def is_complete(seen: dict[str, bytes] | None) -> bool:
     return seen is not None and "SHA256SUMS" in seen
 
 
-def brought(place: Place, context: RunContext, patience: Patience = QUICK) -> dict[str, str]:
+def brought(place: Place, context: RunContext, patience: RetryPolicy = QUICK) -> dict[str, str]:
     return dict(publish(context, Credentials(place.credentials), patience).facts)
 
 
@@ -181,7 +181,9 @@ def test_a_place_that_holds_another_release_is_refused_and_left_alone(place: Pla
     assert place.visible("v1") == published_files(first)
 
 
-def test_the_tag_latest_moves_and_the_older_result_keeps_its_digest(open_place: Callable[[str], Place], registry: Registry) -> None:
+def test_the_tag_latest_moves_and_the_older_result_keeps_its_digest(
+    open_place: Callable[[str], Place], registry: Registry
+) -> None:
     place = open_place("oci")
     first, second = place.context("first", tag="latest"), place.context("second", tag="latest", seed="other")
     digest = brought(place, first)["digest"]

@@ -1,8 +1,9 @@
-"""`python -m tests.kill.merge`: merges that are killed at random moments until they are done end with the undisturbed ones' bytes.
+"""`python -m tests.kill.merge`: merges that are killed at random moments until they are done end with the undisturbed ones'
+bytes.
 
-Half of the kills come at a random time, half just before or in the middle of a random system call on files. After some of them the
-disk is made to look as after a power cut: what was never synced is garbage. After each kill the final name may not exist, unless it
-holds everything.
+Half of the kills come at a random time, half just before or in the middle of a random system call on files. After some of them
+the disk is made to look as after a power cut: what was never synced is garbage. After each kill the final name may not exist,
+unless it holds everything.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ import torch
 from peft import LoraConfig
 from transformers import LlamaConfig
 
-from finetune_trainer.merge import journal, pieces, stream
-from finetune_trainer.merge.run import MergeOptions, merge_adapter
+from finetune_trainer.merge import chunks, journal, stream
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.writer import journal_path, temporary_directory
-from tests.unit.trainer_merge import tiny
+from tests.unit.finetune_trainer.merge import tiny
 
 MOST_KILLS = 4
 MAX_SHARD_BYTES = 900_000
-PIECE_BYTES = 64 << 10
+CHUNK_BYTES = 64 << 10
 JOURNAL_BYTES = 20_000
-"""Small enough that a run of megabytes has many pieces, and many records in its journal."""
+"""Small enough that a run of megabytes has many chunks, and many records in its journal."""
 LAST_CALLS = 40
 """Of a merge, in which all is written and nothing has its name yet, or has it just now."""
 CALLS = ("open", "pwrite", "ftruncate", "fsync", "mkdir", "unlink", "rmdir", "rename")
@@ -111,7 +112,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 def merge(options: MergeOptions, moment: Moment, note: Path) -> None:
     """One attempt, in its own process. Notes what was resumed and the number of calls."""
-    pieces.PIECE_BYTES = stream.PIECE_BYTES = PIECE_BYTES
+    chunks.CHUNK_BYTES = stream.CHUNK_BYTES = CHUNK_BYTES
     stream.JOURNAL_BYTES = JOURNAL_BYTES
     calls = Calls(moment, note)
     if moment.seconds is not None:
@@ -126,8 +127,8 @@ def merge(options: MergeOptions, moment: Moment, note: Path) -> None:
 def write_inputs(directory: Path) -> None:
     """A base of a few MB and an adapter with every kind of change that has rows or needs whole matrices."""
     config = LlamaConfig(
-        vocab_size=1000, hidden_size=192, intermediate_size=700, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        bos_token_id=1, eos_token_id=2, max_position_embeddings=64,
+        vocab_size=1000, hidden_size=192, intermediate_size=700, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, max_position_embeddings=64,
     )  # fmt: skip
     base = tiny.save_base(directory / "base", config, torch.bfloat16)
     modules = ["q_proj", "v_proj", "up_proj", "down_proj", "embed_tokens"]
@@ -145,7 +146,7 @@ def pull_the_plug(output: Path, random: Random) -> None:
     path, directory = journal_path(output), temporary_directory(output)
     if not path.exists() or not directory.exists():
         return
-    records, _ = journal._read(path)
+    records, _ = journal._read_records(path)
     durable = {record["file"]: record["num_bytes"] for record in records[1:]}
     for file in directory.iterdir():
         first = durable.get(file.name, 0)

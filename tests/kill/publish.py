@@ -1,9 +1,9 @@
 """`python -m tests.kill.publish`: publications that are killed again and again end like undisturbed ones.
 
 The role runs as a process of its own against real servers. A proxy between them sends SIGKILL at a random moment of a random
-request: when it arrives, when half of its body has passed (where it has none: at its end), or when the server has answered and the
-client does not know it. After each kill a reader looks: SHA256SUMS, or the tag, may be there only if everything is. Run N of a seed
-is killed at the same places each time.
+request: when it arrives, when half of its body has passed (where it has none: at its end), or when the server has answered and
+the client does not know it. After each kill a reader looks: SHA256SUMS, or the tag, may be there only if everything is. Run N of
+a seed is killed at the same places each time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import obstore
 
 from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import S3Keys
-from finetune_trainer.network.s3_service import S3Service
-from finetune_trainer.publish.http import Wire
+from finetune_trainer.network.environment import S3Service
+from finetune_trainer.publish.http import HttpClient
 from finetune_trainer.publish.s3_client import Bucket
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.cluster.processes import without_proxies
@@ -136,7 +136,7 @@ def _visible_objects(s3: S3Server, prefix: str) -> dict[str, bytes] | None:
 
 
 def _unfinished_uploads(s3: S3Server, prefix: str) -> str:
-    wire = Wire(threading.Event())
+    wire = HttpClient(threading.Event())
     try:
         keys = S3Keys(ACCESS_KEY, SECRET_KEY)
         left = Bucket(wire, S3Service(s3.address, REGION), _BUCKET, keys).uploads(f"{prefix}/")

@@ -1,4 +1,5 @@
-"""`python -m tests.kill.publish_hub`: publications to the Hub that are killed until they are done show all of a release or nothing.
+"""`python -m tests.kill.publish_hub`: publications to the Hub that are killed until they are done show all of a release or
+nothing.
 
 Half of the kills come at a random time, half while a random request is on its way. Every commit that the repository ever had is
 looked at afterwards, so no moment is missed. Run N of a seed is always killed in the same way, as far as the machine lets it.
@@ -21,14 +22,14 @@ from pathlib import Path
 from random import Random
 
 from finetune_job.api.base import HubPath
-from finetune_trainer.network.online import go_online
+from finetune_trainer.network.environment import go_online
 from finetune_trainer.publish.hub import HubDestination
-from finetune_trainer.release.build import read_release
+from finetune_trainer.release.checksums import read_release
 from finetune_trainer.release.files import Release
 from finetune_trainer.release.write import write_release_files
 from tests.support.hub import Fault, Hub, running_hub
 from tests.support.hub_writes import FIRST_FILES, LARGE_BYTES
-from tests.unit.trainer_release.example import example, write_weights
+from tests.unit.finetune_trainer.release.example import example, write_weights
 
 NAME, TOKEN = "team/tuned", "token-of-the-test"
 MOST_KILLS = 4

@@ -92,7 +92,9 @@ def disturbed(base: Undisturbed, directory: Path, random: Random, *, deadly: boo
         elif is_done or outcome.problem:
             break
     if not outcome.problem:
-        outcome.problem = _difference(final_bytes(context), base.result) if is_done else f"not done after {MOST_ATTEMPTS} attempts"
+        outcome.problem = (
+            _difference(final_bytes(context), base.result) if is_done else f"not done after {MOST_ATTEMPTS} attempts"
+        )
     if not outcome.problem:
         shutil.rmtree(directory)
     return outcome

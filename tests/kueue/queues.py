@@ -27,7 +27,8 @@ class Queues:
         return self.workload.namespace
 
     def make(self, local_queue: str = "gpus", *, strategy: str = "BestEffortFIFO", **quota: str) -> None:
-        """A LocalQueue with a quota of its own, plenty but for `quota`; a younger Job of higher priority takes from a lower one."""
+        """A LocalQueue with a quota of its own, plenty but for `quota`; a younger Job of higher priority takes from a lower
+        one."""
         taint = {"key": POOL, "operator": "Exists", "effect": "NoSchedule"}
         flavor = {"nodeLabels": {"pool": POOL}, "tolerations": [taint]}
         self._create("ResourceFlavor", self.name, {"spec": flavor})

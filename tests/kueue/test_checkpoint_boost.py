@@ -16,8 +16,8 @@ RANK_ZERO = "127.94.0.2"
 def train_with_a_boost_of_40(workload: Workload, operator: OperatorFactory, queues: Queues) -> None:
     """A run whose pods run, in a queue that has room for it alone.
 
-    The first Job of a StrictFIFO queue is weighed again and again. One of BestEffortFIFO that found no victim waits until something
-    ends or quota changes, for a boost that falls is no event to Kueue; so do younger ones of its shape and priority.
+    The first Job of a StrictFIFO queue is weighed again and again. One of BestEffortFIFO that found no victim waits until
+    something ends or quota changes, for a boost that falls is no event to Kueue; so do younger ones of its shape and priority.
     """
     queues.make(strategy="StrictFIFO")
     queues.make_profile("boosted", checkpointPriorityBoost=40)

@@ -31,7 +31,9 @@ def is_suspended(workload: Workload, name: str) -> bool:
     return job["spec"].get("suspend") is True
 
 
-def test_no_room_is_room_enough_before_preflight_has_passed(workload: Workload, operator: OperatorFactory, queues: Queues) -> None:
+def test_no_room_is_room_enough_before_preflight_has_passed(
+    workload: Workload, operator: OperatorFactory, queues: Queues
+) -> None:
     queues.make()
     start(workload, operator, queues)
     assert gates(queues.kueues_view(Role.TRAIN)) == "finetune.dev/preflight"

@@ -17,7 +17,7 @@ from transformers import (
     T5Config,
 )
 
-from tests.unit.trainer_merge import moe, tiny
+from tests.unit.finetune_trainer.merge import moe, tiny
 
 SMALL_SHARDS = "120KB"
 """Size of base shards where there are several; smaller than one tensor here and there."""
@@ -127,6 +127,12 @@ ARCHITECTURES = (
     Architecture("qwen2_moe", moe.CONFIGS["qwen2_moe"], _ATTENTION, ("o_proj",), "shared_expert", parameters=_EXPERTS),
     Architecture("qwen3_moe", moe.CONFIGS["qwen3_moe"], _ATTENTION, ("o_proj",), "mlp", parameters=_EXPERTS),
     Architecture(
-        "qwen3_moe_fused", moe.CONFIGS["qwen3_moe"], _ATTENTION, ("o_proj",), "mlp", parameters=_EXPERTS, stores_experts_fused=True
+        "qwen3_moe_fused",
+        moe.CONFIGS["qwen3_moe"],
+        _ATTENTION,
+        ("o_proj",),
+        "mlp",
+        parameters=_EXPERTS,
+        stores_experts_fused=True,
     ),
 )

@@ -137,7 +137,8 @@ LORA_METHODS = (
     Method("bf16_file", _lora(target_modules=_all_linear), adapter_dtype=torch.bfloat16),
     Method("fp16_dora_file", _lora(use_dora=True), adapter_dtype=torch.float16),
     Method(
-        "two_adapters", _sequence({"r": 4, "target_modules": _all_linear}, {"r": 7, "lora_alpha": 3, "target_modules": _all_linear})
+        "two_adapters",
+        _sequence({"r": 4, "target_modules": _all_linear}, {"r": 7, "lora_alpha": 3, "target_modules": _all_linear}),
     ),
     Method("dora_then_rslora", _sequence({"use_dora": True}, {"use_rslora": True})),
     Method("embedding", _lora(target_modules=_embedding), _is_decoder, Embeddings.APART),
@@ -150,7 +151,9 @@ LORA_METHODS = (
     Method("saved_embedding", _lora(modules_to_save=lambda a: [a.embedding]), _is_decoder, Embeddings.APART),
     Method("saved_embedding_and_head", _lora(modules_to_save=_both), _is_decoder, Embeddings.APART),
     Method("saved_together", _lora(modules_to_save=_both, ensure_weight_tying=True), _is_tied_decoder, Embeddings.TOGETHER),
-    Method("adapted_together", _lora(target_modules=_both, ensure_weight_tying=True), _is_tied_decoder, Embeddings.TOGETHER_TWICE),
+    Method(
+        "adapted_together", _lora(target_modules=_both, ensure_weight_tying=True), _is_tied_decoder, Embeddings.TOGETHER_TWICE
+    ),
     Method("tokens", _lora(trainable_token_indices=[3, 9, 44]), embeddings=Embeddings.TOGETHER),
     Method(
         "tokens_apart",

@@ -15,10 +15,10 @@ from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from finetune_trainer.merge.run import MergeOptions, merge_adapter
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from tests.merge_matrix.architectures import SMALL_OUTPUT_BYTES, SMALL_SHARDS, Architecture
 from tests.merge_matrix.cases import DTYPES, Case, Embeddings, all_cases
-from tests.unit.trainer_merge import tiny
+from tests.unit.finetune_trainer.merge import tiny
 
 CASES = {case.name: case for case in all_cases()}
 TOLERANCE = {"fp32": 2e-6, "bf16": 0.03, "fp16": 0.004}

@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune_trainer.merge.run import MergeOptions, merge_adapter
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.weights.families import FAMILIES
-from tests.unit.trainer_merge import tiny
+from tests.unit.finetune_trainer.merge import tiny
 
 DECODERS = [
     *(kind for kind, family in FAMILIES.items() if len(family.ties) == 1 and not family.always_tied and not family.rules),

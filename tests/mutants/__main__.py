@@ -3,7 +3,8 @@
     python -m tests.mutants [--list] [--only ID]... [--sample N --seed S] [--floor SHARE]
 
 Each mutant is one changed line of `finetune_operator`; the unit tests of its part run against a copy with it. Prints a line for
-each and the share that was killed; the exit code is 1 if that is below the floor, or if a mutant does not fit the sources any more.
+each and the share that was killed; the exit code is 1 if that is below the floor, or if a mutant does not fit the sources any
+more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ FLOOR = 0.95
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="One-line mutants of the operator.")
     parser.add_argument("--list", action="store_true", help="print the set and run nothing")
-    parser.add_argument("--only", action="append", default=[], metavar="ID", help="run these alone; an id or the beginning of some")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="ID", help="run these alone; an id or the beginning of some"
+    )
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="run N of them, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--floor", type=float, default=FLOOR, help="share that must be killed")

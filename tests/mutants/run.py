@@ -18,15 +18,25 @@ from pathlib import Path
 from tests.mutants.set import ROOT, Mutant
 
 TESTS = {
-    "decide/": ("tests/unit/operator_decide", "tests/unit/releases"),
-    "children/": ("tests/unit/operator_children", "tests/unit/releases"),
-    "": ("tests/unit/operator_effects",),
+    "decide/": ("tests/unit/finetune_operator/decide", "tests/unit/finetune_operator/releases"),
+    "children/": ("tests/unit/finetune_operator/children", "tests/unit/finetune_operator/releases"),
+    "": ("tests/unit/finetune_operator/cluster", "tests/unit/finetune_operator"),
 }
 """Folders of tests by the beginning of a file's path; the first that fits."""
 SLOW = ("test_random_walks",)
 """Not run: they would find much, and tell little about what is broken."""
 STARTS_PROGRAMS = ("test_app", "test_fence", "test_watch", "test_leadership", "test_access")
-FOREIGN = ("pytest", "hypothesis", "pydantic", "aiohttp", "kopf", "kubernetes.aio.client", "prometheus_client", "structlog", "yaml")
+FOREIGN = (
+    "pytest",
+    "hypothesis",
+    "pydantic",
+    "aiohttp",
+    "kopf",
+    "kubernetes.aio.client",
+    "prometheus_client",
+    "structlog",
+    "yaml",
+)
 TIMEOUT_SECONDS = 180.0
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
@@ -43,7 +53,8 @@ class Verdict:
 
 
 def relevant_tests(file: str) -> list[str]:
-    """Files of tests to run for a mutated file: those that have its name first, then those that speak of it, the slow ones last."""
+    """Files of tests to run for a mutated file: those that have its name first, then those that speak of it, the slow ones
+    last."""
     folders = next(folders for prefix, folders in TESTS.items() if file.startswith(prefix))
     name = Path(file).stem
     word = re.compile(rf"\b{re.escape(name)}\b")

@@ -9,9 +9,9 @@ from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.context import RuleContext
-from tests.unit.rules.manifests import applied
-from tests.unit.rules.manifests import manifest as changed
+from finetune_job.rules.rule import RuleContext
+from tests.unit.finetune_job.rules.manifests import applied
+from tests.unit.finetune_job.rules.manifests import manifest as changed
 
 JOB = JobIdentity(namespace="default", name="tiny", uid="0123456789abcdef")
 
@@ -43,7 +43,8 @@ def specs(
 ) -> tuple[FineTuneJobSpec, FineTuneJobSpec]:
     """A job that a rule speaks against, and the one that the rule's own fix makes of it, of which it is silent.
 
-    changes: of the plain job of tests/unit/rules/manifests.py, by path under `spec`. Raises AssertionError where it is otherwise.
+    changes: of the plain job of tests/unit/finetune_job/rules/manifests.py, by path under `spec`. Raises AssertionError where it
+    is otherwise.
     """
     wrong = changed(changes)
     found = [finding for finding in evaluate(RuleContext(FineTuneJobSpec.model_validate(wrong), profile)) if finding.rule == rule]

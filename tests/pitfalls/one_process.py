@@ -11,12 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.method import MethodType
+from finetune_job.finding import Finding
 from finetune_job.method_settings import peft_fields
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.rule import Finding
-from finetune_trainer.model.method_settings import config_class
-from tests.unit.rules.manifests import applied, manifest
+from finetune_job.rules.rule import RuleContext
+from finetune_trainer.model.adapters import config_class
+from tests.unit.finetune_job.rules.manifests import applied, manifest
 
 VOCABULARY = 64
 _SIZES = {

@@ -17,7 +17,7 @@ from finetune_job.plan.run_plan import RunPlan
 from tests.pitfalls.lab.ranks import run_ranks
 from tests.pitfalls.manifests import JOB
 from tests.support.small_gang import Unchanged, documents, whole
-from tests.unit.rules.manifests import manifest
+from tests.unit.finetune_job.rules.manifests import manifest
 
 STEPS = 3
 
@@ -58,7 +58,9 @@ def _joined(ranks: list[Any]) -> Trained:
     if ranks[0]["error"]:
         return Trained(error=ranks[0]["error"])
     return Trained(
-        values=whole(rank["pieces"] for rank in ranks), has_moved=any(rank["has_moved"] for rank in ranks), units=ranks[0]["units"]
+        values=whole(rank["pieces"] for rank in ranks),
+        has_moved=any(rank["has_moved"] for rank in ranks),
+        units=ranks[0]["units"],
     )
 
 

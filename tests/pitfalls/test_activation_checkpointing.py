@@ -86,6 +86,7 @@ def kept_bytes(plan: RunPlan, base: Path) -> int:
     return sum(size for place, size in kept.items() if place not in held)
 
 
+@pytest.mark.reproduces("compile-with-selective-checkpointing")
 def test_selective_recomputation_keeps_all_of_a_compiled_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`compile-with-selective-checkpointing`. The backend makes no difference, and this one needs no C++ compiler."""
     original = torch.nn.Module.compile

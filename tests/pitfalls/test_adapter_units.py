@@ -49,6 +49,7 @@ def alone(base: Path) -> dict[str, Trained]:
     return train({name: plan_of(method(name)) for name in ("LoHa", "VBLoRA", "PEANuT", *PARTED)}, base, world_size=1)
 
 
+@pytest.mark.reproduces("fsdp1-adapter-unit")
 def test_parameters_that_are_no_modules_need_original_ones(pair: dict[str, Trained], alone: dict[str, Trained]):
     """`fsdp1-adapter-unit`; preflight says the same of units that may or may not be small enough."""
     assert "ConfigError: spec.parallelism.fsdp.useOrigParams: false cannot shard" in pair["flat"].error
@@ -62,10 +63,13 @@ def test_parameters_in_units_of_their_own_lie_flat(name: str, pair: dict[str, Tr
 
 
 @pytest.mark.parametrize("name", SMALLEST)
-def test_weights_that_are_read_without_a_call_stay_with_their_layer(name: str, pair: dict[str, Trained], alone: dict[str, Trained]):
+def test_weights_that_are_read_without_a_call_stay_with_their_layer(
+    name: str, pair: dict[str, Trained], alone: dict[str, Trained]
+):
     assert pair[name].distance(alone["PEANuT"]) < TOLERANCE
 
 
+@pytest.mark.reproduces("method-in-one-unit")
 def test_layers_that_share_a_parameter_are_no_units(pair: dict[str, Trained], alone: dict[str, Trained]):
     """`method-in-one-unit`: it trains right, and gathers everything."""
     assert pair["VBLoRA"].distance(alone["VBLoRA"]) < TOLERANCE
@@ -73,6 +77,7 @@ def test_layers_that_share_a_parameter_are_no_units(pair: dict[str, Trained], al
     assert pair["LoRA"].units == LAYERS
 
 
+@pytest.mark.reproduces("fsdp1-adapter-16-bit")
 def test_adapters_in_16_bits_stand_still(tmp_path: Path):
     """At the default learning rate: a vector that starts at 1 has no neighbour that is near enough."""
     wrong, right = plans("fsdp1-adapter-16-bit", {**method("IA3"), **FIRST, "model.dtype": "bfloat16"})

@@ -10,6 +10,7 @@ from tests.pitfalls.lab.ranks import run_ranks
 from tests.pitfalls.manifests import findings, plans
 
 
+@pytest.mark.reproduces("local-state-dict")
 def test_fsdp_2_has_no_local_state_dict():
     from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
 

@@ -1,4 +1,5 @@
-"""Where results go: what writing them does to inputs, to other models and to credentials, where nothing refuses the destination."""
+"""Where results go: what writing them does to inputs, to other models and to credentials, where nothing refuses the
+destination."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from finetune_trainer.credentials import Credentials
 from finetune_trainer.data.read import record_files
 from finetune_trainer.errors import DestinationRefusedError
 from finetune_trainer.inspection.model_files import inspect_model_files
-from finetune_trainer.network.retry import Patience
+from finetune_trainer.network.retry import RetryPolicy
 from finetune_trainer.publish import http as publish_http
 from finetune_trainer.publish.s3_client import SHA256_HEADER
 from finetune_trainer.release.write import write_release_files
@@ -33,10 +34,10 @@ from finetune_trainer.roles.fetch import fetch
 from finetune_trainer.roles.publish import publish
 from tests.pitfalls.manifests import plans
 from tests.support.hub import Hub, running_hub
-from tests.unit.rules.manifests import judged, manifest
-from tests.unit.trainer_release.example import IMAGE, Example, example
+from tests.unit.finetune_job.rules.manifests import judged, manifest
+from tests.unit.finetune_trainer.release.example import IMAGE, Example, example
 
-QUICK = Patience(attempts=2, first_seconds=0.01, longest_seconds=0.02)
+QUICK = RetryPolicy(attempts=2, first_seconds=0.01, longest_seconds=0.02)
 DESTINATION = "output.destination"
 TOKEN = "hf_secret_of_the_test"
 NOBODY = Credentials(Path("/no/such/directory"))
@@ -54,6 +55,7 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.reproduces("output-inside-input")
 def test_results_replace_the_models_own_files(tmp_path: Path):
     changes = {DESTINATION: "pvc://models/base"}
     found = []
@@ -67,6 +69,7 @@ def test_results_replace_the_models_own_files(tmp_path: Path):
     assert found == [{"README.md", "SHA256SUMS"}, set()]
 
 
+@pytest.mark.reproduces("output-inside-input")
 @pytest.mark.parametrize("source", ["pvc://data/train", "pvc://data"])
 def test_the_next_run_would_read_results_as_records(tmp_path: Path, source: str):
     changes = {"data.source": source, DESTINATION: "pvc://data/train/tuned"}
@@ -111,7 +114,10 @@ class Store:
 
     def _answer(self, request: httpx2.Request) -> httpx2.Response:
         address = urlsplit(str(request.url))
-        key, query = unquote(address.path).removeprefix("/ours").removeprefix("/"), parse_qs(address.query, keep_blank_values=True)
+        key, query = (
+            unquote(address.path).removeprefix("/ours").removeprefix("/"),
+            parse_qs(address.query, keep_blank_values=True),
+        )
         if "uploads" in query:
             return httpx2.Response(200, text="<Uploads/>")
         if "list-type" in query:
@@ -135,6 +141,7 @@ BUCKET_MODEL = {"base/config.json": b"{}", "base/model.safetensors": b"weights",
 BUCKET_DATA = {"set/a.jsonl": b'{"prompt": "a", "completion": "b"}\n'}
 
 
+@pytest.mark.reproduces("output-overlaps-bucket-input")
 @pytest.mark.parametrize(
     ("source", "destination"),
     [({"model.source": "s3://ours/base"}, "s3://ours/base"), ({"data.source": "s3://ours/set/a.jsonl"}, "s3://ours")],
@@ -153,6 +160,7 @@ def test_a_prefix_that_holds_inputs_takes_no_results(
     assert len(store.objects) > len(BUCKET_MODEL | BUCKET_DATA)
 
 
+@pytest.mark.reproduces("output-overlaps-bucket-input")
 def test_the_next_run_would_fetch_results_as_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     changes = {"data.source": "s3://ours/set", DESTINATION: "s3://ours/set/tuned"}
     store, records = Store(monkeypatch, {}), []
@@ -207,6 +215,7 @@ def at(made: Example, hub: Hub) -> Example:
     return Example(context)
 
 
+@pytest.mark.reproduces("hub-destination-without-token")
 def test_the_hub_takes_nothing_without_a_token(hub: Hub, tmp_path: Path):
     changes = {DESTINATION: "hf://team/tuned"}
     found = plans("hub-destination-without-token", changes, FineTuneProfileSpec(trainer_image=IMAGE))
@@ -223,6 +232,7 @@ def test_the_hub_takes_nothing_without_a_token(hub: Hub, tmp_path: Path):
             assert "SHA256SUMS" in hub.repositories["models", "team/tuned"].files
 
 
+@pytest.mark.reproduces("output-replaces-model")
 @pytest.mark.parametrize("is_ours", [False, True])
 def test_a_model_is_not_replaced_by_what_is_made_from_it(hub: Hub, tmp_path: Path, is_ours: bool):
     """Another's model is never replaced, which shows after the training; a result of this operator is."""
@@ -252,6 +262,7 @@ def test_a_model_is_not_replaced_by_what_is_made_from_it(hub: Hub, tmp_path: Pat
         assert hub.repositories["models", "Team/Model"].files == files
 
 
+@pytest.mark.reproduces("credentials-without-tls")
 def test_a_hubs_token_can_be_read_on_the_way(hub: Hub, tmp_path: Path):
     changes = {DESTINATION: "hf://team/tuned", "output.secretRef": {"name": "writer"}}
     settings = {"hubEndpoint": hub.address}
@@ -265,6 +276,7 @@ def test_a_hubs_token_can_be_read_on_the_way(hub: Hub, tmp_path: Path):
     assert right.publish is None
 
 
+@pytest.mark.reproduces("credentials-without-tls")
 def test_the_token_that_reads_can_be_read_on_the_way(hub: Hub, tmp_path: Path):
     commit = hub.add("team/base", {"config.json": b"{}", "model.safetensors": b"weights"})
     changes = {"model.source": "hf://team/base", "model.revision": commit, "fetch.hubTokenSecretRef": {"name": "reader"}}
@@ -280,6 +292,7 @@ def test_the_token_that_reads_can_be_read_on_the_way(hub: Hub, tmp_path: Path):
     assert shown == [{f"Bearer {TOKEN}"}, {None}]
 
 
+@pytest.mark.reproduces("credentials-without-tls")
 def test_a_registrys_password_can_be_read_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     seen: list[httpx2.Request] = []
 

@@ -11,6 +11,7 @@ ORIG_PARAMS = "fsdp1-dora-orig-params"
 DORA = {"use_dora": True}
 
 
+@pytest.mark.reproduces("fsdp1-dora-orig-params")
 def test_original_parameters_in_leaf_units_fail():
     fails(Case(adapter=DORA, policy="peft", use_orig_params=True), "forward", "IndexError", "tuple index out of range")
     assert ORIG_PARAMS in findings({"version": 1, "useOrigParams": True, "peftWrapPolicy": True}, type="DoRA")
@@ -49,7 +50,7 @@ def test_adapter_attached_after_sharding_fails():
     ids=["no-autocast", "autocast"],
 )
 def test_mixed_precision_of_leaf_units_fails_under_fsdp_1(autocast, stage, text):
-    """So the trainer leaves such units as they are held, and autocast alone casts (trainer_train/test_trained_in_float32.py)."""
+    """So the trainer leaves such units as they are held, and autocast alone casts (test_trained_in_float32.py)."""
     fails(Case(adapter=DORA, dtype="bfloat16", param_dtype="bfloat16", compute_autocast=autocast), stage, text)
 
 
@@ -66,6 +67,7 @@ def test_mixed_precision_fixes_train(case):
     trains(case)
 
 
+@pytest.mark.reproduces("dora-16-bit-magnitude")
 @pytest.mark.parametrize(("dtype", "moves"), [(torch.bfloat16, False), (torch.float32, True)])
 def test_magnitudes_stand_still_in_16_bits(dtype, moves):
     from peft import LoraConfig, get_peft_model

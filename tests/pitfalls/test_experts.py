@@ -26,12 +26,17 @@ def layers_with_adapters(model: torch.nn.Module) -> set[str]:
     }
 
 
+@pytest.mark.reproduces("target-parameters-conflict")
 @pytest.mark.parametrize(
     ("peft", "spec", "error"),
     [
         ({"lora_dropout": 0.1}, {"type": "LoRA", "lora": {"loraDropout": "0.1"}}, "does not work with lora_dropout != 0"),
         ({"use_dora": True}, {"type": "DoRA", "lora": {}}, "does not work with use_dora=True"),
-        ({"init_lora_weights": "orthogonal"}, {"type": "LoRA", "lora": {"initLoraWeights": "orthogonal"}}, "no attribute 'weight'"),
+        (
+            {"init_lora_weights": "orthogonal"},
+            {"type": "LoRA", "lora": {"initLoraWeights": "orthogonal"}},
+            "no attribute 'weight'",
+        ),
     ],
 )
 def test_settings_that_parameters_do_not_take(peft: dict[str, Any], spec: dict[str, Any], error: str):
@@ -44,10 +49,13 @@ def test_settings_that_parameters_do_not_take(peft: dict[str, Any], spec: dict[s
     assert rule not in findings(type="LoRA", lora={"targetParameters": EXPERTS})
 
 
+@pytest.mark.reproduces("target-parameters-all-layers")
 def test_parameters_are_adapted_in_all_layers():
     rule = "target-parameters-all-layers"
     assert layers_with_adapters(adapted(target_modules=["q_proj"], layers_to_transform=[0])) == {"0", "1"}
-    assert rule in findings(type="LoRA", lora={"targetParameters": EXPERTS, "targetModules": ["q_proj"], "layersToTransform": [0]})
+    assert rule in findings(
+        type="LoRA", lora={"targetParameters": EXPERTS, "targetModules": ["q_proj"], "layersToTransform": [0]}
+    )
     assert layers_with_adapters(adapted(exclude_modules=["experts"])) == {"0", "1"}
     assert rule in findings(type="LoRA", lora={"targetParameters": EXPERTS, "excludeModules": ["experts"]})
     named = ["model.layers.0.mlp.experts.down_proj"]
@@ -71,6 +79,7 @@ def shard(rank: int, version: int) -> float:
     return float(loss.detach())
 
 
+@pytest.mark.reproduces("fsdp1-target-parameters")
 def test_parameters_under_fsdp_1():
     rule = "fsdp1-target-parameters"
     (error, *_) = [result.error for result in run_ranks(shard, 1) if result.failed]

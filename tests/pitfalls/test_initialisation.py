@@ -1,4 +1,5 @@
-"""Ways to start an adapter that change the base, need what is not there, or do not exist: `lora-init-not-supported`, the schema."""
+"""Ways to start an adapter that change the base, need what is not there, or do not exist: `lora-init-not-supported`, the
+schema."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ def base_weight(model: torch.nn.Module) -> torch.Tensor:
     return next(p.detach() for name, p in model.named_parameters() if "layers.0.self_attn.q_proj" in name and "lora" not in name)
 
 
+@pytest.mark.reproduces("lora-init-not-supported")
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_the_adapter_belongs_to_a_changed_base(init: str):
     assert not torch.equal(base_weight(adapted(init_lora_weights=init)), base_weight(llama()))
@@ -54,6 +56,7 @@ def test_loading_such_an_adapter_changes_the_base_again(tmp_path):
     assert not torch.equal(base_weight(loaded), base_weight(llama())), "added to the original weights it would be wrong"
 
 
+@pytest.mark.reproduces("lora-init-not-supported")
 def test_eva_starts_like_any_other_where_nobody_measures():
     state = {name: value for name, value in adapted(init_lora_weights="eva").state_dict().items() if "lora_B" in name}
     assert state
@@ -61,12 +64,14 @@ def test_eva_starts_like_any_other_where_nobody_measures():
     starts_right_once_mended("eva")
 
 
+@pytest.mark.reproduces("lora-init-not-supported")
 def test_corda_wants_what_was_measured_before():
     with pytest.raises(ValueError, match="run `preprocess_corda` first"):
         adapted(init_lora_weights="corda")
     starts_right_once_mended("corda")
 
 
+@pytest.mark.reproduces("lora-init-not-supported")
 def test_loftq_quantises_the_base_itself():
     with pytest.raises((ValueError, ImportError, AssertionError)):
         adapted(init_lora_weights="loftq")
@@ -80,6 +85,7 @@ def test_an_unknown_start():
         findings(type="LoRA", lora={"initLoraWeights": "normal"})
 
 
+@pytest.mark.reproduces("rslora-with-alpha")
 def test_rslora_scales_by_the_root_of_the_rank():
     plain, rooted = adapted(lora_alpha=8), adapted(lora_alpha=8, use_rslora=True)
     scale = [next(m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)) for model in (plain, rooted)]

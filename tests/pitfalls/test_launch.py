@@ -1,4 +1,5 @@
-"""What a launch through other libraries does: Accelerate's settings, optimizers made too early, parameters that FSDP 2 refuses."""
+"""What a launch through other libraries does: Accelerate's settings, optimizers made too early, parameters that FSDP 2
+refuses."""
 
 from __future__ import annotations
 

@@ -13,18 +13,19 @@ from transformers import AutoModelForCausalLM
 
 from finetune_job.api.output import MergeBase
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.merge.run import MergeOptions, merge_adapter
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.model.adapters import adapter_config
 from finetune_trainer.weights.errors import UnsupportedAdapterError
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.expect import fails
 from tests.pitfalls.lab.observe import observe
 from tests.pitfalls.manifests import findings, plans
-from tests.unit.trainer_merge import tiny
+from tests.unit.finetune_trainer.merge import tiny
 
 RULE = "merge-while-sharded"
 
 
+@pytest.mark.reproduces("merge-while-sharded")
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -84,6 +85,7 @@ def merged(plan: RunPlan, base: Path, directory: Path) -> bool:
     return all(torch.equal(tensor, reference[name]) for name, tensor in load_file(output / "model.safetensors").items())
 
 
+@pytest.mark.reproduces("method-merge-setting")
 @pytest.mark.parametrize(
     ("method", "settings"),
     [

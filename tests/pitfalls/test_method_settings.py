@@ -11,9 +11,9 @@ from peft import get_peft_model
 from finetune_job.api.method import MethodType
 from finetune_job.method_settings import known_settings
 from finetune_job.methods import METHODS, Family, supported
-from finetune_job.rules.method_configuration.setting_conflicts import CONFLICTS
-from finetune_job.rules.method_configuration.setting_limits import LIMITS
-from finetune_trainer.model.method_settings import config_class
+from finetune_job.rules.method_configuration.setting_conflicts import SETTING_CONFLICTS
+from finetune_job.rules.method_configuration.setting_limits import SETTING_LIMITS
+from finetune_trainer.model.adapters import config_class
 from tests.pitfalls.one_process import judged, llama, mended, peft_config, trained
 from tests.support.method_settings import SETTINGS
 
@@ -49,6 +49,7 @@ def after_the_fix(method: str, settings: dict[str, Any], rule: str) -> dict[str,
     return written
 
 
+@pytest.mark.reproduces("method-setting-unknown")
 def test_an_unknown_setting():
     rule, wrong = "method-setting-unknown", {"R": 8}
     with pytest.raises(TypeError, match="unexpected keyword argument 'R'"):
@@ -58,6 +59,7 @@ def test_an_unknown_setting():
     assert trained("LoHa", {"r": 8}).is_fine
 
 
+@pytest.mark.reproduces("method-setting-type")
 def test_a_setting_of_another_type():
     rule, wrong = "method-setting-type", {"saveProjection": "false"}
     # PEFT takes the text for true: the projections are saved although it says not to.
@@ -70,14 +72,17 @@ def test_a_setting_of_another_type():
 def beyond() -> list[Any]:
     """Where many methods share a setting, the first stands for all that have the same limit."""
     cases = []
-    for limit in LIMITS:
+    for limit in SETTING_LIMITS:
         for setting in limit.settings:
-            kinds = [kind for kind in supported(Family.OTHER) if limit.speaks_of(kind, setting) and setting in known_settings(kind)]
+            kinds = [
+                kind for kind in supported(Family.OTHER) if limit.applies_to(kind, setting) and setting in known_settings(kind)
+            ]
             method = kinds[0].value
             cases += [pytest.param(method, setting, value, id=f"{method}-{setting}-{value}") for value in limit.examples]
     return cases
 
 
+@pytest.mark.reproduces("method-setting-range")
 @pytest.mark.parametrize(("method", "setting", "value"), beyond())
 def test_values_beyond_a_limit(method: str, setting: str, value: Any):
     rule = "method-setting-range"
@@ -142,11 +147,12 @@ def saves_all(method: str, settings: dict[str, Any]) -> bool:
 def conflicts() -> list[Any]:
     return [
         pytest.param(conflict.methods[0].value, dict(example), id=f"{conflict.methods[0].value}-{conflict.setting}-{number}")
-        for conflict in CONFLICTS
+        for conflict in SETTING_CONFLICTS
         for number, example in enumerate(conflict.examples)
     ]
 
 
+@pytest.mark.reproduces("method-settings-conflict")
 @pytest.mark.parametrize(("method", "wrong"), conflicts())
 def test_settings_that_contradict_each_other(method: str, wrong: dict[str, Any]):
     rule = "method-settings-conflict"
@@ -168,6 +174,7 @@ def starts_at_the_base(method: str, settings: dict[str, Any]) -> bool:
     return torch.allclose(plain, adapted, atol=1e-4)
 
 
+@pytest.mark.reproduces("no-effect-method-setting")
 @pytest.mark.parametrize(
     ("method", "setting", "value", "neighbour"),
     [("OFT", "moduleDropout", "0.5", "LoHa"), ("HiRA", "rankPattern", {"q_proj": 2}, "LoHa")],
@@ -188,6 +195,7 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return torch.equal(one, other)
 
 
+@pytest.mark.reproduces("method-setting-not-mergeable")
 def test_an_adapter_that_draws_has_no_merged_weights():
     rule, wrong = "method-setting-not-mergeable", {"r": 8, "sampleAtInference": True}
     for settings, is_steady in (({"r": 8}, True), (wrong, False)):

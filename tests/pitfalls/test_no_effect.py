@@ -15,7 +15,7 @@ from finetune_trainer.model.adapters import adapter_config, attach
 from finetune_trainer.model.wrap_plan import unit_names
 from tests.pitfalls.manifests import JOB, plans, settled
 from tests.pitfalls.one_process import llama
-from tests.unit.rules.manifests import manifest
+from tests.unit.finetune_job.rules.manifests import manifest
 
 F = "parallelism.fsdp."
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -26,6 +26,7 @@ def plan_of(changes: dict[str, Any]) -> RunPlan:
     return resolve(JOB, FineTuneJobSpec.model_validate(manifest(changes)), None)
 
 
+@pytest.mark.reproduces
 @pytest.mark.parametrize(
     ("rule", "deaf", "setting", "listening"),
     [
@@ -35,6 +36,13 @@ def plan_of(changes: dict[str, Any]) -> RunPlan:
         ("no-effect-reshard-after-forward", {F + "version": 1}, {F + "reshardAfterForward": False}, {F + "version": 2}),
         ("no-effect-cpu-ram-efficient-loading", {}, {F + "cpuRamEfficientLoading": True}, None),
         ("no-effect-state-dict-type", {}, {F + "stateDictType": "FULL_STATE_DICT"}, None),
+        # The setting that counts is written, too: nothing is computed twice.
+        (
+            "no-effect-activation-checkpointing",
+            {"training.activationCheckpointing": "Selective"},
+            {F + "activationCheckpointing": True},
+            None,
+        ),
         ("lora-settings-misplaced", {"method.type": "Full"}, {"method.lora": {"r": 64}}, {"method.type": "LoRA"}),
         ("method-settings-misplaced", {"method.type": "LoRA"}, {"method.settings": {"r": 64}}, {"method.type": "LoHa"}),
         (
@@ -81,11 +89,6 @@ def test_recomputation_is_asked_for_elsewhere():
     assert settled(wrong) == settled(plan_of({}))
     found = [plan.training.activation_checkpointing.value for plan in (wrong, right)]
     assert found == ["None", "Full"]
-    # Beside the setting that counts it is simply not looked at: nothing is computed twice.
-    both = {F + "activationCheckpointing": True, "training.activationCheckpointing": "Selective"}
-    wrong, right = plans("no-effect-activation-checkpointing", both)
-    assert settled(wrong) == settled(right)
-    assert right.training.activation_checkpointing.value == "Selective"
 
 
 def test_torchs_own_functions_do_not_take_the_settings_of_the_other_version():
@@ -102,6 +105,7 @@ def test_a_misplaced_rank_is_not_the_adapters():
     assert adapter_config(plan_of({"method.lora.r": 64}).method).r == 64
 
 
+@pytest.mark.reproduces
 @pytest.mark.parametrize(
     ("rule", "deaf", "setting", "listening"),
     [
@@ -121,6 +125,7 @@ def test_a_wrap_policy_looks_at_settings_of_its_own(rule: str, deaf: str, settin
     assert units(plan_of({policy: listening, **setting})) != units(plan_of({policy: listening}))
 
 
+@pytest.mark.reproduces("no-wrap-gathers-everything")
 def test_without_a_policy_every_rank_gathers_all():
     changes = {f"{F}autoWrapPolicy": "NO_WRAP", "parallelism.processesPerNode": 2}
     wrong, right = plans("no-wrap-gathers-everything", changes)

@@ -28,12 +28,16 @@ def offloaded_loss(rank: int, case: Case, version: int, offload: bool) -> float:
     return float(loss.detach())
 
 
+@pytest.mark.reproduces("offload-without-gpu")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this pitfall is one of machines without a GPU")
 @pytest.mark.parametrize("version", [1, 2])
 def test_offloading_needs_a_driver(version):
     results = run_ranks(offloaded_loss, Case(), version, True)
     assert "Found no NVIDIA driver" in results[0].error or "accelerator" in results[0].error
     assert not any(result.failed for result in run_ranks(offloaded_loss, Case(), version, False))
+    without = FineTuneProfileSpec(trainer_image="trainer")
+    assert "offload-without-gpu" in findings({"version": version, "offloadParams": True}, profile=without)
+    assert "offload-without-gpu" not in findings({"version": version, "offloadParams": False}, profile=without)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -1,4 +1,4 @@
-"""Packed documents, padding and chats in the libraries themselves; how the trainer handles them: tests/unit/trainer_data."""
+"""Packed documents, padding and chats in the libraries themselves. Ours: tests/unit/finetune_trainer/data."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ def qlora(fsdp, dtype=None, **quantization):
     return findings(fsdp, dtype=dtype, type="QLoRA", quantization=quantization)
 
 
+@pytest.mark.reproduces("fsdp1-qlora-integer-storage")
 def test_bytes_cannot_be_flattened():
     fails(Case(bits=4), "shard", "ValueError: Cannot flatten integer dtype tensors")
     assert INTEGER in qlora({"version": 1}, quantStorage="uint8")
@@ -43,6 +44,7 @@ def test_storage_of_the_models_type_trains(dtype):
     assert not {INTEGER, DTYPE} & qlora({"version": 1}, dtype)
 
 
+@pytest.mark.reproduces("fsdp1-qlora-storage-not-model-dtype")
 @pytest.mark.parametrize(("storage", "dtype"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_storage_of_another_type_cannot_be_flattened(storage, dtype):
     fails(Case(bits=4, storage=storage, dtype=dtype), "shard", "ValueError: Must flatten tensors with uniform dtype")
@@ -68,6 +70,7 @@ def largest_packed_shard(rank: int, case: Case) -> int:
     return max(2 * parameter.to_local().numel() for parameter in packed)
 
 
+@pytest.mark.reproduces("qlora-storage-not-param-dtype")
 @pytest.mark.parametrize("version", [1, 2])
 def test_mixed_precision_destroys_packed_weights(version):
     fails(
@@ -77,8 +80,8 @@ def test_mixed_precision_destroys_packed_weights(version):
         "is invalid for input of size",
     )
     fsdp = {"version": version, "mixedPrecision": {"paramDtype": "bfloat16"}}
-    # Under FSDP 1 the trainer leaves the casts to autocast, or holds all in float32; and it stores what is left open in the type of
-    # the computation.
+    # Under FSDP 1 the trainer leaves the casts to autocast, or holds all in float32; and it stores what is left open in the type
+    # of the computation.
     assert (PARAM in qlora(fsdp, "float32", quantStorage="float32")) is (version == 2)
     assert PARAM not in qlora(fsdp, "float32")
     upwards = {"version": version, "mixedPrecision": {"paramDtype": "float32"}}
@@ -91,6 +94,7 @@ def test_mixed_precision_of_the_storage_type_trains():
     assert PARAM not in qlora({"version": 2, "mixedPrecision": {"paramDtype": "bfloat16"}}, "bfloat16", quantStorage="bfloat16")
 
 
+@pytest.mark.reproduces("quantization-bits")
 @pytest.mark.parametrize(
     ("version", "stage", "text"),
     [(1, "shard", "Cannot flatten integer dtype tensors"), (2, "forward", "has no attribute 'CB'")],
@@ -121,6 +125,7 @@ def test_no_other_number_of_bits_exists():
         assert quantization_config(plan.method.quantization, torch.float32, torch.float32).load_in_4bit
 
 
+@pytest.mark.reproduces("merge-into-quantized")
 def test_merging_into_4_bits_rounds_the_update_away():
     """The same adapter merged into packed weights and into the 16-bit ones."""
     prompt = torch.arange(16).reshape(1, 16)

@@ -1,4 +1,5 @@
-"""Settings of `data` that say nothing about the records they are written beside: what comes of them where nothing refuses them."""
+"""Settings of `data` that say nothing about the records they are written beside: what comes of them where nothing refuses
+them."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune_job.api.data import DataFormat, LossOn
+from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.plan.run_plan import DataPlan
 from finetune_trainer.data.batches import PreparedData
-from finetune_trainer.data.pack_plan import occurrences
+from finetune_trainer.data.packing import occurrences
 from finetune_trainer.data.prepare import SplitFacts, prepare
 from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.data.sources import list_sources
 from tests.pitfalls.manifests import plans, specs
-from tests.unit.trainer_data.tokenizers_by_hand import word_tokenizer
+from tests.unit.finetune_trainer.data.tokenizers_by_hand import word_tokenizer
 
 TEXTS = [{"text": "a b c d e"}, {"text": "b c"}]
 PAIRS = [{"prompt": "a b ", "completion": "c d"}, {"prompt": "b ", "completion": "e"}]
@@ -48,6 +49,7 @@ def prepared(claims: Path, plan: DataPlan, name: str) -> tuple[SplitFacts, list[
     return preparation.splits[TRAIN], [[int(token) for token in train.document(number)] for number in range(train.num_documents)]
 
 
+@pytest.mark.reproduces
 @pytest.mark.parametrize(
     ("rule", "data_format", "loss_on", "records", "learnt"),
     [
@@ -68,6 +70,7 @@ def test_a_loss_on_what_records_do_not_have(
     assert facts[0].num_supervised_tokens == facts[0].num_tokens - facts[0].num_records
 
 
+@pytest.mark.reproduces("chat-template-without-chat")
 @pytest.mark.parametrize(("data_format", "records"), [("Text", TEXTS), ("PromptCompletion", PAIRS)])
 def test_a_template_renders_nothing_but_chats(claims: Path, data_format: str, records: list[dict[str, Any]]):
     write(claims, "train.jsonl", records)
@@ -78,6 +81,7 @@ def test_a_template_renders_nothing_but_chats(claims: Path, data_format: str, re
     assert prepared(claims, chats, "chats")[1] == [[6, 2, 3, 6, 4, 5, 0]], "words of the template stand around those of the chat"
 
 
+@pytest.mark.reproduces("csv-with-chat")
 def test_a_table_holds_no_chats(claims: Path):
     (claims / "data/chats.csv").write_text("prompt,completion\na b ,c d\n")
     wrong, right = plans("csv-with-chat", {"data.format": "Chat", "data.source": "pvc://data/chats.csv"})
@@ -87,6 +91,7 @@ def test_a_table_holds_no_chats(claims: Path):
     assert prepared(claims, right.data, "right")[0].num_records == 1
 
 
+@pytest.mark.reproduces("dataset-weight-range")
 @pytest.mark.parametrize("weight", ["0", "1000"])
 def test_weights_that_leave_out_or_repeat(claims: Path, weight: str):
     """At 0 a data set is left out; at a thousand the run is one of this data set alone."""
@@ -100,6 +105,7 @@ def test_weights_that_leave_out_or_repeat(claims: Path, weight: str):
     assert prepared(claims, right.data, "right")[0].num_occurrences == 3
 
 
+@pytest.mark.reproduces("source-or-datasets")
 def test_training_data_is_named_twice_or_not_at_all(claims: Path):
     rule = "source-or-datasets"
     neither, named = plans(rule, {"data.source": None})

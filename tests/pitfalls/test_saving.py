@@ -25,7 +25,9 @@ def test_pefts_save_finds_no_tensor_under_fsdp_1(save, settings):
 
 
 def test_fsdp_2_saves_what_was_gathered_and_nothing_else():
-    fails(Case(version=2, save="naive", until="save"), "save", "Attempted to access the data pointer on an invalid python storage")
+    fails(
+        Case(version=2, save="naive", until="save"), "save", "Attempted to access the data pointer on an invalid python storage"
+    )
     whole = observe(Case(version=2, until="save"))
     assert (whole.save_missing, whole.save_extra, whole.save_error) == ((), (), 0.0)
     assert whole.saved

@@ -13,7 +13,7 @@ from transformers.optimization import get_scheduler, get_wsd_schedule
 
 from finetune_job.plan.run_plan import TrainingPlan
 from finetune_trainer.train.batches import global_batch, micro_batch
-from finetune_trainer.train.schedule import learning_rate, total_steps
+from finetune_trainer.train.policy import learning_rate, total_steps
 from tests.pitfalls.manifests import plans, settled
 
 STEPS = 20
@@ -37,6 +37,7 @@ def theirs(schedule: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
     return found
 
 
+@pytest.mark.reproduces("warmup-ratio-range")
 def test_a_run_that_only_warms_up():
     """transformers' rate never reaches its peak; this trainer's does at the end, and never falls."""
     wrong, right = plans("warmup-ratio-range", {"training.warmupRatio": "1"})
@@ -49,6 +50,7 @@ def test_a_run_that_only_warms_up():
     assert rates(right.training)[-1] < 0.1
 
 
+@pytest.mark.reproduces("decay-ratio-range")
 def test_a_decay_longer_than_the_run():
     """transformers starts far below the peak; this trainer decays over all steps, as with 1."""
     scheduler = {"training.scheduler": "WarmupStableDecay", "training.warmupRatio": "0.1"}
@@ -60,6 +62,7 @@ def test_a_decay_longer_than_the_run():
     assert rates(right.training).count(1.0) > 10
 
 
+@pytest.mark.reproduces("min-learning-rate-ratio-range")
 def test_a_least_rate_above_the_peak():
     wrong, right = plans("min-learning-rate-ratio-range", {"training.minLearningRateRatio": "2", "training.warmupRatio": "0.1"})
     for ratio, training, most in ((2.0, wrong.training, 2.0), (0.0, right.training, 1.0)):
@@ -69,6 +72,7 @@ def test_a_least_rate_above_the_peak():
         assert max(rates(training)) == pytest.approx(most, rel=0.02)
 
 
+@pytest.mark.reproduces
 @pytest.mark.parametrize(
     ("rule", "setting", "deaf", "listening"),
     [
@@ -85,6 +89,7 @@ def test_settings_that_a_schedule_does_not_look_at(rule: str, setting: str, deaf
     assert rates(wrong.training.model_copy(update=heard)) != rates(right.training.model_copy(update=heard))
 
 
+@pytest.mark.reproduces("learning-rate-zero")
 def test_nothing_changes_at_a_rate_of_0():
     wrong, right = plans("learning-rate-zero", {"training.learningRate": "0"})
     for plan, moves in ((wrong, False), (right, True)):
@@ -96,6 +101,7 @@ def test_nothing_changes_at_a_rate_of_0():
         assert bool((weight != 1).any()) is moves
 
 
+@pytest.mark.reproduces("epochs-or-max-steps")
 def test_one_of_two_lengths_is_ignored(tmp_path: Any):
     """Both in transformers and here maxSteps wins without a word."""
     rule = "epochs-or-max-steps"
@@ -113,6 +119,7 @@ def num_steps(training: TrainingPlan) -> int:
     return total_steps(training.epochs, training.max_steps, 100, 4)
 
 
+@pytest.mark.reproduces("global-batch-not-divisible")
 @pytest.mark.parametrize("micro", [{}, {"training.microBatchSize": 2}])
 def test_a_batch_that_does_not_split_loses_sequences(micro: dict[str, int]):
     """What is left over of the division is in no rank's part, step after step."""

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from finetune_job.api.job import FineTuneJobSpec
-from tests.unit.rules.manifests import manifest
+from tests.unit.finetune_job.rules.manifests import manifest
 
 
 @pytest.mark.parametrize(

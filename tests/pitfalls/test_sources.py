@@ -17,18 +17,18 @@ from finetune_job.plan.digest import plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.context import RuleContext
+from finetune_job.rules.rule import RuleContext
 from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import DataError, InvariantError, ModelError
 from finetune_trainer.model.load import load_config
-from finetune_trainer.network.retry import Patience
+from finetune_trainer.network.retry import RetryPolicy
 from finetune_trainer.roles.fetch import fetch
 from tests.pitfalls.manifests import JOB, plans
 from tests.support.hub import Hub, running_hub
-from tests.unit.rules.manifests import manifest
+from tests.unit.finetune_job.rules.manifests import manifest
 
-QUICK = Patience(attempts=2, first_seconds=0.01, longest_seconds=0.02)
+QUICK = RetryPolicy(attempts=2, first_seconds=0.01, longest_seconds=0.02)
 NO_CREDENTIALS = Credentials(Path("/no/such/directory"))
 MODEL = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"of the model", "tokenizer.json": b"{}"}
 RECORDS = {"train.jsonl": b'{"prompt": "a", "completion": "b"}\n'}
@@ -69,6 +69,7 @@ def at(plan: RunPlan, commit: str) -> RunPlan:
     return plan.model_copy(update={"fetch": plan.fetch.model_copy(update={"items": items})})
 
 
+@pytest.mark.reproduces("hub-source-without-revision")
 def test_without_a_commit_nothing_is_fetched(hub: Hub, tmp_path: Path):
     """A branch moves between two looks; the commit that was named stays what it was."""
     commit = hub.add("org/model", MODEL)
@@ -84,6 +85,7 @@ def test_without_a_commit_nothing_is_fetched(hub: Hub, tmp_path: Path):
     assert content(fetched(at(right, commit), tmp_path).base_model) == MODEL
 
 
+@pytest.mark.reproduces("model-source-is-dataset")
 def test_a_data_set_is_no_model(hub: Hub, tmp_path: Path):
     rule = "model-source-is-dataset"
     commit = hub.add("org/records", RECORDS, kind="datasets")
@@ -97,6 +99,7 @@ def test_a_data_set_is_no_model(hub: Hub, tmp_path: Path):
     assert content(fetched(right, tmp_path).base_model) == MODEL
 
 
+@pytest.mark.reproduces("model-source-inside-repository")
 def test_the_adapter_would_name_another_base(hub: Hub, tmp_path: Path):
     """What lies in a directory can be read, but an adapter names its base by a repository, whose top is another model."""
     inner = MODEL | {"model.safetensors": b"of the directory"}
@@ -109,6 +112,7 @@ def test_the_adapter_would_name_another_base(hub: Hub, tmp_path: Path):
     assert wrong.model.name == right.model.name == "org/model"
 
 
+@pytest.mark.reproduces("data-source-is-model")
 def test_a_data_set_is_not_found_among_models(hub: Hub, tmp_path: Path):
     rule = "data-source-is-model"
     commit = hub.add("org/records", RECORDS, kind="datasets")
@@ -120,6 +124,7 @@ def test_a_data_set_is_not_found_among_models(hub: Hub, tmp_path: Path):
     assert content(context.path(right.data.train[0].location)) == RECORDS
 
 
+@pytest.mark.reproduces("data-source-is-model")
 @pytest.mark.parametrize("path", ["train.jsonl", "records"])
 def test_a_whole_model_is_no_records_and_a_part_of_one_may_be(hub: Hub, tmp_path: Path, path: str):
     """So the rule is silent where a path is named."""
@@ -132,6 +137,7 @@ def test_a_whole_model_is_no_records_and_a_part_of_one_may_be(hub: Hub, tmp_path
     assert content(fetched(plan, tmp_path / "part").path(plan.data.train[0].location)) == RECORDS
 
 
+@pytest.mark.reproduces("remote-code-not-allowed")
 def test_a_models_own_code_runs(tmp_path: Path):
     """Its configuration alone runs it, in the container and with all that is mounted there."""
     model, mark = tmp_path / "models/base", tmp_path / "written-by-the-model"

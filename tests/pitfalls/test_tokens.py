@@ -17,6 +17,7 @@ def adapted(base: dict[str, Any] | None = None, **settings: Any) -> torch.nn.Mod
     return get_peft_model(llama(**(base or {})), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], **settings))
 
 
+@pytest.mark.reproduces("trainable-token-repeated")
 def test_a_repeated_token_has_two_rows():
     rule = "trainable-token-repeated"
     rows = [tuple(p.shape) for name, p in adapted(trainable_token_indices=[3, 3]).named_parameters() if "tokens_delta" in name]
@@ -27,6 +28,7 @@ def test_a_repeated_token_has_two_rows():
     assert rule not in findings(type="LoRA", lora={"trainableTokenIndices": [3]})
 
 
+@pytest.mark.reproduces("trainable-tokens-overlap")
 def test_the_embedding_is_trained_in_one_way():
     rule = "trainable-tokens-overlap"
     model = adapted(trainable_token_indices=[3], modules_to_save=["embed_tokens"])
@@ -77,6 +79,7 @@ def shard_one(rank: int, settings: dict[str, Any], dtype: str, use_orig_params: 
     return float(loss.detach())
 
 
+@pytest.mark.reproduces("fsdp1-trainable-tokens")
 def test_trained_rows_under_fsdp_1():
     rule = "fsdp1-trainable-tokens"
     rows = {"trainableTokenIndices": [3]}

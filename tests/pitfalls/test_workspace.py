@@ -10,11 +10,11 @@ import pytest
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.plan.resolve import resolve
 from finetune_operator.children.claims import claims_named_by, workspace_claim
-from finetune_operator.children.ownership import Owner
+from finetune_operator.children.frozen_run import Owner
 from finetune_trainer.data.read import record_files
 from tests.pitfalls.manifests import JOB, plans, settled, specs
-from tests.unit.rules.manifests import manifest
-from tests.unit.trainer_release.example import example
+from tests.unit.finetune_job.rules.manifests import manifest
+from tests.unit.finetune_trainer.release.example import example
 
 OWNER = Owner(JOB.namespace, JOB.name, JOB.uid)
 CLAIM, TEMPLATE = "workspace.claimName", "workspace.volumeClaimTemplate"
@@ -31,6 +31,7 @@ def names(claims: list[dict[str, Any]]) -> list[str]:
     return [claim["metadata"]["name"] for claim in claims]
 
 
+@pytest.mark.reproduces("workspace-claim-or-template")
 def test_a_workspace_that_nobody_makes():
     """Pods would mount a claim that neither the user nor the operator makes."""
     found = specs("workspace-claim-or-template", {CLAIM: None})
@@ -40,6 +41,7 @@ def test_a_workspace_that_nobody_makes():
         assert names(made(spec)) == claims
 
 
+@pytest.mark.reproduces("workspace-claim-or-template")
 def test_a_template_beside_a_claim_is_for_nothing():
     """No pod mounts what would be made of it."""
     changes = {f"{TEMPLATE}.storage": "10Gi"}
@@ -52,6 +54,7 @@ def test_a_template_beside_a_claim_is_for_nothing():
     assert plan.workspace.claim == NAMED
 
 
+@pytest.mark.reproduces("retain-with-named-claim")
 def test_a_named_claim_is_nobodys_to_delete():
     changes = {"workspace.retain": "Delete"}
     wrong, right = specs("retain-with-named-claim", changes)
@@ -60,9 +63,13 @@ def test_a_named_claim_is_nobodys_to_delete():
     assert settled(plan) == settled(mended)
     template = {CLAIM: None, f"{TEMPLATE}.storage": "10Gi"}
     listening, without = (FineTuneJobSpec.model_validate(manifest({**template, **more})) for more in (changes, {}))
-    assert [["ownerReferences" in claim["metadata"] for claim in made(spec)] for spec in (listening, without)] == [[True], [False]]
+    assert [["ownerReferences" in claim["metadata"] for claim in made(spec)] for spec in (listening, without)] == [
+        [True],
+        [False],
+    ]
 
 
+@pytest.mark.reproduces("workspace-inside-data")
 @pytest.mark.parametrize(
     "records",
     [

@@ -37,6 +37,7 @@ def layers_wrapped(rank: int, case: Case, classes: str, own_classes: list[str] |
     }
 
 
+@pytest.mark.reproduces("wrap-class-list-empty", "wrap-class-name-blank")
 def test_blank_names_wrap_no_layer_without_a_word():
     """[""] and [] reach PEFT as an empty text: no error, and every rank gathers the whole base."""
     right = run_ranks(layers_wrapped, Case(), "LlamaDecoderLayer", [])[0].value
@@ -45,12 +46,19 @@ def test_blank_names_wrap_no_layer_without_a_word():
     assert blank["layers"] == 0
     assert blank["units"] == right["units"] - LAYERS
     assert blank["largest"] > LAYERS * right["largest"]
+    assert findings({"version": 1, "transformerLayerClsToWrap": []}, type="LoRA") == {"wrap-class-list-empty"}
+    assert findings({"version": 1, "transformerLayerClsToWrap": [""]}, type="LoRA") == {"wrap-class-name-blank"}
 
 
-@pytest.mark.parametrize("classes", ["NopeLayer", "LlamaDecoderLayer, LlamaMLP"])
-def test_unknown_and_spaced_names_are_refused_by_peft(classes):
+@pytest.mark.reproduces("wrap-class-name-malformed")
+@pytest.mark.parametrize(
+    ("classes", "refused"), [("NopeLayer", set()), ("LlamaDecoderLayer, LlamaMLP", {"wrap-class-name-malformed"})]
+)
+def test_unknown_and_spaced_names_are_refused_by_peft(classes, refused):
+    """That a well-formed name is unknown only preflight can say, which has the model."""
     results = run_ranks(layers_wrapped, Case(), classes, [])
     assert "Could not find the transformer layer class to wrap in the model" in results[0].error
+    assert findings({"version": 1, "transformerLayerClsToWrap": [classes]}, type="LoRA") == refused
 
 
 @pytest.mark.parametrize("classes", ["", " ", "LlamaDecoderLayer, LlamaMLP"])

@@ -12,10 +12,10 @@ from typing import Any
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.conditions import is_condition_true
 from finetune_job.names import PLAN_KEY
 from finetune_job.reasons import ConditionType
-from finetune_job.status.conditions import is_true
-from finetune_job.status.stored import read_status
+from finetune_job.stored_status import read_status
 from finetune_operator.cluster.projection import batch_job_view, pod_view
 from finetune_operator.decide.actions import Create, Delete
 from finetune_operator.decide.observed import BatchJobView, ConfigMapView
@@ -113,4 +113,4 @@ def _batch_job(recorded: Document, state: Document) -> BatchJobView:
 
 def has_succeeded(cluster: SimulatedCluster) -> bool:
     """Whether the job ended well."""
-    return is_true(cluster.status.conditions, ConditionType.SUCCEEDED)
+    return is_condition_true(cluster.status.conditions, ConditionType.SUCCEEDED)

@@ -62,5 +62,7 @@ def kind_of(outcome: Outcome) -> str:
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":
         # Sets of texts have an order of their own in each process: a walk is the same each time only with this one.
-        os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
+        os.execve(
+            sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"}
+        )
     sys.exit(main())

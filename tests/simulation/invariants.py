@@ -285,7 +285,11 @@ def _state(status: Document, kind: str) -> str:
 
 def _essence(status: Document, kind: str) -> Any:
     return next(
-        ((item["status"], item["reason"], item.get("message")) for item in status.get("conditions") or () if item["type"] == kind),
+        (
+            (item["status"], item["reason"], item.get("message"))
+            for item in status.get("conditions") or ()
+            if item["type"] == kind
+        ),
         None,
     )
 

@@ -13,9 +13,9 @@ from finetune_operator.background import Relisting, keep_trying
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.gather import Gathered, Gatherer
-from finetune_operator.cluster.in_flight import InFlight
+from finetune_operator.cluster.in_flight import RequestLimiter
 from finetune_operator.cluster.kinds import EVENTS, WATCHED, Kind, selector_of
-from finetune_operator.cluster.recorder import Recorder
+from finetune_operator.cluster.recorder import EventRecorder
 from finetune_operator.cluster.relist import fill, relist
 from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.settings import Timeouts
@@ -116,7 +116,9 @@ class Watch:
 class OperatorProcess:
     """Runs until it is killed; after that none of its requests is answered any more."""
 
-    def __init__(self, server: ApiServer, weather: Weather, loop: VirtualLoop, on_call: Callable[[Call], None], seed: str) -> None:
+    def __init__(
+        self, server: ApiServer, weather: Weather, loop: VirtualLoop, on_call: Callable[[Call], None], seed: str
+    ) -> None:
         self.observer = Observer()
         self.is_alive = True
         self.is_synced = False
@@ -124,7 +126,7 @@ class OperatorProcess:
         self._loop = loop
         self._wire = Wire(server, weather, random.Random(seed), on_call, self.kill)
         timeouts = Timeouts()
-        in_flight = InFlight(timeouts.requests_in_flight, clock=loop.time)
+        in_flight = RequestLimiter(timeouts.requests_in_flight, clock=loop.time)
         # Small pages, so that lists break in the middle.
         api = simulated_api(self._wire, page_size=3, in_flight=in_flight, clock=lambda: loop.now().timestamp())
         self.cache = Cache(clock=loop.time)
@@ -133,7 +135,7 @@ class OperatorProcess:
         draw = random.Random(f"jitter {seed}").random
         self.gatherer = _Gatherer(api, self.cache, timeouts.pending_events_after, self.warnings, draw)
         self.gatherer.observer = self.observer
-        recorder = Recorder(api, "simulated", is_busy=lambda: len(self.queue) > 0, clock=loop.time)
+        recorder = EventRecorder(api, "simulated", is_busy=lambda: len(self.queue) > 0, clock=loop.time)
         executor = Executor(api, self.cache, self.gatherer, recorder, now=loop.now)
         worker = Worker(self.queue, self.gatherer, executor, self.observer, loop.now, cpu_clock=lambda: 0.0)
         self._restarted = asyncio.Event()

@@ -19,7 +19,8 @@ from finetune_operator.children.train_job import train_job
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import Kind
-from finetune_operator.decide import finish, preflight_stage, reconcile, role_stage
+from finetune_operator.decide import finish, reconcile, role_stage
+from finetune_operator.decide import preparation_stages as preflight_stage
 from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.finish import finish_failed
@@ -75,10 +76,10 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "a delete that orphans": ("deleted without its pods", lambda: patch.object(Api, "request", _delete_and_orphan)),
     "no look at what really runs": (
         "two live gangs|is created while",
-        lambda: patch.object(role_stage, "remains", lambda *_: None),
+        lambda: patch.object(role_stage, "delete_leftovers", lambda *_: None),
     ),
     "passes without a pause": ("spin", lambda: patch.object(Worker, "_settle", _always_at_once)),
-    "a status that is worded anew at each look": (
+    "a status that is worded again at each look": (
         "mere words",
         lambda: patch.object(worker, "reconcile", _with_other_words_each_time),
     ),
@@ -88,7 +89,7 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     ),
     "restarts without a budget": (
         "counted restarts",
-        lambda: patch.object(role_stage, "verdict", lambda *_: RestartDecision.RESTART_COUNTED),
+        lambda: patch.object(role_stage, "restart_decision", lambda *_: RestartDecision.RESTART_COUNTED),
     ),
     "an eviction that is counted": (
         "nothing failed by its own fault|without a fault of its own",

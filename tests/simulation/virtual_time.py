@@ -1,4 +1,5 @@
-"""An event loop whose time jumps to the next timer instead of waiting for it: days pass in seconds, in the same order each time."""
+"""An event loop whose time jumps to the next timer instead of waiting for it: days pass in seconds, in the same order each
+time."""
 
 from __future__ import annotations
 

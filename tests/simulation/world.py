@@ -125,7 +125,9 @@ class World:
 
     def unlabel(self, kind: Kind, item: Document) -> None:
         """Somebody takes the label off by which children are watched."""
-        self._try(lambda: self.server.update(kind, item, lambda one: one["metadata"].get("labels", {}).pop(LABEL_MANAGED_BY, None)))
+        self._try(
+            lambda: self.server.update(kind, item, lambda one: one["metadata"].get("labels", {}).pop(LABEL_MANAGED_BY, None))
+        )
 
     def has_hidden_jobs(self, child: Document) -> bool:
         """Whether a Job of the same owner has lost its label."""
@@ -326,7 +328,9 @@ class World:
 
     def _has_ended(self, job: Document) -> None:
         name = job["metadata"]["name"]
-        told = {item["type"]: f"{item['status']}/{item['reason']}: {item.get('message', '')[:150]}" for item in condition_list(job)}
+        told = {
+            item["type"]: f"{item['status']}/{item['reason']}: {item.get('message', '')[:150]}" for item in condition_list(job)
+        }
         if is_true(job, "Finished") or self._waits_in_line(job):
             return
         assert is_true(job, "Stalled"), f"{name} was resumed and retried, everything is well, and it has not ended: {told}"

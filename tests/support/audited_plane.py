@@ -27,7 +27,8 @@ class AuditedPlane(ControlPlane):
     """Context manager: `kube` acts as administrator; `operator` gives operators with the chart's rights, to be entered."""
 
     helm_waits: tuple[str, ...] = ("--wait", "--timeout", "3m")
-    """Until the definitions are served: the default profile, a hook, comes after. It waits for the Deployment's controller too."""
+    """Until the definitions are served: the default profile, a hook, comes after. It waits for the Deployment's controller
+    too."""
 
     def __enter__(self) -> AuditedPlane:
         super().__enter__()

@@ -17,30 +17,30 @@ from typing import Any
 from finetune_job.api.job import FineTuneJob, parse_job
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.status import Attempt, FineTuneJobStatus, PlanStatus, Restarts
-from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, ReportedFinding, TerminationReport
+from finetune_job.conditions import initial_conditions, job_phase, with_condition
+from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport
+from finetune_job.finding import Finding
 from finetune_job.names import Role, batch_job_name, plan_configmap_name
 from finetune_job.plan.digest import canonical_json, plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_job.progress import Progress
 from finetune_job.reasons import ConditionType, Reason
-from finetune_job.status.conditions import initial_conditions, with_condition
-from finetune_job.status.phase import phase
 from finetune_operator.children.claims import claims_named_by
-from finetune_operator.decide.clock import timestamp
 from finetune_operator.decide.observed import (
     BatchJobView,
     ConfigMapView,
     JobConditionView,
     JobView,
-    Line,
     LiveChildren,
     Observed,
+    PlaceInLine,
     PodView,
     ProfileView,
     RefusedWrite,
 )
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
+from finetune_operator.decide.times import timestamp
 
 T0 = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 """Now, in unit tests."""
@@ -129,7 +129,9 @@ def a_job() -> JobBuilder:
     )
 
 
-def envelope(failure: FailureClass | None = None, *, outcome: Outcome | None = None, role: Role = Role.TRAIN, **fields: Any) -> str:
+def envelope(
+    failure: FailureClass | None = None, *, outcome: Outcome | None = None, role: Role = Role.TRAIN, **fields: Any
+) -> str:
     """A container's termination message."""
     default = Outcome.SUCCEEDED if failure is None else Outcome.FAILED
     return TerminationReport(role=str(role), outcome=outcome or default, failure=failure, **fields).envelope()
@@ -150,7 +152,7 @@ class ObservedBuilder:
     vanishing: tuple[str, ...] = ()
     live: LiveChildren | None = None
     refused_write: RefusedWrite | None = None
-    line: Line | None = None
+    line: PlaceInLine | None = None
     profile: ProfileView | None = None
     role: Role = Role.PREFLIGHT
     progress: Progress | None = None
@@ -214,7 +216,7 @@ class ObservedBuilder:
     def condition(self, kind: ConditionType, status: bool | None, reason: Reason, message: str = "") -> ObservedBuilder:
         now = timestamp(after(-600))
         conditions = with_condition(self.status.conditions, kind, status, reason, message, generation=1, now=now)
-        return self.with_status(conditions=conditions, phase=phase(conditions), observed_generation=1)
+        return self.with_status(conditions=conditions, phase=job_phase(conditions), observed_generation=1)
 
     # What exists in the cluster.
 
@@ -241,7 +243,11 @@ class ObservedBuilder:
         before = next((pod for pod in self.pods if pod.name == name), None)
         view = before or PodView(name, f"uid-{name}", self.role, number, created=after(-300), node_rank=node_rank, node="node-a")
         if fields.get("exit_code") is not None:
-            ended = {"phase": "Succeeded" if fields["exit_code"] == 0 else "Failed", "finished": after(-1), "started": after(-290)}
+            ended = {
+                "phase": "Succeeded" if fields["exit_code"] == 0 else "Failed",
+                "finished": after(-1),
+                "started": after(-290),
+            }
             fields = {**ended, **fields}
         others = tuple(pod for pod in self.pods if pod.name != name)
         return replace(self, pods=(*others, replace(view, **fields)))
@@ -272,7 +278,7 @@ class ObservedBuilder:
             builder = builder.pod(node_rank, exit_code=0, termination_message=envelope(role=self.role, facts=facts))
         return builder
 
-    def refused(self, *findings: ReportedFinding) -> ObservedBuilder:
+    def refused(self, *findings: Finding) -> ObservedBuilder:
         """Preflight's container refused the job."""
         message = envelope(
             FailureClass.USER_CONFIG, outcome=Outcome.REFUSED, role=self.role, findings=list(findings), message="refused"

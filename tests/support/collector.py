@@ -1,4 +1,5 @@
-"""Python's garbage collector in processes of the tests, which have loaded torch and every test: a million objects to look through.
+"""Python's garbage collector in processes of the tests, which have loaded torch and every test: a million objects to look
+through.
 
 With the interpreter's own thresholds that is a quarter of all the time that tests compute.
 """

@@ -1,4 +1,5 @@
-"""A model directory of any size that takes no room: files whose headers declare every tensor, and holes where the weights would be.
+"""A model directory of any size that takes no room: files whose headers declare every tensor, and holes where the weights would
+be.
 
 What a check that reads headers alone needs of a model of hundreds of gigabytes; one that reads weights reads zeros, for hours.
 """
@@ -73,7 +74,8 @@ QWEN3_235B: dict[str, Any] = {
 
 
 def declare_model(directory: Path, config: Mapping[str, Any]) -> int:
-    """Write config.json and weight files that declare what it asks for; bytes that they claim to be. `directory` must be empty."""
+    """Write config.json and weight files that declare what it asks for; bytes that they claim to be. `directory` must be
+    empty."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion

@@ -37,7 +37,7 @@ class Fault:
     content_range: str = ""
     """Only requests whose Content-Range begins with this, such as `33554432-`."""
     status: int | None = None
-    """Answered at once."""
+    """AnsweredRequest at once."""
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     cut_at: Moment | None = None

@@ -12,9 +12,9 @@ from finetune_job.plan.digest import canonical_json, plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from finetune_trainer.context import RunContext
-from finetune_trainer.release.build import write_checksums
-from finetune_trainer.release.places import places_of
-from tests.unit.rules.manifests import manifest
+from finetune_trainer.release.checksums import write_checksums
+from finetune_trainer.release.files import release_layout
+from tests.unit.finetune_job.rules.manifests import manifest
 
 SMALL = {
     "adapter/adapter_model.safetensors": b"adapter" * 1000,
@@ -51,14 +51,14 @@ def finished_run(
         path = context.output.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    write_checksums(context.output, places_of(plan))
+    write_checksums(context.output, release_layout(plan))
     (directory / "plan.json").write_text(canonical_json(plan))
     return context
 
 
 def published_files(context: RunContext) -> dict[str, bytes]:
     """Content by name at the destination."""
-    places, root = places_of(context.plan), context.output.root
+    places, root = release_layout(context.plan), context.output.root
     found = {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
     return {places.at_destination(name): content for name, content in found.items()}
 

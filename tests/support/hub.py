@@ -109,7 +109,9 @@ class Hub:
     def downloads(self) -> list[str]:
         """Names of the files that were asked for, from the hub itself."""
         return [
-            unquote(request.path).split("/resolve/")[1].split("/", 1)[1] for request in self.requests if "/resolve/" in request.path
+            unquote(request.path).split("/resolve/")[1].split("/", 1)[1]
+            for request in self.requests
+            if "/resolve/" in request.path
         ]
 
 

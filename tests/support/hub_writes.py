@@ -1,4 +1,5 @@
-"""What the hub's double does when it is written to: repositories made, large files stored, commits that show all of it at once."""
+"""What the hub's double does when it is written to: repositories made, large files stored, commits that show all of it at
+once."""
 
 from __future__ import annotations
 

@@ -14,10 +14,9 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import trained_parameters
 from finetune_memory.estimate import Estimate, estimate
 from finetune_memory.families import base_parameters
-from finetune_memory.model_shape import ModelShape, facts_of
-from finetune_memory.workload import Workload
+from finetune_memory.model_shape import ModelShape, Workload, facts_of
 from finetune_trainer.data.batches import Batch
-from finetune_trainer.model.activations import checkpoint_activations
+from finetune_trainer.model.activation_checkpointing import checkpoint_activations
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.load import attention_of

@@ -1,8 +1,8 @@
 """`python -m tests.support.quickstart DIR`: the claims that examples/quickstart.yaml names, as directories under DIR.
 
     DIR/models/tiny-llama    a Llama of one million random parameters in three safetensors shards, with its tokenizer
-    DIR/data/*.jsonl         pairs of a function's signature and the first sentence of its docstring, from Python's standard library
-    DIR/models-out           empty: results
+    DIR/data/*.jsonl         pairs of a function's signature and the first sentence of its docstring, from Python's standard
+    library DIR/models-out           empty: results
     DIR/workspace            empty: prepared data, checkpoints, logs
 
 Nothing is downloaded, and the same Python and libraries give the same files. Takes about ten seconds.

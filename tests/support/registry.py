@@ -60,7 +60,8 @@ class Registry:
         return found
 
     def pull(self, repository: str, reference: str) -> dict[str, bytes]:
-        """Content by file name. Raises NotThereError where a layer is missing, ValueError where one is not what its digest says."""
+        """Content by file name. Raises NotThereError where a layer is missing, ValueError where one is not what its digest
+        says."""
         manifest = self.manifest(repository, reference)
         files = {}
         for layer in [manifest["config"], *manifest["layers"]]:

@@ -1,4 +1,5 @@
-"""A small in-memory cluster for the operator's decisions: API server, Job controller, kubelet and garbage collector, step by step.
+"""A small in-memory cluster for the operator's decisions: API server, Job controller, kubelet and garbage collector, step by
+step.
 
 It enforces while it runs what must never happen (see `_check_create` and `_check_status`): a violation raises AssertionError.
 The operator sees children through a cache that may lag behind but never goes back, its own status writes at once, and live
@@ -14,13 +15,14 @@ from typing import Any
 
 from finetune_job.api.job import parse_job
 from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.conditions import find_condition, is_condition_true
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_job.names import LABEL_ATTEMPT, LABEL_ROLE, PLAN_KEY, Role
 from finetune_job.reasons import ConditionType
-from finetune_job.status.conditions import find, is_true
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.decide.actions import Actions, Create, Delete
-from finetune_operator.decide.earlier_attempts import needs_live_list
+from finetune_operator.decide.attempts import restarts_of
+from finetune_operator.decide.blocked import needs_live_list
 from finetune_operator.decide.observed import (
     BatchJobView,
     ConfigMapView,
@@ -34,7 +36,6 @@ from finetune_operator.decide.observed import (
     ProfileView,
 )
 from finetune_operator.decide.reconcile import reconcile
-from finetune_operator.decide.restarts import restarts_of
 from finetune_operator.decide.stage import attempt_of, is_ended, is_terminal
 from tests.support.builders import T0, JobBuilder, envelope
 
@@ -125,10 +126,10 @@ class SimulatedCluster:
         assert not is_terminal(before) or is_terminal(after), "terminal stays terminal"
         if is_ended(before):
             kind = ConditionType.SUCCEEDED
-            assert find(before.conditions, kind) == _regenerated(find(after.conditions, kind), before, kind)
+            assert find_condition(before.conditions, kind) == _regenerated(find_condition(after.conditions, kind), before, kind)
         if is_terminal(before):
             kind = ConditionType.FINISHED
-            assert find(before.conditions, kind) == _regenerated(find(after.conditions, kind), before, kind)
+            assert find_condition(before.conditions, kind) == _regenerated(find_condition(after.conditions, kind), before, kind)
             assert before.completion_time == after.completion_time
         assert not before.start_time or before.start_time == after.start_time, "the start is written once"
         if before.plan is not None:
@@ -143,8 +144,8 @@ class SimulatedCluster:
             assert ended or retried, "the end of an attempt is recorded with the number of the next"
         for role in Role:
             assert restarts_of(after, role).counted <= parse_job(self.job.document).spec.run.max_restarts
-        if is_true(before.conditions, ConditionType.TRAINED) and is_ended(after) and not is_ended(before):
-            end = find(after.conditions, ConditionType.SUCCEEDED)
+        if is_condition_true(before.conditions, ConditionType.TRAINED) and is_ended(after) and not is_ended(before):
+            end = find_condition(after.conditions, ConditionType.SUCCEEDED)
             assert end is not None
             allowed = ("Completed", "Cancelled", "VerificationFailed", "ActiveDeadlineExceeded")
             assert end.reason in allowed, f"what was trained is thrown away: {end.reason}: {end.message}"
@@ -211,7 +212,7 @@ class SimulatedCluster:
             for job in self.children.batch_jobs:
                 if job.uid == action.uid:
                     ahead = attempt_of(self.status, job.role) > job.attempt
-                    stopped = is_true(self.status.conditions, ConditionType.STALLED)
+                    stopped = is_condition_true(self.status.conditions, ConditionType.STALLED)
                     assert ahead or stopped or is_ended(self.status), "the next number is written before the Job is deleted"
                     self.delete_job(job)
 
@@ -220,7 +221,9 @@ class SimulatedCluster:
     def delete_job(self, job: BatchJobView) -> None:
         """Foreground deletion: the pods are asked to end, the Job goes when they are gone."""
         pods = tuple(
-            replace(pod, deletion_requested=pod.deletion_requested or self.now) if self._belongs(pod, job) and not pod.gone else pod
+            replace(pod, deletion_requested=pod.deletion_requested or self.now)
+            if self._belongs(pod, job) and not pod.gone
+            else pod
             for pod in self.children.pods
         )
         jobs = tuple(replace(one, deleting=True) if one.uid == job.uid else one for one in self.children.batch_jobs)
@@ -300,7 +303,7 @@ class SimulatedCluster:
             self.pass_time(400)
             quiet = actions.status is None and not actions.creates and not actions.deletes
             held = is_terminal(self.status) or any(
-                is_true(self.status.conditions, kind) for kind in (ConditionType.STALLED, ConditionType.SUSPENDED)
+                is_condition_true(self.status.conditions, kind) for kind in (ConditionType.STALLED, ConditionType.SUSPENDED)
             )
             if quiet and held and not any(job.deleting for job in self.children.batch_jobs):
                 return
@@ -347,5 +350,5 @@ def _role_and_attempt(body: Mapping[str, Any]) -> tuple[Role, int]:
 
 def _regenerated(condition: Any, before: FineTuneJobStatus, kind: ConditionType) -> Any:
     """The condition with the generation it was observed at before: only that may differ at the end of a job."""
-    known = find(before.conditions, kind)
+    known = find_condition(before.conditions, kind)
     return condition.model_copy(update={"observed_generation": known.observed_generation}) if known is not None else condition

@@ -160,7 +160,8 @@ class Stack:
         return bucket
 
     def apply_example(self, path: str, spec: dict[str, Any] | None = None, **metadata: str) -> str:
-        """Apply an example of the project in the namespace, under another name where one is given, with parts of its spec replaced.
+        """Apply an example of the project in the namespace, under another name where one is given, with parts of its spec
+        replaced.
 
         Returns the job's name.
         """

@@ -71,7 +71,9 @@ def main() -> int:
     counts = Counter(kinds.values())
     print(f"seed {seed}; {len(kinds)} distinct combinations in {time.monotonic() - started:.0f} s")
     print(f"accepted and working {counts['accepted']}, refused as said {counts['refused']}, on principle {counts['policy']}")
-    print(f"false accepts {counts['false accept']}, false refusals {counts['false refusal']}, unexplained {counts['unexplained']}")
+    print(
+        f"false accepts {counts['false accept']}, false refusals {counts['false refusal']}, unexplained {counts['unexplained']}"
+    )
     if arguments.record:
         print(f"recorded in {write_table(digest) if arguments.table else write_summary(digest, [seed])}")
     return int(any(counts[kind] for kind in WRONG))

@@ -1,7 +1,7 @@
 """Tiny base models of the sweep: every kind that stores, shares or names its parameters in another way.
 
-Hidden sizes are multiples of 64, because bitsandbytes 0.50 unpacks 4-bit weights wrongly on some CPUs where 64 does not divide the
-width of a row.
+Hidden sizes are multiples of 64, because bitsandbytes 0.50 unpacks 4-bit weights wrongly on some CPUs where 64 does not divide
+the width of a row.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def write_base(directory: Path, architecture: str, dtype: str) -> None:
             if name.endswith("bias"):
                 parameter.normal_(std=0.05)
             elif parameter.dim() > 1 and not model._is_stateful:
-                # A recurrent model would be chaotic: rounding to bfloat16 alone changes gradients by 0.19 of their norm, not 0.008.
-                # Larger than usual, so that logits depend on every layer by far more than rounding.
+                # A recurrent model would be chaotic: rounding to bfloat16 alone changes gradients by 0.19 of their norm, not
+                # 0.008. Larger than usual, so that logits depend on every layer by far more than rounding.
                 parameter.mul_(2)
         _choose_experts_clearly(model)
     model.to(DTYPES[dtype]).save_pretrained(directory)
@@ -114,9 +114,9 @@ def write_base(directory: Path, architecture: str, dtype: str) -> None:
 def _choose_experts_clearly(model: Any) -> None:
     """Let tokens be of as many kinds as there are experts, and routers know them, as trained ones do.
 
-    With random routers some of a few hundred tokens are always so near to a tie that rounding to 16 bits gives them other experts,
-    whatever the routers' scale: the chosen two lead by 0.001 where they lead least. Here directions of their own say what kind a
-    token is, no layer writes there, the chosen lead by 1.1 and more, and bounds need to know nothing of routers.
+    With random routers some of a few hundred tokens are always so near to a tie that rounding to 16 bits gives them other
+    experts, whatever the routers' scale: the chosen two lead by 0.001 where they lead least. Here directions of their own say
+    what kind a token is, no layer writes there, the chosen lead by 1.1 and more, and bounds need to know nothing of routers.
     """
     named = dict(model.named_parameters())
     routers = [parameter for name, parameter in named.items() if name.endswith("mlp.gate.weight")]

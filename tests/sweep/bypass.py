@@ -26,7 +26,7 @@ def without_own_refusals(is_wanted: bool) -> Iterator[None]:
     """Within: checks that refuse before a library would are left out."""
     with ExitStack() as stack:
         if is_wanted:
-            stack.enter_context(patch("finetune_trainer.model.fsdp1.check_flat_units"))
+            stack.enter_context(patch("finetune_trainer.model.fsdp_versions.check_flat_units"))
             stack.enter_context(patch("finetune_trainer.model.sharded.check_trainable"))
             stack.enter_context(patch("finetune_trainer.model.wrap_plan.layer_classes", _present))
         yield

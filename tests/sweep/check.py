@@ -131,7 +131,8 @@ def _without_gradient(
     gradients: list[dict[str, torch.Tensor]],
     steps: list[int],
 ) -> list[str]:
-    """What gets no gradient in any of these noisy steps, although it would without noise. Rows of tokens need their own records."""
+    """What gets no gradient in any of these noisy steps, although it would without noise. Rows of tokens need their own
+    records."""
     wanted: set[str] = set()
     for step in steps:
         model.take(parameters[step])
@@ -180,7 +181,8 @@ def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any) ->
 
 
 def _orthogonal_dtype(plan: RunPlan) -> torch.dtype:
-    """To which PEFT rounds the values of an orthogonal start: the type of the weight, and a packed one has that of its storage."""
+    """To which PEFT rounds the values of an orthogonal start: the type of the weight, and a packed one has that of its
+    storage."""
     lora, quantization = plan.method.lora, plan.method.quantization
     is_rounded = lora is not None and lora.init_lora_weights is LoraInit.ORTHOGONAL and quantization is not None
     storage = quantization.quant_storage if is_rounded and quantization is not None else None

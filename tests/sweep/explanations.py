@@ -38,8 +38,10 @@ POLICY: dict[str, str] = {
     "wrap-class-unknown": "trains, but the layers that the manifest means are not sharded",
     "wrap-class-name-malformed": "trains, but the layers that the manifest means are not sharded",
     "target-module-unknown": "trains, but a module that the manifest names is not adapted",
-    "adapter-bypassed": "trains, but an adapter that the manifest asks for has no effect; AdamW then has states of different steps",
-    "saved-module-packed": "trains, but the module that the manifest names never changes; AdamW then has states of different steps",
+    "adapter-bypassed": "trains, but an adapter that the manifest asks for has no effect; AdamW then has states of different "
+    "steps",
+    "saved-module-packed": "trains, but the module that the manifest names never changes; AdamW then has states of different "
+    "steps",
     "trained-without-gradient": "trains, but what the manifest names learns nothing; AdamW then has states of different steps",
 }
 """Id -> what happens in silence where such settings are let through."""
@@ -68,15 +70,15 @@ GROWS = (
     r"^offload-without-gpu",
     r"^model-settings-conflict: .*(cannot shard|version 1 would)",
 )
-"""Refusals, as `id: message`, of what fails from two ranks on, where one rank works: nothing is sharded there, and rules about FSDP
-are applied all the same, so that a job which was tried on one rank can grow (docs/rules.md)."""
+"""Refusals, as `id: message`, of what fails from two ranks on, where one rank works: nothing is sharded there, and rules about
+FSDP are applied all the same, so that a job which was tried on one rank can grow (docs/rules.md)."""
 
 UNSEEN: dict[str, str] = {
-    "packing-with-recurrent-layers": "the state of one record changes losses and gradients of the next (on the sweep's Mamba by a "
-    "quarter of their norm), which are compared with nothing where a run draws noise",
+    "packing-with-recurrent-layers": "the state of one record changes losses and gradients of the next (on the sweep's Mamba "
+    "by a quarter of their norm), which are compared with nothing where a run draws noise",
 }
-"""Id -> why what is silently wrong may not be seen. A refusal on principle of what seems to work; what fails is to be explained all
-the same."""
+"""Id -> why what is silently wrong may not be seen. A refusal on principle of what seems to work; what fails is to be explained
+all the same."""
 
 CLAIMS: dict[str, str] = {
     "lora-dropout-range": r"dropout|zero|did not move|never get a gradient",

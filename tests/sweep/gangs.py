@@ -1,8 +1,10 @@
-"""Gangs of two ranks that live through many cases: forked once, with the libraries imported, and replaced when a case breaks them.
+"""Gangs of two ranks that live through many cases: forked once, with the libraries imported, and replaced when a case breaks
+them.
 
-A rank answers each case on its own connection. Ranks that all fail in the same way have made the same calls, so they take the next
-case: a new process pays for a second of caches. If one rank fails alone, it is ended, so that the others see its connection close.
-A gang that gives no answer in time is killed, and the case recorded so.
+A rank answers each case on its own connection. Ranks that all fail in the same way have made the same calls, so they take the
+next
+case: a new process pays for a second of caches. If one rank fails alone, it is ended, so that the others see its connection
+close. A gang that gives no answer in time is killed, and the case recorded so.
 """
 
 from __future__ import annotations

@@ -52,7 +52,9 @@ def judged(verdict: Verdict | None, observation: Observation, ranks: int) -> Jud
 
 def to_be_seen(verdict: Verdict, ranks: int) -> list[str]:
     """Ids of refusals whose reason would show in a run."""
-    return [identifier for identifier in verdict.ids if identifier not in UNSEEN and not _is_principle(identifier, verdict, ranks)]
+    return [
+        identifier for identifier in verdict.ids if identifier not in UNSEEN and not _is_principle(identifier, verdict, ranks)
+    ]
 
 
 def _is_principle(identifier: str, verdict: Verdict, ranks: int) -> bool:

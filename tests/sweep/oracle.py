@@ -1,7 +1,7 @@
 """Is a run that ended without an error right? Observed numbers in, what is wrong with them out.
 
-Nothing here knows the rules. Bounds: in float32 those of rounding; with 16-bit types a multiple of what the plain run itself loses
-when it is computed in the coarsest of the types.
+Nothing here knows the rules. Bounds: in float32 those of rounding; with 16-bit types a multiple of what the plain run itself
+loses when it is computed in the coarsest of the types.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FLOAT16_STEP = 2.0**-24
 FLOAT32_STEP = 2.0**-23
 """Of a float32 number: the largest distance to the next, over the number."""
 FEW_ELEMENTS = 16
-"""Up to so many elements of a tensor say little about how large the errors of each are: that of a sum that nearly cancels, such as
-the gradient of DeLoRA's one scale, is one draw, and a lucky one says nothing. Of these the same rounding is drawn again."""
+"""Up to so many elements of a tensor say little about how large the errors of each are: that of a sum that nearly cancels, such
+as the gradient of DeLoRA's one scale, is one draw, and a lucky one says nothing. Of these the same rounding is drawn again."""
 _TINY = 1e-12
 
 
@@ -42,7 +42,9 @@ def compare_names(found: Tensors, wanted: Tensors, what: str) -> list[str]:
     """Problems with which parameters are trained."""
     missing, extra = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     return [
-        f"{what}: {len(names)} {kind}, first {names[0]}" for kind, names in (("missing", missing), ("not expected", extra)) if names
+        f"{what}: {len(names)} {kind}, first {names[0]}"
+        for kind, names in (("missing", missing), ("not expected", extra))
+        if names
     ]
 
 
@@ -60,7 +62,9 @@ def compare_gradients(
     `redrawn`: as `coarse`, rounded otherwise; they count for tensors of few elements.
     """
     noise = {
-        name: max((float((other[name] - wanted).norm()) for other in (*coarse, *(redrawn if has_few(wanted) else ()))), default=0.0)
+        name: max(
+            (float((other[name] - wanted).norm()) for other in (*coarse, *(redrawn if has_few(wanted) else ()))), default=0.0
+        )
         for name, wanted in exact.items()
     }
     norms = {name: float(gradient.norm()) for name, gradient in exact.items()}
@@ -90,7 +94,9 @@ def compare_gradients(
             bound += FLOAT16_STEP * math.sqrt(gradient.numel())
         if distance > bound:
             relative = distance / max(norms[name], _TINY)
-            problems.append(f"gradient of {name} is off by {relative:.2g} of its norm, bound {bound / max(norms[name], _TINY):.2g}")
+            problems.append(
+                f"gradient of {name} is off by {relative:.2g} of its norm, bound {bound / max(norms[name], _TINY):.2g}"
+            )
     return problems
 
 

@@ -21,14 +21,13 @@ from transformers.utils import logging as transformers_logging
 
 from finetune_job.plan.digest import plan_sha256
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.checkpoint.names import directory_name
+from finetune_trainer.checkpoint.manifest import directory_name
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.ranks.gang import Gang
-from finetune_trainer.ranks.heartbeat import Heartbeat
+from finetune_trainer.ranks.watchdog import Heartbeat
 from finetune_trainer.roles import merge as merge_role
-from finetune_trainer.train.run import train
-from finetune_trainer.train.stop import StopRequest
+from finetune_trainer.train.run import StopRequest, train
 from tests.sweep import check, recording
 from tests.sweep.bypass import without_own_refusals
 from tests.sweep.case import SAVED_AT, Case
@@ -113,7 +112,8 @@ def answer(gang: Gang, rank: int, request: Request) -> Answer:
 def _train_twice(
     case: Case, plan: RunPlan, request: Request, gang: Gang
 ) -> tuple[RunContext, list[recording.Recorded], list[recording.Recorded]]:
-    """An undisturbed run, and one that goes on from its checkpoint; every rank's notes of both, and where the second one wrote."""
+    """An undisturbed run, and one that goes on from its checkpoint; every rank's notes of both, and where the second one
+    wrote."""
     places = [request.directory / name for name in ("undisturbed", "resumed")]
     if gang.is_first:
         for place in places:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from finetune_trainer.checkpoint.state import Piece
+from finetune_trainer.checkpoint.state import ParameterRange
 from finetune_trainer.train import run as training_run
 from finetune_trainer.train import step as one_step
 
@@ -33,7 +33,7 @@ class Recorded:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ParameterRange] = field(default_factory=list)
     """Of the model that is trained."""
     quiet_step: int | None = None
     """A step, counted from 0 in this call, in which dropout drops nothing, so that what it comes to can be compared."""
@@ -93,17 +93,17 @@ def _stepped(result: one_step.StepResult, *_arguments: object) -> None:
     notes.norms.append(result.gradient_norm)
 
 
-def _optimizer_made(optimizer: torch.optim.Optimizer, pieces: list[Piece], *_arguments: object) -> None:
+def _optimizer_made(optimizer: torch.optim.Optimizer, pieces: list[ParameterRange], *_arguments: object) -> None:
     notes = _NOTES[-1]
     notes.pieces = pieces
     optimizer.register_step_pre_hook(lambda *_: notes.gradients.append(_gradients(pieces)))
 
 
-def _values(pieces: list[Piece]) -> dict[str, Part]:
+def _values(pieces: list[ParameterRange]) -> dict[str, Part]:
     return {piece.name: (piece.shape, piece.start, piece.parameter_values().clone()) for piece in pieces}
 
 
-def _gradients(pieces: list[Piece]) -> dict[str, Part]:
+def _gradients(pieces: list[ParameterRange]) -> dict[str, Part]:
     found = {}
     for piece in pieces:
         gradient = piece.holder.grad

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune_trainer.inspection.rehearsal_report import Verdict
+from finetune_trainer.inspection.report import Verdict
 from finetune_trainer.roles.rehearse import rehearse_in_own_process
 from tests.sweep.case import Case
 from tests.sweep.explanations import POLICY

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from finetune_job.api.training import OptimizerName
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.train.schedule import learning_rate
+from finetune_trainer.train.policy import learning_rate
 
 Tensors = dict[str, torch.Tensor]
 

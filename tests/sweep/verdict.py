@@ -9,11 +9,11 @@ from pydantic import ValidationError
 
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.finding import Finding
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import RuleContext
 from finetune_trainer.preflight.model_process import check_model
 from tests.sweep.case import MODEL_CLAIM, Case
 from tests.sweep.material import IDENTITY

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from tests.support import layers_page
+from tests.unit import layers_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()

@@ -57,5 +57,8 @@ def test_a_sample_is_the_same_for_the_same_seed() -> None:
 
 
 def test_relevant_tests_the_same_name_come_first() -> None:
-    assert relevant_tests("cluster/lease.py")[0] == "tests/unit/operator_effects/test_lease.py"
-    assert all(path.startswith(("tests/unit/operator_decide", "tests/unit/releases")) for path in relevant_tests("decide/stage.py"))
+    assert relevant_tests("cluster/lease.py")[0] == "tests/unit/finetune_operator/cluster/test_lease.py"
+    assert all(
+        path.startswith(("tests/unit/finetune_operator/decide", "tests/unit/finetune_operator/releases"))
+        for path in relevant_tests("decide/stage.py")
+    )

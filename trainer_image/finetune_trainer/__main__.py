@@ -1,4 +1,4 @@
-"""`python -m finetune_trainer {fetch,preflight,train,merge,publish}`: one role, told everything by the plan and these arguments."""
+"""`python -m finetune_trainer {fetch,preflight,train,merge,publish}`: one role, as the plan and these arguments say."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 
 from finetune_job.failures import TerminationReport
 from finetune_job.names import CREDENTIALS_MOUNT, OBSERVE_PORT, RENDEZVOUS_PORT, Role
-from finetune_trainer.arguments import add_run_arguments, run_context
-from finetune_trainer.context import RunContext
+from finetune_trainer.context import RunContext, add_run_arguments, run_context
 from finetune_trainer.termination import run_role
 
 TERMINATION_LOG = "/dev/termination-log"
@@ -37,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _fetch(context: RunContext, arguments: argparse.Namespace) -> TerminationReport:
-    from finetune_trainer.network.online import go_online
+    from finetune_trainer.network.environment import go_online
 
     go_online()
     from finetune_trainer.credentials import Credentials
@@ -81,7 +80,7 @@ def _merge(context: RunContext, _arguments: argparse.Namespace) -> TerminationRe
 
 
 def _publish(context: RunContext, arguments: argparse.Namespace) -> TerminationReport:
-    from finetune_trainer.network.online import go_online
+    from finetune_trainer.network.environment import go_online
 
     go_online()
     from finetune_trainer.credentials import Credentials

@@ -1,7 +1,8 @@
-"""What every role knows: the plan, proven by its digest, and where things lie."""
+"""What every role and every rank knows: the plan, proven by its digest, where things are, and the arguments that say so."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from finetune_job.api.base import ClaimPath
 from finetune_job.layout import OutputLayout, WorkspaceLayout
+from finetune_job.names import CLAIMS_MOUNT
 from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import PlanMismatchError
@@ -66,3 +68,17 @@ def read_plan(path: Path, sha256: str) -> RunPlan:
             f"--plan {path}: this trainer does not understand it ({error.error_count()} problems, first: {error.errors()[0]})",
             "use a trainer image of the operator's release",
         ) from error
+
+
+def add_run_arguments(arguments: argparse.ArgumentParser) -> None:
+    """The arguments of every role and every rank."""
+    arguments.add_argument("--plan", type=Path, required=True)
+    arguments.add_argument("--plan-sha256", required=True)
+    arguments.add_argument("--claims-root", type=Path, default=Path(CLAIMS_MOUNT))
+    arguments.add_argument("--attempt", type=int, default=0)
+
+
+def run_context(arguments: argparse.Namespace) -> RunContext:
+    """The plan that the arguments name. Raises PlanMismatchError."""
+    plan = read_plan(arguments.plan, arguments.plan_sha256)
+    return RunContext(plan, arguments.plan_sha256, arguments.claims_root, arguments.attempt)

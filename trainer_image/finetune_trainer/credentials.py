@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune_job.credentials import (
+from finetune_job.names import (
     HUB_TOKEN,
     REGISTRY_LOGINS,
     S3_ACCESS_KEY_ID,
@@ -107,8 +107,8 @@ class Credentials:
 def login_for(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
     """The login of a registry in a dockerconfigjson; None where there is none.
 
-    Keys are hosts with their ports, as Docker writes them; older ones are addresses with scheme and path, whose host alone counts.
-    Raises ValueError, TypeError, AttributeError where the document has another form.
+    Keys are hosts with their ports, as Docker writes them; older ones are addresses with scheme and path, whose host alone
+    counts. Raises ValueError, TypeError, AttributeError where the document has another form.
     """
     entries = logins.get("auths") or {}
     wanted = _host(registry)

@@ -62,7 +62,7 @@ def publish_directory(temporary: Path, final: Path) -> None:
 
 
 class SpecialFileError(OSError):
-    """A pipe, a socket, a device or a link to itself where a file should be: reading it could wait for ever, or have no end."""
+    """A pipe, a socket, a device or a link to itself where a file should be: reading it could block, or never end."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.EINVAL, "is a pipe, a socket, a device, a directory or a link to itself, not a file", str(path))

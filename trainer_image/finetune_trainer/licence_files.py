@@ -1,4 +1,4 @@
-"""Which files of a model are its terms: they are fetched with it and go along with everything that is made of it."""
+"""Which files of a model are its terms: they are fetched with it and published with everything that is made of it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Usage: write_sbom.py NAME PYTHON FILE
 
-NAME is the image's, PYTHON the interpreter of the environment. The result is CycloneDX JSON, valid against its schema, and the same
-bytes for the same packages. Runs with the packages of sbom.lock.
+NAME is the image's, PYTHON the interpreter of the environment. The result is CycloneDX JSON, valid against its schema, and the
+same bytes for the same packages. Runs with the packages of sbom.lock.
 """
 
 import json

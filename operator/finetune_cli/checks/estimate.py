@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune_cli.checks.validate import Outcome, Verdict, validate
+from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, validate
 from finetune_cli.exit_codes import ExitCode
 from finetune_job.api.base import ClaimPath, parse_source
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.changes import with_changes
-from finetune_job.rules.context import RuleContext
+from finetune_job.rules.rule import RuleContext, with_changes
 from finetune_memory.describe import model_shape, read_model
-from finetune_memory.limits import Limit, limit_of, quantity_bytes, shown
 from finetune_memory.model_shape import UnknownModelError
-from finetune_memory.verdict import MemoryVerdict, judge_memory
+from finetune_memory.verdict import MemoryLimit, MemoryVerdict, format_bytes, judge_memory, limit_of, quantity_bytes
 
 GPU_MEMORY_OPTION = "--gpu-memory"
 SMALLEST_DEVICE = 2**20
@@ -36,7 +34,7 @@ class RefusedError(EstimateError):
 
 
 @dataclass(frozen=True)
-class Estimated:
+class JobEstimate:
     """What is to say about one job."""
 
     name: str
@@ -44,7 +42,9 @@ class Estimated:
     verdict: MemoryVerdict
 
 
-def estimate(manifest: str, *, profile: str | None, model: Path | None, gpu_memory: str | None, claims: Path) -> list[Estimated]:
+def estimate(
+    manifest: str, *, profile: str | None, model: Path | None, gpu_memory: str | None, claims: Path
+) -> list[JobEstimate]:
     """The memory of every job of a manifest. Raises EstimateError.
 
     `model`: directory of the base model, or its config.json; None: what `claims` holds under the job's source.
@@ -52,26 +52,26 @@ def estimate(manifest: str, *, profile: str | None, model: Path | None, gpu_memo
     report = validate(manifest, profile)
     jobs = [verdict for verdict in report.verdicts if verdict.job is not None]
     for verdict in report.verdicts:
-        if verdict.outcome in (Outcome.REFUSED, Outcome.UNUSABLE):
+        if verdict.outcome in (DocumentOutcome.REFUSED, DocumentOutcome.UNUSABLE):
             first = next(finding for finding in verdict.findings if finding.severity == "error")
-            kind = RefusedError if verdict.outcome is Outcome.REFUSED else EstimateError
+            kind = RefusedError if verdict.outcome is DocumentOutcome.REFUSED else EstimateError
             raise kind(f"{verdict.name or 'the manifest'}: {first.field}: {first.message}\n  fix: {first.fix}")
     if not jobs:
         raise EstimateError("the manifest holds no FineTuneJob")
-    return [_estimated(verdict, model, gpu_memory, claims) for verdict in jobs]
+    return [_estimate_job(verdict, model, gpu_memory, claims) for verdict in jobs]
 
 
-def _estimated(verdict: Verdict, model: Path | None, gpu_memory: str | None, claims: Path) -> Estimated:
+def _estimate_job(verdict: DocumentVerdict, model: Path | None, gpu_memory: str | None, claims: Path) -> JobEstimate:
     plan, job = verdict.plan, verdict.job
     if plan is None or job is None:
         raise EstimateError(f"{verdict.name}: has no plan")
     try:
-        files = read_model(model if model is not None else _on_claim(job.spec.model.source, claims))
+        files = read_model(model if model is not None else _model_on_claim(job.spec.model.source, claims))
         limit = limit_of(plan)
         if gpu_memory is not None:
-            limit = Limit(_device_bytes(gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
+            limit = MemoryLimit(_device_bytes(gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
         found = judge_memory(plan, model_shape(plan, files), files.stored, limit)
-        return Estimated(verdict.name, plan, _completed(found, job.spec))
+        return JobEstimate(verdict.name, plan, _with_rule_changes(found, job.spec))
     except (UnknownModelError, ValueError) as error:
         raise EstimateError(f"{verdict.name}: {error}") from error
 
@@ -82,11 +82,13 @@ def _device_bytes(written: str) -> int:
     except ValueError as error:
         raise EstimateError(f"{GPU_MEMORY_OPTION}: {error}") from error
     if size < SMALLEST_DEVICE:
-        raise EstimateError(f"{GPU_MEMORY_OPTION}: {written} is {shown(size)}, and no device is as small; write it as in 80Gi")
+        raise EstimateError(
+            f"{GPU_MEMORY_OPTION}: {written} is {format_bytes(size)}, and no device is as small; write it as in 80Gi"
+        )
     return size
 
 
-def _completed(verdict: MemoryVerdict, spec: FineTuneJobSpec) -> MemoryVerdict:
+def _with_rule_changes(verdict: MemoryVerdict, spec: FineTuneJobSpec) -> MemoryVerdict:
     """With what the rules ask for in addition, which the plan does not know: several nodes share a workspace."""
     if verdict.alternative is None:
         return verdict
@@ -96,7 +98,7 @@ def _completed(verdict: MemoryVerdict, spec: FineTuneJobSpec) -> MemoryVerdict:
     return replace(verdict, alternative=replace(verdict.alternative, changes=(*verdict.alternative.changes, *more)))
 
 
-def _on_claim(source: str, claims: Path) -> Path:
+def _model_on_claim(source: str, claims: Path) -> Path:
     place = parse_source(source)
     if not isinstance(place, ClaimPath):
         raise EstimateError(

@@ -8,14 +8,14 @@ from typing import Any
 
 from finetune_cli.checks.validate import Profiles, judge, known_profiles
 from finetune_cli.documents import Document, DocumentError, is_list, read_documents
-from finetune_cli.edit_yaml import edited
+from finetune_cli.edit_yaml import edit_document
 from finetune_cli.manifest import parse_job
+from finetune_job.finding import Finding
 from finetune_job.names import JOB_KIND
 from finetune_job.rules.book import rule_by_id
-from finetune_job.rules.changes import with_changes
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import with_changes
 
-MOST_FIXES = 200
+MAX_FIXES = 200
 """Each fix clears its finding for good, and there are fewer rules."""
 
 
@@ -30,7 +30,8 @@ class FixedFile:
 
 
 def fix(files: Sequence[tuple[str, str]], profile: str | None = None) -> list[FixedFile]:
-    """Make the changes of every finding in every FineTuneJob of the files, by name and text; not those that a person has to weigh.
+    """Make the changes of every finding in every FineTuneJob of the files, by name and text; not those that a person has to
+    weigh.
 
     What is not a job, or does not parse as one, stays as it is.
     """
@@ -41,13 +42,13 @@ def fix(files: Sequence[tuple[str, str]], profile: str | None = None) -> list[Fi
         for document in group:
             content = _fixed(document.content, profiles, file.made)
             if content != document.content:
-                file.text = edited(file.text, document.number, content)
+                file.text = edit_document(file.text, document.number, content)
     return fixed
 
 
-def _is_weighed(finding: Finding) -> bool:
+def _needs_human(finding: Finding) -> bool:
     rule = rule_by_id(finding.rule)
-    return rule is not None and rule.is_weighed
+    return rule is not None and rule.needs_human
 
 
 def _documents(file: FixedFile) -> list[Document]:
@@ -62,12 +63,12 @@ def _fixed(content: Any, profiles: Profiles, made: list[tuple[str, Finding]]) ->
         return content | {"items": [_fixed(item, profiles, made) for item in content["items"]]}
     if not isinstance(content, dict) or content.get("kind") != JOB_KIND:
         return content
-    for _ in range(MOST_FIXES):
+    for _ in range(MAX_FIXES):
         job = parse_job(content)
         if isinstance(job, list):
             break
         _, findings = judge(job, profiles.of(job))
-        finding = next((each for each in findings if each.changes and not _is_weighed(each)), None)
+        finding = next((each for each in findings if each.changes and not _needs_human(each)), None)
         if finding is None:
             break
         made.append((job.metadata.name, finding))

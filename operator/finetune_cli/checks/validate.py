@@ -12,16 +12,15 @@ from finetune_cli.exit_codes import ExitCode
 from finetune_cli.manifest import parse_job, parse_profile
 from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.finding import Finding
 from finetune_job.names import API_VERSION, DEFAULT_PROFILE, GROUP, JOB_KIND, PROFILE_KIND
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import Choice, JobIdentity, RunPlan
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import shown
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import RuleContext, format_value
 
 
-class Outcome(StrEnum):
+class DocumentOutcome(StrEnum):
     """Verdict on one document."""
 
     ACCEPTED = "accepted"
@@ -34,14 +33,14 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DocumentVerdict:
     """What is to say about one document."""
 
     document: int
     """Number in its file, from 1; 0: the file as a whole."""
     kind: str
     name: str
-    outcome: Outcome
+    outcome: DocumentOutcome
     findings: tuple[Finding, ...] = ()
     job: FineTuneJob | None = None
     """What was parsed, where it is a job."""
@@ -59,15 +58,15 @@ class Verdict:
 class Report:
     """What is to say about all files."""
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[DocumentVerdict, ...]
 
     @property
     def exit_code(self) -> ExitCode:
         """The worst of the documents."""
         outcomes = {verdict.outcome for verdict in self.verdicts}
-        if Outcome.UNUSABLE in outcomes:
+        if DocumentOutcome.UNUSABLE in outcomes:
             return ExitCode.UNUSABLE
-        return ExitCode.REFUSED if Outcome.REFUSED in outcomes else ExitCode.DONE
+        return ExitCode.REFUSED if DocumentOutcome.REFUSED in outcomes else ExitCode.DONE
 
 
 def validate(manifest: str, profile: str | None = None) -> Report:
@@ -78,7 +77,7 @@ def validate(manifest: str, profile: str | None = None) -> Report:
 def validate_files(files: Sequence[tuple[str, str]], profile: str | None = None) -> Report:
     """The same for several files, by name and text; a profile in one of them counts for the jobs of all."""
     documents: list[Document] = []
-    verdicts: list[Verdict] = []
+    verdicts: list[DocumentVerdict] = []
     for name, text in files:
         try:
             documents += [each for document in read_documents(text, name) for each in objects_of(document)]
@@ -99,11 +98,11 @@ def validate_files(files: Sequence[tuple[str, str]], profile: str | None = None)
     return Report(tuple(sorted(verdicts, key=lambda verdict: (order.get(verdict.file, -1), verdict.document))))
 
 
-def judge(job: FineTuneJob, profile: FineTuneProfileSpec | None) -> tuple[Outcome, tuple[Finding, ...]]:
+def judge(job: FineTuneJob, profile: FineTuneProfileSpec | None) -> tuple[DocumentOutcome, tuple[Finding, ...]]:
     """What the rules say about a job."""
     findings = evaluate(RuleContext(job.spec, profile))
     refused = any(finding.severity == "error" for finding in findings)
-    return (Outcome.REFUSED if refused else Outcome.ACCEPTED), findings
+    return (DocumentOutcome.REFUSED if refused else DocumentOutcome.ACCEPTED), findings
 
 
 def known_profiles(documents: Sequence[Document], profile: str | None) -> Profiles:
@@ -124,7 +123,7 @@ class Profiles:
         self._specs: dict[str, FineTuneProfileSpec] = {}
         self._only: FineTuneProfileSpec | None = None
 
-    def add(self, document: Document) -> Verdict | None:
+    def add(self, document: Document) -> DocumentVerdict | None:
         """Take a profile; None for a document that is none."""
         if _kind(document.content) != PROFILE_KIND:
             return None
@@ -132,9 +131,9 @@ class Profiles:
         if isinstance(parsed, list):
             return _unusable(document, tuple(parsed))
         self._specs[parsed.metadata.name] = parsed.spec
-        return Verdict(document.number, PROFILE_KIND, parsed.metadata.name, Outcome.ACCEPTED, file=document.file)
+        return DocumentVerdict(document.number, PROFILE_KIND, parsed.metadata.name, DocumentOutcome.ACCEPTED, file=document.file)
 
-    def take_only(self, text: str) -> list[Verdict]:
+    def take_only(self, text: str) -> list[DocumentVerdict]:
         """Judge every job with the profile in `text`; what is wrong with it."""
         try:
             documents = [each for document in read_documents(text) for each in objects_of(document)]
@@ -144,11 +143,13 @@ class Profiles:
         named = [document for document in documents if _kind(document.content) == PROFILE_KIND] or documents
         if len(named) > 1:
             names = ", ".join(_name(document.content) or "unnamed" for document in named)
-            finding = problem("file", names, f"holds {len(named)} objects that could be the {PROFILE_KIND}", "give a file with one")
+            finding = problem(
+                "file", names, f"holds {len(named)} objects that could be the {PROFILE_KIND}", "give a file with one"
+            )
             return [_unusable(Document(0, {"kind": PROFILE_KIND}), (finding,))]
         parsed = parse_profile(named[0].content)
         if isinstance(parsed, list):
-            return [Verdict(0, PROFILE_KIND, _name(named[0].content), Outcome.UNUSABLE, tuple(parsed))]
+            return [DocumentVerdict(0, PROFILE_KIND, _name(named[0].content), DocumentOutcome.UNUSABLE, tuple(parsed))]
         self._only = parsed.spec
         return []
 
@@ -157,25 +158,25 @@ class Profiles:
         return self._only or self._specs.get(job.spec.profile or DEFAULT_PROFILE)
 
 
-def _job_verdict(document: Document, profiles: Profiles) -> Verdict:
+def _job_verdict(document: Document, profiles: Profiles) -> DocumentVerdict:
     job = parse_job(document.content)
     if isinstance(job, list):
         return _unusable(document, tuple(job))
     profile = profiles.of(job)
     outcome, findings = judge(job, profile)
-    verdict = Verdict(document.number, JOB_KIND, job.metadata.name, outcome, findings, job, file=document.file)
-    if outcome is Outcome.REFUSED:
+    verdict = DocumentVerdict(document.number, JOB_KIND, job.metadata.name, outcome, findings, job, file=document.file)
+    if outcome is DocumentOutcome.REFUSED:
         return verdict
     identity = JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=job.metadata.uid)
     return replace(verdict, plan=resolve(identity, job.spec, profile))
 
 
-def _other(document: Document, beside_a_job: bool) -> Verdict:
+def _other(document: Document, beside_a_job: bool) -> DocumentVerdict:
     """A document that is neither a job nor a profile."""
     content = document.content
     is_object = isinstance(content, dict) and bool(content.get("apiVersion")) and bool(content.get("kind"))
     if beside_a_job and is_object and not str(content["apiVersion"]).startswith(f"{GROUP}/"):
-        return Verdict(document.number, str(content["kind"]), _name(content), Outcome.SKIPPED, file=document.file)
+        return DocumentVerdict(document.number, str(content["kind"]), _name(content), DocumentOutcome.SKIPPED, file=document.file)
     if not isinstance(content, dict):
         finding = problem(
             "document", str(content)[:60], "is not an object", f"start with apiVersion: {API_VERSION} and kind: {JOB_KIND}"
@@ -183,18 +184,20 @@ def _other(document: Document, beside_a_job: bool) -> Verdict:
     elif content.get("kind") is None:
         finding = problem("kind", "unset", "is required", f"write kind: {JOB_KIND}")
     else:
-        finding = problem("kind", shown(content["kind"]), f"is not {JOB_KIND}", f"give a manifest of kind {JOB_KIND}")
+        finding = problem("kind", format_value(content["kind"]), f"is not {JOB_KIND}", f"give a manifest of kind {JOB_KIND}")
     return _unusable(document, (finding,))
 
 
-def _unusable(document: Document, findings: tuple[Finding, ...]) -> Verdict:
+def _unusable(document: Document, findings: tuple[Finding, ...]) -> DocumentVerdict:
     content = document.content
-    return Verdict(document.number, _kind(content), _name(content), Outcome.UNUSABLE, findings, file=document.file)
+    return DocumentVerdict(
+        document.number, _kind(content), _name(content), DocumentOutcome.UNUSABLE, findings, file=document.file
+    )
 
 
 def _kind(content: Any) -> str:
     kind = content.get("kind") if isinstance(content, dict) else None
-    return "" if kind is None else shown(kind)
+    return "" if kind is None else format_value(kind)
 
 
 def _name(content: Any) -> str:

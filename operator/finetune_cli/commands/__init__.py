@@ -1,1 +1,1 @@
-"""One module a verb: plain data in, plain data out; printing is `render`."""
+"""One module a verb, with what only that verb prints; what several verbs print is in `render`."""

@@ -1,4 +1,4 @@
-"""`finetune rehearse`: a job tried on a small twin of its model, on this machine, without preparing its data."""
+"""`finetune rehearse`: a job tried on a scaled-down model, on this machine, without its data; and what is printed of it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from typing import Any
 from rich.console import Console
 
 from finetune_cli.commands.run import Options, accepted_job, check_given, local_plan
-from finetune_cli.exit_codes import ExitCode
-from finetune_cli.local.claims import claims_of, directories, link_claims
-from finetune_cli.local.errors import LocalError
-from finetune_cli.local.launch import Interruption
-from finetune_cli.local.place import RunPlace, freeze, held, place_of
-from finetune_cli.local.rehearsal_process import RehearsalOrder, run_rehearsal
-from finetune_cli.local.stages import LocalRun
-from finetune_cli.local.trainer import check_trainer
-from finetune_cli.render.live import LiveView
-from finetune_cli.render.rehearsal import rehearsal_text, stage_text
-from finetune_cli.render.text import finding_text
+from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.local.claims import claim_directories, claims_of, link_claims
+from finetune_cli.local.launch import Interruption, check_trainer
+from finetune_cli.local.local_run import LocalRun
+from finetune_cli.local.programs import RehearsalOrder, run_rehearsal
+from finetune_cli.local.run_directory import RunDirectory, freeze, locked, run_directory_of
+from finetune_cli.render.run import LiveView
+from finetune_cli.render.verdicts import finding_text
+from finetune_job.finding import Finding
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import Finding
 
 _PASSED, _NOT_DONE = "Passed", "NotDone"
 
@@ -35,13 +32,13 @@ def rehearse_job(manifest: str, options: Options, seconds: float) -> ExitCode:
         return accepted
     check_trainer()
     plan = local_plan(accepted, own_output=False)
-    place = place_of(options.claims, plan.job, purpose="rehearsal")
+    place = run_directory_of(options.claims, plan.job, purpose="rehearsal")
     named = claims_of(plan)
     check_given(named, options.claim_paths)
     # Of claims without records, and without results, nothing is needed.
     needed = named if plan.fetch is not None else [use for use in named if use.name == plan.model.location.claim]
-    with held(place) as lock, Interruption() as interruption:
-        link_claims(needed, directories(needed, options.claims, options.claim_paths), place.claims)
+    with locked(place) as lock, Interruption() as interruption:
+        link_claims(needed, claim_directories(needed, options.claims, options.claim_paths), place.claims)
         if plan.fetch is not None:
             place.record.unlink(missing_ok=True)
             with LiveView(console, plan.job.name) as view:
@@ -52,11 +49,11 @@ def rehearse_job(manifest: str, options: Options, seconds: float) -> ExitCode:
         return _rehearse(place, plan, seconds, console, interruption)
 
 
-def _rehearse(place: RunPlace, plan: RunPlan, seconds: float, console: Console, interruption: Interruption) -> ExitCode:
+def _rehearse(place: RunDirectory, plan: RunPlan, seconds: float, console: Console, interruption: Interruption) -> ExitCode:
     scratch, log = place.root / "scratch", place.root / "rehearsal.log"
     shutil.rmtree(scratch, ignore_errors=True)
     model = (place.claims / plan.model.location.claim).resolve() / plan.model.location.path
-    heard = _Heard(console, plan.job.name)
+    heard = _RehearsalPrinter(console, plan.job.name)
     try:
         status = run_rehearsal(RehearsalOrder(plan, model, scratch, log, seconds), interruption, heard.take)
     finally:
@@ -68,7 +65,7 @@ def _rehearse(place: RunPlace, plan: RunPlan, seconds: float, console: Console, 
     return heard.exit_code
 
 
-class _Heard:
+class _RehearsalPrinter:
     """What the process says, on a terminal, and what follows from it."""
 
     def __init__(self, console: Console, job: str) -> None:
@@ -89,3 +86,25 @@ class _Heard:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def stage_text(stage: Mapping[str, Any]) -> str:
+    """One stage that has ended."""
+    problem = str(stage["problem"]).strip().splitlines()
+    ending = "right" if not problem else f"wrong: {problem[0]}"
+    return f"  {stage['stage']:8} {stage['seconds']:5.1f} s  {ending}"
+
+
+def rehearsal_text(job: str, report: Mapping[str, Any]) -> str:
+    """The verdict, and what was changed for it."""
+    verdicts = {
+        "Passed": "passed: every stage succeeded on a scaled-down model",
+        "Failed": "failed: the job would not go right",
+        "NotDone": "could not be tried to the end",
+    }
+    verdict = verdicts.get(report["verdict"], report["verdict"])
+    cost = f"{report['seconds']:.1f} s, {report['peak_memory_bytes'] / 2**20:.0f} MiB, {report['parameters']} parameters"
+    lines = ["", f"{job}: the rehearsal {verdict} ({cost})"]
+    if report["changes"]:
+        lines += ["", "  Changed for the rehearsal:", *(f"    {change}" for change in report["changes"])]
+    return "\n".join(lines)

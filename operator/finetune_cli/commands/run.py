@@ -8,18 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from finetune_cli.checks.validate import Outcome, Verdict, validate
-from finetune_cli.exit_codes import ExitCode
-from finetune_cli.local.claims import OUTPUT_CLAIM, ClaimUse, claims_of, directories, link_claims
-from finetune_cli.local.errors import LocalError
-from finetune_cli.local.launch import Interruption
-from finetune_cli.local.place import freeze, held, place_of, start_fresh
-from finetune_cli.local.stages import LocalRun
+from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, validate
+from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.local.claims import OUTPUT_CLAIM, ClaimUse, claim_directories, claims_of, link_claims
+from finetune_cli.local.launch import Interruption, check_trainer
+from finetune_cli.local.local_run import LocalRun
+from finetune_cli.local.run_directory import freeze, locked, run_directory_of, start_fresh
 from finetune_cli.local.summary import summarise
-from finetune_cli.local.trainer import check_trainer
-from finetune_cli.render.live import LiveView
-from finetune_cli.render.summary import summary_text
-from finetune_cli.render.text import finding_text, report_text
+from finetune_cli.render.run import LiveView, summary_text
+from finetune_cli.render.verdicts import finding_text, report_text
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.job import FineTuneJob
 from finetune_job.names import JOB_KIND
@@ -53,12 +50,12 @@ def run_job(manifest: str, options: Options) -> ExitCode:
     if options.output_directory is not None:
         given[OUTPUT_CLAIM] = options.output_directory
     check_given(claims, given)
-    place = place_of(options.claims, plan.job)
-    with held(place) as lock:
+    place = run_directory_of(options.claims, plan.job)
+    with locked(place) as lock:
         if options.fresh:
             start_fresh(place)
         record = freeze(place, plan)
-        link_claims(claims, directories(claims, options.claims, given), place.claims)
+        link_claims(claims, claim_directories(claims, options.claims, given), place.claims)
         with LiveView(console, plan.job.name) as view, Interruption() as interruption:
             local_run = LocalRun(place, plan, record, lock, view)
             code = local_run.execute(job.spec.run.max_restarts, interruption)
@@ -99,8 +96,8 @@ def local_plan(job: FineTuneJob, own_output: bool) -> RunPlan:
     return plan.model_copy(update={"output": ClaimPath(claim=OUTPUT_CLAIM), "publish": None}) if own_output else plan
 
 
-def _only_job(verdicts: list[Verdict]) -> FineTuneJob:
-    jobs = [verdict.job for verdict in verdicts if verdict.outcome is Outcome.ACCEPTED and verdict.job is not None]
+def _only_job(verdicts: list[DocumentVerdict]) -> FineTuneJob:
+    jobs = [verdict.job for verdict in verdicts if verdict.outcome is DocumentOutcome.ACCEPTED and verdict.job is not None]
     if len(jobs) != 1:
         raise LocalError(f"the manifest holds {len(jobs)} FineTuneJobs; give one at a time")
     return jobs[0]

@@ -1,4 +1,4 @@
-"""Claims of a job as directories of this machine: a directory of links stands where pods have their mounts."""
+"""Claims of a job as directories of this machine: a directory of links in place of the mounts of pods."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune_cli.local.errors import LocalError
+from finetune_cli.exit_codes import LocalError
 from finetune_job.api.base import ClaimPath
+from finetune_job.plan.inputs import input_locations
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.plan.sources import input_locations
 
 OUTPUT_CLAIM = "output-directory"
 """Name under which `--output-dir` appears in a plan."""
@@ -56,7 +56,7 @@ def claims_of(plan: RunPlan) -> list[ClaimUse]:
     return list(uses.values())
 
 
-def directories(uses: Sequence[ClaimUse], root: Path, given: Mapping[str, Path]) -> dict[str, Path]:
+def claim_directories(uses: Sequence[ClaimUse], root: Path, given: Mapping[str, Path]) -> dict[str, Path]:
     """Directory of each claim: the given one, else `root`/name."""
     return {use.name: (given.get(use.name) or root / use.name).absolute() for use in uses}
 

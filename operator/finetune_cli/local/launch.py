@@ -1,8 +1,9 @@
-"""One role of the plan as a process."""
+"""The trainer as a process of this machine: whether it is installed, one role of the plan, and how signals reach it."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune_cli.exit_codes import LocalError
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_job.names import Role
 
@@ -21,10 +23,11 @@ POLL_SECONDS = 0.5
 """Between two looks at a process and its progress."""
 PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to connections."""
+_NEEDED = ("finetune_trainer", "torch")
 
 
 @dataclass(frozen=True)
-class Launch:
+class RoleArguments:
     """What a role is told."""
 
     role: Role
@@ -101,7 +104,7 @@ class Interruption:
             self._send(signal.SIGTERM)
 
 
-def launch(order: Launch, log: Path, interruption: Interruption, look: Callable[[], None]) -> TerminationReport:
+def launch(order: RoleArguments, log: Path, interruption: Interruption, look: Callable[[], None]) -> TerminationReport:
     """Run a role to its end, calling `look` now and then; how it ended.
 
     Its output goes to `log`. It gets a session of its own, so that a Ctrl-C at the terminal reaches it once, through us.
@@ -167,3 +170,12 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise OSError(f"no port of 127.0.0.1 between {PORTS.start} and {PORTS.stop} is free")
+
+
+def check_trainer() -> None:
+    """Raises LocalError where the trainer is not installed."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LocalError(
+            f"{missing[0]} is not installed, and this command computes on this machine; install finetune-operator[trainer,cli]"
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune_cli.local.record import RunRecord
+from finetune_cli.local.run_directory import RunRecord
 from finetune_job.api.base import ClaimPath
 from finetune_job.layout import OutputLayout, WorkspaceLayout
 from finetune_job.names import Role

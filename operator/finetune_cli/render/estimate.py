@@ -5,42 +5,44 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from finetune_cli.checks.estimate import Estimated
+from finetune_cli.checks.estimate import JobEstimate
 from finetune_memory.estimate import Term
-from finetune_memory.limits import shown
-from finetune_memory.verdict import MemoryVerdict, no_change_helps
+from finetune_memory.verdict import MemoryVerdict, format_bytes, no_change_suffices
 
 
-def estimate_text(found: list[Estimated]) -> str:
+def estimate_text(found: list[JobEstimate]) -> str:
     """All jobs of a manifest."""
     return "\n".join(_job(each) for each in found)
 
 
-def _job(found: Estimated) -> str:
+def _job(found: JobEstimate) -> str:
     verdict, plan = found.verdict, found.plan
     estimate, limit = verdict.estimate, verdict.limit
     ranks = plan.parallelism.world_size
     place = "device" if estimate.host_terms or (limit is not None and limit.is_device) else "host"
-    lines = [f"{found.name}: {ranks} rank{'s' if ranks > 1 else ''}; {place} memory of one rank, fullest at {estimate.moment}", ""]
+    lines = [
+        f"{found.name}: {ranks} rank{'s' if ranks > 1 else ''}; {place} memory of one rank, fullest at {estimate.moment}",
+        "",
+    ]
     largest = estimate.largest[0].name if estimate.terms else ""
     lines += [_row(term, is_largest=term.name == largest) for term in estimate.terms]
-    lines += [f"  {'total':20} {shown(estimate.total):>11}"]
+    lines += [f"  {'total':20} {format_bytes(estimate.total):>11}"]
     if limit is None:
         lines.append("  no limit is known: give --gpu-memory, or a profile with --profile")
     else:
-        lines.append(f"  {'limit':20} {shown(limit.bytes):>11}  {limit.source}")
+        lines.append(f"  {'limit':20} {format_bytes(limit.bytes):>11}  {limit.source}")
         lines.append(f"  {'fits' if verdict.fits else 'DOES NOT FIT':20} {_difference(estimate.total, limit.bytes):>11}")
     if verdict.alternative is not None:
-        lines += ["", f"  It fits with ({shown(verdict.alternative.estimate.total)}):"]
+        lines += ["", f"  It fits with ({format_bytes(verdict.alternative.estimate.total)}):"]
         lines += [f"    {change.field}: {_written(change.value)}" for change in verdict.alternative.changes]
     elif not verdict.fits:
-        reason = no_change_helps(verdict.leanest or estimate)
+        reason = no_change_suffices(verdict.leanest or estimate)
         lines += ["", *(f"  {line}" for line in textwrap.wrap(f"{reason[0].upper()}{reason[1:]}.", 100))]
     if estimate.host_terms:
         lines += ["", "  Host memory of one rank, without the page cache of its data:", ""]
         lines += [_row(term, is_largest=False) for term in estimate.host_terms]
         if verdict.host_limit is not None:
-            lines.append(f"  {'limit':20} {shown(verdict.host_limit.bytes):>11}  {verdict.host_limit.source}")
+            lines.append(f"  {'limit':20} {format_bytes(verdict.host_limit.bytes):>11}  {verdict.host_limit.source}")
             lines.append(f"  {'too little' if verdict.exceeds_host else 'fits':20} {_host_difference(verdict):>11}")
     return "\n".join([*lines, ""])
 
@@ -51,18 +53,18 @@ def _host_difference(verdict: MemoryVerdict) -> str:
 
 def _row(term: Term, *, is_largest: bool) -> str:
     mark = "  <- largest" if is_largest else ""
-    return f"  {term.name:20} {shown(term.bytes):>11}  {term.detail}{mark}"
+    return f"  {term.name:20} {format_bytes(term.bytes):>11}  {term.detail}{mark}"
 
 
 def _difference(total: int, limit: int) -> str:
-    return shown(limit - total) + " left" if total <= limit else shown(total - limit) + " over"
+    return format_bytes(limit - total) + " left" if total <= limit else format_bytes(total - limit) + " over"
 
 
 def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def estimate_document(found: list[Estimated]) -> dict[str, Any]:
+def estimate_document(found: list[JobEstimate]) -> dict[str, Any]:
     """All jobs of a manifest as plain data; numbers are bytes of one rank."""
     return {
         "jobs": [

@@ -43,7 +43,8 @@ class Dtype(StrEnum):
 
 
 DECIMAL_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?$"
-"""Floats are not allowed in the spec (they do not survive every JSON round trip unchanged): numbers with a fraction are strings."""
+"""Floats are not allowed in the spec (they do not survive every JSON round trip unchanged): numbers with a fraction are
+strings."""
 
 
 LONGEST_DECIMAL = 24

@@ -1,6 +1,7 @@
-"""What the fields of a model and the members of an enumeration mean: the strings below them in the source.
+"""What fields, members of enumerations and printed words mean: the strings below them in the source.
 
-Read when somebody asks, because pydantic would read the source of every model at every start of a program.
+Read when somebody asks, because pydantic would read the source of every model at every start of a program. Words are
+failure classes, exit codes of containers, condition types and reasons.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
 from pydantic import BaseModel
+
+from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass
+from finetune_job.reasons import ConditionType, Reason
 
 
 @cache
@@ -35,17 +40,17 @@ def member_docs(enumeration: type[Enum]) -> dict[str, str]:
 def _documented_in(module: str) -> dict[str, dict[str, str]]:
     """Qualified name of a class -> name of an attribute -> the string below it."""
     found: dict[str, dict[str, str]] = {}
-    _read(ast.parse(inspect.getsource(sys.modules[module])), "", found)
+    _collect(ast.parse(inspect.getsource(sys.modules[module])), "", found)
     return found
 
 
-def _read(node: ast.AST, place: str, found: dict[str, dict[str, str]]) -> None:
+def _collect(node: ast.AST, place: str, found: dict[str, dict[str, str]]) -> None:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
             found[f"{place}{child.name}"] = _attributes(child)
-            _read(child, f"{place}{child.name}.", found)
+            _collect(child, f"{place}{child.name}.", found)
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            _read(child, f"{place}{child.name}.<locals>.", found)
+            _collect(child, f"{place}{child.name}.<locals>.", found)
 
 
 def _attributes(node: ast.ClassDef) -> dict[str, str]:
@@ -59,3 +64,35 @@ def _attributes(node: ast.ClassDef) -> dict[str, str]:
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
             found[target.id] = " ".join(after.value.value.split())
     return found
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word and its meaning."""
+
+    text: str
+    kind: str
+    """What it is, such as `failure class`."""
+    meaning: str
+    failure: FailureClass | None = None
+    """Of a failure class: the class."""
+
+
+@cache
+def words() -> tuple[Word, ...]:
+    """All of them; a text may stand for several, such as `Stalled`."""
+    return (
+        *(Word(one, "failure class", member_docs(FailureClass)[one], one) for one in FailureClass),
+        *(_exit_code(code, failure) for code, failure in sorted(CLASS_OF_EXIT_CODE.items())),
+        *_members("condition", ConditionType),
+        *_members("reason of a condition or an event", Reason),
+    )
+
+
+def _members(kind: str, words: type[ConditionType | Reason]) -> list[Word]:
+    meanings = member_docs(words)
+    return [Word(member.value, kind, meanings[member.value]) for member in words]
+
+
+def _exit_code(code: int, failure: FailureClass) -> Word:
+    return Word(str(code), "exit code of a container", f"{failure}: {member_docs(FailureClass)[failure]}", failure)

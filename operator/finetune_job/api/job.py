@@ -1,21 +1,72 @@
-"""The FineTuneJob: what a user writes. `parse_job` is the one way in for manifests and for objects from the API server."""
+"""The FineTuneJob: what a user writes, with `spec.run`, the only part that may change after the start, and `spec.preflight`.
+
+`parse_job` is the one way in for manifests. The spec of a job that has started is read even if the present release would not
+take it from a user: such a job follows its plan, and of its spec only `run` and the names of claims are read.
+"""
 
 from __future__ import annotations
 
+import copy
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from finetune_job.api.base import ApiModel
-from finetune_job.api.data import DataSpec
-from finetune_job.api.fetch import FetchSpec
+from finetune_job.api.inputs import DataSpec, FetchSpec, ModelSpec
 from finetune_job.api.method import MethodSpec
-from finetune_job.api.model import ModelSpec
 from finetune_job.api.output import MergeSpec, OutputSpec, WorkspaceSpec
 from finetune_job.api.parallelism import ParallelismSpec
-from finetune_job.api.run import PreflightSpec, RunSpec
 from finetune_job.api.size import MAX_SPEC_BYTES, check_size
 from finetune_job.api.training import CheckpointSpec, EvaluationSpec, TrainingSpec
+
+MAX_ROUNDS = 8
+"""Removing one part may show what is wrong with another."""
+
+
+class RunSpec(ApiModel):
+    """Suspension, cancellation, restarts and deadlines."""
+
+    suspend: bool = False
+    """Release all pods and keep the checkpoint. Setting it back continues from there."""
+    queue_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] | None = None
+    """Queue (Kueue LocalQueue of this namespace) that admits the training Job. Unset: the profile's, if it names one."""
+    priority_class_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] | None = (
+        None
+    )
+    """Priority of the training: under a queue the WorkloadPriorityClass of its Job, without one the PriorityClass of its pods.
+    Unset: the profile's, if it names one."""
+    cancel: bool = False
+    """End the job for good. Cannot be taken back."""
+    retry: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Raise it to try again after `Stalled`."""
+    max_restarts: Annotated[int, Field(ge=0, le=100)] = 3
+    """Restarts of the gang after failures that are not the infrastructure's."""
+    startup_deadline_seconds: Annotated[int, Field(ge=10, le=604_800)] = 1800
+    """How long the pods of one role may take until all of them run, once there is room for them: waiting in a queue or for
+    capacity does not count."""
+    stall_deadline_seconds: Annotated[int, Field(ge=60, le=604_800)] | None = None
+    """How long the training may show no new step although all of its pods run; then the gang is restarted, and that counts.
+    Unset: only the ranks' own watchdog (training.stepTimeoutSeconds) ends a run that hangs."""
+    active_deadline_seconds: Annotated[int, Field(ge=10, le=31_536_000)] | None = None
+    """How long the whole job may take from its start. Unset: no limit."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
+    """When the job's pods and Jobs are deleted after the end; the FineTuneJob itself stays. Unset: never."""
+
+
+class Rehearsal(StrEnum):
+    """Whether preflight tries the job on a scaled-down model."""
+
+    RUN = "Run"
+    SKIP = "Skip"
+
+
+class PreflightSpec(ApiModel):
+    """What is tried before any GPU is taken."""
+
+    rehearsal: Rehearsal = Rehearsal.RUN
+    """Run: a scaled-down model with few layers and small widths is trained, saved, resumed and merged with the job's settings on
+    two CPU ranks. Skip: only rules and structure are checked."""
 
 
 class FineTuneJobSpec(ApiModel):
@@ -52,7 +103,7 @@ class FineTuneJobSpec(ApiModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _can_be_stored(cls, content: Any) -> Any:
+    def _check_size(cls, content: Any) -> Any:
         check_size(content, MAX_SPEC_BYTES)
         return content
 
@@ -80,3 +131,33 @@ class FineTuneJob(ApiModel):
 def parse_job(document: Any) -> FineTuneJob:
     """A job from a decoded manifest. Raises pydantic.ValidationError naming every wrong field."""
     return FineTuneJob.model_validate(document)
+
+
+def spec_of_started_job(content: Any) -> FineTuneJobSpec | None:
+    """The spec without the parts that cannot be read; None if that leaves nothing to go by."""
+    content = copy.deepcopy(content)
+    for _ in range(MAX_ROUNDS):
+        try:
+            return FineTuneJobSpec.model_validate(content)
+        except ValidationError as error:
+            refused = [item["loc"] for item in error.errors(include_url=False, include_context=False, include_input=False)]
+        # From the end, so that numbers of list items stay right.
+        removed = [_remove(content, path) for path in reversed(refused)]
+        if not any(removed):
+            return None
+    return None
+
+
+def _remove(content: Any, path: tuple[int | str, ...]) -> bool:
+    """Remove what the path leads to, or the last part on the way that is there. False: not even the first is."""
+    found = None
+    for name in path:
+        is_there = name in content if isinstance(content, dict) else isinstance(content, list) and name in range(len(content))
+        if not is_there:
+            break
+        found, content = (content, name), content[name]
+    if found is None:
+        return False
+    holder, name = found
+    del holder[name]
+    return True

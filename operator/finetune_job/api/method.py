@@ -110,8 +110,8 @@ class LoraSpec(ApiModel):
     targetParameters: none."""
     target_parameters: Annotated[list[ModuleName], Field(min_length=1, max_length=64)] | None = None
     """Names of parameters to adapt that are not a layer's weight, above all the stacked weights of experts, as in
-    `[mlp.experts.gate_up_proj, mlp.experts.down_proj]`: ends of parameter names, of two or three dimensions. In all layers; without
-    dropout and not with DoRA. Alone, only they are adapted; name targetModules, too, to adapt both."""
+    `[mlp.experts.gate_up_proj, mlp.experts.down_proj]`: ends of parameter names, of two or three dimensions. In all layers;
+    without dropout and not with DoRA. Alone, only they are adapted; name targetModules, too, to adapt both."""
     exclude_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
     """Names of modules that get no adapter although targetModules names them."""
     layers_to_transform: Annotated[list[Annotated[int, Field(ge=0, le=4095)]], Field(min_length=1, max_length=4096)] | None = None
@@ -180,8 +180,9 @@ _LARGEST_INTEGER = 2**63 - 1
 
 
 def _fault(value: Any, depth: int = 1) -> tuple[str, str] | None:
-    """What every JSON round trip keeps unchanged, and what the data classes of PEFT can hold, has none. Else: the place inside the
-    value, and the reason with its fix. The place is put together only here, so that a large value costs no more than its size.
+    """What every JSON round trip keeps unchanged, and what the data classes of PEFT can hold, has none. Else: the place inside
+    the value, and the reason with its fix. The place is put together only here, so that a large value costs no more than its
+    size.
     """
     if depth > MAX_SETTING_DEPTH:
         return "", f"is nested deeper than {MAX_SETTING_DEPTH}; no setting is"
@@ -231,7 +232,10 @@ def _count(value: Any) -> int:
         if total > MAX_SETTING_VALUES:
             break
         level = [
-            item for each in level if isinstance(each, list | dict) for item in (each if isinstance(each, list) else each.values())
+            item
+            for each in level
+            if isinstance(each, list | dict)
+            for item in (each if isinstance(each, list) else each.values())
         ]
     return total
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 
 from finetune_job.api.base import ApiModel, ClaimName, DecimalString, Destination, Dtype, SizeString
-from finetune_job.api.fetch import SecretRef
+from finetune_job.api.inputs import SecretRef
 
 
 class MergeBase(StrEnum):
@@ -55,9 +55,9 @@ class OutputSpec(ApiModel):
     """Where the results go."""
 
     destination: Destination
-    """`pvc://<claim>/<path>` or `s3://<bucket>/<prefix>`: a directory that will hold `adapter/`, `merged/`, the model card and the
-    reports. `hf://<organisation>/<model>` or `oci://<registry>/<repository>:<tag>`: the merged model at the top, the adapter under
-    `adapter/`; an adapter alone at the top."""
+    """`pvc://<claim>/<path>` or `s3://<bucket>/<prefix>`: a directory that will hold `adapter/`, `merged/`, the model card and
+    the reports. `hf://<organisation>/<model>` or `oci://<registry>/<repository>:<tag>`: the merged model at the top, the adapter
+    under `adapter/`; an adapter alone at the top."""
     adapter: bool = True
     """Whether the adapter is published too. Without a merged model it is the result, and always published."""
     secret_ref: SecretRef | None = None
@@ -69,7 +69,7 @@ class OutputSpec(ApiModel):
 
 
 class RetainPolicy(StrEnum):
-    """What becomes of a workspace claim made from the template when the job is deleted."""
+    """Whether a workspace claim made from the template is kept when the job is deleted."""
 
     KEEP = "Keep"
     DELETE = "Delete"

@@ -130,8 +130,12 @@ class NetworkVariable(ApiModel):
 NodeLabels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32), AfterValidator(_qualified)]
 Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32), AfterValidator(_qualified), AfterValidator(_not_ours)]
 AnnotationText = Annotated[str, StringConstraints(max_length=4096)]
-Annotations = Annotated[dict[LabelKey, AnnotationText], Field(max_length=32), AfterValidator(_qualified), AfterValidator(_not_ours)]
-Amounts = Annotated[dict[LabelKey, Quantity], Field(max_length=16), AfterValidator(_qualified), AfterValidator(_not_our_resources)]
+Annotations = Annotated[
+    dict[LabelKey, AnnotationText], Field(max_length=32), AfterValidator(_qualified), AfterValidator(_not_ours)
+]
+Amounts = Annotated[
+    dict[LabelKey, Quantity], Field(max_length=16), AfterValidator(_qualified), AfterValidator(_not_our_resources)
+]
 
 
 class PodSettings(ApiModel):

@@ -1,12 +1,13 @@
-"""FineTuneProfile: what the platform team decides. Cluster-scoped; the chart installs one named `default`."""
+"""The FineTuneProfile: images, resources and limits that administrators set, and which addresses a profile allows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from finetune_job.api.base import ApiModel
+from finetune_job.api.base import ApiModel, RegistryPath, parse_destination
 from finetune_job.api.job import ObjectMeta
 from finetune_job.api.pod_settings import NodeLabels, ObjectName, PodsByRole, Quantity
 from finetune_job.api.size import MAX_PROFILE_BYTES, check_size
@@ -126,11 +127,11 @@ class KueueSettings(ApiModel):
 
     queue_during_preflight: bool = False
     """Whether training takes its place in the queue when preflight begins, and is admitted once preflight has passed. If not, it
-    comes to the queue after preflight. Needs Kueue 0.19, or 0.17 with its feature gate AdmissionGatedBy: a Kueue without it admits
-    training at once."""
+    comes to the queue after preflight. Needs Kueue 0.19, or 0.17 with its feature gate AdmissionGatedBy: a Kueue without it
+    admits training at once."""
     checkpoint_priority_boost: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """By how much the priority of running training rises while it trains on from its last checkpoint, so that a queue preempts who
-    loses least: 0 right after a checkpoint, all of it right before the next. Needs Kueue's feature gate PriorityBoost."""
+    """By how much the priority of running training rises while it trains on from its last checkpoint, so that a queue preempts
+    the job that loses least: 0 right after a checkpoint, all of it before the next. Needs Kueue's feature gate PriorityBoost."""
 
 
 class FineTuneProfileSpec(ApiModel):
@@ -163,8 +164,8 @@ class FineTuneProfileSpec(ApiModel):
     max_active_jobs: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """How many jobs of one namespace may be active at a time; the others wait, the oldest first. Unset: no limit."""
     force_delete_pods_of_lost_nodes: bool = False
-    """Whether pods on a node that stopped answering are deleted by force, so that the next attempt can start. Only if the platform
-    makes sure that such a node no longer writes to the workspace: the old rank may still run."""
+    """Whether pods on a node that stopped answering are deleted by force, so that the next attempt can start. Only if the
+    platform makes sure that such a node no longer writes to the workspace: the old rank may still run."""
     fetch: FetchSettings = FetchSettings()
     """Ways out of the cluster for `hf://` and `s3://` sources."""
     publish: PublishSettings = PublishSettings()
@@ -174,7 +175,7 @@ class FineTuneProfileSpec(ApiModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _can_be_stored(cls, content: Any) -> Any:
+    def _check_size(cls, content: Any) -> Any:
         check_size(content, MAX_PROFILE_BYTES)
         return content
 
@@ -193,3 +194,23 @@ class FineTuneProfile(ApiModel):
     kind: Literal["FineTuneProfile"]
     metadata: ObjectMeta
     spec: FineTuneProfileSpec
+
+
+def is_allowed(address: str, beginnings: Sequence[str]) -> bool:
+    """Whether whole segments of `address` are those of one beginning: hf://our-org is not one of hf://our-organisation/model."""
+    scheme, _, rest = address.partition("://")
+    spellings = [rest.rstrip("/")]
+    place = parse_destination(address)
+    if isinstance(place, RegistryPath):
+        # A repository stands for all its tags.
+        repository = f"{place.registry}/{place.repository}"
+        spellings = [repository, f"{repository}:{place.tag}"]
+    return any(_has_prefix(scheme, spelling, beginning) for beginning in beginnings for spelling in spellings)
+
+
+def _has_prefix(scheme: str, rest: str, beginning: str) -> bool:
+    wanted_scheme, separator, wanted_rest = beginning.partition("://")
+    if not separator or wanted_scheme != scheme:
+        return False
+    wanted = [part for part in wanted_rest.split("/") if part]
+    return rest.split("/")[: len(wanted)] == wanted

@@ -11,18 +11,20 @@ import json
 from typing import Any
 
 MAX_SPEC_BYTES = 256 << 10
-"""Of the spec of a job. tests/hostile/test_largest_specs.py knows how large plans become of it."""
+"""Of the spec of a job. tests/hostile/test_largest_specs.py knows how large a plan it makes."""
 MAX_PROFILE_BYTES = 128 << 10
 """Of the spec of a profile, which the plan repeats, too."""
 _ESCAPED = "<>&"
 """Written as six characters by the API server, as is all that is not ASCII."""
-_MOST_VALUES = 50_000
+_MAX_VALUES = 50_000
 """Among more, the part to shorten is not looked for any deeper: it would take longer than a pass of the operator may."""
+_Parts = dict[str, tuple[int, int]]
+"""Bytes and number of values by field."""
 
 
-def stored_bytes(content: Any) -> int:
+def json_bytes(content: Any) -> int:
     """Bytes of a value as JSON, in the longest way that anybody on its way writes it."""
-    return _measured(content)[0]
+    return _size_and_count(content)[0]
 
 
 def check_size(content: Any, most: int) -> None:
@@ -38,11 +40,7 @@ def check_size(content: Any, most: int) -> None:
     raise ValueError(f"has {size} bytes as JSON in ASCII, and no more than {most} can be kept with its plan and status; {named}")
 
 
-_Parts = dict[str, tuple[int, int]]
-"""Bytes and number of values by field."""
-
-
-def _measured(content: Any) -> tuple[int, int]:
+def _size_and_count(content: Any) -> tuple[int, int]:
     """Bytes, and about as many values as there are."""
     text = json.dumps(content, separators=(",", ":"), default=str, skipkeys=True)
     return len(text) + 5 * sum(map(text.count, _ESCAPED)), text.count(",")
@@ -51,10 +49,10 @@ def _measured(content: Any) -> tuple[int, int]:
 def _parts(content: Any) -> tuple[int, _Parts]:
     """Bytes of a value, and its fields."""
     if not isinstance(content, dict):
-        return stored_bytes(content), {}
-    parts = {name: _measured(value) for name, value in content.items()}
+        return json_bytes(content), {}
+    parts = {name: _size_and_count(value) for name, value in content.items()}
     punctuation = 2 + len(parts) + max(len(parts) - 1, 0)
-    return punctuation + sum(stored_bytes(name) + size for name, (size, _) in parts.items()), parts
+    return punctuation + sum(json_bytes(name) + size for name, (size, _) in parts.items()), parts
 
 
 def _largest(content: Any, size: int, parts: _Parts) -> tuple[str, int]:
@@ -66,5 +64,5 @@ def _largest(content: Any, size: int, parts: _Parts) -> tuple[str, int]:
         if part * 2 <= size:
             break
         path, size, content = f"{path}.{name}" if path else str(name), part, content[name]
-        parts = _parts(content)[1] if values < _MOST_VALUES else {}
+        parts = _parts(content)[1] if values < _MAX_VALUES else {}
     return path[:200], size

@@ -8,6 +8,7 @@ from pydantic import Field, StringConstraints
 
 from finetune_job.api.base import ApiModel
 from finetune_job.failures import FailureClass
+from finetune_job.finding import Finding
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType
 
@@ -35,19 +36,6 @@ class Condition(StatusModel):
     last_transition_time: Timestamp
 
 
-class StatusFinding(StatusModel):
-    """What a rule or preflight found."""
-
-    rule: Annotated[str, StringConstraints(max_length=128)]
-    severity: Literal["error", "warning"]
-    field: Text = ""
-    value: Text = ""
-    message: Text
-    fix: Text = ""
-    source: Text = ""
-    """What the finding rests on."""
-
-
 class PlanChoice(StatusModel):
     """A value that the manifest left open and the plan fixed."""
 
@@ -58,7 +46,9 @@ class PlanChoice(StatusModel):
 
 
 class PlanStatus(StatusModel):
-    """The frozen plan. With the spec, in which the API server has filled its defaults in, `choices` are the effective settings."""
+    """The frozen plan. With the spec, in which the API server has filled its defaults in, `choices` are the effective
+    settings.
+    """
 
     hash: Annotated[str, StringConstraints(max_length=64)]
     """SHA-256 of the plan's canonical JSON."""
@@ -173,7 +163,7 @@ class FineTuneJobStatus(StatusModel):
     phase: Annotated[str, StringConstraints(max_length=32)] = ""
     """Derived from the conditions for display; nothing depends on it."""
     conditions: list[Condition] = Field(default_factory=list, max_length=16)
-    findings: list[StatusFinding] = Field(default_factory=list, max_length=64)
+    findings: list[Finding] = Field(default_factory=list, max_length=64)
     plan: PlanStatus | None = None
     memory: MemoryStatus | None = None
     """Set by preflight."""

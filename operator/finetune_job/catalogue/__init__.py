@@ -1,5 +1,5 @@
-"""The catalogue: every id that the product can print, declared once.
+"""The catalogue: every id of a finding that the product can print, declared once.
 
 `entry.py` says what an entry is; one module per topic declares the findings that the rule book (`rules/`) does not make;
-`book.py` joins them and makes findings; `words.py` knows every other word: failure classes, exit codes, conditions and reasons.
+`book.py` joins them and makes findings. `api/documentation.py` knows every other word: failure classes, conditions, reasons.
 """

@@ -1,15 +1,118 @@
-"""Adapters as PEFT attached them: what would train nothing, fail in the first pass, or be lost."""
+"""Findings on adapters: names that the model does not have, and adapters that would train nothing, fail or be lost."""
 
 from __future__ import annotations
 
 from finetune_job.catalogue.entry import EITHER, Entry
 
-_BYPASSED = "tests/unit/trainer_preflight/test_bypassed.py"
+_REFUSED = "tests/unit/finetune_trainer/preflight/test_refused_jobs.py"
 _PATTERNS = "tests/pitfalls/test_patterns.py"
-_FUSED = "tests/unit/trainer_preflight/test_fused_experts.py"
-_COVERAGE = "tests/unit/trainer_preflight/test_coverage.py"
+_UNITS = "tests/unit/finetune_trainer/preflight/test_fsdp_units.py"
+_NAMES = "tests/unit/finetune_trainer/preflight/test_module_names.py"
+_BYPASSED = "tests/unit/finetune_trainer/preflight/test_bypassed.py"
+_FUSED = "tests/unit/finetune_trainer/preflight/test_adapter_names_of_experts.py"
+_COVERAGE = "tests/unit/finetune_trainer/preflight/test_attached_coverage.py"
 
-ENTRIES = (
+NAME_ENTRIES = (
+    Entry(
+        "target-module-unknown",
+        "error",
+        "A name matches no module that can hold an adapter",
+        "PEFT raises only if nothing at all matches; one wrong name among right ones is dropped without a message.",
+        "Use a name that the model has; the finding lists them, with near matches",
+        f"{_PATTERNS}::test_names_of_no_module",
+    ),
+    Entry(
+        "target-module-excluded",
+        "warning",
+        "A target is excluded everywhere by excludeModules",
+        "PEFT gives the module no adapter and prints nothing.",
+        "Remove the name from targetModules or from excludeModules",
+        f"{_NAMES}::test_a_target_of_which_nothing_is_left_is_a_warning",
+    ),
+    Entry(
+        "target-module-saved-whole",
+        "warning",
+        "A target is also trained whole by modulesToSave",
+        "PEFT trains a copy of the module and gives it no adapter.",
+        "Remove the name from targetModules or from modulesToSave",
+        f"{_NAMES}::test_a_target_of_which_nothing_is_left_is_a_warning",
+    ),
+    Entry(
+        "target-parameter-unknown",
+        "error",
+        "A name in targetParameters matches no parameter that LoRA can adapt",
+        "PEFT adapts parameters of two or three dimensions and ignores names that match none.",
+        "Use a name that the model has; the finding lists its stacked parameters",
+        f"{_UNITS}::test_a_parameter_that_the_model_lacks_is_refused",
+    ),
+    Entry(
+        "saved-module-unknown",
+        "error",
+        "A name in modulesToSave matches no module",
+        "PEFT would train and save nothing for it.",
+        "Use a name that the model has; the finding lists them, with near matches",
+        f"{_PATTERNS}::test_names_of_no_module",
+    ),
+    Entry(
+        "saved-module-by-its-end",
+        "warning",
+        "A name in modulesToSave is the end of other names, too",
+        "PEFT compares the end of names, so `norm` also means `input_layernorm`: more modules are trained than was meant.",
+        "Write a longer end of the name, as in model.norm",
+        f"{_PATTERNS}::test_a_saved_module_named_by_its_end",
+    ),
+    Entry(
+        "layer-number-unknown",
+        "error",
+        "layersToTransform names a layer that the model does not have",
+        "PEFT leaves the number out without a message.",
+        "Write numbers of layers that exist, from 0",
+        f"{_PATTERNS}::test_a_layer_beyond_the_model",
+    ),
+    Entry(
+        "adapter-pattern-unmatched",
+        "error",
+        "A pattern matches nothing",
+        "PEFT ignores keys of rankPattern, alphaPattern and the like that match no module.",
+        "Write a key that matches names of the model, or remove it",
+        f"{_PATTERNS}::test_a_pattern_that_matches_nothing",
+    ),
+    Entry(
+        "adapter-patterns-overlap",
+        "warning",
+        "Two patterns with different values match the same module",
+        "PEFT takes the first in the order of adapter_config.json, which is alphabetical.",
+        "Let one pattern match each module",
+        f"{_PATTERNS}::test_the_first_pattern_that_matches_counts",
+    ),
+    Entry(
+        "token-index-unknown",
+        "error",
+        "A token id is beyond the rows of the embedding",
+        "PEFT would fail, or write outside the embedding, when it trains this row.",
+        "Write ids from 0 to the number of rows, less one",
+        f"{_UNITS}::test_rows_beyond_the_embedding_are_refused",
+    ),
+    Entry(
+        "method-setting-invalid",
+        "error",
+        "The method does not have this setting, or does not take this value",
+        "PEFT's configuration of the method would refuse it, or ignore it.",
+        "Write a setting of this method, with a value of the type that PEFT takes",
+        f"{_REFUSED}::test_a_setting_that_the_method_does_not_have_is_found_with_its_near_match",
+    ),
+    Entry(
+        "feedforward-module-not-adapted",
+        "error",
+        "feedforwardModules names a module that is not adapted",
+        "IA3 requires each of them to be a target; PEFT would refuse to load the trained adapter.",
+        "Name adapted modules only",
+        f"{_PATTERNS}::test_feed_forward_modules_that_are_not_adapted",
+    ),
+)
+
+
+EFFECT_ENTRIES = (
     Entry(
         "adapter-without-values",
         "error",
@@ -80,7 +183,7 @@ ENTRIES = (
         "The rank of an adapter is larger than its layer is wide",
         "A product of two matrices has at most the rank of the narrower side: the rest costs memory and adds nothing.",
         "Set a lower rank for these modules in spec.method.lora.rankPattern",
-        "tests/unit/trainer_preflight/test_fsdp_units.py::test_a_rank_beyond_a_layers_width_is_a_warning",
+        "tests/unit/finetune_trainer/preflight/test_fsdp_units.py::test_a_rank_beyond_a_layers_width_is_a_warning",
     ),
     Entry(
         "experts-not-excluded",
@@ -128,7 +231,7 @@ ENTRIES = (
         "DoRA is to adapt a weight that has a row of zeros",
         "DoRA divides each row by its norm; a row of zeros, such as that of a padding token, becomes NaN.",
         "Remove the module from spec.method.lora.targetModules",
-        "tests/unit/trainer_preflight/test_zero_rows.py::test_the_module_and_its_row_are_named",
+        "tests/unit/finetune_trainer/preflight/test_stored_weights_zero_rows.py::test_the_module_and_its_row_are_named",
     ),
     Entry(
         "trained-token-unread",
@@ -136,7 +239,7 @@ ENTRIES = (
         "No training record makes the model read a token whose row is trained",
         "The row gets no gradient. It is an error if nothing else is trained, otherwise a warning.",
         "Name ids of tokens that the records hold, or add records that hold these",
-        "tests/unit/trainer_preflight/test_rows_read.py::test_rows_beside_lora_are_told_of",
+        "tests/unit/finetune_trainer/preflight/test_token_rows_read.py::test_rows_beside_lora_are_told_of",
     ),
     Entry(
         "chat-token-untrained",
@@ -144,7 +247,7 @@ ENTRIES = (
         "The chat template writes tokens that the base model has never learnt",
         "Their rows of the embedding are zeros or equal each other, and this job trains none of them.",
         "Train the rows with spec.method.lora.trainableTokenIndices, or use a template of tokens that the base model knows",
-        "tests/unit/trainer_preflight/test_token_rows.py::test_markers_that_the_base_never_learnt_are_named",
+        "tests/unit/finetune_trainer/preflight/test_token_rows.py::test_markers_that_the_base_never_learnt_are_named",
     ),
     Entry(
         "merge-impossible",
@@ -152,7 +255,7 @@ ENTRIES = (
         "The trained adapter could not be merged into this base model and verified",
         "The merge would fail after the training was paid for.",
         "Change the adapter's settings as the message says, or set spec.merge.enabled: false",
-        "tests/unit/trainer_preflight/test_refused.py::test_a_trained_bias_that_the_base_lacks_is_refused_before_it_is_trained",
+        "tests/unit/finetune_trainer/preflight/test_refused_jobs.py::test_a_trained_bias_that_the_base_lacks_is_refused_before_it_is_trained",
     ),
     Entry(
         "verification-within-rounding",
@@ -160,6 +263,6 @@ ENTRIES = (
         "A threshold of the verification is tighter than rounding allows",
         "A right merge may be refused after the training, because rounding alone moves the logits that far.",
         "Remove the threshold, so that the default holds",
-        "tests/unit/trainer_preflight/test_thresholds.py::test_thresholds_below_what_rounding_does_are_a_warning",
+        "tests/unit/finetune_trainer/preflight/test_merge_check_thresholds.py::test_thresholds_below_what_rounding_does_are_a_warning",
     ),
 )

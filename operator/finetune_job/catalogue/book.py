@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from finetune_job.catalogue import adapters, chat, data, model, model_files, resources, sharding, targets
+from finetune_job.catalogue.adapters import EFFECT_ENTRIES, NAME_ENTRIES
+from finetune_job.catalogue.data import CHAT_ENTRIES, RECORD_ENTRIES
 from finetune_job.catalogue.entry import EITHER, Entry
-from finetune_job.rules.rule import FieldChange, Finding, Severity
+from finetune_job.catalogue.model import ARCHITECTURE_ENTRIES, FILE_ENTRIES, SHARDING_ENTRIES
+from finetune_job.catalogue.resources import RESOURCE_ENTRIES
+from finetune_job.finding import FieldChange, Finding, Severity
 
 TOPICS: Mapping[str, tuple[Entry, ...]] = {
-    "Base model: files": model_files.ENTRIES,
-    "Base model: architecture": model.ENTRIES,
-    "Tokenizer and chat template": chat.ENTRIES,
-    "Data": data.ENTRIES,
-    "Adapters: names": targets.ENTRIES,
-    "Adapters: effect": adapters.ENTRIES,
-    "Sharding": sharding.ENTRIES,
-    "Manifest, storage, memory, rehearsal": resources.ENTRIES,
+    "Base model: files": FILE_ENTRIES,
+    "Base model: architecture": ARCHITECTURE_ENTRIES,
+    "Tokenizer and chat template": CHAT_ENTRIES,
+    "Data": RECORD_ENTRIES,
+    "Adapters: names": NAME_ENTRIES,
+    "Adapters: effect": EFFECT_ENTRIES,
+    "Sharding": SHARDING_ENTRIES,
+    "Manifest, storage, memory, rehearsal": RESOURCE_ENTRIES,
 }
 ENTRIES: tuple[Entry, ...] = tuple(entry for entries in TOPICS.values() for entry in entries)
 _BY_ID = {entry.id: entry for entry in ENTRIES}

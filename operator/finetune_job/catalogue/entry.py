@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from finetune_job.rules.rule import Severity
+from finetune_job.finding import Severity
 
 EITHER: Literal["either"] = "either"
 """Severity of an entry that refuses some jobs and only warns of others."""

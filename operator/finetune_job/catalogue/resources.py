@@ -5,17 +5,17 @@ from __future__ import annotations
 from finetune_job.catalogue.entry import Entry, Gate
 from finetune_job.rules.rule import UNREADABLE
 
-_REFUSED = "tests/unit/trainer_preflight/test_refused.py"
-_VERDICTS = "tests/unit/trainer_rehearsal/test_verdicts.py"
+_REFUSED = "tests/unit/finetune_trainer/preflight/test_refused_jobs.py"
+_VERDICTS = "tests/unit/finetune_trainer/rehearsal/test_run_verdicts.py"
 
-ENTRIES = (
+RESOURCE_ENTRIES = (
     Entry(
         UNREADABLE,
         "error",
         "The input is not an object of this API",
         "The file is not YAML, is too large, or has a field or a value that the API does not have. The finding names the place.",
         "Write what the finding says at the place that it names; `kubectl explain finetunejob` describes every field",
-        "tests/unit/cli/test_validate.py::test_unusable_input_is_told_in_one_finding",
+        "tests/unit/finetune_cli/checks/test_validate.py::test_unusable_input_is_told_in_one_finding",
         gate=Gate.SCHEMA,
     ),
     Entry(
@@ -56,7 +56,7 @@ ENTRIES = (
         "A rank needs more memory than its GPU has",
         "The estimate adds weights, adapters, gradients, optimizer state, activations and buffers. `finetune estimate` shows it.",
         "Make the change that the finding names, or use larger devices or a smaller model",
-        "tests/unit/memory/test_preflight.py::test_a_job_that_cannot_fit_is_refused_before_a_gpu_is_held",
+        "tests/unit/finetune_memory/test_describe_in_preflight.py::test_a_job_that_cannot_fit_is_refused_before_a_gpu_is_held",
     ),
     Entry(
         "memory-estimate-exceeds-pod",
@@ -64,7 +64,7 @@ ENTRIES = (
         "A pod needs more host memory than its limit",
         "The kernel ends a process of the pod when its memory runs out.",
         "Increase resources.train.memory of the profile, or lower processesPerNode",
-        "tests/unit/memory/test_verdict.py::test_a_pod_that_its_ranks_will_not_load_in_is_warned_of",
+        "tests/unit/finetune_memory/test_verdict.py::test_a_pod_that_its_ranks_will_not_load_in_is_warned_of",
     ),
     Entry(
         "tracker-unknown",
@@ -72,7 +72,7 @@ ENTRIES = (
         "The trainer image has no experiment tracker of this name",
         "A tracker is an entry point of the group finetune.trackers in a package of the image.",
         "Use a trainer image that offers it, or remove the name from spec.training.trackers",
-        "tests/unit/trainer_observe/test_trackers.py::test_unknown_names_are_found_before_anything_starts",
+        "tests/unit/finetune_trainer/observe/test_trackers.py::test_unknown_names_are_found_before_anything_starts",
     ),
     Entry(
         "rehearsal-failed",

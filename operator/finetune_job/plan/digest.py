@@ -5,18 +5,7 @@ import json
 
 from finetune_job.plan.run_plan import RunPlan
 
-
-def canonical_json(plan: RunPlan) -> str:
-    """The plan as JSON with sorted keys and no spaces: equal plans give equal bytes."""
-    return json.dumps(plan.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-
-
-def plan_sha256(plan: RunPlan) -> str:
-    """SHA-256 of the canonical JSON, in hexadecimal."""
-    return text_sha256(canonical_json(plan))
-
-
-_HOW_NOT_WHAT: dict[str, set[str]] = {
+_SPEED_FIELDS: dict[str, set[str]] = {
     "training": {
         "micro_batch_size",
         "gradient_accumulation_steps",
@@ -28,15 +17,25 @@ _HOW_NOT_WHAT: dict[str, set[str]] = {
 }
 """Settings that change how fast and where a run computes, and what it learns only by rounding."""
 _LATER_LORA_FIELDS = {"target_parameters", "trainable_token_indices"}
-"""Not in every plan: in one that lacks them they are no part of the digest either, as in the release that froze it."""
-_LEARNT_FROM = ("version", "job", "model", "data", "method", "training", "evaluation")
+"""Not in every plan: in one that lacks them they are not part of the digest either, as in the release that froze it."""
+_LEARNING_FIELDS = ("version", "job", "model", "data", "method", "training", "evaluation")
+
+
+def canonical_json(plan: RunPlan) -> str:
+    """The plan as JSON with sorted keys and no spaces: equal plans give equal bytes."""
+    return json.dumps(plan.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def plan_sha256(plan: RunPlan) -> str:
+    """SHA-256 of the canonical JSON, in hexadecimal."""
+    return text_sha256(canonical_json(plan))
 
 
 def learning_sha256(plan: RunPlan) -> str:
     """Digest of what a run learns: a checkpoint belongs to it, whatever the number of ranks that wrote it."""
-    content = plan.model_dump(mode="json", include=dict.fromkeys(_LEARNT_FROM, True))
-    for part, left_out in _HOW_NOT_WHAT.items():
-        for name in left_out:
+    content = plan.model_dump(mode="json", include=dict.fromkeys(_LEARNING_FIELDS, True))
+    for part, excluded in _SPEED_FIELDS.items():
+        for name in excluded:
             del content[part][name]
     lora = plan.method.lora
     for name in () if lora is None else _LATER_LORA_FIELDS - lora.model_fields_set:

@@ -2,7 +2,7 @@
 
 Trained weights need more bits than their products: updates of 16-bit weights round to nothing. So full fine-tuning holds float32
 weights and computes in the model's type; adapters see to the same with `autocastAdapterDtype`. Whole modules and biases that are
-trained beside adapters are held in float32 with them, and must then compute in the type of the base around them.
+trained next to adapters are held in float32 with them, and must then compute in the type of the base around them.
 
 FSDP 2 casts whatever it gathers to the type of the computation. Elsewhere autocast casts the operands of products alone, and
 what comes after them would meet a base of another type: torch has operations that refuse two types, and computes in float32 only
@@ -25,7 +25,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 
 @dataclass(frozen=True)
 class Elements:
-    """Element types of one run, by torch's names, and what becomes of them in a forward pass."""
+    """Element types of one run, by torch's names, and how a forward pass casts them."""
 
     load: str
     """Base weights as they are held."""
@@ -36,7 +36,8 @@ class Elements:
     save: str
     """A fully fine-tuned model on disk."""
     casts_parameters: bool
-    """Whether FSDP casts parameters to `param`, layer inputs and adapters included. Otherwise autocast casts inside each layer."""
+    """Whether FSDP casts parameters to `param`, layer inputs and adapters included. Otherwise autocast casts inside each
+    layer."""
 
     @property
     def stream(self) -> int:

@@ -1,21 +1,34 @@
-"""Spec + profile + defaults -> RunPlan. Every value that the user left open is chosen here or beside it, once, and recorded."""
+"""Spec + profile + defaults -> RunPlan.
+
+Every value that the user left open is chosen once, here or in `inputs`, `resolve_model` and `resolve_training`, and recorded.
+Below `resolve` are the parts that only it needs: the merge, where the results go, and where pods run.
+"""
 
 from __future__ import annotations
 
-from finetune_job.api.base import claim_path
-from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.api.model import Attention
-from finetune_job.api.profile import FineTuneProfileSpec
-from finetune_job.api.run import Rehearsal
+from pathlib import Path
+
+from finetune_job.api.base import DEFAULT_TAG, ClaimPath, RegistryPath, claim_path, parse_destination, size_bytes
+from finetune_job.api.inputs import Attention
+from finetune_job.api.job import FineTuneJobSpec, Rehearsal, RunSpec
+from finetune_job.api.method import MethodType
+from finetune_job.api.pod_settings import PodSettings
+from finetune_job.api.profile import FineTuneProfileSpec, PublishSettings
+from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import DEFAULT_PROFILE, workspace_claim_name
-from finetune_job.plan.choices import Choices
-from finetune_job.plan.resolve_inputs import Places, data_plan, fetch_plan, model_name
-from finetune_job.plan.resolve_method import method_plan
-from finetune_job.plan.resolve_outputs import merge_plan, output_location, publish_plan
-from finetune_job.plan.resolve_placement import placement_of
-from finetune_job.plan.resolve_sharding import fsdp_plan
+from finetune_job.plan.inputs import SourceLocations, base_model_name, data_plan, fetch_plan
+from finetune_job.plan.launch_plan import PlacedPods, Placement, PodPlacement, PublishPlan
+from finetune_job.plan.resolve_model import fsdp_plan, method_plan
 from finetune_job.plan.resolve_training import checkpoint_plan, evaluation_plan, training_plan
-from finetune_job.plan.run_plan import JobIdentity, ModelPlan, ParallelismPlan, RunPlan
+from finetune_job.plan.run_plan import (
+    Choices,
+    JobIdentity,
+    MergePlanSettings,
+    ModelPlan,
+    ParallelismPlan,
+    RunPlan,
+    optional_float,
+)
 
 
 def resolve(
@@ -26,12 +39,12 @@ def resolve(
     workspace = claim_path(
         f"pvc://{spec.workspace.claim_name or workspace_claim_name(identity.name)}/{identity.name}-{identity.uid[:8]}"
     )
-    places = Places(workspace)
+    places = SourceLocations(workspace)
     return RunPlan(
         job=identity,
         model=ModelPlan(
             location=places.of(spec.model.source, spec.model.revision, "model"),
-            name=model_name(spec.model.source),
+            name=base_model_name(spec.model.source),
             revision=spec.model.revision,
             dtype=spec.model.dtype,
             attention=choices.pick("model.attention", spec.model.attention, Attention.SDPA, "keeps packed documents apart"),
@@ -57,3 +70,92 @@ def resolve(
         placement=None if profile is None else placement_of(profile_name or spec.profile or DEFAULT_PROFILE, profile, spec.run),
         choices=tuple(choices.made),
     )
+
+
+def merge_plan(spec: FineTuneJobSpec) -> MergePlanSettings:
+    """Full fine-tuning has nothing to merge."""
+    return MergePlanSettings(
+        enabled=spec.merge.enabled and spec.method.type is not MethodType.FULL,
+        base=spec.merge.base,
+        dtype=spec.merge.dtype,
+        max_shard_bytes=size_bytes(spec.merge.max_shard_size),
+        num_prompts=spec.merge.verify.num_prompts,
+        max_kl_divergence=optional_float(spec.merge.verify.max_kl_divergence),
+        min_top1_agreement=optional_float(spec.merge.verify.min_top1_agreement),
+    )
+
+
+def output_location(spec: FineTuneJobSpec, workspace: ClaimPath) -> ClaimPath:
+    """Where the merge writes: to the user's claim, or to the workspace from where the results are published."""
+    place = parse_destination(spec.output.destination)
+    if isinstance(place, ClaimPath):
+        return place
+    return ClaimPath(claim=workspace.claim, path=str(WorkspaceLayout(Path(workspace.path)).results))
+
+
+def publish_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, choices: Choices) -> PublishPlan | None:
+    """None if the results are on the user's claim."""
+    written = spec.output.destination
+    place = parse_destination(written)
+    if isinstance(place, ClaimPath):
+        return None
+    if isinstance(place, RegistryPath):
+        tagged = written if written.endswith(f":{place.tag}") else None
+        written = choices.pick("output.destination", tagged, f"{written}:{DEFAULT_TAG}", "container tools mean this tag by none")
+    settings = profile.publish if profile is not None else PublishSettings()
+    secret = spec.output.secret_ref
+    return PublishPlan(
+        destination=written,
+        secret=None if secret is None else secret.name,
+        private=spec.output.private,
+        hub_endpoint=settings.hub_endpoint,
+        s3_endpoint=settings.s3_endpoint,
+        s3_region=settings.s3_region,
+        plain_http_registries=tuple(settings.plain_http_registries),
+    )
+
+
+def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Placement:
+    """What the profile `name` decides for a job."""
+    pods = profile.pods
+    return Placement(
+        profile=name,
+        trainer_image=profile.trainer_image,
+        image_pull_policy=profile.image_pull_policy,
+        resources=profile.resources,
+        gpu_resource_name=profile.gpu.resource_name if profile.gpu else None,
+        gpu_memory=profile.gpu.memory if profile.gpu else None,
+        service_account_name=profile.service_account_name,
+        run_as_user=profile.run_as_user,
+        fs_group=profile.fs_group,
+        node_selector=profile.node_selector or {},
+        pods=PlacedPods(
+            fetch=_pod_placement(pods.fetch or pods.cpu),
+            preflight=_pod_placement(pods.preflight or pods.cpu),
+            train=_pod_placement(_with_queue_of_job(pods.train, run)),
+            merge=_pod_placement(pods.merge or pods.cpu),
+            publish=_pod_placement(pods.publish or pods.cpu),
+        ),
+        image_pull_secrets=tuple(one.name for one in profile.image_pull_secrets or ()),
+        queue_during_preflight=profile.kueue.queue_during_preflight,
+        checkpoint_priority_boost=profile.kueue.checkpoint_priority_boost,
+    )
+
+
+def _with_queue_of_job(settings: PodSettings, run: RunSpec) -> PodSettings:
+    """The job's queue and priority before the profile's.
+
+    Under a queue the job's priority is its place there (WorkloadPriorityClass), and what its pods may displace once they run
+    stays the profile's word; without a queue there is nothing but the PriorityClass of the pods.
+    """
+    queue = run.queue_name or settings.queue_name
+    changed: dict[str, str | None] = {"queue_name": queue}
+    if run.priority_class_name is not None:
+        changed["queue_priority_class_name" if queue is not None else "priority_class_name"] = run.priority_class_name
+    return settings.model_copy(update=changed)
+
+
+def _pod_placement(settings: PodSettings) -> PodPlacement:
+    document = settings.model_dump(mode="json", by_alias=True, exclude_none=True)
+    fields = PodSettings.model_fields.items()
+    return PodPlacement.model_validate({name: document[info.alias] for name, info in fields if info.alias in document})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import ActivationCheckpointing, EvaluationSpec, OptimizerName, Scheduler
-from finetune_job.plan.choices import Choices
 from finetune_job.plan.run_plan import (
     CheckpointPlan,
+    Choices,
     EarlyStoppingPlan,
     EvaluationPlan,
     TrainingPlan,
@@ -27,7 +27,10 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices) -> TrainingPlan:
     full = spec.method.type is MethodType.FULL
     per_rank = training.global_batch_size // world_size(spec)
     micro = choices.pick(
-        "training.microBatchSize", training.micro_batch_size, chosen_micro_batch(per_rank), "largest divisor of the share of a rank"
+        "training.microBatchSize",
+        training.micro_batch_size,
+        chosen_micro_batch(per_rank),
+        "largest divisor of the share of a rank",
     )
     return TrainingPlan(
         epochs=training.epochs,
@@ -47,7 +50,9 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices) -> TrainingPlan:
         decay_ratio=float(training.decay_ratio or DECAY_RATIO),
         warmup_ratio=float(choices.pick("training.warmupRatio", training.warmup_ratio, "0.03", "Adam's moments settle first")),
         weight_decay=float(choices.pick("training.weightDecay", training.weight_decay, "0", "little is trained for long")),
-        max_grad_norm=float(choices.pick("training.maxGradNorm", training.max_grad_norm, "1.0", "one bad batch cannot ruin a run")),
+        max_grad_norm=float(
+            choices.pick("training.maxGradNorm", training.max_grad_norm, "1.0", "one bad batch cannot ruin a run")
+        ),
         precision=training.precision,
         activation_checkpointing=choices.pick(
             "training.activationCheckpointing",

@@ -2,21 +2,19 @@
 
 Numbers that the spec writes as strings are floats here, because this is where they are used; JSON written by Python reads back
 to the same float. What only the model itself can tell (the layer classes to wrap) stays None and is resolved by preflight into
-its report.
-
-Defaults here are what the releases did that had no such field (see `plan_model`); whoever resolves a plan sets every field.
+its report. Defaults here are what the releases did that had no such field; `resolve` sets every field, and `Choices` records
+those that the user left open.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import model_validator
 
 from finetune_job.api.base import Dtype
-from finetune_job.api.data import DataFormat, LossOn
+from finetune_job.api.inputs import Attention, DataFormat, LossOn
 from finetune_job.api.method import LoraBias, LoraInit, MethodType, QuantStorage, QuantType
-from finetune_job.api.model import Attention
 from finetune_job.api.output import MergeBase
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Precision, Scheduler
@@ -28,11 +26,13 @@ from finetune_job.plan.launch_plan import (
     PlacedData,
     PlacedModel,
     PlacedRecords,
+    PlanModel,
     Ranks,
     TrainedParts,
     claim_source,
 )
-from finetune_job.plan.plan_model import PlanModel
+
+T = TypeVar("T")
 
 
 class JobIdentity(PlanModel):
@@ -56,7 +56,7 @@ class ModelPlan(PlacedModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _named_by_its_place(cls, content: Any) -> Any:
+    def _named_by_location(cls, content: Any) -> Any:
         """The first releases read from claims alone, and called the base by its place."""
         if isinstance(content, dict) and "name" not in content and isinstance(content.get("location"), dict):
             return content | {"name": claim_source(content["location"])}
@@ -138,7 +138,7 @@ class MethodPlan(TrainedParts):
 
     @property
     def autocast_adapter_dtype(self) -> bool:
-        """Whether adapters are held in float32 beside a base of 16 bits."""
+        """Whether adapters are held in float32 next to a base of 16 bits."""
         held = self.lora or self.adapter
         return held is not None and held.autocast_adapter_dtype
 
@@ -266,5 +266,22 @@ class RunPlan(LaunchPlan):
     evaluation: EvaluationPlan
     merge: MergePlanSettings
     rehearses: bool = False
-    """Whether preflight tries the job on a small twin of the model."""
+    """Whether preflight tries the job on a scaled-down model."""
     choices: tuple[Choice, ...]
+
+
+class Choices:
+    """Collects what was left open."""
+
+    def __init__(self) -> None:
+        self.made: list[Choice] = []
+
+    def pick(self, field: str, given: T | None, otherwise: T, reason: str) -> T:
+        if given is not None:
+            return given
+        self.made.append(Choice(field=f"spec.{field}", value=otherwise, reason=reason))
+        return otherwise
+
+
+def optional_float(text: str | None) -> float | None:
+    return None if text is None else float(text)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from finetune_job.finding import Finding
 from finetune_job.rules import (
-    activation_checkpointing,
-    checkpoints,
     data,
     dtypes,
     evaluation,
@@ -21,15 +20,12 @@ from finetune_job.rules import (
     workspace,
     wrapping,
 )
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.rule import Finding, Rule
+from finetune_job.rules.rule import Rule, RuleContext
 
 RULES: tuple[Rule, ...] = (
     *wrapping.RULES,
     *dtypes.RULES,
     *quantization.RULES,
-    *checkpoints.RULES,
-    *activation_checkpointing.RULES,
     *method_configuration.RULES,
     *experts.RULES,
     *tokens.RULES,

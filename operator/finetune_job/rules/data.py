@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from finetune_job.api.data import DataFormat, LossOn
-from finetune_job.plan.sources import named_sources
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.ranges import Bounds
-from finetune_job.rules.rule import Reproduction
+from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_job.plan.inputs import named_sources
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
+from finetune_job.rules.rule_tables import Bounds
 
 _SOURCE = "data.source"
 _REVISION = "data.revision"
@@ -132,7 +130,9 @@ def dataset_weight_range(context: RuleContext) -> Problem | None:
         message=f"weight of {_DATASETS}[{number}], {datasets[number].source}: a record occurs {WEIGHTS} times in a pass",
         fix='write a weight such as "2" (each record twice) or "0.5" (every other record), or remove the data set',
         changes={
-            _DATASETS: [{**dataset, "weight": "1"} if wrong else dataset for dataset, wrong in zip(written, is_wrong, strict=True)]
+            _DATASETS: [
+                {**dataset, "weight": "1"} if wrong else dataset for dataset, wrong in zip(written, is_wrong, strict=True)
+            ]
         },
     )
 

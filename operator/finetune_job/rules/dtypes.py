@@ -7,9 +7,7 @@ from finetune_job.api.method import QuantStorage
 from finetune_job.api.training import OptimizerName, Precision
 from finetune_job.methods import METHODS, Family
 from finetune_job.plan.element_types import held_dtype
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
 from finetune_job.sharding import Conflict, adapter_conflict
 
 _PEFT_POLICY = "parallelism.fsdp.peftWrapPolicy"
@@ -123,8 +121,8 @@ def float16_adapter(context: RuleContext) -> Problem | None:
     return Problem(
         field=next(iter(changes)),
         value=plan.parallelism.fsdp.peft_wrap_policy if _AUTOCAST not in changes else lora.autocast_adapter_dtype,
-        message="what this trains is held in float16, where squares of gradients below 2e-4 and Adam's epsilon are zero: the first "
-        "steps divide by zero",
+        message="what this trains is held in float16, where squares of gradients below 2e-4 and Adam's epsilon are zero: the "
+        "first steps divide by zero",
         fix=f"remove {' and '.join(changes)}: adapters are then held in float32",
         changes=changes,
     )
@@ -154,8 +152,8 @@ def saved_module_16_bit(context: RuleContext) -> Problem | None:
     return Problem(
         field=_SAVED,
         value=list(lora.modules_to_save),
-        message=f"these modules are trained in {base}: an update below a hundredth of a weight is rounded away, so that norms keep "
-        "their values and other weights stop moving as the learning rate falls",
+        message=f"these modules are trained in {base}: an update below a hundredth of a weight is rounded away, so that norms "
+        "keep their values and other weights stop moving as the learning rate falls",
         fix=f"remove {_SAVED}" if packed else f"set training.precision to fp32, or remove {_SAVED}",
         changes={_SAVED: None} if packed else {"training.precision": Precision.FP32},
     )
@@ -185,8 +183,8 @@ def float16_range(context: RuleContext) -> Problem | None:
     return Problem(
         field=next(iter(changes)),
         value=Dtype.FLOAT16,
-        message="the computation is in float16: what a model trained in bfloat16 computes may be above 65504, which is infinite in "
-        "it; scaling the loss, which this trainer does, saves small gradients and no large activation",
+        message="the computation is in float16: what a model trained in bfloat16 computes may be above 65504, which is "
+        "infinite in it; scaling the loss, which this trainer does, saves small gradients and no large activation",
         fix=f"set {' and '.join(changes)} to bfloat16",
         changes=changes,
     )
@@ -244,7 +242,8 @@ def fsdp1_adapter_16_bit(context: RuleContext) -> Problem | None:
     return Problem(
         field=_VERSION,
         value=1,
-        message=f"adapters of {kind} lie in one flat parameter with base weights in {held_dtype(plan)}, where small updates vanish",
+        message=f"adapters of {kind} are in one flat parameter with base weights in {held_dtype(plan)}, where small updates "
+        "vanish",
         fix=f"remove {_VERSION}: version 2 holds them in float32; or set training.precision to fp32",
         changes={_VERSION: None},
     )

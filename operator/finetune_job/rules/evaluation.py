@@ -1,16 +1,68 @@
-"""Held-out loss and early stopping."""
+"""Held-out loss: evaluation, early stopping, and which checkpoint becomes the result."""
 
 from __future__ import annotations
 
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.no_effect import NoEffect, no_effect_rules
-from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
+from finetune_job.rules.rule_tables import NoEffect, no_effect_rules
 
 _EVERY = "evaluation.everySteps"
-_STOPPING = "evaluation.earlyStopping"
+_BEST = "evaluation.loadBestModelAtEnd"
 _VALIDATION = "data.validation"
+_API = ("this product's API",)
+_STOPPING = "evaluation.earlyStopping"
 _STEPS = "training.maxSteps"
+
+
+@rule(
+    "best-model-without-validation",
+    "The best checkpoint is found on held-out records",
+    reads=(_BEST, _VALIDATION),
+    sources=_API,
+    reproduction=Reproduction(
+        "tests/pitfalls/test_results.py::test_without_held_out_records_nothing_is_evaluated",
+        "no error: the last checkpoint is exported, whatever it is worth",
+    ),
+    holds_for=OURS,
+)
+def best_model_without_validation(context: RuleContext) -> Problem | None:
+    if not context.spec.evaluation.load_best_model_at_end or context.spec.data.validation is not None:
+        return None
+    return Problem(
+        field=_BEST,
+        value=True,
+        message="without held-out records no checkpoint is better than another",
+        fix=f"set {_VALIDATION}.source, or remove {_BEST}",
+        changes={_BEST: None},
+    )
+
+
+@rule(
+    "best-model-is-the-last",
+    "One evaluation cannot choose between checkpoints",
+    severity="warning",
+    reads=(_BEST, _EVERY, "training.maxSteps"),
+    sources=_API,
+    reproduction=Reproduction(
+        "tests/pitfalls/test_evaluation.py::test_one_evaluation_chooses_nothing",
+        "no error: the last checkpoint is the only one that competes",
+    ),
+    holds_for=OURS,
+)
+def best_model_is_the_last(context: RuleContext) -> Problem | None:
+    evaluation, steps = context.spec.evaluation, context.spec.training.max_steps
+    every = evaluation.every_steps
+    if not evaluation.load_best_model_at_end or context.spec.data.validation is None:
+        return None
+    if every is not None and (steps is None or every < steps):
+        return None
+    reason = f"{_EVERY} is unset" if every is None else f"the run has {steps} steps and is evaluated every {every}"
+    return Problem(
+        field=_BEST,
+        value=True,
+        message=f"NoEffect: {reason}, so only the last checkpoint is evaluated and the best is the last",
+        fix=f"set {_EVERY} to less than the steps of the run, or remove {_BEST}",
+        changes={_BEST: None},
+    )
 
 
 @rule(
@@ -67,8 +119,8 @@ def early_stopping_after_the_end(context: RuleContext) -> Problem | None:
     return Problem(
         field=_STOPPING,
         value=f"patience {stopping.patience}",
-        message=f"NoEffect: with an evaluation every {every} steps it could end the run after step {earliest} at the earliest, and "
-        f"the run has {steps}",
+        message=f"NoEffect: with an evaluation every {every} steps it could end the run after step {earliest} at the "
+        f"earliest, and the run has {steps}",
         fix=f"set {_EVERY} to {soon} or less" if soon else f"remove {_STOPPING}",
         changes={_EVERY: soon} if soon else {_STOPPING: None},
     )
@@ -89,4 +141,10 @@ NO_EFFECT = (
         f"set {_VALIDATION}.source",
     ),
 )
-RULES = (*no_effect_rules(__name__, NO_EFFECT), early_stopping_without_evaluation, early_stopping_after_the_end)
+RULES = (
+    *no_effect_rules(__name__, NO_EFFECT),
+    best_model_without_validation,
+    best_model_is_the_last,
+    early_stopping_without_evaluation,
+    early_stopping_after_the_end,
+)

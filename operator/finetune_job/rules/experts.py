@@ -7,9 +7,7 @@ from typing import Any
 
 from finetune_job.api.method import LoraInit, LoraSpec, MethodType
 from finetune_job.methods import METHODS
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
 
 _PARAMETERS = "method.lora.targetParameters"
 _DROPOUT, _INIT = "method.lora.loraDropout", "method.lora.initLoraWeights"

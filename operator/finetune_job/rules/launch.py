@@ -1,4 +1,4 @@
-"""Ranks, batches and the storage that several nodes share."""
+"""Ranks, batches, recomputation, and the storage that several nodes share."""
 
 from __future__ import annotations
 
@@ -6,17 +6,45 @@ import math
 from typing import Any
 
 from finetune_job.api.output import AccessMode
+from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.resolve_training import world_size
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 
+_RECOMPUTE = "training.activationCheckpointing"
+_COMPILE = "training.compile"
 _GLOBAL = "training.globalBatchSize"
 _MICRO = "training.microBatchSize"
 _ACCESS = "workspace.volumeClaimTemplate.accessMode"
 _OFFLOAD = "parallelism.fsdp.offloadParams"
 LARGEST_GLOBAL_BATCH = 1_000_000
 """The limit of the field itself."""
+
+
+@rule(
+    "compile-with-selective-checkpointing",
+    "A compiled layer hides its matrix products",
+    reads=(_COMPILE, _RECOMPUTE),
+    sources=(
+        "torch: torch/utils/checkpoint.py, create_selective_checkpoint_contexts (it sees operations as they are dispatched)",
+    ),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_activation_checkpointing.py::test_selective_recomputation_keeps_all_of_a_compiled_layer",
+        "no error: as much is kept for the backward pass as without recomputation",
+    ),
+    holds_for="torch >= 2.4",
+)
+def compile_with_selective_checkpointing(context: RuleContext) -> Problem | None:
+    training = context.spec.training
+    if not training.compile or training.activation_checkpointing is not ActivationCheckpointing.SELECTIVE:
+        return None
+    return Problem(
+        field=_RECOMPUTE,
+        value=training.activation_checkpointing,
+        message="layers are compiled whole, and inside one nothing tells a matrix product from what is cheap again: all would be "
+        "kept, as without recomputation",
+        fix=f"set {_RECOMPUTE} to Full, or {_COMPILE} to false",
+        changes={_RECOMPUTE: ActivationCheckpointing.FULL},
+    )
 
 
 @rule(
@@ -46,7 +74,8 @@ def global_batch_not_divisible(context: RuleContext) -> Problem | None:
         field=_GLOBAL,
         value=training.global_batch_size,
         message=f"{training.global_batch_size} sequences do not split evenly over {ranks} rank{'s' if ranks > 1 else ''}{micro}",
-        fix=f"set {_GLOBAL} to {changes[_GLOBAL]}, a multiple of {unit}" + (f", and remove {_MICRO}" if _MICRO in changes else ""),
+        fix=f"set {_GLOBAL} to {changes[_GLOBAL]}, a multiple of {unit}"
+        + (f", and remove {_MICRO}" if _MICRO in changes else ""),
         changes=changes,
     )
 
@@ -76,7 +105,9 @@ def nodes_need_read_write_many(context: RuleContext) -> Problem | None:
     "Offloading parameters needs a GPU to offload them from",
     reads=(_OFFLOAD,),
     sources=("torch: offloaded parameters are in pinned memory, which only a GPU driver can give",),
-    reproduction=Reproduction("tests/pitfalls/test_offload.py", "RuntimeError: pinned memory needs an accelerator"),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_offload.py::test_offloading_needs_a_driver", "RuntimeError: pinned memory needs an accelerator"
+    ),
     holds_for="torch >= 2.0, both FSDP versions",
 )
 def offload_without_gpu(context: RuleContext) -> Problem | None:
@@ -91,4 +122,9 @@ def offload_without_gpu(context: RuleContext) -> Problem | None:
     )
 
 
-RULES = (global_batch_not_divisible, nodes_need_read_write_many, offload_without_gpu)
+RULES = (
+    global_batch_not_divisible,
+    nodes_need_read_write_many,
+    offload_without_gpu,
+    compile_with_selective_checkpointing,
+)

@@ -9,15 +9,13 @@ from finetune_job.api.base import Dtype
 from finetune_job.api.method import MethodType, is_decimal
 from finetune_job.api.output import MergeBase
 from finetune_job.methods import METHODS, Family
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule, shown
-from finetune_job.rules.ranges import AT_MOST_1, Range, range_rules
-from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, format_value, rule
+from finetune_job.rules.rule_tables import AT_MOST_1, Range, range_rules
 
 _TYPE = "method.type"
 _SETTINGS = "method.settings"
 _MERGE = "merge.enabled"
-_MERGED = "this product: tests/unit/trainer_merge/test_methods.py"
+_MERGED = "this product: tests/unit/finetune_trainer/merge/test_non_lora.py"
 _PEFT = "peft 0.21"
 _BASE = "merge.base"
 _DTYPE = "merge.dtype"
@@ -43,14 +41,16 @@ def method_merge_setting(context: RuleContext) -> Problem | None:
         return None
     written = spec.method.settings or {}
     for needed in METHODS[spec.method.type].merge_settings:
-        if needed.name in written and _same(written[needed.name], needed.value):
+        if needed.name in written and _has_value(written[needed.name], needed.value):
             continue
         if needed.name not in written and needed.is_default:
             continue
-        wanted = shown(needed.value) if isinstance(needed.value, bool) else f'"{needed.value}"'
+        wanted = format_value(needed.value) if isinstance(needed.value, bool) else f'"{needed.value}"'
         return Problem(
             field=_SETTINGS,
-            value=f"{needed.name} unset" if needed.name not in written else f"{needed.name}: {shown(written[needed.name])}",
+            value=f"{needed.name} unset"
+            if needed.name not in written
+            else f"{needed.name}: {format_value(written[needed.name])}",
             message=f"a {spec.method.type} adapter can be merged only where {needed.name} is {wanted}: {needed.reason}",
             fix=f"set {_SETTINGS}.{needed.name} to {wanted}, or {_MERGE} to false",
             changes={f"{_SETTINGS}.{needed.name}": needed.value},
@@ -58,7 +58,7 @@ def method_merge_setting(context: RuleContext) -> Problem | None:
     return None
 
 
-def _same(written: Any, needed: bool | str) -> bool:
+def _has_value(written: Any, needed: bool | str) -> bool:
     if isinstance(needed, bool) or isinstance(written, bool):
         return written is needed
     text = str(written)

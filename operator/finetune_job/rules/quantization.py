@@ -1,4 +1,4 @@
-"""QLoRA: how the packed 4-bit weights lie in memory."""
+"""QLoRA: how the packed 4-bit weights are laid out in memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from finetune_job.api.method import MethodType, QuantStorage
 from finetune_job.api.output import MergeBase
 from finetune_job.plan.element_types import held_dtype
 from finetune_job.plan.resolve_training import world_size
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.rule import Reproduction
-from finetune_job.sharding import Conflict, HeldParameter, may_part_adapters, unit_conflict
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
+from finetune_job.sharding import Conflict, HeldParameter, may_separate_adapters, unit_conflict
 
 _QUANTIZATION = "method.quantization"
 _TYPE = "method.type"
@@ -131,7 +129,7 @@ def fsdp1_qlora_integer_storage(context: RuleContext) -> Problem | None:
         "tests/pitfalls/test_accelerate.py::test_accelerate_leaves_bytes_unsharded",
         "a warning: Found non-floating frozen Params4bit. Excluding from FSDP2 sharding",
     ),
-    speaks_of="accelerate",
+    applies_to="accelerate",
     holds_for="accelerate >= 1.15, FSDP 2; this trainer shards integers, too",
 )
 def fsdp2_qlora_integer_storage(context: RuleContext) -> Problem | None:
@@ -142,8 +140,8 @@ def fsdp2_qlora_integer_storage(context: RuleContext) -> Problem | None:
     return Problem(
         field=_STORAGE,
         value=quantization.quant_storage,
-        message="works here; under FSDP 1 the same settings fail, and accelerate leaves integers out of the sharding, so that each "
-        "rank keeps the whole packed base",
+        message="works here; under FSDP 1 the same settings fail, and accelerate leaves integers out of the sharding, so that "
+        "each rank keeps the whole packed base",
         fix=f"leave {_STORAGE} out: the model's element type works everywhere",
         changes={_STORAGE: None},
     )
@@ -167,7 +165,7 @@ def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
     plan = context.plan
     storage = plan.method.quantization.quant_storage if plan.method.quantization else None
     fsdp, held = plan.parallelism.fsdp, held_dtype(plan)
-    if storage in (None, QuantStorage.UINT8) or held is None or may_part_adapters(fsdp):
+    if storage in (None, QuantStorage.UINT8) or held is None or may_separate_adapters(fsdp):
         return None
     unit = HeldParameter("norm", held, is_trained=False), HeldParameter("packed", storage, is_trained=False)
     if unit_conflict(unit, fsdp) is not Conflict.ELEMENT_TYPES:
@@ -175,7 +173,7 @@ def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
     return Problem(
         field=_STORAGE,
         value=storage,
-        message=f"norms and embeddings are {held} and lie in one unit with packed weights stored as {storage}: "
+        message=f"norms and embeddings are {held} and in one unit with packed weights stored as {storage}: "
         '"Must flatten tensors with uniform dtype"',
         fix=f"set {_STORAGE} to {held}, or leave it out",
         changes={_STORAGE: held},
@@ -191,8 +189,8 @@ def fsdp1_qlora_storage_not_model_dtype(context: RuleContext) -> Problem | None:
         "tests/pitfalls/test_quantization.py::test_mixed_precision_destroys_packed_weights",
         "RuntimeError: the packed weight is converted like numbers and has half its size",
     ),
-    holds_for="torch >= 2.0, both FSDP versions; under version 1 this trainer leaves 16 bits to autocast, and holds all in float32 "
-    "where that is the type of the computation",
+    holds_for="torch >= 2.0, both FSDP versions; under version 1 this trainer leaves 16 bits to autocast, and holds all in "
+    "float32 where that is the type of the computation",
 )
 def qlora_storage_not_param_dtype(context: RuleContext) -> Problem | None:
     plan = context.plan

@@ -1,50 +1,60 @@
-"""What a rule is and what it finds."""
+"""What a rule is: what it may look at (manifest and profile, nothing else), how a topic defines one, and what it finds.
+
+A check returns a `Problem`; the rule makes it a `Finding`, whose changes `with_changes` applies to a manifest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.finding import FieldChange, Finding, Severity
+from finetune_job.method_settings import WrongSetting, peft_fields
+from finetune_job.methods import METHODS, Family
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import JobIdentity, RunPlan
 
-from finetune_job.rules.context import RuleContext
-
+_UNKNOWN_JOB = JobIdentity(namespace="", name="", uid="")
 UNREADABLE = "unreadable"
-"""Stands in place of a rule's id where the input itself is at fault: it is no object of this API."""
-Severity = Literal["error", "warning"]
+"""In place of a rule's id if the input itself is at fault: it is not an object of this API."""
 Evidence = Literal["reproduced", "source"]
-"""`reproduced`: tests/pitfalls shows the failure on the real libraries. `source`: read in their source or in this product's API."""
-Speaks = Literal["ours", "accelerate", "Trainer"]
+"""`reproduced`: tests/pitfalls shows the failure on the real libraries. `source`: read in their source or in this product's
+API."""
+AppliesTo = Literal["ours", "accelerate", "Trainer"]
 """Whose path a rule speaks of: only what fails in `ours` may refuse; the others tell users what happens elsewhere."""
+OURS = "this trainer, every version"
+"""`holds_for` of rules that follow from how this product works and not from a library."""
+_BOOK = __name__.rpartition(".")[0]
+_NEEDS_QUOTES = re.compile(r"[-+.]?[0-9].*|true|false|yes|no|on|off|null|~|", re.IGNORECASE)
+"""Words that YAML reads as something else where they have no quotes, and some more."""
 
 
-class FieldChange(BaseModel):
-    """One change of the manifest that would make it acceptable."""
+@dataclass(frozen=True)
+class RuleContext:
+    """Input of every rule."""
 
-    model_config = ConfigDict(frozen=True)
-    field: str
-    """Path under the object, such as `spec.parallelism.fsdp.useOrigParams`."""
-    value: Any
-    """New value; None removes the field."""
+    spec: FineTuneJobSpec
+    profile: FineTuneProfileSpec | None = None
+    """None if no profile is known, as in `finetune validate` on a laptop without one."""
 
+    @cached_property
+    def plan(self) -> RunPlan:
+        """The plan that this manifest would get, made once for all rules."""
+        return resolve(_UNKNOWN_JOB, self.spec, self.profile)
 
-class Finding(BaseModel):
-    """What a rule or preflight has to say about a job."""
-
-    model_config = ConfigDict(frozen=True)
-    rule: str
-    severity: Severity
-    field: str
-    value: str
-    message: str
-    """Why this cannot work, or what it means."""
-    fix: str
-    """What to write instead."""
-    source: str = ""
-    """What the rule rests on, and where that stands; empty where the input itself is at fault."""
-    changes: tuple[FieldChange, ...] = ()
-    """The fix as changes that a program can apply; applying all of them clears this finding."""
+    @cached_property
+    def wrong_settings(self) -> list[WrongSetting]:
+        """What is wrong with `method.settings`, for the methods that have any. Finding near names is slow, so it is done once."""
+        method = self.spec.method
+        entry = METHODS[method.type]
+        return peft_fields(method.type, method.settings or {})[1] if entry.family is Family.OTHER and not entry.refused else []
 
 
 @dataclass(frozen=True)
@@ -69,13 +79,13 @@ class Rule:
     sources: tuple[str, ...]
     """Where the pitfall is documented."""
     holds_for: str
-    """Library versions, in words that stand in the catalogue."""
+    """Library versions, in words for the catalogue."""
     check: Callable[[RuleContext], Finding | None]
     topic: str
-    """The module or package of the book that it stands in: `wrapping`, `quantization` and so on."""
+    """The module or package of the book that holds it: `wrapping`, `quantization` and so on."""
     reproduction: Reproduction | None = None
-    speaks_of: Speaks = "ours"
-    is_weighed: bool = False
+    applies_to: AppliesTo = "ours"
+    needs_human: bool = False
     """Whether only a person can weigh the fix, which gives up something that works: it is told, and no program makes it."""
     in_preflight: str = ""
     """What of it only preflight finds, under the same id; empty where the check here finds all."""
@@ -84,3 +94,136 @@ class Rule:
     def evidence(self) -> Evidence:
         """What the rule rests on."""
         return "source" if self.reproduction is None else "reproduced"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a check found; with the rule's id and severity it becomes a `Finding`."""
+
+    field: str
+    """Path under `spec`, such as `training.epochs`."""
+    value: Any
+    message: str
+    fix: str
+    changes: Mapping[str, Any]
+    """New value by path under `spec`; None removes the field."""
+
+
+Check = Callable[[RuleContext], Problem | None]
+
+
+def format_value(value: Any) -> str:
+    """A value as the manifest writes it."""
+    match value:
+        case None:
+            return "unset"
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return "[" + ", ".join(map(_format_nested, value)) + "]"
+        case dict():
+            return "{" + ", ".join(f"{key}: {_format_nested(item)}" for key, item in value.items()) + "}"
+        case _:
+            return str(value)
+
+
+def _format_nested(value: Any) -> str:
+    """The same inside a list or a mapping, where a text is told from a number by its quotes."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "null" if value is None else format_value(value)
+
+
+def _plain_value(value: Any) -> Any:
+    """What JSON and YAML know: the word itself for a member of an enumeration."""
+    return str(value) if isinstance(value, StrEnum) else value
+
+
+def rule(
+    identifier: str,
+    title: str,
+    *,
+    severity: Severity = "error",
+    reads: tuple[str, ...],
+    sources: tuple[str, ...],
+    holds_for: str,
+    reproduction: Reproduction | None = None,
+    applies_to: AppliesTo = "ours",
+    needs_human: bool = False,
+    in_preflight: str = "",
+    module: str = "",
+) -> Callable[[Check], Rule]:
+    """Turn a check function into a `Rule`.
+
+    `reads`: paths under `spec`. `module`: the topic module of the rule, if its check is made elsewhere, from a row of a table.
+    """
+
+    def made(check: Check) -> Rule:
+        def find(context: RuleContext) -> Finding | None:
+            problem = check(context)
+            return None if problem is None else finding_from(this, problem)
+
+        this = Rule(
+            id=identifier,
+            title=title,
+            severity=severity,
+            reads=tuple(f"spec.{path}" for path in reads),
+            sources=sources,
+            holds_for=holds_for,
+            check=find,
+            topic=(module or check.__module__).removeprefix(f"{_BOOK}.").partition(".")[0],
+            reproduction=reproduction,
+            applies_to=applies_to,
+            needs_human=needs_human,
+            in_preflight=in_preflight,
+        )
+        return this
+
+    return made
+
+
+def finding_from(rule: Rule, problem: Problem) -> Finding:
+    """The finding by which a rule tells a problem."""
+    basis = "source" if rule.reproduction is None else f"reproduced by {rule.reproduction.test}"
+    return Finding(
+        rule=rule.id,
+        severity=rule.severity,
+        field=f"spec.{problem.field}",
+        value=format_value(problem.value),
+        message=problem.message,
+        fix=problem.fix,
+        source=f"{basis}: {'; '.join(rule.sources)}",
+        changes=tuple(FieldChange(field=f"spec.{path}", value=_plain_value(value)) for path, value in problem.changes.items()),
+    )
+
+
+def changes_text(changes: Iterable[FieldChange]) -> str:
+    """In one line, as in "spec.data.packing: false, spec.training.epochs removed"."""
+    return ", ".join(
+        f"{change.field} removed" if change.value is None else f"{change.field}: {_format_change(change.value)}"
+        for change in changes
+    )
+
+
+def _format_change(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) and _NEEDS_QUOTES.fullmatch(value) else format_value(value)
+
+
+def with_changes(document: dict[str, Any], changes: Iterable[FieldChange]) -> dict[str, Any]:
+    """A copy of an object with the changes made. What blocks a path that leads further is replaced by a mapping."""
+    changed = copy.deepcopy(document)
+    for change in changes:
+        *parents, last = change.field.split(".")
+        place = changed
+        for part in parents:
+            if not isinstance(place.get(part), dict):
+                if change.value is None:
+                    break
+                place[part] = {}
+            place = place[part]
+        else:
+            if change.value is None:
+                place.pop(last, None)
+            else:
+                place[last] = copy.deepcopy(change.value)
+    return changed

@@ -9,12 +9,10 @@ from itertools import chain, count
 from typing import Any
 
 from finetune_job.api.base import HUB_DATASETS, BucketPath, ClaimPath, HubPath, parse_source
-from finetune_job.plan.sources import NamedSource, named_sources, training_sets
-from finetune_job.rules.allowed import is_allowed
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.no_effect import SAME_PLAN, NoEffect, no_effect_rules
-from finetune_job.rules.rule import Reproduction
+from finetune_job.api.profile import is_allowed
+from finetune_job.plan.inputs import NamedSource, named_sources, training_sets
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
+from finetune_job.rules.rule_tables import SAME_PLAN, NoEffect, no_effect_rules
 
 _DATASETS = "data.datasets"
 SOURCES = ("model.source", "data.source", _DATASETS, "data.validation.source")
@@ -27,7 +25,7 @@ _ALLOW = "model.allowRemoteCode"
 
 
 @dataclass(frozen=True)
-class _Edit:
+class _SourceEdit:
     """A source as it should be written."""
 
     named: NamedSource
@@ -40,7 +38,7 @@ def _field(path: str) -> str:
     return _DATASETS if _NUMBER.match(path) else path
 
 
-def _changes(context: RuleContext, edits: Sequence[_Edit]) -> dict[str, Any]:
+def _changes(context: RuleContext, edits: Sequence[_SourceEdit]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     datasets = [
         dataset.model_dump(mode="json", by_alias=True, exclude_unset=True) for _, dataset in training_sets(context.spec.data)
@@ -61,7 +59,9 @@ def _changes(context: RuleContext, edits: Sequence[_Edit]) -> dict[str, Any]:
     return changes
 
 
-def _problem(context: RuleContext, edits: Sequence[_Edit], message: str, fix: str, *, of_revision: bool = False) -> Problem | None:
+def _problem(
+    context: RuleContext, edits: Sequence[_SourceEdit], message: str, fix: str, *, of_revision: bool = False
+) -> Problem | None:
     """What is wrong with the first of the sources, and changes that set all of them right."""
     if not edits:
         return None
@@ -90,7 +90,7 @@ def _problem(context: RuleContext, edits: Sequence[_Edit], message: str, fix: st
 )
 def hub_source_without_revision(context: RuleContext) -> Problem | None:
     edits = [
-        _Edit(named, named.source, _NO_COMMIT)
+        _SourceEdit(named, named.source, _NO_COMMIT)
         for named in named_sources(context.spec)
         if isinstance(parse_source(named.source), HubPath) and named.revision is None
     ]
@@ -116,7 +116,7 @@ def hub_source_without_revision(context: RuleContext) -> Problem | None:
 )
 def revision_without_hub_source(context: RuleContext) -> Problem | None:
     edits = [
-        _Edit(named, named.source, None)
+        _SourceEdit(named, named.source, None)
         for named in named_sources(context.spec)
         if not isinstance(parse_source(named.source), HubPath) and named.revision is not None
     ]
@@ -169,10 +169,10 @@ def model_source_inside_repository(context: RuleContext) -> Problem | None:
     )
 
 
-def _model_edits(context: RuleContext) -> list[_Edit]:
-    """The model's source as a whole repository of the Hub, where it lies on the Hub."""
+def _model_edits(context: RuleContext) -> list[_SourceEdit]:
+    """The model's source as a whole repository of the Hub, if it is on the Hub."""
     return [
-        _Edit(named, f"hf://{place.repository}", named.revision)
+        _SourceEdit(named, f"hf://{place.repository}", named.revision)
         for named in named_sources(context.spec)
         if named.is_model and isinstance(place := parse_source(named.source), HubPath)
     ]
@@ -189,7 +189,8 @@ def _path_of(named: NamedSource) -> str:
     reads=("data.source", _DATASETS, "data.validation.source"),
     sources=("Hugging Face Hub: models and data sets are repositories of different kinds",),
     reproduction=Reproduction(
-        "tests/pitfalls/test_sources.py::test_a_data_set_is_not_found_among_models",
+        "tests/pitfalls/test_sources.py::test_a_data_set_is_not_found_among_models "
+        "tests/pitfalls/test_sources.py::test_a_whole_model_is_no_records_and_a_part_of_one_may_be",
         "DataError: access to a model of that name is refused; of a model that is there, config.json is read as records",
     ),
     holds_for=OURS,
@@ -197,9 +198,11 @@ def _path_of(named: NamedSource) -> str:
 def data_source_is_model(context: RuleContext) -> Problem | None:
     """Of whole repositories: a file or directory of a model's repository may well hold records."""
     edits = [
-        _Edit(named, f"hf://{HUB_DATASETS}{named.source.removeprefix('hf://')}", named.revision)
+        _SourceEdit(named, f"hf://{HUB_DATASETS}{named.source.removeprefix('hf://')}", named.revision)
         for named in named_sources(context.spec)
-        if not named.is_model and isinstance(place := parse_source(named.source), HubPath) and not (place.is_dataset or place.path)
+        if not named.is_model
+        and isinstance(place := parse_source(named.source), HubPath)
+        and not (place.is_dataset or place.path)
     ]
     return _problem(
         context,
@@ -209,7 +212,7 @@ def data_source_is_model(context: RuleContext) -> Problem | None:
     )
 
 
-class _Copies:
+class _CopyLocations:
     """Places on claims for copies of sources; no two sources have one, or held-out records would be those that are trained on."""
 
     def __init__(self, context: RuleContext) -> None:
@@ -237,9 +240,9 @@ def source_not_allowed(context: RuleContext) -> Problem | None:
     allowed = None if context.profile is None else context.profile.fetch.allowed_sources
     if allowed is None:
         return None
-    places = _Copies(context)
+    places = _CopyLocations(context)
     edits = [
-        _Edit(named, places.of(named), None)
+        _SourceEdit(named, places.of(named), None)
         for named in named_sources(context.spec)
         if not isinstance(parse_source(named.source), ClaimPath) and not is_allowed(named.source, allowed)
     ]

@@ -5,9 +5,7 @@ from __future__ import annotations
 from finetune_job.api.base import Dtype
 from finetune_job.api.method import LoraSpec
 from finetune_job.plan.element_types import held_dtype
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
 from finetune_job.sharding import Conflict, HeldParameter, unit_conflict
 
 TOKENS = "method.lora.trainableTokenIndices"
@@ -96,7 +94,7 @@ def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
     unit = HeldParameter("embedding", held, is_trained=False), HeldParameter("rows", rows, is_trained=True)
     match unit_conflict(unit, plan.parallelism.fsdp):
         case Conflict.ELEMENT_TYPES:
-            reason = f"which cannot hold rows in float32 beside an embedding in {held}"
+            reason = f"which cannot hold rows in float32 next to an embedding in {held}"
         case Conflict.REQUIRES_GRAD:
             reason = "which with useOrigParams false is trained or frozen as a whole"
         case _:
@@ -104,7 +102,7 @@ def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
     return Problem(
         field=_VERSION,
         value=1,
-        message=f"the rows lie in one flat parameter with the embedding, {reason}",
+        message=f"the rows are in one flat parameter with the embedding, {reason}",
         fix=f"remove {_VERSION}: version 2 holds them apart",
         changes={_VERSION: None},
     )

@@ -8,9 +8,9 @@ from typing import Any
 
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.parallelism import StateDictType
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.rule import Reproduction, Rule
+from finetune_job.rules.rule import OURS, Problem, Reproduction, Rule, RuleContext, rule
+
+_STATE_DICT_TYPE = "parallelism.fsdp.stateDictType"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ FSDP_FIELDS = (
 )
 
 
-def _no_effect(row: FsdpField) -> Rule:
+def _fsdp_field_rule(row: FsdpField) -> Rule:
     path = f"parallelism.fsdp.{row.name}"
 
     @rule(
@@ -64,7 +64,10 @@ def _no_effect(row: FsdpField) -> Rule:
         severity="warning",
         reads=("parallelism.fsdp.version", path, *row.instead),
         sources=("torch: torch/distributed/fsdp; accelerate: FullyShardedDataParallelPlugin",),
-        reproduction=Reproduction("tests/pitfalls/test_no_effect.py", "no error: the run's plan is the same with and without it"),
+        reproduction=Reproduction(
+            "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
+            "no error: the run's plan is the same with and without it",
+        ),
         holds_for=OURS,
     )
     def check(context: RuleContext) -> Problem | None:
@@ -91,4 +94,28 @@ def _is_set(spec: FineTuneJobSpec, path: str) -> bool:
     return name in spec.model_dump(include={section}, by_alias=True, exclude_none=True)[section]
 
 
-RULES = tuple(_no_effect(row) for row in FSDP_FIELDS)
+@rule(
+    "local-state-dict",
+    "A local state dict cannot be read back",
+    reads=(_STATE_DICT_TYPE,),
+    sources=("accelerate: accelerate/utils/dataclasses.py, FullyShardedDataParallelPlugin",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_checkpoints.py::test_fsdp_2_has_no_local_state_dict",
+        "ValueError: FSDP2 does not support LOCAL_STATE_DICT",
+    ),
+    holds_for="accelerate >= 1.0, both FSDP versions",
+)
+def local_state_dict(context: RuleContext) -> Problem | None:
+    written = context.spec.parallelism.fsdp.state_dict_type
+    if written is not StateDictType.LOCAL_STATE_DICT:
+        return None
+    return Problem(
+        field=_STATE_DICT_TYPE,
+        value=written,
+        message="FSDP 2 has no such form, and under FSDP 1 it holds each rank's flat shards, under names that no parameter has",
+        fix=f"remove {_STATE_DICT_TYPE}: checkpoints are sharded and can be read by any number of ranks",
+        changes={_STATE_DICT_TYPE: None},
+    )
+
+
+RULES = (*(_fsdp_field_rule(row) for row in FSDP_FIELDS), local_state_dict)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from finetune_job.api.base import ClaimPath, parse_source
-from finetune_job.plan.sources import named_sources
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.no_effect import NoEffect, no_effect_rules
-from finetune_job.rules.rule import Reproduction
+from finetune_job.plan.inputs import named_sources
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
+from finetune_job.rules.rule_tables import NoEffect, no_effect_rules
 
 _CLAIM = "workspace.claimName"
 _TEMPLATE = "workspace.volumeClaimTemplate"
 
 
-def _made(context: RuleContext) -> dict[str, Any]:
+def _suggested_template(context: RuleContext) -> dict[str, Any]:
     """A template that would do; only the user can know the size."""
     many = "ReadWriteMany" if context.spec.parallelism.nodes > 1 else "ReadWriteOnce"
     return {"storage": "100Gi", "accessMode": many}
@@ -27,7 +25,8 @@ def _made(context: RuleContext) -> dict[str, Any]:
     reads=(_CLAIM, _TEMPLATE),
     sources=("this product's API",),
     reproduction=Reproduction(
-        "tests/pitfalls/test_workspace.py",
+        "tests/pitfalls/test_workspace.py::test_a_workspace_that_nobody_makes "
+        "tests/pitfalls/test_workspace.py::test_a_template_beside_a_claim_is_for_nothing",
         "without either, pods wait for a claim that nobody makes; of both, the template is for nothing",
     ),
     holds_for=OURS,
@@ -42,7 +41,7 @@ def workspace_claim_or_template(context: RuleContext) -> Problem | None:
             value=None,
             message="neither claimName nor volumeClaimTemplate says where checkpoints and prepared data are kept",
             fix=f"set {_CLAIM} to an existing claim, or {_TEMPLATE}.storage to a size",
-            changes={_TEMPLATE: _made(context)},
+            changes={_TEMPLATE: _suggested_template(context)},
         )
     return Problem(
         field=_CLAIM,
@@ -74,10 +73,10 @@ def workspace_inside_data(context: RuleContext) -> Problem | None:
         return Problem(
             field=_CLAIM,
             value=claim,
-            message=f"{named.field} ({named.source}) is all of this claim, so that a run after the first, or preflight when it is "
-            "retried, would read what the job itself has written there",
+            message=f"{named.field} ({named.source}) is all of this claim, so that a run after the first, or preflight when "
+            "it is retried, would read what the job itself has written there",
             fix=f"name a claim of its own, set {_TEMPLATE}.storage instead, or keep the records in a directory",
-            changes={_CLAIM: None, _TEMPLATE: _made(context)},
+            changes={_CLAIM: None, _TEMPLATE: _suggested_template(context)},
         )
     return None
 

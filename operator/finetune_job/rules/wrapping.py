@@ -9,10 +9,8 @@ from finetune_job.api.method import LoraBias
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.methods import METHODS, Family
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.rule import Reproduction
-from finetune_job.sharding import Conflict, adapter_conflict, is_one_parameter, reads_cut_weights
+from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
+from finetune_job.sharding import Conflict, adapter_conflict, is_one_flat_parameter, reads_sharded_weights
 
 _CLASSES = "parallelism.fsdp.transformerLayerClsToWrap"
 _POLICY = "parallelism.fsdp.autoWrapPolicy"
@@ -226,7 +224,7 @@ def fsdp1_lora_mixed_requires_grad(context: RuleContext) -> Problem | None:
 def fsdp1_trained_bias(context: RuleContext) -> Problem | None:
     plan = context.plan
     lora = plan.method.lora
-    if lora is None or lora.bias is LoraBias.NONE or not is_one_parameter(plan.parallelism.fsdp):
+    if lora is None or lora.bias is LoraBias.NONE or not is_one_flat_parameter(plan.parallelism.fsdp):
         return None
     return Problem(
         field=_BIAS,
@@ -251,7 +249,7 @@ def fsdp1_trained_bias(context: RuleContext) -> Problem | None:
 def fsdp1_dora_orig_params(context: RuleContext) -> Problem | None:
     plan = context.plan
     fsdp = plan.parallelism.fsdp
-    if not reads_cut_weights(plan.method.type, fsdp):
+    if not reads_sharded_weights(plan.method.type, fsdp):
         return None
     return Problem(
         field=_ORIG_PARAMS,
@@ -282,7 +280,7 @@ def fsdp1_adapter_unit(context: RuleContext) -> Problem | None:
     return Problem(
         field=field,
         value=fsdp.peft_wrap_policy if field == _PEFT_POLICY else fsdp.use_orig_params,
-        message=f"the parameters of {kind} are no modules that PEFT's wrap policy could put into units of their own, and beside "
+        message=f"the parameters of {kind} are not modules that PEFT's wrap policy could put into units of their own, and beside "
         'frozen weights they need original parameters: "Must flatten tensors with uniform `requires_grad`"',
         fix=f"remove {_PEFT_POLICY} and {_ORIG_PARAMS}, or use version 2",
         changes={_PEFT_POLICY: None, _ORIG_PARAMS: None},

@@ -8,8 +8,8 @@ from finetune_job.api.base import ClaimPath, parse_destination, parse_source
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.output import RetainPolicy, VolumeClaimTemplate
 from finetune_job.names import workspace_claim_name
-from finetune_job.plan.sources import named_sources
-from finetune_operator.children.ownership import Owner, metadata
+from finetune_job.plan.inputs import named_sources
+from finetune_operator.children.frozen_run import Owner, metadata
 
 
 def workspace_claim_of(spec: FineTuneJobSpec, job_name: str) -> str:

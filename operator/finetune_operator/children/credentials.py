@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune_job.api.base import BucketPath, HubPath, parse_destination
-from finetune_job.credentials import HUB_TOKEN, REGISTRY_LOGINS, S3_KEYS, CredentialFile
-from finetune_job.plan.launch_plan import LaunchPlan
-from finetune_job.plan.transfers import FetchPlan, PublishPlan
+from finetune_job.names import HUB_TOKEN, REGISTRY_LOGINS, S3_KEYS, CredentialFile
+from finetune_job.plan.launch_plan import FetchPlan, LaunchPlan, PublishPlan
 
 VOLUME_NAME = "credentials"
 _GROUP_READS = 0o440
@@ -18,8 +17,8 @@ _ALL_READ = 0o444
 def credentials_volume(sources: Sequence[dict[str, Any]], fs_group: int | None) -> dict[str, Any]:
     """The volume with these files, in the kubelet's memory and in no other container.
 
-    The kubelet gives them to the pod's group where it has one. Where none is set here, a platform that assigns users of its own may
-    or may not assign a group, so the files' mode has to let any user of the container read them.
+    The kubelet gives them to the pod's group where it has one. Where none is set here, a platform that assigns users of its own
+    may or may not assign a group, so the files' mode has to let any user of the container read them.
     """
     mode = _ALL_READ if fs_group is None else _GROUP_READS
     return {"name": VOLUME_NAME, "projected": {"defaultMode": mode, "sources": list(sources)}}

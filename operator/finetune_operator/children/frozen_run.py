@@ -1,12 +1,87 @@
-"""What every child of a started run is built from."""
+"""What every child is built from and carries: its owner and labels, the run with its frozen plan, and the ConfigMap that holds
+this plan for the containers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from finetune_job.plan.launch_plan import LaunchPlan
-from finetune_job.plan.placement import Placement
-from finetune_operator.children.ownership import Owner
+from finetune_job.names import (
+    ANNOTATION_PLAN_SHA256,
+    API_VERSION,
+    JOB_KIND,
+    LABEL_ATTEMPT,
+    LABEL_JOB,
+    LABEL_JOB_UID,
+    LABEL_MANAGED_BY,
+    LABEL_ROLE,
+    MANAGED_BY,
+    PLAN_KEY,
+    Role,
+    plan_configmap_name,
+)
+from finetune_job.plan.digest import text_sha256
+from finetune_job.plan.launch_plan import LaunchPlan, Placement
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The FineTuneJob that a child belongs to."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+def owner_reference(owner: Owner) -> dict[str, Any]:
+    """The controller reference: garbage collection deletes the child with its job."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": JOB_KIND,
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def labels(owner: Owner, role: Role | None = None, attempt: int | None = None) -> dict[str, str]:
+    """Labels of a child, and of the pods of a role and attempt."""
+    found = {LABEL_MANAGED_BY: MANAGED_BY, LABEL_JOB: owner.name, LABEL_JOB_UID: owner.uid}
+    if role is not None:
+        found[LABEL_ROLE] = str(role)
+    if attempt is not None:
+        found[LABEL_ATTEMPT] = str(attempt)
+    return found
+
+
+def metadata(
+    owner: Owner,
+    name: str,
+    *,
+    role: Role | None = None,
+    attempt: int | None = None,
+    plan_sha256: str = "",
+    queue: Mapping[str, str] | None = None,
+    owned: bool = True,
+) -> dict[str, Any]:
+    """Metadata of a child. `queue`: labels by which a queue finds it.
+
+    There is no digest of the child's own content: what is in a Job is changed by queues and webhooks as they like, and is not
+    ours to compare; the plan is proven by its digest in status.
+    """
+    found: dict[str, Any] = {
+        "name": name,
+        "namespace": owner.namespace,
+        "labels": {**(queue or {}), **labels(owner, role, attempt)},
+    }
+    if plan_sha256:
+        found["annotations"] = {ANNOTATION_PLAN_SHA256: plan_sha256}
+    if owned:
+        found["ownerReferences"] = [owner_reference(owner)]
+    return found
 
 
 @dataclass(frozen=True)
@@ -18,3 +93,18 @@ class FrozenRun:
     placement: Placement
     """`plan.placement`, which a plan made for local mode would not have."""
     plan_sha256: str
+
+
+def plan_configmap(owner: Owner, plan_json: str) -> dict[str, Any]:
+    """`plan_json`: the canonical JSON of the plan, byte for byte what its digest was made from.
+
+    `immutable` spares the kubelets a watch; that nobody replaces the object is checked by digest, not by this flag.
+    """
+    data = {PLAN_KEY: plan_json}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(owner, plan_configmap_name(owner.name), plan_sha256=text_sha256(plan_json)),
+        "immutable": True,
+        "data": data,
+    }

@@ -1,7 +1,7 @@
 """Where the pods of a role run and which queue admits them: what the frozen placement says, in the words of Kubernetes and Kueue.
 
-What a queue or an admission webhook puts into a Job or a pod afterwards (suspension, node selectors, tolerations, scheduling gates)
-is theirs: nothing here is ever compared with what exists, or put back.
+What a queue or an admission webhook puts into a Job or a pod afterwards (suspension, node selectors, tolerations, scheduling
+gates) is theirs: nothing here is ever compared with what exists, or put back.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune_job.names import Role
-from finetune_job.plan.placement import Placement
+from finetune_job.plan.launch_plan import Placement
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -19,7 +19,7 @@ at its creation only, and taken off later. https://kueue.sigs.k8s.io/docs/refere
 PREFLIGHT_GATE = "finetune.dev/preflight"
 
 
-def place(template: dict[str, Any], placement: Placement, role: Role) -> None:
+def apply_placement(template: dict[str, Any], placement: Placement, role: Role) -> None:
     """Put the placement of a role into the template of its pods. Labels that stand there already are ours and stay."""
     pods, metadata, spec = placement.pods.of(role), template["metadata"], template["spec"]
     metadata["labels"] = {**pods.labels, **metadata["labels"]}

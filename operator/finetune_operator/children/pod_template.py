@@ -1,8 +1,9 @@
-"""What the pods of all roles share: one container, the plan, the claims, scratch space, resources, identity.
+"""What the Jobs of all roles share: one container, the plan, the claims, scratch space, resources, security contexts, and the
+rule for failing pods.
 
-No settings of ours travel in environment variables: a container reads the plan, and the libraries that ranks talk through (NCCL,
-Gloo, UCX) read what the profile says of the network. Credentials are files that the kubelet
-mounts, in the fetch and the publish pod alone. No pod holds Kubernetes credentials.
+No settings of ours travel in environment variables: a container reads the plan, and the libraries that ranks talk through
+(NCCL, Gloo, UCX) read what the profile says of the network. Credentials are files that the kubelet mounts, in the fetch and
+the publish pod alone. No pod holds Kubernetes credentials.
 """
 
 from __future__ import annotations
@@ -12,17 +13,15 @@ from typing import Any
 
 from finetune_job.api.profile import RoleResources
 from finetune_job.names import CLAIMS_MOUNT, CREDENTIALS_MOUNT, PLAN_KEY, PLAN_MOUNT, Role, plan_configmap_name
-from finetune_job.plan.launch_plan import LaunchPlan
-from finetune_job.plan.sources import input_locations
+from finetune_job.plan.inputs import input_locations
+from finetune_job.plan.launch_plan import LaunchPlan, Placement
 from finetune_operator.children.credentials import credentials_volume
-from finetune_operator.children.frozen_run import FrozenRun
-from finetune_operator.children.ownership import labels
-from finetune_operator.children.placement import place
-from finetune_operator.children.security import container_security_context, pod_security_context
+from finetune_operator.children.frozen_run import FrozenRun, labels
+from finetune_operator.children.placement import apply_placement
 
 CONTAINER_NAME = "trainer"
 SCRATCH_MOUNT = "/tmp"  # noqa: S108 - a volume of the pod's own
-"""The only writable place beside the claims; the home directory too."""
+"""The only writable place next to the claims; the home directory too."""
 SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - a volume of the pod's own
 """Where data loaders and collectives share memory; the default of 64 MiB is too small for either."""
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
@@ -101,7 +100,7 @@ def pod_template(
         "volumes": volumes,
     }
     template: dict[str, Any] = {"metadata": {"labels": labels(run.owner, role, attempt)}, "spec": spec}
-    place(template, placement, role)
+    apply_placement(template, placement, role)
     return template
 
 
@@ -131,8 +130,8 @@ def claim_access(plan: LaunchPlan, role: Role) -> dict[str, bool]:
     """Claims that a role's pods mount, each once, with whether they may write to it.
 
     Fetching and publishing see the workspace alone: what leads out of the cluster mounts no claim of the user's. Training reads
-    prepared data from the workspace and leaves its weights there, so its pods mount neither the raw data nor the output. A claim is
-    writable where it is workspace or output too.
+    prepared data from the workspace and leaves its weights there, so its pods mount neither the raw data nor the output. A claim
+    is writable where it is workspace or output too.
     """
     if role in (Role.FETCH, Role.PUBLISH):
         return {plan.workspace.claim: True}
@@ -142,3 +141,34 @@ def claim_access(plan: LaunchPlan, role: Role) -> dict[str, bool]:
         readable |= {location.claim for _, location in input_locations(plan)}
         writable.add(plan.output.claim)
     return {claim: claim in writable for claim in readable | writable}
+
+
+def pod_security_context(placement: Placement) -> dict[str, Any]:
+    """Of the pod. User and group appear only where the profile sets them: some platforms assign their own."""
+    context: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    if placement.run_as_user is not None:
+        context["runAsUser"] = placement.run_as_user
+    if placement.fs_group is not None:
+        context["fsGroup"] = placement.fs_group
+        # Walking a claim with millions of files at every start would take longer than the start itself.
+        context["fsGroupChangePolicy"] = "OnRootMismatch"
+    return context
+
+
+def container_security_context() -> dict[str, Any]:
+    """Of every container."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "privileged": False,
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+DISRUPTION_FAILS_THE_JOB: dict[str, Any] = {
+    "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+}
+"""The only rule. An exit-code rule such as `NotIn [0]` would turn a queue's suspension into a failure, because ranks that are
+suspended exit at different moments; and a Job without retries fails on any other failure anyway."""

@@ -1,4 +1,6 @@
-"""The Indexed Job of one attempt of the gang. A gang lives and dies as one: a single replaced pod could not rejoin the others."""
+"""The gang: the Indexed Job of one attempt, and the headless Service that gives its pods DNS names. A gang lives and dies as
+one: a single replaced pod could not rejoin the others.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from finetune_job.names import (
     master_address,
     service_name,
 )
-from finetune_operator.children.failure_policy import DISRUPTION_FAILS_THE_JOB
-from finetune_operator.children.frozen_run import FrozenRun
-from finetune_operator.children.ownership import metadata
+from finetune_operator.children.frozen_run import FrozenRun, Owner, labels, metadata
 from finetune_operator.children.placement import GATES_ANNOTATION, PREFLIGHT_GATE, queue_labels
-from finetune_operator.children.pod_template import INDEX_VARIABLE, index_variable, plan_arguments, pod_template
+from finetune_operator.children.pod_template import (
+    DISRUPTION_FAILS_THE_JOB,
+    INDEX_VARIABLE,
+    index_variable,
+    plan_arguments,
+    pod_template,
+)
 
 
 def gated_train_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
@@ -77,3 +83,20 @@ def train_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
         ),
         "spec": spec,
     }
+
+
+def gang_service(owner: Owner) -> dict[str, Any]:
+    """One Service for all attempts.
+
+    Addresses are published before the pods are ready: a rank becomes ready only after it has met the others.
+    """
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": labels(owner, Role.TRAIN),
+        "ports": [
+            {"name": "rendezvous", "port": RENDEZVOUS_PORT, "targetPort": RENDEZVOUS_PORT, "protocol": "TCP"},
+            {"name": "observe", "port": OBSERVE_PORT, "targetPort": OBSERVE_PORT, "protocol": "TCP"},
+        ],
+    }
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata(owner, service_name(owner.name)), "spec": spec}

@@ -37,7 +37,7 @@ def proxy_from_environment(url: str) -> str | None:
 
 
 async def session_for_kopf(on_answer: Callable[[URL, int], None]) -> kopf.AiohttpSession:
-    """The same access for kopf's watches, read anew at each login because tokens expire.
+    """The same access for kopf's watches, read again at each login because tokens expire.
 
     `on_answer` learns the URL and status of every request of kopf whose answer has begun.
     """

@@ -1,4 +1,6 @@
-"""Answers of the API server, and of what is between us and it."""
+"""Answers of the API server, and of what is between us and it: refusals and missing answers as exceptions, Retry-After, the
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,55 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
-from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
-from finetune_operator.cluster.json_text import read_json
+from finetune_operator.cluster.raw_objects import read_json
+
+
+class ApiError(Exception):
+    """The API server refused a request."""
+
+    def __init__(self, request: str, code: int, reason: str, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(f"{request}: {code} {reason}: {message}")
+        self.code = code
+        """HTTP status."""
+        self.reason = reason
+        """Machine-readable, as in `AlreadyExists`; empty where the server gave none."""
+        self.message = message
+        """The server's words."""
+        self.retry_after = retry_after
+        """Seconds that the server asked to wait; 0: it did not ask."""
+
+    @property
+    def is_not_found(self) -> bool:
+        """The object, or what it should be in, does not exist."""
+        return self.code == 404
+
+    @property
+    def is_conflict(self) -> bool:
+        """A precondition (resourceVersion or UID) does not hold."""
+        return self.code == 409 and self.reason != "AlreadyExists"
+
+    @property
+    def is_already_exists(self) -> bool:
+        """The name is taken."""
+        return self.code == 409 and self.reason == "AlreadyExists"
+
+
+class ApiUnreachableError(Exception):
+    """No answer: whether the request was carried out is not known."""
+
+
+class NotLeadingError(ApiUnreachableError):
+    """Not sent: another replica may hold the lease by now. A kind of unreachable server, so who survives one survives this;
+    the process ends when its lease thread sees the same.
+    """
+
 
 Document = dict[str, Any]
 SHORTEST_RETRY_AFTER = 0.1
 LONGEST_RETRY_AFTER = 30.0
 
 
-class Answered(NamedTuple):
+class AnsweredRequest(NamedTuple):
     """One request that was sent, for the metrics."""
 
     verb: str
@@ -46,7 +88,7 @@ def retry_after_seconds(value: str | None, now: float) -> float:
 
 
 def resource_of(path: str) -> str:
-    """Plural and subresource of a path: what the metrics count by. Empty for paths that are no resource's."""
+    """Plural and subresource of a path: what the metrics count by. Empty for paths that are not a resource's."""
     parts = path.split("/")[1:]
     parts = parts[2:] if parts[0] == "api" else parts[3:] if parts[0] == "apis" else []
     if len(parts) > 2 and parts[0] == "namespaces":

@@ -1,6 +1,6 @@
 """A thin client of the API server: plain dicts in and out, as many at a time as the server takes, Retry-After honoured.
 
-It stands on kubernetes.aio for configuration, credentials and connections, and not on its models: parsing typed lists costs
+It uses kubernetes.aio for configuration, credentials and connections, but not its models: parsing typed lists costs
 ten times the time of plain JSON, and the cache keeps projections of its own.
 """
 
@@ -17,13 +17,21 @@ import aiohttp
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
-from finetune_operator.cluster.answers import Answered, Document, document_of, refusal_of, resource_of, retry_after_seconds
-from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
+from finetune_operator.cluster.answers import (
+    AnsweredRequest,
+    ApiError,
+    ApiUnreachableError,
+    Document,
+    document_of,
+    refusal_of,
+    resource_of,
+    retry_after_seconds,
+)
 from finetune_operator.cluster.fence import Fence, FencedConnections
-from finetune_operator.cluster.in_flight import InFlight
+from finetune_operator.cluster.in_flight import RequestLimiter
 from finetune_operator.cluster.kinds import Kind
 
-__all__ = ["Answered", "Api", "Document", "Page", "resource_of", "retry_after_seconds"]
+__all__ = ["AnsweredRequest", "Api", "Document", "Page", "resource_of", "retry_after_seconds"]
 
 
 class Page(NamedTuple):
@@ -36,7 +44,7 @@ class Page(NamedTuple):
     """Whether what came before is void: the list was begun, perhaps for another time."""
 
 
-RequestObserver = Callable[[Answered], None]
+RequestObserver = Callable[[AnsweredRequest], None]
 
 ATTEMPTS = 5
 """How often one request is sent at most while the server says "later"."""
@@ -59,7 +67,7 @@ class Api:
         self,
         configuration: Configuration,
         *,
-        in_flight: InFlight | None = None,
+        in_flight: RequestLimiter | None = None,
         request_timeout: float = 30.0,
         page_size: int = PAGE_SIZE,
         observer: RequestObserver | None = None,
@@ -194,7 +202,11 @@ class Api:
         verb, resource = verb or method, resource_of(path)
         url = f"{self._client.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
         for remaining in reversed(range(ATTEMPTS)):
-            headers = {"Accept": accept or "application/json", "Content-Type": content_type, "User-Agent": self._client.user_agent}
+            headers = {
+                "Accept": accept or "application/json",
+                "Content-Type": content_type,
+                "User-Agent": self._client.user_agent,
+            }
             try:
                 await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
                 async with self._slot():
@@ -204,16 +216,16 @@ class Api:
                     )
                     content = await response.read()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                self._observer(Answered(verb, resource, "error", ""))
+                self._observer(AnsweredRequest(verb, resource, "error", ""))
                 raise ApiUnreachableError(f"{verb} {path}: {type(error).__name__}: {error}") from error
             if 200 <= response.status < 300:
-                self._observer(Answered(verb, resource, str(response.status), ""))
+                self._observer(AnsweredRequest(verb, resource, str(response.status), ""))
                 if self._in_flight is not None:
                     self._in_flight.went_well()
                 return document_of(f"{verb} {path}", content)
             asked = retry_after_seconds(response.headers.get("Retry-After"), self._clock())
             refusal = refusal_of(verb, path, response.status, asked, content)
-            self._observer(Answered(verb, resource, str(response.status), refusal.reason))
+            self._observer(AnsweredRequest(verb, resource, str(response.status), refusal.reason))
             if self._in_flight is not None and refusal.code in OVERLOADED:
                 self._in_flight.was_too_much()
             if not (remaining and refusal.retry_after and refusal.code in LATER):
@@ -222,7 +234,7 @@ class Api:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def stream(self, path: str, query: Mapping[str, str], longest_silence: float) -> AsyncIterator[bytes]:
-        """Chunks of an answer that goes on for long. It takes no place among the requests under way.
+        """Chunks of an answer that lasts long. It takes no place among the requests under way.
 
         Raises the same as `request`, and ApiUnreachableError after so many seconds without a byte.
         """
@@ -238,20 +250,20 @@ class Api:
                 if response.status != 200:
                     asked = retry_after_seconds(response.headers.get("Retry-After"), self._clock())
                     refusal = refusal_of(verb, path, response.status, asked, await response.read())
-                    self._observer(Answered(verb, resource, str(response.status), refusal.reason))
+                    self._observer(AnsweredRequest(verb, resource, str(response.status), refusal.reason))
                     raise refusal
-                self._observer(Answered(verb, resource, "200", ""))
+                self._observer(AnsweredRequest(verb, resource, "200", ""))
                 async for chunk in response.content.iter_any():
                     yield chunk
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._observer(Answered(verb, resource, "error", ""))
+            self._observer(AnsweredRequest(verb, resource, "error", ""))
             raise ApiUnreachableError(f"{verb} {path}: {type(error).__name__}: {error}") from error
 
     def _slot(self) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self._in_flight is None else self._in_flight.slot()
 
 
-def _unobserved(_: Answered) -> None:
+def _unobserved(_: AnsweredRequest) -> None:
     """For clients whose requests nobody counts."""
 
 

@@ -21,14 +21,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import BATCH_JOBS, CHILDREN, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES, JobKey, Kind
 from finetune_operator.cluster.object_key import ObjectKey, UnreadableObjectError, object_key
 from finetune_operator.cluster.projection import CachedObject, project
+from finetune_operator.cluster.raw_objects import Fields, UnreadableObjects
 from finetune_operator.cluster.store import Store
-from finetune_operator.cluster.unreadable import UnreadableObjects
 
-__all__ = ["Cache", "Child", "JobKey"]
+__all__ = ["Cache", "CachedChild", "JobKey"]
 
 TOMBSTONE_SECONDS = 900.0
 """How long the UID of a deleted object is remembered, so that a list begun before its deletion cannot bring it back."""
@@ -36,7 +35,7 @@ CONTROLLED = (BATCH_JOBS, CONFIG_MAPS, SERVICES)
 """Kinds that a FineTuneJob controls itself."""
 
 
-class Child(NamedTuple):
+class CachedChild(NamedTuple):
     """An object of a FineTuneJob."""
 
     kind: Kind
@@ -53,10 +52,12 @@ class Cache(Store):
         self._tombstones: dict[str, tuple[int, float]] = {}
         """UID -> version from which on a state of the object proves that it exists after all; when it was buried."""
         self.job_gone: Callable[[str], None] = lambda _: None
-        """Called with the UID of a FineTuneJob that is gone, for whoever keeps notes about it."""
+        """Called with the UID of a FineTuneJob that is gone, for those that keep notes about it."""
 
     def read(self, kind: Kind, document: Any) -> CachedObject | None:
-        """What is kept of an object, whatever stands in it; None where it is a stranger's or not even its identity can be read."""
+        """What is kept of an object, whatever stands in it; None where it is a stranger's or not even its identity can be
+        read.
+        """
         key = self.key_of(kind, document)
         if key is None:
             return None
@@ -190,13 +191,17 @@ class Cache(Store):
             if held.pod is not None and held.pod.gone and is_settled(held):
                 self._drop(PODS, held.key.uid)
 
-    def to_look_up(self, job_uid: str) -> list[Child]:
+    def to_look_up(self, job_uid: str) -> list[CachedChild]:
         """Children whose state only a live read can tell: bare keys, those in doubt, and those whose events never come because
         they lack the label by which they are watched.
         """
-        found = [Child(kind, held) for kind in CONTROLLED for held in self._all_owned(kind, job_uid)]
-        found += [Child(PODS, held) for batch_job in self._batch_jobs_of.of(job_uid) for held in self._all_owned(PODS, batch_job)]
-        return [child for child in found if self.is_in_doubt(child.held) or not (child.held.key.is_labelled or child.held.is_gone)]
+        found = [CachedChild(kind, held) for kind in CONTROLLED for held in self._all_owned(kind, job_uid)]
+        found += [
+            CachedChild(PODS, held) for batch_job in self._batch_jobs_of.of(job_uid) for held in self._all_owned(PODS, batch_job)
+        ]
+        return [
+            child for child in found if self.is_in_doubt(child.held) or not (child.held.key.is_labelled or child.held.is_gone)
+        ]
 
     def fingerprint(self, job_uid: str) -> frozenset[tuple[str, int]]:
         """Changes whenever a Job or pod of that job does."""

@@ -17,17 +17,17 @@ from typing import NamedTuple, Protocol
 from finetune_job.names import Role
 from finetune_job.plan.launch_plan import CheckpointInterval
 from finetune_job.progress import Progress
+from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache
-from finetune_operator.cluster.errors import ApiError
-from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, Kind
 from finetune_operator.cluster.projection import CachedObject, utc_now
-from finetune_operator.cluster.reading import Reader
+from finetune_operator.cluster.raw_objects import Fields
+from finetune_operator.cluster.reader import Reader
 from finetune_operator.cluster.workloads import ABSENT_SECONDS, Workloads
 from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
 from finetune_operator.decide.observed import BatchJobView, Observed, PodView, ProfileView
-from finetune_operator.decide.priority_boost import priority_boost
+from finetune_operator.decide.progress import priority_boost
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
@@ -36,12 +36,12 @@ PERIOD_SECONDS = 15.0
 PAUSE_SECONDS = 0.1
 """Between one Workload and the next. With thousands of them a round takes longer, and each is told less often."""
 PLAN_FIELD = "checkpoint_priority_boost"
-"""Does not stand in a plan that does not ask for it: see `PlacementModel`."""
+"""Absent from a plan that does not ask for it: see `PlacementModel`."""
 LONGEST_BOOST = 64
 """Characters. Kueue takes 32 bits; anything longer differs from what is to stand there all the same."""
 
 
-class Pods(Protocol):
+class ProgressSource(Protocol):
     """Who runs, and what it told; `ProgressPoll`."""
 
     def rank_zero(self, held: CachedObject) -> PodView | None:
@@ -51,7 +51,7 @@ class Pods(Protocol):
         """What that pod told last."""
 
 
-class _Wish(NamedTuple):
+class _BoostRequest(NamedTuple):
     """What a plan asks for."""
 
     most: int
@@ -59,7 +59,7 @@ class _Wish(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Told:
+class _WrittenBoost:
     """A Workload, and the boost that it has."""
 
     kind: Kind
@@ -75,7 +75,7 @@ class CheckpointBoost:
         self,
         api: Api,
         cache: Cache,
-        pods: Pods,
+        pods: ProgressSource,
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         now: Callable[[], datetime] = utc_now,
@@ -86,9 +86,9 @@ class CheckpointBoost:
         self._sleep = sleep
         self._now = now
         self._workloads = Workloads(api)
-        self._wishes: dict[str, tuple[str, _Wish | None]] = {}
+        self._wishes: dict[str, tuple[str, _BoostRequest | None]] = {}
         """UID of a FineTuneJob -> UID of the ConfigMap with its plan, and what that asks for: reading one takes a millisecond."""
-        self._told: dict[str, _Told] = {}
+        self._told: dict[str, _WrittenBoost] = {}
         """By UID of the train Job."""
         self._absent_until: dict[str, datetime] = {}
         """The same of Jobs without a Workload."""
@@ -133,7 +133,7 @@ class CheckpointBoost:
         self._absent_until = {uid: until for uid, until in self._absent_until.items() if uid in followed and now < until}
         self._refused_until = {namespace: until for namespace, until in self._refused_until.items() if now < until}
 
-    async def _wish(self, held: CachedObject) -> _Wish | None:
+    async def _wish(self, held: CachedObject) -> _BoostRequest | None:
         """What the plan of a job asks for; None: nothing."""
         config_map = next(iter(self._cache.owned(CONFIG_MAPS, held.key.uid)), None)
         if config_map is None:
@@ -155,7 +155,7 @@ class CheckpointBoost:
             return None if job.deleting or job.has("Complete", "Failed") else job
         return None
 
-    def _boost(self, held: CachedObject, batch_job: BatchJobView, wish: _Wish) -> int | None:
+    def _boost(self, held: CachedObject, batch_job: BatchJobView, wish: _BoostRequest) -> int | None:
         """None: not known, because the run has told nothing since it began, or since the operator did."""
         pod = None if batch_job.suspended else self._pods.rank_zero(held)
         if pod is None:
@@ -201,17 +201,17 @@ class CheckpointBoost:
         self._told[uid] = replace(told, boost=boost)
         self._is_refusal_logged = False
 
-    async def _look(self, uid: str, namespace: str) -> _Told | None:
+    async def _look(self, uid: str, namespace: str) -> _WrittenBoost | None:
         found = await self._workloads.of_job(uid, namespace, self._now())
         if found is None:
             return None
         metadata = Fields(found.document).at("metadata")
         # To Kueue no annotation is a boost of 0.
         boost = metadata.at("annotations").text(BOOST_ANNOTATION, LONGEST_BOOST) or "0"
-        return _Told(found.kind, metadata.name("name"), metadata.name("uid"), boost)
+        return _WrittenBoost(found.kind, metadata.name("name"), metadata.name("uid"), boost)
 
 
-def _read_wish(held: CachedObject, config_map: CachedObject) -> _Wish | None:
+def _read_wish(held: CachedObject, config_map: CachedObject) -> _BoostRequest | None:
     # A reader of its own: one that remembers would hold plans that are read once.
     reader = Reader()
     plan = reader.plan(config_map)
@@ -220,4 +220,4 @@ def _read_wish(held: CachedObject, config_map: CachedObject) -> _Wish | None:
     run = frozen_plan(Observed(reader.job(held).view, ProfileView(""), plan=plan))
     if isinstance(run, PlanLost) or not run.placement.checkpoint_priority_boost:
         return None
-    return _Wish(run.placement.checkpoint_priority_boost, run.plan.checkpoint)
+    return _BoostRequest(run.placement.checkpoint_priority_boost, run.plan.checkpoint)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.api import Api
-from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.kinds import JOBS, PROFILES
 from finetune_operator.logs import logger
 

@@ -12,14 +12,14 @@ from pydantic import BaseModel
 
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_operator.children.placement import GATES_ANNOTATION
+from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache
-from finetune_operator.cluster.errors import ApiError
 from finetune_operator.cluster.gather import Gathered, Gatherer
 from finetune_operator.cluster.kinds import BATCH_JOBS, CHILD_KINDS, DELETED_KINDS, JOBS, WATCHED, Kind
 from finetune_operator.cluster.object_key import belongs_to
 from finetune_operator.cluster.projection import utc_now
-from finetune_operator.cluster.recorder import Recorder
+from finetune_operator.cluster.recorder import EventRecorder
 from finetune_operator.decide.actions import Actions, Create, Delete, Ungate
 from finetune_operator.decide.observed import JobView
 
@@ -46,11 +46,11 @@ class Executor:
     api: Api
     cache: Cache
     gatherer: Gatherer
-    recorder: Recorder
+    recorder: EventRecorder
     now: Callable[[], datetime] = utc_now
 
     async def execute(self, gathered: Gathered, actions: Actions) -> PassOutcome:
-        """Raises ApiError and ApiUnreachableError; what was done until then stands, and the next pass goes on from there."""
+        """Raises ApiError and ApiUnreachableError; what was done until then remains, and the next pass continues from there."""
         job = gathered.observed.job
         patch = {} if actions.status is None else merge_patch(gathered.raw_status, status_document(actions.status))
         if patch:
@@ -155,8 +155,9 @@ class Executor:
 
 
 def is_refused(error: ApiError) -> bool:
-    """Whether the server will say the same until somebody changes something: a quota, Pod Security, an admission webhook or policy,
-    a template that is not valid, a namespace that is being deleted. An overload passes by itself, and a taken name is no refusal.
+    """Whether the server will say the same until somebody changes something: a quota, Pod Security, an admission webhook or
+    policy, a template that is not valid, a namespace that is being deleted. An overload passes by itself, and a taken name is
+    no refusal.
     """
     if error.code in (401, 408, 409, 410, 429):
         return False
@@ -172,7 +173,7 @@ def _document(model: BaseModel) -> Document:
     found: Document = {}
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
-        if value is None or (value == "" and not field.is_required()):
+        if value is None or (value in ("", ()) and not field.is_required()):
             continue
         found[field.alias or name] = _plain(value)
     return found

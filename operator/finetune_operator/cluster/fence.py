@@ -1,7 +1,7 @@
 """No byte for the API server leaves the process once another replica may hold the lease.
 
 A look at the lease before a request is not enough: between the look and the bytes the request waits for a connection and for
-its turn in the event loop, and a process that is stopped there sends it when it goes on. So the socket itself looks again.
+its turn in the event loop, and a process that is stopped there sends it when it continues. So the socket itself looks again.
 What is left are the instructions between that look and the system call; for these there are preconditions and fixed names.
 """
 
@@ -15,7 +15,7 @@ import aiohttp
 from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
 
-from finetune_operator.cluster.errors import NotLeadingError
+from finetune_operator.cluster.answers import NotLeadingError
 
 Fence = Callable[[], None]
 """Raises NotLeadingError where a request must not be sent any more. Called very often, from any thread."""

@@ -17,27 +17,28 @@ from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.names import DEFAULT_PROFILE
 from finetune_job.progress import Progress
 from finetune_operator.children.claims import claims_named_by
+from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
-from finetune_operator.cluster.errors import ApiError
 from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, SERVICES, Kind
 from finetune_operator.cluster.live_reads import LiveReads
-from finetune_operator.cluster.notes import JobNotes, refusal
+from finetune_operator.cluster.notes import JobNotes, refused_write
 from finetune_operator.cluster.object_key import belongs_to
 from finetune_operator.cluster.projection import CachedObject
-from finetune_operator.cluster.reading import Reader
+from finetune_operator.cluster.reader import Reader
 from finetune_operator.cluster.warning_events import WarningEvents
 from finetune_operator.cluster.workloads import Workloads
-from finetune_operator.decide.earlier_attempts import needs_live_list
-from finetune_operator.decide.observed import JobView, Line, Observed, ProfileView
+from finetune_operator.decide.blocked import needs_live_list
+from finetune_operator.decide.observed import JobView, Observed, PlaceInLine, ProfileView
 from finetune_operator.decide.stage import attempt_of, current_role, is_ended, is_started, is_terminal
 
 CLAIM_SEEN_SECONDS = 60.0
 """How long a claim that was there is believed to be there still."""
 MOST_CLAIMS_SEEN = 10_000
 MISSING_RETRY_SECONDS = 15.0
-"""How soon to look again for a claim that is missing or a conflict that stands in the way: no watch would tell."""
+"""How soon to look again for a claim that is missing or a conflict that is in the way: no watch would tell."""
 VANISHING_RETRY_SECONDS = 3.0
+NO_NOTES = JobNotes()
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Gathered:
 
     observed: Observed
     raw_status: Document
-    """Status as it stands on the server, for the patch."""
+    """Status as it is on the server, for the patch."""
     revisit_after_seconds: float | None
     """When this gathering is out of date although no watch event came."""
     cpu_seconds: float = 0.0
@@ -74,12 +75,12 @@ class Gatherer:
         self._draw = draw
         self._claims_seen: dict[tuple[str, str], datetime] = {}
         self._notes: dict[str, JobNotes] = {}
-        """By UID of the job."""
+        """By UID of the job; of most jobs there is nothing to note."""
         cache.job_gone = self._forget
 
     def note_conflict(self, job_uid: str, kind: Kind, name: str) -> None:
         """A create met an object that is not ours."""
-        self._notes_of(job_uid).conflicts.add((kind, name))
+        self._notes_of(job_uid).conflicts |= {(kind, name)}
 
     def note_progress(self, job_uid: str, progress: Progress) -> None:
         """Rank 0 had something new to tell; the next pass may write it."""
@@ -88,15 +89,17 @@ class Gatherer:
     def note_refusal(self, job_uid: str, kind: Kind, name: str, error: ApiError, now: datetime) -> None:
         """The API server refused a child or a change of one, and will for a while."""
         notes = self._notes_of(job_uid)
-        notes.refused = refusal(notes.refused, (kind.name, name), error, now, self._draw)
+        notes.refused = refused_write(notes.refused, (kind.name, name), error, now, self._draw)
 
     def note_written(self, job_uid: str) -> None:
         """A child was created or changed: nothing is refused any more."""
-        self._notes_of(job_uid).refused = None
+        notes = self._notes.get(job_uid)
+        if notes is not None:
+            notes.refused = None
 
     def may_create(self, job_uid: str, now: datetime) -> bool:
         """Whether a create of that job is to be tried now."""
-        notes = self._notes_of(job_uid)
+        notes = self._notes.get(job_uid, NO_NOTES)
         # The children of a pass need each other in their order: a Job must not meet a stranger's ConfigMap.
         return not notes.conflicts and (notes.refused is None or now >= notes.refused.retry_at)
 
@@ -137,6 +140,10 @@ class Gatherer:
         observed = self._with_events(observed, now, revisits)
         told = await self._workloads.told(observed.batch_jobs, job.namespace, now, revisits)
         observed = replace(observed, batch_jobs=told)
+        if is_terminal(job.status):
+            notes.listed = None
+        if notes.is_empty:
+            self._forget(job.uid)
         return Gathered(observed, raw_status, min(revisits, default=None), cpu_seconds)
 
     def _notes_of(self, job_uid: str) -> JobNotes:
@@ -157,11 +164,11 @@ class Gatherer:
             service_exists=bool(self._cache.owned(SERVICES, uid)),
         )
 
-    def _line(self, held: CachedObject, job: JobView, profile: ProfileView) -> Line | None:
+    def _line(self, held: CachedObject, job: JobView, profile: ProfileView) -> PlaceInLine | None:
         limit = profile.spec.max_active_jobs if profile.spec is not None else None
         if limit is None or is_started(job.status):
             return None
-        return Line(limit=limit, ahead=self._cache.lines.ahead_of(held))
+        return PlaceInLine(limit=limit, ahead=self._cache.lines.ahead_of(held))
 
     def _profile(self, spec: FineTuneJobSpec | None, raw_spec: Mapping[str, Any]) -> ProfileView:
         name = (spec.profile if spec is not None else raw_spec.get("profile")) or DEFAULT_PROFILE
@@ -217,13 +224,13 @@ class Gatherer:
                 continue
             is_of_namesake = key.is_controlled_by(JOBS) and key.owner_name == job.name
             (vanishing if key.is_deleting and is_of_namesake else standing).add((kind, name))
-        notes.conflicts = vanishing | standing
+        notes.conflicts = frozenset(vanishing | standing)
         if notes.conflicts:
             revisits.append(VANISHING_RETRY_SECONDS if vanishing else MISSING_RETRY_SECONDS)
         return _named(vanishing), _named(standing)
 
     def _forget_settled_evidence(self, job: JobView) -> None:
-        """Gone pods are needed until the outcome of their attempt stands in the status."""
+        """Gone pods are needed until status has the outcome of their attempt."""
         existing = {held.key.uid for held in self._cache.owned(BATCH_JOBS, job.uid)}
         role = current_role(job.status)
         current = (role, attempt_of(job.status, role))

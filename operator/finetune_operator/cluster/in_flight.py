@@ -22,7 +22,7 @@ HALVE_SECONDS = 1.0
 """Refusals within so long of the last halving are answers to the same overload."""
 
 
-class InFlight:
+class RequestLimiter:
     """Lets requests through in the order of their arrival."""
 
     def __init__(self, most: int = MOST, least: int = LEAST, clock: Callable[[], float] = time.monotonic) -> None:

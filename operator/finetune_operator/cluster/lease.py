@@ -1,8 +1,8 @@
-"""A small elector on a `coordination.k8s.io` Lease.
+"""A small elector on a `coordination.k8s.io` Lease, and the Lease on the API server.
 
-Others may take over once the record has not changed for `duration`; our own requests stop at `renew_deadline` already, which is
-shorter, so there is always a gap between two holders. Others' clocks are not trusted: a lease counts as expired when its record
-has not changed for its duration as seen here.
+Others may take over once the record has not changed for `duration`; our own requests stop at `renew_deadline` already, which
+is shorter, so there is always a gap between two holders. Others' clocks are not trusted: a lease counts as expired when its
+record has not changed for its duration as seen here.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from finetune_operator.cluster.errors import ApiError, ApiUnreachableError, NotLeadingError
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, NotLeadingError
+from finetune_operator.cluster.api import Api, Document
+from finetune_operator.cluster.kinds import LEASES
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
-Document = dict[str, Any]
+LeaseDocument = dict[str, Any]
 
 
 class LeaseStore(Protocol):
     """Where the Lease is kept. Writes raise ApiError with a conflict where somebody else was faster."""
 
-    async def read(self) -> Document | None:
+    async def read(self) -> LeaseDocument | None:
         """The Lease, or None."""
         ...
 
-    async def create(self, spec: Document) -> Document:
+    async def create(self, spec: LeaseDocument) -> LeaseDocument:
         """Make it."""
         ...
 
-    async def replace(self, lease: Document) -> Document:
+    async def replace(self, lease: LeaseDocument) -> LeaseDocument:
         """Write it, its resourceVersion being a precondition."""
         ...
 
@@ -64,7 +66,7 @@ class Elector:
         self._timing = timing
         self._clock = clock
         self._sleep = sleep
-        self._lease: Document | None = None
+        self._lease: LeaseDocument | None = None
         """As we wrote it last; a renewal needs no read."""
         self._renewed = -math.inf
         """When the last renewal that succeeded was begun. When its answer came says nothing: others count from the write."""
@@ -150,12 +152,12 @@ class Elector:
         await self._write(lease, started)
         return True
 
-    async def _write(self, lease: Document | None, started: float) -> None:
-        """Raises ApiError with a conflict where somebody else was faster: the lease is not ours then, whoever that was."""
+    async def _write(self, lease: LeaseDocument | None, started: float) -> None:
+        """Raises ApiError with a conflict where somebody else was faster: the lease is not ours then."""
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        spec: Document = {} if lease is None else dict(lease.get("spec") or {})
+        spec: LeaseDocument = {} if lease is None else dict(lease.get("spec") or {})
         is_renewal = lease is not None and _holder(lease) == self._identity
-        changed: Document = {
+        changed: LeaseDocument = {
             "holderIdentity": self._identity,
             "leaseDurationSeconds": int(self._timing.duration),
             "renewTime": now,
@@ -165,7 +167,7 @@ class Elector:
         self._lease = await (self._store.create(changed) if lease is None else self._store.replace(lease | {"spec": changed}))
         self._renewed = started
 
-    def _is_expired(self, spec: Document) -> bool:
+    def _is_expired(self, spec: LeaseDocument) -> bool:
         record = (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
         now = self._clock()
         if self._seen is None or self._seen[0] != record:
@@ -174,5 +176,30 @@ class Elector:
         return now - self._seen[1] >= float(spec.get("leaseDurationSeconds") or self._timing.duration)
 
 
-def _holder(lease: Document) -> str:
+def _holder(lease: LeaseDocument) -> str:
     return str((lease.get("spec") or {}).get("holderIdentity") or "")
+
+
+class LeaseObject:
+    """The Lease of one name in one namespace. `metadata`: its labels and annotations."""
+
+    def __init__(self, api: Api, namespace: str, name: str, metadata: Document | None = None) -> None:
+        self._api = api
+        self._metadata = metadata or {}
+        self._namespace = namespace
+        self._name = name
+
+    async def read(self) -> Document | None:
+        """The Lease, or None."""
+        return await self._api.get(LEASES, self._namespace, self._name)
+
+    async def create(self, spec: Document) -> Document:
+        """Make it; raises ApiError with a conflict where it is there."""
+        metadata = {"name": self._name, "namespace": self._namespace, **self._metadata}
+        body = {"apiVersion": LEASES.api_version, "kind": LEASES.name, "metadata": metadata, "spec": spec}
+        return await self._api.create(LEASES, self._namespace, body)
+
+    async def replace(self, lease: Document) -> Document:
+        """Write it, its resourceVersion being a precondition."""
+        changed = lease | {"metadata": lease["metadata"] | self._metadata}
+        return await self._api.replace(LEASES, self._namespace, self._name, changed)

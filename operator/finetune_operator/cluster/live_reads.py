@@ -11,10 +11,10 @@ from typing import Any
 
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache
-from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS, Kind
-from finetune_operator.cluster.notes import JobNotes, Listed
+from finetune_operator.cluster.notes import JobNotes, LiveList
 from finetune_operator.cluster.object_key import ObjectKey, labelled_job_uid
+from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.decide.observed import JobView, LiveChildren, LiveJob, LivePod
 
 UNWATCHED_SECONDS = 15.0
@@ -34,17 +34,19 @@ class LiveReads:
     async def look_up(self, job: JobView, notes: JobNotes, now: datetime) -> float | None:
         """Make certain of every child that the watches do not show. Returns in how many seconds to do it again."""
         unwatched = False
-        looked_up, notes.looked_up = notes.looked_up, {}
+        before = notes.looked_up or {}
+        looked_up: dict[str, datetime] = {}
         for kind, held in self._cache.to_look_up(job.uid):
             key = held.key
-            last = looked_up.get(key.uid)
+            last = before.get(key.uid)
             is_due = last is None or (now - last).total_seconds() >= UNWATCHED_SECONDS
             if is_due or self._cache.is_in_doubt(held):
                 last = now
                 unwatched |= await self._read(kind, key) and not self._cache.is_watched(kind, key.uid)
             else:
                 unwatched = True
-            notes.looked_up[key.uid] = last or now
+            looked_up[key.uid] = last or now
+        notes.looked_up = looked_up
         return UNWATCHED_SECONDS if unwatched else None
 
     async def _read(self, kind: Kind, key: ObjectKey) -> bool:
@@ -79,10 +81,10 @@ class LiveReads:
         is_watched = all(self._cache.is_watched(kind, uid) for kind, uid in shown)
         # That nothing runs is looked at each time that something is to be created by it, so it is not kept.
         is_kept = children != LiveChildren()
-        notes.listed = Listed(children, self._cache.fingerprint(job.uid), now, is_watched) if is_kept else None
+        notes.listed = LiveList(children, self._cache.fingerprint(job.uid), now, is_watched) if is_kept else None
         return children
 
-    def _holds(self, listed: Listed, job: JobView, now: datetime) -> bool:
+    def _holds(self, listed: LiveList, job: JobView, now: datetime) -> bool:
         age = (now - listed.at).total_seconds()
         is_young = age < (LISTED_SECONDS if listed.is_watched else UNWATCHED_SECONDS)
         return is_young and listed.fingerprint == self._cache.fingerprint(job.uid)

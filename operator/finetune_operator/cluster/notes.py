@@ -6,11 +6,11 @@ All of it may be lost at any time: a new leader learns it again by the answers t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from finetune_job.progress import Progress
-from finetune_operator.cluster.errors import ApiError
+from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.kinds import Kind
 from finetune_operator.decide.observed import LiveChildren, RefusedWrite
 
@@ -20,7 +20,7 @@ LONGEST_MESSAGE = 1024
 
 
 @dataclass(frozen=True)
-class Listed:
+class LiveList:
     """A live list, and the state of the cache that it was made in."""
 
     children: LiveChildren
@@ -30,20 +30,25 @@ class Listed:
     """Whether an event will come for everything that it shows."""
 
 
-@dataclass
+@dataclass(slots=True)
 class JobNotes:
     """Of one job."""
 
-    conflicts: set[tuple[Kind, str]] = field(default_factory=set)
+    conflicts: frozenset[tuple[Kind, str]] = frozenset()
     """What creates met that is not ours."""
     progress: Progress | None = None
     refused: RefusedWrite | None = None
-    listed: Listed | None = None
-    looked_up: dict[str, datetime] = field(default_factory=dict)
+    listed: LiveList | None = None
+    looked_up: dict[str, datetime] | None = None
     """UID of an object of which no watch tells -> when it was read last."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is noted, as of nearly every job at any one time."""
+        return not (self.conflicts or self.looked_up or self.progress or self.refused or self.listed)
 
-def refusal(
+
+def refused_write(
     before: RefusedWrite | None, child: tuple[str, str], error: ApiError, now: datetime, draw: Callable[[], float]
 ) -> RefusedWrite:
     """What to note of a create that the server refused, once more. `child`: kind and name.

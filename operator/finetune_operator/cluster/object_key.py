@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_job.names import LABEL_JOB_UID, LABEL_MANAGED_BY, MANAGED_BY
-from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import JOBS, Kind
+from finetune_operator.cluster.raw_objects import Fields
 
 Document = Mapping[str, Any]
 LONGEST_UID = 64

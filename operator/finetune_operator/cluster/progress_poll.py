@@ -21,7 +21,7 @@ ANSWER_SECONDS = 2.0
 LARGEST_ANSWER_BYTES = 65_536
 
 
-class _Polled(NamedTuple):
+class _ReportedProgress(NamedTuple):
     pod_uid: str
     progress: Progress
 
@@ -45,7 +45,7 @@ class ProgressPoll:
         self._period = period
         self._longest = longest
         self._writes_per_second = writes_per_second
-        self._told: dict[str, _Polled] = {}
+        self._told: dict[str, _ReportedProgress] = {}
         """Job UID -> what was passed on last, and who had told it."""
 
     async def run(self) -> None:
@@ -57,7 +57,9 @@ class ProgressPoll:
                 await asyncio.sleep(min(max(self._period, num_polled / self._writes_per_second), self._longest))
 
     def progress_of(self, held: CachedObject, pod: PodView) -> Progress | None:
-        """What that pod of the job told last. What another has told is none of it: the run went back to a checkpoint in between."""
+        """What that pod of the job told last. What another has told is none of it: the run went back to a checkpoint in
+        between.
+        """
         told = self._told.get(held.key.uid)
         return told.progress if told is not None and told.pod_uid == pod.uid else None
 
@@ -99,7 +101,7 @@ class ProgressPoll:
         except (aiohttp.ClientError, TimeoutError, ValueError):
             # Normal while the pod starts, ends or restarts; a run that hangs is the deadlines' affair.
             return
-        uid, told = held.key.uid, _Polled(pod.uid, progress)
+        uid, told = held.key.uid, _ReportedProgress(pod.uid, progress)
         if held.summary is None or progress.attempt != held.summary.attempt or self._told.get(uid) == told:
             return
         self._told[uid] = told

@@ -1,6 +1,6 @@
 """Raw objects -> the small typed views that the cache keeps. Raw dicts of many jobs and pods would cost forty times the memory.
 
-Whatever stands in an object, nothing here raises but `UnreadableObjectError`, for one without a readable identity; other values
+Whatever an object holds, nothing here raises but `UnreadableObjectError`, for one without a readable identity; other values
 that cannot be read are as good as absent, and `CachedObject.unreadable` names them. Every text is bounded.
 """
 
@@ -10,22 +10,23 @@ import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from finetune_job.names import DEFAULT_PROFILE, PLAN_KEY, Role
 from finetune_operator.children.placement import GATES_ANNOTATION
 from finetune_operator.children.pod_template import CONTAINER_NAME
-from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import BATCH_JOBS, Kind
 from finetune_operator.cluster.object_key import Document, ObjectKey, key_of
-from finetune_operator.cluster.packing import packed, packed_plan, unpacked
+from finetune_operator.cluster.packing import packed, unpacked
+from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.decide.observed import BatchJobView, JobConditionView, PodView
 
+T = TypeVar("T")
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 LONGEST_REASON = 256
 LONGEST_MESSAGE = 2048
 LONGEST_GATES = 4096
-KEPT_CONDITIONS = 1024
+KEPT_TUPLES = 1024
 TERMINATION_MESSAGE = 4096
 """What the kubelet keeps of it: its last bytes."""
 LONGEST_GRACE_SECONDS = 366 * 86_400
@@ -102,7 +103,7 @@ def project(kind: Kind, document: Document) -> CachedObject:
             return CachedObject(key, *_compressed(fields, document, "spec"), max_active_jobs=limit, unreadable=fields.notes)
         case "ConfigMap":
             plan = fields.at("data").text(PLAN_KEY, 2**20)
-            return CachedObject(key, *packed_plan(plan), unreadable=fields.notes)
+            return CachedObject(key, *packed({"plan": plan}), unreadable=fields.notes)
         case "Job":
             return CachedObject(key, batch_job=_batch_job_view(key, fields), unreadable=fields.notes)
         case "Pod":
@@ -140,10 +141,10 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return bool(layer)
 
 
-@lru_cache(KEPT_CONDITIONS)
-def _shared_condition(kind: str, status: str, reason: str) -> tuple[str, str, str]:
-    """The same tuple each time: the conditions of thousands of jobs are a few dozen different ones."""
-    return kind, status, reason
+@lru_cache(KEPT_TUPLES)
+def _shared(value: tuple[T, ...]) -> tuple[T, ...]:
+    """The same tuple each time: thousands of jobs that have ended have the same conditions and outcomes."""
+    return value
 
 
 def _summary(fields: Fields) -> JobSummary:
@@ -160,10 +161,12 @@ def _summary(fields: Fields) -> JobSummary:
     return JobSummary(
         profile=fields.at("spec").name("profile") or DEFAULT_PROFILE,
         phase=status.text("phase", LONGEST_REASON) or "Pending",
-        conditions=tuple(_shared_condition(kind, *found) for kind, found in conditions.items()),
-        outcomes=tuple(
-            (item.text("outcome", 32) or "Running", item.text("failure", 64), item.flag("counted"))
-            for item in status.items("attempts")
+        conditions=_shared(tuple((kind, *found) for kind, found in conditions.items())),
+        outcomes=_shared(
+            tuple(
+                (item.text("outcome", 32) or "Running", item.text("failure", 64), item.flag("counted"))
+                for item in status.items("attempts")
+            )
         ),
         attempt=status.integer("attempt") or 0,
         is_finished=holds("Finished"),
@@ -262,7 +265,7 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
 
 
 def _container_states(status: Fields) -> tuple[Fields, Fields]:
-    """The state of our container, and the one in which a container waits: an init container stands for ours until that runs."""
+    """The state of our container, and the one in which a container waits: an init container counts as ours until that runs."""
     states = {item.name("name"): item.at("state") for item in status.items("containerStatuses")}
     # The kubelet sorts by name, so that a container which somebody injected may come first.
     state = states.get(CONTAINER_NAME) or next(iter(states.values()), Fields(None))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from finetune_job.names import API_VERSION, JOB_KIND, MANAGED_BY
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.api import Api, Document
-from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
 from finetune_operator.cluster.kinds import EVENTS
 from finetune_operator.cluster.projection import utc_now
 from finetune_operator.decide.actions import Emit
@@ -51,7 +51,7 @@ class _Subject:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _PendingEvent:
     job: _Subject
     event: Emit
     noted: float
@@ -59,7 +59,7 @@ class _Waiting:
     tries: int = 0
 
 
-class Recorder:
+class EventRecorder:
     """Writes events. An event that cannot be written is logged and never fails the pass that it tells of.
 
     `is_busy`: whether anything more important waits. `dropped` is called for every event that is left out.
@@ -82,7 +82,7 @@ class Recorder:
         self._most_waiting = most_waiting
         self._clock = clock
         self._counts: OrderedDict[str, int] = OrderedDict()
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        self._waiting: OrderedDict[str, _PendingEvent] = OrderedDict()
         self._noted = asyncio.Event()
 
     @property
@@ -102,7 +102,7 @@ class Recorder:
             self._dropped()
         else:
             subject = _Subject(job.namespace, job.name, job.uid, job.resource_version)
-            self._waiting[name] = _Waiting(subject, event, self._clock())
+            self._waiting[name] = _PendingEvent(subject, event, self._clock())
             self._noted.set()
 
     async def run(self) -> None:
@@ -163,7 +163,7 @@ class Recorder:
         except ApiError as error:
             if not error.is_already_exists:
                 raise
-            # Written before this process began: how often is not known, so it is counted up from what stands there.
+            # Written before this process began: how often is not known, so it is counted up from what is there.
             known = await self._api.get(EVENTS, job.namespace, name)
             self._counts[name] = int((known or {}).get("count") or 1) + count
             await self._api.patch(EVENTS, job.namespace, name, {"count": self._counts[name], "lastTimestamp": time})

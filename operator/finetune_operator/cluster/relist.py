@@ -1,6 +1,6 @@
 """The first complete list, and the later ones that repair what the watches missed.
 
-After an expired watch kopf lists again but never compares, so an object deleted in the gap would stay for ever; and an event that
+After an expired watch kopf lists again but never compares, so an object deleted in the gap would stay; and an event that
 got lost on the way is made good here, too.
 """
 
@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache, JobKey
-from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import WATCHED, Kind, selector_of
 from finetune_operator.cluster.object_key import ObjectKey
+from finetune_operator.cluster.raw_objects import Fields
 
 MOST_SINGLE_READS = 100
 """More objects than so many that were missed are fetched with all others of their kind."""
 
-Listed = Callable[[Kind, str | None, str], None]
+OnListed = Callable[[Kind, str | None, str], None]
 """Called with a kind, a namespace and the resourceVersion of its complete list."""
 
 
@@ -26,7 +26,7 @@ def scopes(kind: Kind, namespaces: tuple[str, ...]) -> tuple[str | None, ...]:
     return namespaces if namespaces and kind.namespaced else (None,)
 
 
-async def fill(api: Api, cache: Cache, namespaces: tuple[str, ...], listed: Listed = lambda *_: None) -> None:
+async def fill(api: Api, cache: Cache, namespaces: tuple[str, ...], listed: OnListed = lambda *_: None) -> None:
     """Take every watched object into the cache."""
     for kind in WATCHED:
         for namespace in scopes(kind, namespaces):

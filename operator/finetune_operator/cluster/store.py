@@ -1,6 +1,6 @@
 """The objects that the cache holds, with an index from owner to owned and the lines of waiting jobs.
 
-What an object says about itself is taken for granted here, but for its owner: an index entry proves nothing, `job_of` does.
+What an object says about itself is taken for granted here, but for its owner: an index entry proves nothing, `_job_of` does.
 """
 
 from __future__ import annotations
@@ -8,11 +8,54 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS, PROFILES, WATCHED, JobKey, Kind
-from finetune_operator.cluster.line import Lines
 from finetune_operator.cluster.object_key import ObjectKey
-from finetune_operator.cluster.owner_index import OwnerIndex
 from finetune_operator.cluster.projection import CachedObject
+from finetune_operator.cluster.waiting_line import WaitingLines
 from finetune_operator.decide.observed import PodView
+
+MOST_IN_A_TUPLE = 8
+"""Nearly every owner owns fewer: a set would cost each of them four times the memory of a tuple and more."""
+
+
+class OwnerIndex:
+    """Owner UID -> UIDs of what it owns."""
+
+    def __init__(self) -> None:
+        self._owned: dict[str, tuple[str, ...] | set[str]] = {}
+
+    def add(self, owner: str, uid: str) -> None:
+        """Note that the owner owns it."""
+        known = self._owned.get(owner, ())
+        if uid in known:
+            return
+        if isinstance(known, set):
+            known.add(uid)
+        else:
+            self._owned[owner] = (*known, uid) if len(known) < MOST_IN_A_TUPLE else {*known, uid}
+
+    def discard(self, owner: str, uid: str) -> None:
+        """Forget that the owner owns it, if it was known."""
+        known = self._owned.get(owner, ())
+        left = tuple(other for other in known if other != uid) if len(known) <= MOST_IN_A_TUPLE else known
+        if isinstance(left, set):
+            left.discard(uid)
+        elif left:
+            self._owned[owner] = left
+        else:
+            self._owned.pop(owner, None)
+
+    def of(self, owner: str) -> list[str]:
+        """What it owns, in the order of UIDs."""
+        return sorted(self._owned.get(owner, ()))
+
+    def __contains__(self, owner: object) -> bool:
+        """Whether it owns anything."""
+        return owner in self._owned
+
+    def __len__(self) -> int:
+        """How many owners own something."""
+        return len(self._owned)
+
 
 MOST_BARE_KEYS = 10_000
 """Objects whose owner is not known (yet); the relist finds one that was forgotten and turns out to be ours."""
@@ -33,7 +76,7 @@ class Store:
         self._bare: OrderedDict[str, Kind] = OrderedDict()
         self._in_doubt: dict[str, int] = {}
         """UID of an object that no watch shows any more -> version of the event that said so."""
-        self.lines = Lines()
+        self.lines = WaitingLines()
 
     def job(self, key: JobKey) -> CachedObject | None:
         """The FineTuneJob of that name."""
@@ -101,7 +144,7 @@ class Store:
     def _job_of(self, kind: Kind, key: ObjectKey) -> str:
         """UID of the FineTuneJob that a child belongs to by its controller reference; empty where that is not proved.
 
-        References do not reach over namespaces: whoever writes one in another is not its child.
+        References do not reach over namespaces: an object that names an owner in another is not its child.
         """
         if kind == PODS:
             job_uid = self._job_of_batch_job.get(key.owner_uid, "") if key.is_controlled_by(BATCH_JOBS) else ""

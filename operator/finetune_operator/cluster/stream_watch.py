@@ -1,21 +1,25 @@
-"""A watch of one collection that is kept up: continued after each end, begun anew where the server has forgotten too much.
+"""Watches of what comes in numbers, children and Warning events: continued after each end, begun again where the server has
+forgotten too much.
 
-Several times as cheap for each event as kopf's watches, which keep a task and a record for every object. So what comes in
-numbers (children, events) is watched here, and what users write by kopf.
+Several times as cheap for each event as kopf's watches, which keep a task and a record for every object. What users write is
+watched by kopf.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.api import Api
-from finetune_operator.cluster.errors import ApiError, ApiUnreachableError
-from finetune_operator.cluster.fields import Fields
-from finetune_operator.cluster.json_text import read_json
-from finetune_operator.cluster.kinds import Kind
+from finetune_operator.cluster.kinds import CHILDREN, CHILDREN_SELECTOR, EVENTS, Kind
+from finetune_operator.cluster.projection import CachedObject
+from finetune_operator.cluster.raw_objects import Fields, read_json
+from finetune_operator.cluster.relist import scopes
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
@@ -28,6 +32,10 @@ MOST_AT_ONCE = 50
 """Events that are taken in without letting anything else run: some milliseconds."""
 GONE = 410
 Sleep = Callable[[float], Awaitable[None]]
+LONGEST_CHILD_LINE = 4 << 20
+"""Twice what an object in etcd may have."""
+WARNINGS_SELECTOR = "type=Warning"
+LONGEST_EVENT_LINE = 1 << 18
 
 
 @dataclass
@@ -119,3 +127,93 @@ async def lines(chunks: AsyncIterator[bytes], longest: int) -> AsyncIterator[byt
             held.clear()
         else:
             held += rest
+
+
+ReadObject = Callable[[Kind, Any], CachedObject | None]
+"""What is kept of an object; None for a stranger's."""
+WatchSink = Callable[[Kind, bool, CachedObject], None]
+"""Called with the kind, whether the object was deleted, and its state."""
+
+
+class ChildWatch:
+    """`begun_anew` is called when deletions may have been missed."""
+
+    def __init__(
+        self,
+        api: Api,
+        namespaces: tuple[str, ...],
+        read: ReadObject,
+        sink: WatchSink,
+        *,
+        begun_anew: Callable[[], None],
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._read = read
+        self._sink = sink
+        self._heard = {kind.name: time.monotonic() for kind in CHILDREN}
+        self._watches = {
+            (kind, namespace): StreamWatch(
+                api,
+                kind,
+                namespace,
+                {"labelSelector": CHILDREN_SELECTOR},
+                partial(self._on_event, kind),
+                LONGEST_CHILD_LINE,
+                begun_anew=begun_anew,
+                sleep=sleep,
+            )
+            for kind in CHILDREN
+            for namespace in scopes(kind, namespaces)
+        }
+
+    def begin_from(self, kind: Kind, namespace: str | None, version: str) -> None:
+        """A complete list at that version has been taken in: the watch begins after it."""
+        watch = self._watches.get((kind, namespace))
+        if watch is not None:
+            watch.version = version
+
+    def ages(self) -> dict[str, float]:
+        """Seconds since an event of each kind came."""
+        now = time.monotonic()
+        return {name: now - heard for name, heard in list(self._heard.items())}
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for watch in self._watches.values():
+                group.create_task(watch.run())
+
+    def _on_event(self, kind: Kind, said: str, document: Any) -> None:
+        self._heard[kind.name] = time.monotonic()
+        held = self._read(kind, document)
+        if held is not None:
+            self._sink(kind, said == "DELETED", held)
+
+
+class EventWatch:
+    """`take` is called in the loop with every Warning event of the served namespaces."""
+
+    def __init__(self, api: Api, namespaces: tuple[str, ...], take: Callable[[Any], None], sleep: Sleep = asyncio.sleep) -> None:
+        self._api = api
+        self._namespaces = namespaces
+        self._take = take
+        self._sleep = sleep
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for namespace in scopes(EVENTS, self._namespaces):
+                watch = StreamWatch(
+                    self._api,
+                    EVENTS,
+                    namespace,
+                    {"fieldSelector": WARNINGS_SELECTOR},
+                    self._on_event,
+                    LONGEST_EVENT_LINE,
+                    sleep=self._sleep,
+                )
+                group.create_task(watch.run())
+
+    def _on_event(self, said: str, event: Any) -> None:
+        if said != "DELETED":
+            self._take(event)

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from typing import Any
 
 from finetune_operator.cluster.cache import Cache
-from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import BATCH_JOBS, PODS, JobKey
 from finetune_operator.cluster.object_key import LONGEST_UID
+from finetune_operator.cluster.raw_objects import Fields
 
 PER_OBJECT = 5
 LONGEST_TEXT = 1024
@@ -27,8 +27,8 @@ class WarningEvents:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._ours = _Texts(MOST_CHARACTERS)
-        self._others = _Texts(MOST_CHARACTERS_OF_OTHERS)
+        self._ours = _BoundedTexts(MOST_CHARACTERS)
+        self._others = _BoundedTexts(MOST_CHARACTERS_OF_OTHERS)
 
     def take(self, event: Any) -> JobKey | None:
         """Take in an event. Returns the job to reconcile by it: the first time that an object has something of this reason."""
@@ -38,7 +38,7 @@ class WarningEvents:
         uid, namespace = about.name("uid", LONGEST_UID), fields.at("metadata").name("namespace")
         if kind is None or not uid or fields.text("type", 16) != "Warning":
             return None
-        # An event may name any UID, but it stands in the namespace of who wrote it.
+        # An event may name any UID, but it is in the namespace of who wrote it.
         key = self._cache.job_key_of(kind, uid)
         if key is not None and key.namespace != namespace:
             return None
@@ -54,7 +54,7 @@ class WarningEvents:
         return tuple(text for _, text in sorted((time, text) for text, (time, _) in found.items())[-PER_OBJECT:])
 
 
-class _Texts:
+class _BoundedTexts:
     """Of each object text -> (time, reason); what was said longest ago goes first once there is too much."""
 
     def __init__(self, most: int) -> None:

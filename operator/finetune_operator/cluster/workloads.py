@@ -1,8 +1,8 @@
 """The Workload that Kueue keeps for each Job, and why it holds a Job back, in its own words.
 
-Workloads are not watched: where Kueue is not installed there is no such resource, and where it is, a Job's own `suspend` tells when
-something changes. So the Workload of a Job that is suspended is read by the UID of the Job, every 15 seconds at first and every
-minute while nothing changes.
+Workloads are not watched: where Kueue is not installed there is no such resource, and where it is, a Job's own `suspend` tells
+when something changes. So the Workload of a Job that is suspended is read by the UID of the Job, every 15 seconds at first and
+every minute while nothing changes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
+from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.api import Api, Document
-from finetune_operator.cluster.errors import ApiError
-from finetune_operator.cluster.fields import Fields
 from finetune_operator.cluster.kinds import Kind
+from finetune_operator.cluster.raw_objects import Fields
 from finetune_operator.decide.observed import BatchJobView
 
 WORKLOADS = tuple(Kind("kueue.x-k8s.io", version, "workloads", "Workload") for version in ("v1beta2", "v1beta1"))
@@ -38,7 +38,7 @@ class FoundWorkload(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Look:
+class _WorkloadReading:
     """What was read last of the Workload of a Job."""
 
     said: str
@@ -51,7 +51,7 @@ class Workloads:
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        self._looks: dict[str, _Look] = {}
+        self._looks: dict[str, _WorkloadReading] = {}
         """By UID of the Job."""
         self._kind: Kind | None = None
         self._absent_until: datetime | None = None
@@ -71,7 +71,7 @@ class Workloads:
             found.append(replace(job, queue=look.said))
         return tuple(found)
 
-    async def _look(self, uid: str, namespace: str, now: datetime) -> _Look:
+    async def _look(self, uid: str, namespace: str, now: datetime) -> _WorkloadReading:
         before = self._looks.get(uid)
         if before is not None and (now - before.at).total_seconds() < before.pause_seconds:
             return before
@@ -86,12 +86,13 @@ class Workloads:
         horizon = now - timedelta(seconds=FORGET_SECONDS)
         for other in [key for key, look in self._looks.items() if look.at < horizon]:
             del self._looks[other]
-        look = _Look(said, now, pause)
+        look = _WorkloadReading(said, now, pause)
         self._looks[uid] = look
         return look
 
     async def of_job(self, uid: str, namespace: str, now: datetime) -> FoundWorkload | None:
-        """The Workload of the Job of that UID; None where there is none, and where Workloads do not exist or are not ours to read.
+        """The Workload of the Job of that UID; None where there is none, and where Workloads do not exist or are not ours to
+        read.
 
         Raises ApiError for any other refusal, and ApiUnreachableError.
         """
@@ -119,13 +120,13 @@ def reason_of(workload: Document) -> str:
     said = []
     evicted = conditions.get("Evicted")
     if evicted is not None and evicted.text("status", 16) == "True":
-        said.append(_told("Evicted", evicted))
+        said.append(_condition_text("Evicted", evicted))
     if fields.at("spec").has("active") and not fields.at("spec").flag("active"):
         return " ".join([*said, "The Workload is deactivated; set its spec.active to true."])
     for kind in ("QuotaReserved", "Admitted"):
         waiting = conditions.get(kind)
         if waiting is not None and waiting.text("status", 16) == "False":
-            said.append(_told(kind, waiting))
+            said.append(_condition_text(kind, waiting))
             break
     checks = [check for check in status.items("admissionChecks") if check.text("state", 16) not in ("", "Ready")]
     said += [f"Check {one.text('name', 253)} is {one.text('state', 16)}: {one.text('message', 512)}" for one in checks]
@@ -133,6 +134,6 @@ def reason_of(workload: Document) -> str:
     return f"Queue {queue}: {' '.join(said)}" if said and queue else " ".join(said)
 
 
-def _told(kind: str, condition: Fields) -> str:
+def _condition_text(kind: str, condition: Fields) -> str:
     message = condition.text("message", LONGEST_MESSAGE)
     return f"{kind} ({condition.text('reason', 128)}): {message}".rstrip(": ")

@@ -17,13 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from finetune_job.api.status import FineTuneJobStatus, StatusFinding
+from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.finding import Finding
 from finetune_job.reasons import Reason
 
 
 @dataclass(frozen=True)
 class Create:
-    """Create an object; apiVersion, kind, namespace and name stand in it."""
+    """Create an object; it holds apiVersion, kind, namespace and name."""
 
     body: Mapping[str, Any]
 
@@ -80,7 +81,7 @@ class Actions:
     ungates: tuple[Ungate, ...] = ()
     creates: tuple[Create, ...] = ()
     events: tuple[Emit, ...] = ()
-    news: tuple[StatusFinding, ...] = ()
+    news: tuple[Finding, ...] = ()
     """Findings that status did not name yet for this generation of the job: counted once the status is written."""
     requeue_after_seconds: float | None = None
     """When to look again although nothing may have changed: the next deadline."""

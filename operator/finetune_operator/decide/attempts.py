@@ -1,15 +1,17 @@
-"""The record of all roles' attempts in status: opened when an attempt's pods are first seen, closed with its evidence."""
+"""What status records of each role: its attempts, opened when their pods are first seen and closed with their evidence, and
+its restart counters.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
-from finetune_job.api.status import Attempt, FineTuneJobStatus
+from finetune_job.api.status import Attempt, FineTuneJobStatus, Restarts
 from finetune_job.names import Role
 from finetune_operator.decide.classify import Failure
-from finetune_operator.decide.clock import timestamp
+from finetune_operator.decide.times import timestamp
 
 HISTORY_LIMIT = 64
 """Attempts kept in status, the latest ones."""
@@ -38,7 +40,7 @@ def interrupted(status: FineTuneJobStatus, record: Attempt) -> list[Attempt]:
 
 
 @dataclass(frozen=True)
-class End:
+class AttemptEnd:
     """How an attempt ended."""
 
     outcome: Literal["Succeeded", "Failed", "Suspended"]
@@ -47,7 +49,7 @@ class End:
     counted: bool = False
 
 
-def closed(status: FineTuneJobStatus, role: Role, number: int, end: End) -> list[Attempt]:
+def closed(status: FineTuneJobStatus, role: Role, number: int, end: AttemptEnd) -> list[Attempt]:
     """The history with the end of an attempt, whether its start was recorded or not."""
     before = record_of(status, role, number) or Attempt(role=role, number=number, start_time=timestamp(end.time))
     failure = end.failure
@@ -78,3 +80,25 @@ def _abridged(attempt: Attempt) -> Attempt:
     ]
     texts = {"message": attempt.message[:ABRIDGED_TEXT_LIMIT], "hint": attempt.hint[:ABRIDGED_TEXT_LIMIT]}
     return attempt.model_copy(update={**texts, "evidence": cause})
+
+
+def restarts_of(status: FineTuneJobStatus, role: Role) -> Restarts:
+    """Counters of a role."""
+    if role is Role.TRAIN:
+        return status.restarts
+    counters: Restarts = getattr(status.role_restarts, role.value)
+    return counters
+
+
+def with_restarts(status: FineTuneJobStatus, role: Role, restarts: Restarts) -> dict[str, Any]:
+    """Fields of the status, as `PassResult.set` takes them, that set the counters of a role."""
+    if role is Role.TRAIN:
+        return {"restarts": restarts}
+    return {"role_restarts": status.role_restarts.model_copy(update={role.value: restarts})}
+
+
+def newest_checkpoint(status: FineTuneJobStatus, role: Role) -> int | None:
+    """Step of the newest checkpoint that the operator has heard of; the other roles have none."""
+    if role is not Role.TRAIN or status.progress is None:
+        return None
+    return status.progress.checkpoint_step

@@ -1,19 +1,25 @@
-"""What keeps a child from being created: an earlier attempt that does not go away, or an API server that refuses it."""
+"""What keeps a child from being created: what is left of earlier attempts, or an API server that refuses the write.
+
+Before a Job that may not be the first of its kind is created, a live list without label selector must show no other Job and no
+pod that can still run: a filtered watch reports a deletion when somebody merely removes a label.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 
-from finetune_job.names import Role
+from finetune_job.conditions import find_condition
+from finetune_job.names import Role, batch_job_name
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.attempts import latest_of
-from finetune_operator.decide.clock import moment_after
-from finetune_operator.decide.earlier_attempts import Remains
+from finetune_operator.decide.job_state import OVERDUE_GRACE, is_quota
 from finetune_operator.decide.observed import LivePod, Observed
 from finetune_operator.decide.pass_result import PassResult
-from finetune_operator.decide.pending import is_quota
-from finetune_operator.decide.stage import CONDITION
+from finetune_operator.decide.stage import CONDITION, attempt_of, current_role, is_ended, is_started, is_terminal
+from finetune_operator.decide.times import moment_after
 
+_NEVER_CREATED = frozenset({Reason.NOT_OBSERVED, Reason.PENDING, Reason.CREATE_REFUSED})
 FIRST_LOOK_SECONDS = 5.0
 LONGEST_LOOK_SECONDS = 60.0
 """While an earlier attempt disappears, it is looked at after so many seconds, the longer the rarer."""
@@ -23,7 +29,69 @@ BLOCKED_SECONDS = 1800.0
 """A node that does not answer for so long needs a human."""
 
 
-def report_remains(observed: Observed, result: PassResult, role: Role, left: Remains) -> None:
+def delete_earlier_attempts(observed: Observed, result: PassResult) -> None:
+    """Delete Jobs whose number has been passed on: the status says so already, whoever was to delete them."""
+    for batch_job in observed.batch_jobs:
+        if batch_job.attempt < attempt_of(observed.job.status, batch_job.role):
+            result.delete(batch_job)
+
+
+def needs_live_list(observed: Observed) -> bool:
+    """Whether the next step may only be taken after a live list has shown that nothing of what was created runs.
+
+    The next Job is created by it, but for the first of a role that no pass has decided to create yet; and a job whose end has to
+    wait for its pods is finished by it.
+    """
+    status, spec = observed.job.status, observed.job.spec
+    if is_ended(status):
+        return is_started(status) and not is_terminal(status)
+    if not is_started(status) or spec is None or spec.run.suspend:
+        return False
+    role = current_role(status)
+    attempt = attempt_of(status, role)
+    condition = find_condition(status.conditions, CONDITION[role])
+    was_decided = condition is not None and condition.reason not in _NEVER_CREATED
+    return (attempt > 0 or was_decided) and observed.batch_job(role, attempt) is None
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What still has to disappear before the next Job may be created."""
+
+    text: str
+    blocked: tuple[LivePod, ...] = ()
+    """Pods whose grace period is over: their nodes do not answer."""
+
+
+def delete_leftovers(observed: Observed, result: PassResult, role: Role, nodes: int) -> Leftovers | None:
+    """Delete what a live list has shown of earlier attempts, by UID, and say what is left; None: nothing is."""
+    status = observed.job.status
+    attempt = attempt_of(status, role)
+    if attempt == 0 and not needs_live_list(observed):
+        return None
+    if observed.live is None:
+        return Leftovers("The pods of the earlier attempt have not been looked up yet.")
+    known = {job.name: job for job in observed.batch_jobs}
+    others = [job for job in observed.live.batch_jobs if job.name not in known or known[job.name].role is role]
+    wanted = batch_job_name(observed.job.name, role, attempt, nodes)
+    for job in others:
+        if not job.deleting and job.name != wanted:
+            result.delete_object("Job", job.name, job.uid)
+    pods = observed.live.running_pods
+    if not others:
+        # Their Job is gone without them: somebody deleted it with the policy Orphan. What still has a controller, the garbage
+        # collector deletes, or it is not ours: a label proves nothing.
+        for pod in pods:
+            if pod.orphaned and pod.deletion_due is None:
+                result.delete_object("Pod", pod.name, pod.uid)
+    left = [f"Job {job.name}" for job in others] + [f"pod {pod.name}" for pod in pods]
+    if not left:
+        return None
+    blocked = tuple(pod for pod in pods if pod.deletion_due is not None and result.now >= pod.deletion_due + OVERDUE_GRACE)
+    return Leftovers(f"Waiting until the earlier attempt is gone: {', '.join(left[:4])}.", blocked)
+
+
+def report_leftovers(observed: Observed, result: PassResult, role: Role, left: Leftovers) -> None:
     """Wait until the earlier attempt is gone, and say so if it takes long or a node does not answer."""
     if observed.live is None:
         result.requeue_after(FIRST_LOOK_SECONDS)
@@ -41,7 +109,7 @@ def report_remains(observed: Observed, result: PassResult, role: Role, left: Rem
 
 def _blocked_on_nodes(observed: Observed, result: PassResult, role: Role, pods: tuple[LivePod, ...]) -> None:
     place = ", ".join(f"pod {pod.name} on node {pod.node or 'unknown'}" for pod in pods[:4])
-    # The profile as it is now, not as it was frozen: whoever takes this back means it at once.
+    # The profile as it is now, not as it was frozen: an admin who takes this back means it at once.
     profile = observed.profile.spec
     if profile is not None and profile.force_delete_pods_of_lost_nodes:
         for pod in pods:
@@ -64,8 +132,8 @@ def _blocked_on_nodes(observed: Observed, result: PassResult, role: Role, pods: 
 
 
 def wait_for_refused_write(observed: Observed, result: PassResult, kind: ConditionType, fix: str = "") -> bool:
-    """Whether the API server has refused a child or a change of one and is not to be asked again yet. The condition `kind` then has
-    its words, and `fix` if there is one to name.
+    """Whether the API server has refused a child or a change of one and is not to be asked again yet. The condition `kind` then
+    has its words, and `fix` if there is one to name.
 
     A quota is waited for; anything else needs a human.
     """

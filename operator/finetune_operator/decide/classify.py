@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from finetune_job.api.status import RankFailure
-from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, ReportedFinding, TerminationReport, parse_envelope
-from finetune_operator.decide.clock import timestamp
+from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, TerminationReport, parse_envelope
+from finetune_job.finding import Finding
 from finetune_operator.decide.observed import PodView
 from finetune_operator.decide.restart_policy import POLICY
+from finetune_operator.decide.times import timestamp
 
 EVIDENCE_LIMIT = 16
 """Pods of one attempt whose outcome is kept in status: the cause and the earliest others."""
@@ -52,7 +53,7 @@ class PodFailure:
 
     @property
     def evidence(self) -> RankFailure:
-        """As it stands in status."""
+        """As status has it."""
         report = self.report
         return RankFailure(
             pod=self.pod.name,
@@ -79,9 +80,9 @@ class Failure:
     """The cause first."""
     refused: bool = False
     """The container's own verdict is that the job cannot work, with `findings`."""
-    findings: tuple[ReportedFinding, ...] = ()
+    findings: tuple[Finding, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What the container reported beside it."""
+    """What else the container reported."""
 
     @property
     def text(self) -> str:

@@ -1,17 +1,20 @@
-"""The end of a job: success, failure or cancellation. The outcome is final at once, and nothing is created after it; the job is
-finished once nothing of it runs any more.
+"""The end of a job: success, failure or cancellation, what still runs after it, and what is kept.
+
+The outcome is final at once, and nothing is created after it. The job is finished once nothing of it runs any more; after its
+time to live nothing is left but the FineTuneJob and its claims.
 """
 
 from __future__ import annotations
 
 from finetune_job.api.status import Attempt, FineTuneJobStatus
+from finetune_job.conditions import find_condition, is_condition_true
+from finetune_job.names import service_name
 from finetune_job.reasons import STAGES, ConditionType, Reason
-from finetune_job.status.conditions import find, is_true
-from finetune_operator.decide.clock import timestamp
+from finetune_operator.decide.job_state import ends_by_itself
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.pass_result import PassResult
-from finetune_operator.decide.retention import still_running, stop_running
 from finetune_operator.decide.stage import is_started
+from finetune_operator.decide.times import moment_after, timestamp
 
 REQUEUE_SECONDS = 30.0
 """While the last pods end: their events wake the job, and this if one is lost."""
@@ -39,9 +42,9 @@ def finish_cancelled(observed: Observed, result: PassResult) -> None:
 
 def conclude(observed: Observed, result: PassResult) -> None:
     """A pass over a job whose outcome is decided: finished as soon as nothing of it runs."""
-    succeeded = find(observed.job.status.conditions, ConditionType.SUCCEEDED)
+    succeeded = find_condition(observed.job.status.conditions, ConditionType.SUCCEEDED)
     if succeeded is not None:
-        # Another release, or whoever edited the status, may have written a word that this one does not know.
+        # Another release, or anyone who edited the status, may have written a word that this one does not know.
         known = next((reason for reason in Reason if reason == succeeded.reason), Reason.FAILED)
         _finish(observed, result, succeeded.status == "True", known, succeeded.message)
 
@@ -73,7 +76,7 @@ def _finish(observed: Observed, result: PassResult, succeeded: bool, reason: Rea
 
 
 def _end_stage(status: FineTuneJobStatus, result: PassResult, reason: Reason, message: str) -> None:
-    stage = next((kind for kind in STAGES if not is_true(status.conditions, kind)), None)
+    stage = next((kind for kind in STAGES if not is_condition_true(status.conditions, kind)), None)
     if stage is not None:
         result.condition(stage, False, reason, message)
 
@@ -88,3 +91,50 @@ def _end_attempt(observed: Observed, result: PassResult, message: str) -> None:
             update={"outcome": "Failed", "end_time": timestamp(result.now), "message": message}
         )
         result.set(attempts=[*attempts[:-1], closed])
+
+
+def stop_running(observed: Observed, result: PassResult) -> None:
+    """Delete the Jobs that still run. What ended by itself stays for inspection, with its pods and their logs."""
+    for batch_job in observed.batch_jobs:
+        if not ends_by_itself(batch_job, observed.pods_of(batch_job.role, batch_job.attempt)):
+            result.delete(batch_job)
+    if observed.live is None:
+        return
+    # What no watch shows: somebody has taken the label off, or deleted the Job with the policy Orphan.
+    known = {batch_job.uid for batch_job in observed.batch_jobs}
+    for job in observed.live.batch_jobs:
+        if job.uid not in known and not job.deleting:
+            result.delete_object("Job", job.name, job.uid)
+    for pod in observed.live.running_pods:
+        if pod.orphaned and pod.deletion_due is None:
+            result.delete_object("Pod", pod.name, pod.uid)
+
+
+def still_running(observed: Observed) -> str:
+    """What of an ended job can still run, on which nodes; empty: nothing."""
+    jobs = [f"Job {job.name}" for job in observed.batch_jobs if not ends_by_itself(job, observed.pods_of(job.role, job.attempt))]
+    nodes = {pod.name: pod.node for pod in observed.pods if not pod.is_terminal}
+    if observed.live is not None:
+        nodes |= {pod.name: pod.node for pod in observed.live.running_pods}
+        jobs += [f"Job {job.name}" for job in observed.live.batch_jobs if job.uid not in {one.uid for one in observed.batch_jobs}]
+    pods = [f"pod {name} on node {node or 'unknown'}" for name, node in nodes.items()]
+    return ", ".join((pods or jobs)[:4])
+
+
+def retain(observed: Observed, result: PassResult) -> None:
+    """Delete Jobs that still run, and every child once the time to live is over. Creates nothing."""
+    job = observed.job
+    stop_running(observed, result)
+    ttl = job.spec.run.ttl_seconds_after_finished if job.spec is not None else None
+    end = moment_after(job.status.completion_time, ttl) if ttl is not None else None
+    if end is None:
+        return
+    if result.now < end:
+        result.requeue_at(end)
+        return
+    for batch_job in observed.batch_jobs:
+        result.delete(batch_job)
+    if observed.service_exists:
+        result.delete_object("Service", service_name(job.name), "")
+    if observed.plan is not None:
+        result.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)

@@ -10,14 +10,13 @@ from pydantic import ValidationError
 from finetune_job.names import plan_configmap_name
 from finetune_job.plan.digest import text_sha256
 from finetune_job.plan.launch_plan import read_launch_plan
-from finetune_operator.children.frozen_run import FrozenRun
-from finetune_operator.children.ownership import Owner
+from finetune_operator.children.frozen_run import FrozenRun, Owner
 from finetune_operator.decide.observed import Observed
 
 
 @dataclass(frozen=True)
 class PlanLost:
-    """Why there is no plan to go on with."""
+    """Why there is no plan to continue with."""
 
     message: str
 
@@ -29,7 +28,7 @@ _read = lru_cache(REMEMBERED)(read_launch_plan)
 
 
 def frozen_plan(observed: Observed) -> FrozenRun | PlanLost:
-    """The plan of a job that has started, or what became of it."""
+    """The plan of a job that has started, or why there is none."""
     expected = observed.job.status.plan
     name = plan_configmap_name(observed.job.name)
     if expected is None:

@@ -1,7 +1,7 @@
 """Everything that one reconcile pass may look at: frozen plain data, gathered by `cluster.gather`, or made by a test.
 
 Children are listed only when their controller owner reference has the UID of the job. Objects that carry a child's name but
-belong to somebody else stand in `Observed.conflicts`. Times are aware and in UTC.
+belong to somebody else are in `Observed.conflicts`. Times are aware and in UTC.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class RefusedWrite:
 
 
 @dataclass(frozen=True)
-class Line:
+class PlaceInLine:
     """The place of a job that is not started among those of its namespace, under the profile's `maxActiveJobs`."""
 
     limit: int
@@ -217,12 +217,12 @@ class Observed:
     """`Kind/name` of objects of an earlier job of this name that have the name of a child and are being deleted."""
     conflicts: tuple[str, ...] = ()
     """`Kind/name` of other objects that have the name of a child and are not ours, as creates met them. Looked up again
-    in every pass (they may be removed), since nothing is created while one stands here."""
+    in every pass (they may be removed), since nothing is created while there is one."""
     live: LiveChildren | None = None
     """Listed whenever `decide.stage.needs_live_list` says so; None: not listed, so no Job of a later attempt is created."""
     refused: RefusedWrite | None = None
     """The write of a child that the API server refused in an earlier pass, until one has succeeded."""
-    line: Line | None = None
+    line: PlaceInLine | None = None
     """None: the profile sets no limit."""
     too_complex: bool = False
     """Judging this generation of the job took more CPU than a pass may take: before the start it is refused unread."""

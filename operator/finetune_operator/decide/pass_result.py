@@ -1,4 +1,4 @@
-"""The actions of one pass while they are being decided.
+"""The actions of one pass while they are being decided, and findings as status shows them.
 
 Stages say what they want; nothing is compared before the end, so that a condition that is said twice in a pass flips at most
 once, and a pass that changes nothing writes nothing.
@@ -11,21 +11,21 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from finetune_job.api.status import Condition, FineTuneJobStatus, StatusFinding
+from finetune_job.api.status import Condition, FineTuneJobStatus
+from finetune_job.conditions import ConditionValue, find_condition, initial_conditions, job_phase, with_condition
+from finetune_job.finding import MAX_TEXT_LENGTH, Finding
 from finetune_job.reasons import ConditionType, Reason
-from finetune_job.status.conditions import ConditionStatus, find, initial_conditions, with_condition
-from finetune_job.status.phase import phase
-from finetune_job.status.size import fitted
+from finetune_job.stored_status import with_short_findings
 from finetune_operator.decide.actions import Actions, Create, Delete, Emit, Ungate
-from finetune_operator.decide.clock import timestamp
 from finetune_operator.decide.observed import BatchJobView, JobView
+from finetune_operator.decide.times import timestamp
 
-TEXT_LIMIT = 4096
-"""Characters of a text in status."""
 EVENT_LIMIT = 1024
 """Characters of an event's message."""
 EVENTS_OF_FINDINGS = 16
-"""So many findings are told as events in one pass; all of them stand in status."""
+"""So many findings are told as events in one pass; status holds all of them."""
+FINDINGS_LIMIT = 64
+"""Findings that status holds."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class PassResult:
     job: JobView
     now: datetime
     _values: dict[str, Any] = field(default_factory=dict)
-    _conditions: dict[ConditionType, tuple[ConditionStatus, Reason, str]] = field(default_factory=dict)
+    _conditions: dict[ConditionType, tuple[ConditionValue, Reason, str]] = field(default_factory=dict)
     _deletes: dict[tuple[str, str], Delete] = field(default_factory=dict)
     _ungates: list[Ungate] = field(default_factory=list)
     _creates: list[Create] = field(default_factory=list)
@@ -46,7 +46,7 @@ class PassResult:
         """Set fields of the status by their Python names; the values must be valid, nothing is parsed again."""
         self._values.update(values)
 
-    def find(self, findings: Sequence[StatusFinding]) -> None:
+    def find(self, findings: Sequence[Finding]) -> None:
         """Set what was found. Each finding that is new for this generation of the job becomes an event."""
         self.set(findings=list(findings))
 
@@ -54,13 +54,13 @@ class PassResult:
         """Whether a field of the status was set in this pass."""
         return name in self._values
 
-    def condition(self, kind: ConditionType, status: ConditionStatus, reason: Reason, message: str = "") -> None:
+    def condition(self, kind: ConditionType, status: ConditionValue, reason: Reason, message: str = "") -> None:
         """Set a condition; said again in the same pass, the last word counts."""
-        self._conditions[kind] = (status, reason, message[:TEXT_LIMIT])
+        self._conditions[kind] = (status, reason, message[:MAX_TEXT_LENGTH])
 
     def stall(self, reason: Reason, message: str) -> None:
-        """Nothing goes on until a human acts. Emits an event when this is news."""
-        before = find(self.job.status.conditions, ConditionType.STALLED)
+        """Nothing continues until a human acts. Emits an event when this is news."""
+        before = find_condition(self.job.status.conditions, ConditionType.STALLED)
         if before is None or before.status != "True" or before.reason != reason:
             self.emit("Warning", reason, message)
         self.condition(ConditionType.STALLED, True, reason, message)
@@ -68,7 +68,7 @@ class PassResult:
 
     def warn_once(self, kind: ConditionType, reason: Reason, message: str) -> None:
         """Emit a warning, unless the condition of that type had this reason before."""
-        before = find(self.job.status.conditions, kind)
+        before = find_condition(self.job.status.conditions, kind)
         if before is None or before.reason != reason:
             self.emit("Warning", reason, message)
 
@@ -99,7 +99,9 @@ class PassResult:
     def requeue_after(self, seconds: float) -> None:
         """Look again after so many seconds at the latest."""
         seconds = max(seconds, 0.0)
-        self._requeue_after_seconds = seconds if self._requeue_after_seconds is None else min(self._requeue_after_seconds, seconds)
+        self._requeue_after_seconds = (
+            seconds if self._requeue_after_seconds is None else min(self._requeue_after_seconds, seconds)
+        )
 
     def requeue_at(self, moment: datetime) -> None:
         """Look again at a moment at the latest."""
@@ -119,7 +121,7 @@ class PassResult:
             requeue_after_seconds=self._requeue_after_seconds,
         )
 
-    def _news(self) -> tuple[StatusFinding, ...]:
+    def _news(self) -> tuple[Finding, ...]:
         before = self.job.status
         is_judged_before = before.observed_generation == self.job.generation
         known = {(one.rule, one.field) for one in before.findings} if is_judged_before else set()
@@ -133,19 +135,24 @@ class PassResult:
             conditions = initial_conditions(generation=self.job.generation, now=now)
         for kind, (status, reason, message) in self._conditions.items():
             conditions = with_condition(conditions, kind, status, reason, message, generation=self.job.generation, now=now)
-        return fitted(
+        return with_short_findings(
             before.model_copy(
                 update={
                     **self._values,
                     "conditions": conditions,
-                    "phase": phase(conditions),
+                    "phase": job_phase(conditions),
                     "observed_generation": self.job.generation,
                 }
             )
         )
 
 
-def _event(finding: StatusFinding) -> Emit:
+def _event(finding: Finding) -> Emit:
     place = f"{finding.field}: " if finding.field else ""
     kind: Literal["Normal", "Warning"] = "Warning" if finding.severity == "error" else "Normal"
     return Emit(kind, Reason.FINDING, f"{finding.rule}: {place}{finding.message} {finding.fix}"[:EVENT_LIMIT])
+
+
+def status_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings as status shows them."""
+    return [finding.shortened(MAX_TEXT_LENGTH) for finding in findings[:FINDINGS_LIMIT]]

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from finetune_job.conditions import is_condition_true
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
-from finetune_job.status.conditions import is_true
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.decide.actions import Actions
-from finetune_operator.decide.deadlines import active_deadline
-from finetune_operator.decide.earlier_attempts import delete_earlier_attempts
-from finetune_operator.decide.fetch_stage import fetch_stage
-from finetune_operator.decide.finish import conclude, finish_cancelled, finish_failed
+from finetune_operator.decide.blocked import delete_earlier_attempts
+from finetune_operator.decide.finish import conclude, finish_cancelled, finish_failed, retain
 from finetune_operator.decide.frozen_plan import PlanLost, frozen_plan
-from finetune_operator.decide.merge_stage import merge_stage
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.pass_result import PassResult
-from finetune_operator.decide.preflight_stage import preflight_stage
-from finetune_operator.decide.publish_stage import publish_stage
-from finetune_operator.decide.retention import retain
+from finetune_operator.decide.preparation_stages import fetch_stage, preflight_stage
+from finetune_operator.decide.result_stages import merge_stage, publish_stage
 from finetune_operator.decide.stage import CONDITION, attempt_of, is_ended, is_started, is_terminal
-from finetune_operator.decide.stopped import keeps_retry, wait_for_retry
+from finetune_operator.decide.stopped import awaits_retry, wait_for_retry
 from finetune_operator.decide.suspend import resume, suspend
+from finetune_operator.decide.times import active_deadline
 from finetune_operator.decide.train_stage import train_stage
 from finetune_operator.decide.validate_stage import REQUEUE_SECONDS, has_begun, missing_claims, validate_stage
 
@@ -52,7 +49,7 @@ def reconcile(observed: Observed, now: datetime) -> Actions:
     if is_ended(job.status):
         conclude(observed, result)
         return result.actions()
-    if job.spec is not None and not keeps_retry(job.status):
+    if job.spec is not None and not awaits_retry(job.status):
         result.set(retry_handled=max(job.spec.run.retry, job.status.retry_handled))
     if job.spec is not None and job.spec.run.cancel:
         finish_cancelled(observed, result)
@@ -106,7 +103,7 @@ def _reconcile_started(observed: Observed, result: PassResult) -> None:
 def _run_stages(observed: Observed, result: PassResult, run: FrozenRun) -> None:
     """The first stage that is not done, and in the same pass the next ones for as long as each is found done."""
     for role, stage in _STAGES.items():
-        if is_true(observed.job.status.conditions, CONDITION[role]):
+        if is_condition_true(observed.job.status.conditions, CONDITION[role]):
             continue
         if role is Role.FETCH and run.plan.fetch is None:
             result.condition(ConditionType.FETCHED, True, Reason.SKIPPED, "Model and data are on claims.")

@@ -13,7 +13,7 @@ from enum import Enum
 from finetune_job.api.status import Restarts
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
-from finetune_operator.decide.clock import moment_after, timestamp
+from finetune_operator.decide.times import moment_after, timestamp
 
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 300.0
@@ -66,8 +66,8 @@ POLICY: dict[FailureClass, Policy] = {
     FailureClass.NON_FINITE: Policy(
         _N,
         "Reported by a rank: the loss or the gradient norm is NaN or infinite.",
-        "Lower spec.training.learningRate or spec.training.maxGradNorm, or raise spec.training.warmupRatio; look for records that "
-        "are empty or damaged.",
+        "Lower spec.training.learningRate or spec.training.maxGradNorm, or raise spec.training.warmupRatio; look for records "
+        "that are empty or damaged.",
     ),
     FailureClass.DEVICE_OUT_OF_MEMORY: Policy(
         _N,
@@ -224,7 +224,7 @@ def with_progress(restarts: Restarts, checkpoint_step: int | None) -> Restarts:
     return restarts.model_copy(update={"in_a_row": 0, "in_a_row_since": "", "at_checkpoint": checkpoint_step})
 
 
-def after(decision: RestartDecision, restarts: Restarts, now: datetime) -> Restarts:
+def counters_after(decision: RestartDecision, restarts: Restarts, now: datetime) -> Restarts:
     """The counters after a decision."""
     if not decision.restarts:
         return restarts

@@ -7,25 +7,38 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from finetune_job.api.status import Attempt
+from finetune_job.conditions import find_condition
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
-from finetune_job.status.conditions import find
-from finetune_operator.decide.attempts import End, closed, interrupted, latest_of, opened, record_of
-from finetune_operator.decide.blocked import report_remains, wait_for_refused_write
+from finetune_operator.decide.attempts import (
+    AttemptEnd,
+    closed,
+    interrupted,
+    latest_of,
+    newest_checkpoint,
+    opened,
+    record_of,
+    restarts_of,
+    with_restarts,
+)
+from finetune_operator.decide.blocked import delete_leftovers, report_leftovers, wait_for_refused_write
 from finetune_operator.decide.classify import Failure
-from finetune_operator.decide.clock import moment_after, timestamp
-from finetune_operator.decide.deadlines import startup_deadline
-from finetune_operator.decide.earlier_attempts import remains
 from finetune_operator.decide.finish import finish_failed
-from finetune_operator.decide.job_state import JobState, State, job_state
+from finetune_operator.decide.job_state import JobState, Pending, State, job_state
 from finetune_operator.decide.observed import BatchJobView, Observed
 from finetune_operator.decide.pass_result import PassResult
-from finetune_operator.decide.pending import Pending
-from finetune_operator.decide.restart_policy import POLICY, RestartDecision, after, pause_seconds, restart_decision, with_progress
-from finetune_operator.decide.restarts import newest_checkpoint, restarts_of, with_restarts
+from finetune_operator.decide.restart_policy import (
+    POLICY,
+    RestartDecision,
+    counters_after,
+    pause_seconds,
+    restart_decision,
+    with_progress,
+)
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
-from finetune_operator.decide.stopped import begin_again, stop
+from finetune_operator.decide.stopped import start_next_attempt, stop_role
+from finetune_operator.decide.times import moment_after, startup_deadline, timestamp
 
 QUIET_SECONDS = 10.0
 """Pods that only take so long to start are not worth a status write."""
@@ -57,7 +70,7 @@ class RoleStage:
 
     def job_state(self) -> JobState:
         """The state of the current attempt's Job."""
-        before = find(self.observed.job.status.conditions, CONDITION[self.role])
+        before = find_condition(self.observed.job.status.conditions, CONDITION[self.role])
         # The first release kept no records of roles other than training: there the condition tells.
         unrecorded = self.role is not Role.TRAIN and latest_of(self.observed.job.status, self.role) is None
         was_seen = self.record is not None or (unrecorded and before is not None and before.reason == Reason.RUNNING)
@@ -100,9 +113,9 @@ class RoleStage:
 
     def create(self, build: Callable[[], list[Mapping[str, Any]]]) -> None:
         """Create the Job of the current attempt, once its pause is over and nothing of an earlier one is left."""
-        left = remains(self.observed, self.result, self.role, self.nodes)
+        left = delete_leftovers(self.observed, self.result, self.role, self.nodes)
         if left is not None:
-            report_remains(self.observed, self.result, self.role, left)
+            report_leftovers(self.observed, self.result, self.role, left)
             return
         if self._pauses() or wait_for_refused_write(self.observed, self.result, CONDITION[self.role]):
             return
@@ -136,7 +149,7 @@ class RoleStage:
 
     def close(self, outcome: Literal["Succeeded", "Failed"], failure: Failure | None = None, *, counted: bool = False) -> None:
         """Record the end of this attempt."""
-        end = End(outcome, self.result.now, failure, counted)
+        end = AttemptEnd(outcome, self.result.now, failure, counted)
         self.result.set(attempts=closed(self.observed.job.status, self.role, self.attempt, end))
 
     def fail(self, failure: Failure, batch_job: BatchJobView | None) -> None:
@@ -150,7 +163,7 @@ class RoleStage:
         if not decision.restarts:
             self._give_up(failure, decision)
             return
-        following = after(decision, restarts, self.result.now)
+        following = counters_after(decision, restarts, self.result.now)
         self.result.set(**{ATTEMPT_FIELD[self.role]: self.attempt + 1}, **with_restarts(status, self.role, following))
         pause = pause_seconds(failure.failure, following, self.role, self.observed.job.uid)
         reason = _WAITING.get(failure.failure, Reason.BACKING_OFF) if pause else Reason.RESTARTING
@@ -172,10 +185,10 @@ class RoleStage:
             if deadline is not None:
                 self.result.requeue_at(deadline)
         age = (now - batch_job.created).total_seconds()
-        if not pending.is_trouble and age < QUIET_SECONDS:
+        if not pending.needs_attention and age < QUIET_SECONDS:
             self.result.requeue_after(QUIET_SECONDS - age)
             return
-        if pending.is_trouble and found.state is not State.QUEUED:
+        if pending.needs_attention and found.state is not State.QUEUED:
             self.result.warn_once(CONDITION[self.role], pending.reason, pending.text)
         self.set_reason(pending.reason, pending.text)
         self.result.condition(ConditionType.READY, False, pending.reason, pending.text)
@@ -183,11 +196,11 @@ class RoleStage:
     def _did_not_start(self, pending: Pending, batch_job: BatchJobView, seconds: int) -> None:
         """All pods have a node and do not start: the end of a job that has trained nothing yet, and never of another.
 
-        A gang is given up, because its other pods hold accelerators; a single CPU pod goes on by itself once the cause is fixed.
+        A gang is given up, because its other pods hold accelerators; a single CPU pod continues once the cause is fixed.
         """
         message = f"Not all pods of {self.role} ran within {seconds} s of being placed. {pending.text}"
         if self.role in (Role.MERGE, Role.PUBLISH):
-            if not begin_again(self.observed, self.result, self.role):
+            if not start_next_attempt(self.observed, self.result, self.role):
                 self.set_reason(pending.reason, pending.text)
                 self.result.stall(Reason.STARTUP_DEADLINE_EXCEEDED, message)
         elif self.role is Role.TRAIN and newest_checkpoint(self.observed.job.status, Role.TRAIN) is not None:
@@ -197,10 +210,10 @@ class RoleStage:
 
     def _count_preemption(self) -> None:
         """A queue took back the room that the attempt ran in: an interruption that counts for nothing, told once."""
-        before = find(self.observed.job.status.conditions, CONDITION[self.role])
+        before = find_condition(self.observed.job.status.conditions, CONDITION[self.role])
         if self.record is not None and before is not None and before.reason == Reason.RUNNING:
             self.result.set(attempts=interrupted(self.observed.job.status, self.record))
-            said = f"The queue has preempted attempt {self.attempt} of {self.role}; it goes on once it is admitted again."
+            said = f"The queue has preempted attempt {self.attempt} of {self.role}; it continues once it is admitted again."
             self.result.emit("Warning", Reason.QUEUED, said)
 
     def _give_up(self, failure: Failure, decision: RestartDecision) -> None:
@@ -210,7 +223,7 @@ class RoleStage:
             reason = Reason.RESTARTS_EXHAUSTED if decision is RestartDecision.EXHAUSTED else Reason.FAILED
             finish_failed(self.observed, self.result, reason, failure.text)
         else:
-            stop(self.observed, self.result, self.role, failure)
+            stop_role(self.observed, self.result, self.role, failure)
 
     def _pauses(self) -> bool:
         """Whether the pause after the latest failure lasts; the condition says so since that failure."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.conditions import find_condition, is_condition_true
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType
-from finetune_job.status.conditions import find, is_true
 
 ATTEMPT_FIELD = {
     Role.FETCH: "fetch_attempt",
@@ -27,13 +27,13 @@ CONDITION = {
 
 def is_ended(status: FineTuneJobStatus) -> bool:
     """Whether the outcome of the job is decided, one way or the other: nothing is created any more."""
-    succeeded = find(status.conditions, ConditionType.SUCCEEDED)
+    succeeded = find_condition(status.conditions, ConditionType.SUCCEEDED)
     return is_terminal(status) or (succeeded is not None and succeeded.status != "Unknown")
 
 
 def is_terminal(status: FineTuneJobStatus) -> bool:
     """Whether the job has ended and nothing of it runs any more."""
-    return is_true(status.conditions, ConditionType.FINISHED)
+    return is_condition_true(status.conditions, ConditionType.FINISHED)
 
 
 def is_started(status: FineTuneJobStatus) -> bool:
@@ -43,7 +43,9 @@ def is_started(status: FineTuneJobStatus) -> bool:
 
 def current_role(status: FineTuneJobStatus) -> Role:
     """The role whose Job runs or is to run next."""
-    return next((role for role, condition in CONDITION.items() if not is_true(status.conditions, condition)), Role.PUBLISH)
+    return next(
+        (role for role, condition in CONDITION.items() if not is_condition_true(status.conditions, condition)), Role.PUBLISH
+    )
 
 
 def attempt_of(status: FineTuneJobStatus, role: Role) -> int:

@@ -1,6 +1,6 @@
 """A role that a human has to help: the job is stalled, not failed, and `spec.run.retry` has the role look again.
 
-What is wrong lies in a Secret, on a hub or on a claim as often as in the manifest, and the frozen plan may well be right.
+The cause is in a Secret, on a hub or on a claim as often as in the manifest, and the frozen plan may well be right.
 """
 
 from __future__ import annotations
@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from finetune_job.api.profile import RoleResources
-from finetune_job.api.status import FineTuneJobStatus, Restarts, StatusFinding
-from finetune_job.failures import USER_FAILURES, ReportedFinding
+from finetune_job.api.status import FineTuneJobStatus, Restarts
+from finetune_job.conditions import find_condition
+from finetune_job.failures import USER_FAILURES
+from finetune_job.finding import MAX_TEXT_LENGTH, Finding
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
-from finetune_job.status.conditions import find
-from finetune_operator.decide.attempts import End, closed
+from finetune_operator.decide.attempts import AttemptEnd, closed, with_restarts
 from finetune_operator.decide.classify import Failure
-from finetune_operator.decide.findings import FINDINGS_LIMIT
+from finetune_operator.decide.finish import stop_running
 from finetune_operator.decide.observed import Observed
-from finetune_operator.decide.pass_result import TEXT_LIMIT, PassResult
-from finetune_operator.decide.restarts import with_restarts
-from finetune_operator.decide.retention import stop_running
+from finetune_operator.decide.pass_result import FINDINGS_LIMIT, PassResult
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
 
 REFUSED = {
@@ -43,21 +42,21 @@ _WHAT_TO_DO = {
 
 def is_stopped(status: FineTuneJobStatus, role: Role) -> bool:
     """Whether a role has stopped and waits for `spec.run.retry`."""
-    condition = find(status.conditions, CONDITION[role])
+    condition = find_condition(status.conditions, CONDITION[role])
     return condition is not None and condition.reason in (REFUSED[role], STOPPED[role])
 
 
-def keeps_retry(status: FineTuneJobStatus) -> bool:
+def awaits_retry(status: FineTuneJobStatus) -> bool:
     """Whether a role has stopped and nobody has asked for another try. Only then is `spec.run.retry` kept for later."""
-    stalled = find(status.conditions, ConditionType.STALLED)
+    stalled = find_condition(status.conditions, ConditionType.STALLED)
     waits = stalled is not None and stalled.status == "True" and stalled.reason == Reason.STARTUP_DEADLINE_EXCEEDED
     return waits or any(is_stopped(status, role) for role in REFUSED)
 
 
-def stop(observed: Observed, result: PassResult, role: Role, failure: Failure) -> None:
+def stop_role(observed: Observed, result: PassResult, role: Role, failure: Failure) -> None:
     """Stall the job with the findings of this role."""
     findings = failure.findings or (
-        ReportedFinding(
+        Finding(
             rule=f"{role}/{failure.failure}", severity="error", message=failure.message or str(failure.failure), fix=failure.hint
         ),
     )
@@ -68,7 +67,7 @@ def stop(observed: Observed, result: PassResult, role: Role, failure: Failure) -
     message = f"{said}{'' if said.endswith('.') else '.'} {_WHAT_TO_DO[role]}"
     if not result.has_value("attempts"):
         attempt = attempt_of(observed.job.status, role)
-        result.set(attempts=closed(observed.job.status, role, attempt, End("Failed", result.now, failure)))
+        result.set(attempts=closed(observed.job.status, role, attempt, AttemptEnd("Failed", result.now, failure)))
     reason = REFUSED[role] if _is_verdict(failure) else STOPPED[role]
     result.condition(CONDITION[role], False, reason, message)
     result.stall(reason, message)
@@ -80,7 +79,7 @@ def stop_for_user(observed: Observed, result: PassResult, role: Role, failure: F
     """Stall the job if only a human can fix what failed. False: it is a failure like others."""
     if not _is_verdict(failure):
         return False
-    stop(observed, result, role, failure)
+    stop_role(observed, result, role, failure)
     return True
 
 
@@ -91,15 +90,15 @@ def _is_verdict(failure: Failure) -> bool:
 def wait_for_retry(observed: Observed, result: PassResult, role: Role) -> bool:
     """Rest while the role is stopped, and begin its next attempt once `spec.run.retry` is increased. False: it is not stopped."""
     job = observed.job
-    before = find(job.status.conditions, CONDITION[role])
+    before = find_condition(job.status.conditions, CONDITION[role])
     if before is None or not is_stopped(job.status, role):
         return False
-    if not begin_again(observed, result, role):
+    if not start_next_attempt(observed, result, role):
         result.stall(Reason(before.reason), before.message)
     return True
 
 
-def begin_again(observed: Observed, result: PassResult, role: Role) -> bool:
+def start_next_attempt(observed: Observed, result: PassResult, role: Role) -> bool:
     """Begin the next attempt of a role with a full budget if `spec.run.retry` was increased. False: it was not."""
     job = observed.job
     if job.spec is None or job.spec.run.retry <= job.status.retry_handled:
@@ -133,22 +132,14 @@ def renewed_resources(observed: Observed, role: Role) -> RoleResources | None:
     return resources
 
 
-def _warnings(observed: Observed) -> list[StatusFinding]:
+def _warnings(observed: Observed) -> list[Finding]:
     return [finding for finding in observed.job.status.findings if finding.severity == "warning"]
 
 
-def with_reported(observed: Observed, reported: Sequence[ReportedFinding], role: Role) -> list[StatusFinding]:
+def with_reported(observed: Observed, reported: Sequence[Finding], role: Role) -> list[Finding]:
     """What a role found, after the warnings of the rule book, none twice."""
     found = [
-        StatusFinding(
-            rule=finding.rule[:128],
-            severity="error" if finding.severity == "error" else "warning",
-            field=finding.field[:TEXT_LIMIT],
-            value=finding.value[:TEXT_LIMIT],
-            message=finding.message[:TEXT_LIMIT],
-            fix=finding.fix[:TEXT_LIMIT],
-            source=(finding.source or str(role))[:TEXT_LIMIT],
-        )
+        finding.shortened(MAX_TEXT_LENGTH).model_copy(update={"source": finding.source[:MAX_TEXT_LENGTH] or str(role)})
         for finding in reported
     ]
     fresh = {(finding.rule, finding.field) for finding in found}

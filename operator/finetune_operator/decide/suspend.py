@@ -1,46 +1,46 @@
 """`spec.run.suspend`: release every pod and keep the checkpoint.
 
 Suspending an attempt ends it: its number is passed on to the next one in the same status write, and its Job, now of an earlier
-attempt, is deleted. So going on is nothing but creating the Job of the current number.
+attempt, is deleted. So to continue is nothing but to create the Job of the current number.
 """
 
 from __future__ import annotations
 
+from finetune_job.conditions import find_condition
 from finetune_job.reasons import ConditionType, Reason
-from finetune_job.status.conditions import find
-from finetune_operator.decide.attempts import End, closed
-from finetune_operator.decide.clock import moment_after
-from finetune_operator.decide.earlier_attempts import delete_earlier_attempts
+from finetune_operator.decide.attempts import AttemptEnd, closed
+from finetune_operator.decide.blocked import delete_earlier_attempts
 from finetune_operator.decide.job_state import ends_by_itself
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of, current_role
+from finetune_operator.decide.times import moment_after
 
 
 def suspend(observed: Observed, result: PassResult) -> None:
-    """Stop what runs. A Job that ended by itself is left to its stage, which looks at it when the job goes on."""
+    """Stop what runs. A Job that ended by itself is left to its stage, which looks at it when the job continues."""
     status = observed.job.status
     message = "spec.run.suspend is true; the checkpoint is kept."
     role = current_role(status)
     attempt = attempt_of(status, role)
     batch_job = observed.batch_job(role, attempt)
     if batch_job is not None and not ends_by_itself(batch_job, observed.pods_of(role, attempt)):
-        result.set(attempts=closed(status, role, attempt, End("Suspended", result.now)))
+        result.set(attempts=closed(status, role, attempt, AttemptEnd("Suspended", result.now)))
         result.set(**{ATTEMPT_FIELD[role]: attempt + 1})
         result.condition(CONDITION[role], None, Reason.SUSPENDED_BY_USER, message)
         result.delete(batch_job)
         result.emit("Normal", Reason.SUSPENDED_BY_USER, f"Attempt {attempt} of {role} is stopped; {message}")
     delete_earlier_attempts(observed, result)
-    # Whatever needs a human is looked at again when the job goes on.
+    # Whatever needs a human is looked at again when the job continues.
     result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
     result.condition(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, message)
     result.condition(ConditionType.READY, False, Reason.SUSPENDED_BY_USER)
 
 
 def resume(observed: Observed, result: PassResult) -> None:
-    """A job that nobody holds back; how long it was held back is added up when it goes on."""
+    """A job that nobody holds back; how long it was held back is added up when it continues."""
     status = observed.job.status
-    before = find(status.conditions, ConditionType.SUSPENDED)
+    before = find_condition(status.conditions, ConditionType.SUSPENDED)
     since = moment_after(before.last_transition_time, 0.0) if before is not None and before.status == "True" else None
     if since is not None and status.start_time:
         result.set(suspended_seconds=status.suspended_seconds + max(int((result.now - since).total_seconds()), 0))

@@ -10,17 +10,16 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.placement import PREFLIGHT_GATE
-from finetune_operator.children.service import gang_service
-from finetune_operator.children.train_job import train_job
+from finetune_operator.children.train_job import gang_service, train_job
 from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.classify import Failure
-from finetune_operator.decide.deadlines import stall_deadline
 from finetune_operator.decide.job_state import JobState, State
 from finetune_operator.decide.observed import BatchJobView, Observed
 from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.progress import progress_of_facts, progress_status
 from finetune_operator.decide.restart_policy import POLICY
 from finetune_operator.decide.role_stage import RoleStage
+from finetune_operator.decide.times import stall_deadline
 
 _FIX_OF_UNGATING = "The operator has to take the gate off the Job: install the chart with kueue.patchJobs=true."
 
@@ -71,7 +70,9 @@ def _is_stalled(observed: Observed, result: PassResult, stage: RoleStage, found:
         result.requeue_at(deadline)
         return False
     step = status.progress.step if status.progress is not None else 0
-    said = f"All pods run, and no step after {step} came within spec.run.stallDeadlineSeconds: {spec.run.stall_deadline_seconds} s."
+    said = (
+        f"All pods run, and no step after {step} came within spec.run.stallDeadlineSeconds: {spec.run.stall_deadline_seconds} s."
+    )
     result.emit("Warning", Reason.STALL_DEADLINE_EXCEEDED, said)
     stage.fail(Failure(FailureClass.STALLED, said, POLICY[FailureClass.STALLED].advice), batch_job)
     return True

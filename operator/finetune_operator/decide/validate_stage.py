@@ -1,33 +1,31 @@
 """From manifest to frozen plan.
 
-Before the start every pass judges what it sees, so that a job goes on by itself once its profile or claim appears. The freeze
-is one status write with the observed resourceVersion as precondition; the plan's ConfigMap and the first Job come after it, in the
-same pass.
+Before the start every pass judges what it sees, so that a job continues by itself once its profile or claim appears. The freeze
+is one status write with the observed resourceVersion as precondition; the plan's ConfigMap and the first Job come after it, in
+the same pass.
 """
 
 from __future__ import annotations
 
 import json
 
-from finetune_job.api.status import PlanChoice, PlanStatus, StatusFinding
+from finetune_job.api.status import PlanChoice, PlanStatus
+from finetune_job.catalogue.book import make_finding
+from finetune_job.conditions import find_condition
+from finetune_job.finding import MAX_TEXT_LENGTH, Finding
 from finetune_job.plan.digest import canonical_json, text_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.rule import UNREADABLE
-from finetune_job.status.conditions import find
+from finetune_job.rules.rule import UNREADABLE, RuleContext
 from finetune_operator.children.claims import claims_named_by, workspace_claim, workspace_claim_of
-from finetune_operator.children.frozen_run import FrozenRun
-from finetune_operator.children.ownership import Owner
-from finetune_operator.children.plan_configmap import plan_configmap
+from finetune_operator.children.frozen_run import FrozenRun, Owner, plan_configmap
 from finetune_operator.decide.blocked import wait_for_refused_write
-from finetune_operator.decide.clock import timestamp
-from finetune_operator.decide.findings import status_findings
 from finetune_operator.decide.observed import Observed
-from finetune_operator.decide.pass_result import TEXT_LIMIT, PassResult
+from finetune_operator.decide.pass_result import PassResult, status_findings
 from finetune_operator.decide.stage import CONDITION, attempt_of, is_started
+from finetune_operator.decide.times import timestamp
 
 NEAR_PLACES = 10
 """Places in the line of a namespace that are told exactly."""
@@ -45,7 +43,7 @@ TOO_COMPLEX_MESSAGE = (
 def has_begun(observed: Observed) -> bool:
     """Whether anything came of the frozen plan: from here on it is never resolved again, and its loss is a loss."""
     status = observed.job.status
-    conditions = [find(status.conditions, kind) for kind in CONDITION.values()]
+    conditions = [find_condition(status.conditions, kind) for kind in CONDITION.values()]
     reached = any(one is not None and one.status == "True" and one.reason != Reason.SKIPPED for one in conditions)
     stored = observed.plan is not None and status.plan is not None and text_sha256(observed.plan.plan_json) == status.plan.hash
     tried = any(attempt_of(status, role) for role in CONDITION)
@@ -93,7 +91,9 @@ def _accepted_plan(observed: Observed, result: PassResult) -> RunPlan | None:
         return None
     if profile.spec is None:
         if profile.error:
-            _refuse(result, Reason.PROFILE_INVALID, f"spec.profile: FineTuneProfile {profile.name!r} is not valid: {profile.error}")
+            _refuse(
+                result, Reason.PROFILE_INVALID, f"spec.profile: FineTuneProfile {profile.name!r} is not valid: {profile.error}"
+            )
         else:
             _refuse(result, Reason.PROFILE_NOT_FOUND, f"spec.profile: there is no FineTuneProfile {profile.name!r}. Create it.")
         return None
@@ -111,7 +111,9 @@ def _accepted_plan(observed: Observed, result: PassResult) -> RunPlan | None:
         return None
     if job.spec.run.suspend:
         if not is_started(job.status):
-            result.condition(ConditionType.VALIDATED, None, Reason.SUSPENDED_BY_USER, "Accepted; the plan is frozen on resumption.")
+            result.condition(
+                ConditionType.VALIDATED, None, Reason.SUSPENDED_BY_USER, "Accepted; the plan is frozen on resumption."
+            )
         result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
         result.condition(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, "spec.run.suspend is true.")
         result.condition(ConditionType.READY, False, Reason.SUSPENDED_BY_USER)
@@ -124,7 +126,7 @@ def _accepted_plan(observed: Observed, result: PassResult) -> RunPlan | None:
 
 def _was_too_complex(observed: Observed) -> bool:
     """Whether this generation is refused for it already: an operator that restarts does not try again."""
-    validated = find(observed.job.status.conditions, ConditionType.VALIDATED)
+    validated = find_condition(observed.job.status.conditions, ConditionType.VALIDATED)
     is_refused = validated is not None and validated.status == "False" and validated.reason == Reason.TOO_COMPLEX
     return is_refused and validated is not None and validated.observed_generation == observed.job.generation
 
@@ -148,14 +150,14 @@ def _waits_in_line(observed: Observed, result: PassResult) -> bool:
     return True
 
 
-def _invalid(error: str) -> StatusFinding:
-    return StatusFinding(
-        rule=UNREADABLE,
-        severity="error",
+def _invalid(error: str) -> Finding:
+    return make_finding(
+        UNREADABLE,
         field="spec",
-        message=f"The manifest is not valid: {error}"[:TEXT_LIMIT],
+        value="",
+        message=f"The manifest is not valid: {error}",
         fix="Correct these fields; `finetune validate` names what each of them takes.",
-    )
+    ).shortened(MAX_TEXT_LENGTH)
 
 
 def _refuse(result: PassResult, reason: Reason, message: str) -> None:
@@ -166,7 +168,9 @@ def _refuse(result: PassResult, reason: Reason, message: str) -> None:
 def _freeze(observed: Observed, result: PassResult, plan: RunPlan, digest: str) -> None:
     image = plan.placement.trainer_image if plan.placement is not None else ""
     result.set(start_time=observed.job.status.start_time or timestamp(result.now))
-    choices = [PlanChoice(field=one.field, value=json.dumps(one.value)[:TEXT_LIMIT], reason=one.reason) for one in plan.choices]
+    choices = [
+        PlanChoice(field=one.field, value=json.dumps(one.value)[:MAX_TEXT_LENGTH], reason=one.reason) for one in plan.choices
+    ]
     result.set(plan=PlanStatus(hash=digest, trainer_image=image, choices=choices))
     result.condition(ConditionType.VALIDATED, True, Reason.ACCEPTED, f"Plan {digest[:12]} is frozen.")
     result.condition(ConditionType.FINISHED, False, Reason.RUNNING)

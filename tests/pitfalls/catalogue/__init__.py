@@ -1,19 +1,11 @@
 """The decision table: every documented pitfall once, what the locked libraries do, and what this product does about it.
 
+The entries are data/*.toml, named by their numbers:
+
+    001_027   the very common ones
+    028_064   common ones, and those that are severe in current versions
+    065_118   launch, precision, quantised bases, ways to start, patterns, methods, tokens, merge
+    119_173   checkpointing, packing and chats, other engines, resuming, loading, other tools
+
 `python -m tests.pitfalls.catalogue > docs/pitfalls.md` writes the page.
 """
-
-from __future__ import annotations
-
-from importlib import import_module
-
-from tests.pitfalls.catalogue.entry import Entry
-
-MODULES = ("entries_001_027", "entries_028_064", "entries_065_118", "entries_119_173")
-COUNT = 173
-
-
-def entries() -> tuple[Entry, ...]:
-    """All entries by number."""
-    found = [entry for name in MODULES for entry in import_module(f"{__name__}.{name}").ENTRIES]
-    return tuple(sorted(found, key=lambda entry: entry.number))

@@ -6,8 +6,8 @@ from collections import Counter
 from importlib.metadata import version
 
 from finetune_job.rules.book import rule_by_id
-from tests.pitfalls.catalogue import entries
 from tests.pitfalls.catalogue.entry import Avoided, Changed, Entry, NotApplicable, NotReproduced, Refused, Reproduced
+from tests.pitfalls.catalogue.read import entries
 
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes")
 _HEAD = """# Pitfalls and decisions

@@ -1,7 +1,7 @@
 """FSDP as accelerate applies, saves and loads it.
 
-`Accelerator` itself never turns FSDP on for CPU processes, so that a test through it would silently test DDP: its own functions are
-called with an object that holds what they read of it.
+`Accelerator` itself never turns FSDP on for CPU processes, so that a test through it would silently test DDP: its own functions
+are called with an object that holds what they read of it.
 """
 
 from __future__ import annotations

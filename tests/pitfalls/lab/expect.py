@@ -23,7 +23,9 @@ def trains(case: Case) -> Observation:
     found = observe(case)
     assert not found.failed, found.trace
     assert found.without_gradient == ()
-    coarsest = max(GRADIENT_ERRORS[dtype] for dtype in (case.dtype, case.param_dtype, case.compute, case.compute_autocast) if dtype)
+    coarsest = max(
+        GRADIENT_ERRORS[dtype] for dtype in (case.dtype, case.param_dtype, case.compute, case.compute_autocast) if dtype
+    )
     assert found.gradient_error is not None
     assert found.gradient_error <= coarsest
     assert found.learns, found.losses

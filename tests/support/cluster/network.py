@@ -167,7 +167,9 @@ def remove_network() -> None:
 
 def traces() -> list[str]:
     """Return what exists of the cluster's network on this machine: nothing, when no node is running."""
-    routes = [one["dst"] for one in _ip("route", "show", "table", "all") if one.get("dev") == _BRIDGE or one["dst"] in _BLACKHOLED]
+    routes = [
+        one["dst"] for one in _ip("route", "show", "table", "all") if one.get("dev") == _BRIDGE or one["dst"] in _BLACKHOLED
+    ]
     return [
         *(f"link {name}" for name in _links()),
         *(f"network namespace {name}" for name in _namespaces()),

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import torch
 
-from finetune_trainer.checkpoint.load import checkpoints_of_this_run, load, newest_valid, verified
-from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState
-from finetune_trainer.checkpoint.names import directory_name
-from finetune_trainer.checkpoint.rank_file import Snapshot
-from finetune_trainer.checkpoint.save import Writing, begin, commit
-from finetune_trainer.checkpoint.state import Piece
+from finetune_trainer.checkpoint.load import checkpoints_of_this_run, load, newest_valid, verified_manifest
+from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState, directory_name
+from finetune_trainer.checkpoint.save import PendingSave, Snapshot, begin_save, commit_save
+from finetune_trainer.checkpoint.state import ParameterRange
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError, SaveError
 from finetune_trainer.ranks.gang import Gang
@@ -26,12 +24,12 @@ FAILURES_IN_A_ROW = 2
 class Checkpoints:
     """Called by all ranks together.
 
-    An asynchronous save is written by a thread from a copy in host memory and gets its name at the first step boundary at which all
-    ranks have written, so that every collective stays in the main thread. A kill before that leaves the previous checkpoint.
+    An asynchronous save is written by a thread from a copy in host memory and gets its name at the first step boundary at which
+    all ranks have written, so that every collective stays in the main thread. A kill before that leaves the previous checkpoint.
     """
 
     def __init__(
-        self, context: RunContext, gang: Gang, data_hash: str, pieces: list[Piece], optimizer: torch.optim.Optimizer
+        self, context: RunContext, gang: Gang, data_hash: str, pieces: list[ParameterRange], optimizer: torch.optim.Optimizer
     ) -> None:
         self._gang, self._pieces, self._optimizer = gang, pieces, optimizer
         self._plan = context.plan.checkpoint
@@ -40,19 +38,19 @@ class Checkpoints:
         self._origin = Origin(learning_sha256=context.learning_sha256, data_hash=data_hash)
         self._newest: tuple[Path, Manifest] | None = None
         self._best_step: int | None = None
-        self._under_way: Writing | None = None
+        self._under_way: PendingSave | None = None
         self._reused: Snapshot | None = None
         self._latest_save = time.monotonic()
         self._failed_in_a_row = 0
         self.failed_saves = 0
-        """Saves that failed in this attempt; training went on."""
+        """Saves that failed in this attempt; training continued."""
         self.last_error = ""
         """Why the latest of them failed."""
 
     def resume(self) -> Manifest | None:
-        """Load the newest valid checkpoint into parameters and optimizer; None where this run has never completed one.
+        """Load the newest valid checkpoint into parameters and optimizer; None if this run has never completed one.
 
-        Raises CheckpointError, also where there are checkpoints of this run and none is valid.
+        Raises CheckpointError, also if there are checkpoints of this run and none is valid.
         """
         self._newest = newest_valid(self._root, self._gang, self._origin)
         if self._newest is None:
@@ -71,7 +69,7 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         """Whether the plan asks for a checkpoint after this step; the same on all ranks. Call once after each step.
 
-        A save under way is completed here once all ranks have written. Costs a message only while there is one, or where the plan
+        A save under way is completed here once all ranks have written. Costs a message only while there is one, or if the plan
         counts seconds, of which rank 0's count. Raises SaveError.
         """
         if self._under_way is not None:
@@ -94,7 +92,7 @@ class Checkpoints:
         self.wait()
         self._latest_save = time.monotonic()
         try:
-            self._under_way = begin(
+            self._under_way = begin_save(
                 self._root,
                 step=step,
                 found=self._pieces,
@@ -121,16 +119,16 @@ class Checkpoints:
         return self._newest[1].step if self._newest else None
 
     def finished(self) -> tuple[Path, Manifest] | None:
-        """Wait for a save under way; the checkpoint to export: the newest, or the best where the plan asks for it.
+        """Wait for a save under way; the checkpoint to export: the newest, or the best if the plan asks for it.
 
-        Raises CheckpointError where the best is not what was written.
+        Raises CheckpointError if the best is not what was written.
         """
         self.wait()
         best = self._best_step
         if not self._exports_best or self._newest is None or best in (None, self._newest[1].step):
             return self._newest
         directory = self._root / directory_name(best or 0)
-        manifest, problems = verified(directory, self._gang, self._origin)
+        manifest, problems = verified_manifest(directory, self._gang, self._origin)
         if manifest is None:
             raise CheckpointError(
                 f"{directory}: the best checkpoint is not what was written: {'; '.join(problems)}",
@@ -146,7 +144,7 @@ class Checkpoints:
             # The memory is taken once, pinned where a device copies into it.
             self._reused = writing.taken
         try:
-            self._newest = commit(self._root, writing, self._gang, self._plan.keep)
+            self._newest = commit_save(self._root, writing, self._gang, self._plan.keep)
         except SaveError as error:
             self._failed(error, is_last=is_last)
             return
@@ -159,4 +157,4 @@ class Checkpoints:
         self.last_error = str(error)
         if is_last or self._failed_in_a_row >= FAILURES_IN_A_ROW:
             raise error
-        log.error("%s; training goes on and tries again at the next checkpoint", error)
+        log.error("%s; training continues and tries again at the next checkpoint", error)

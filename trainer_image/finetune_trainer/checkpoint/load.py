@@ -9,11 +9,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from finetune_trainer.checkpoint.manifest import Manifest, Origin, PieceEntry, read, verify_file
-from finetune_trainer.checkpoint.names import MANIFEST, tensor_key
-from finetune_trainer.checkpoint.optimizer_state import check_kind, create_state, restore_count, state_form
+from finetune_trainer.checkpoint.manifest import MANIFEST, Manifest, Origin, RangeEntry, read_manifest, tensor_key, verify_file
 from finetune_trainer.checkpoint.retention import checkpoint_directories, remove_leftovers
-from finetune_trainer.checkpoint.state import PARAMETER, Piece
+from finetune_trainer.checkpoint.state import PARAMETER, ParameterRange, check_kind, create_state, restore_count, state_form
 from finetune_trainer.errors import CheckpointError, ForeignCheckpointError
 from finetune_trainer.ranks.gang import Gang
 
@@ -29,7 +27,7 @@ def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest
         remove_leftovers(root)
     names = gang.from_first([path.name for path in checkpoint_directories(root)])
     for name in names:
-        manifest, problems = verified(root / name, gang, origin)
+        manifest, problems = verified_manifest(root / name, gang, origin)
         if manifest is not None:
             return root / name, manifest
         if gang.is_first:
@@ -37,12 +35,12 @@ def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest
     return None
 
 
-def verified(directory: Path, gang: Gang, origin: Origin) -> tuple[Manifest | None, list[str]]:
+def verified_manifest(directory: Path, gang: Gang, origin: Origin) -> tuple[Manifest | None, list[str]]:
     """The manifest of a checkpoint of which every byte is as written, or else what is wrong with it; the same on all ranks."""
     problem = ""
     manifest = None
     try:
-        manifest = read(directory, origin)
+        manifest = read_manifest(directory, origin)
         for entry in manifest.files[gang.rank :: gang.world_size]:
             verify_file(directory, entry)
     except (CheckpointError, OSError) as error:
@@ -54,16 +52,16 @@ def verified(directory: Path, gang: Gang, origin: Origin) -> tuple[Manifest | No
 def checkpoints_of_this_run(root: Path, gang: Gang, origin: Origin) -> list[str]:
     """Names of this run's checkpoints, newest first, whether valid or not; the same on all ranks.
 
-    Where none of them is valid they were complete once, because a checkpoint gets its name last. Beginning anew would then silently
-    throw away all progress, often for a storage that is only out of reach for the moment. What bears another run's manifest, or
-    none at all, was never progress of this run.
+    If none of them is valid they were complete once, because a checkpoint gets its name last. Beginning again would then
+    silently throw away all progress, often for a storage that is only out of reach for the moment. What bears another run's
+    manifest, or none at all, was never progress of this run.
     """
     names = []
     if gang.is_first:
         for directory in checkpoint_directories(root):
             try:
                 if (directory / MANIFEST).exists():
-                    read(directory, origin)
+                    read_manifest(directory, origin)
                     names.append(directory.name)
             except ForeignCheckpointError:
                 continue
@@ -73,16 +71,16 @@ def checkpoints_of_this_run(root: Path, gang: Gang, origin: Origin) -> list[str]
     return found
 
 
-def load(directory: Path, manifest: Manifest, found: list[Piece], optimizer: torch.optim.Optimizer) -> None:
+def load(directory: Path, manifest: Manifest, found: list[ParameterRange], optimizer: torch.optim.Optimizer) -> None:
     """Fill parameters and optimizer state of these pieces, and check that nothing was left out.
 
-    Call before the first forward pass: FSDP 2 may keep gathered weights from one. Raises CheckpointError where the checkpoint does
-    not cover a piece.
+    Call before the first forward pass: FSDP 2 may keep gathered weights from one. Raises CheckpointError if the checkpoint
+    does not cover a piece.
     """
     check_kind(optimizer, manifest.optimizer)
     create_state(optimizer)
     kinds = (PARAMETER, *state_form(optimizer).tensors)
-    reader = PieceReader(directory, manifest)
+    reader = RangeReader(directory, manifest)
     with torch.no_grad():
         for piece in found:
             reader.check_shape(piece.name, piece.shape)
@@ -95,17 +93,17 @@ def load(directory: Path, manifest: Manifest, found: list[Piece], optimizer: tor
 
 def full_parameters(directory: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Each trained parameter, whole, one after the other. Raises CheckpointError."""
-    reader = PieceReader(directory, manifest)
+    reader = RangeReader(directory, manifest)
     for name in sorted(reader.names):
         yield name, reader.whole(name)
 
 
-class PieceReader:
+class RangeReader:
     """Reads any range of any parameter from the files of a checkpoint."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory
-        self._stored: dict[str, list[tuple[str, PieceEntry]]] = {}
+        self._stored: dict[str, list[tuple[str, RangeEntry]]] = {}
         for file in manifest.files:
             for entry in file.pieces:
                 self._stored.setdefault(entry.name, []).append((file.name, entry))
@@ -120,8 +118,8 @@ class PieceReader:
         return tuple(entry.shape), getattr(torch, entry.dtype)
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises CheckpointError where the stored parameter has another shape or does not exist."""
-        stored: Mapping[str, list[tuple[str, PieceEntry]]] = self._stored
+        """Raises CheckpointError if the stored parameter has another shape or does not exist."""
+        stored: Mapping[str, list[tuple[str, RangeEntry]]] = self._stored
         if name not in stored or self.form(name)[0] != shape:
             raise CheckpointError(f"{self._directory}: holds no {name} of shape {shape}")
 
@@ -133,7 +131,7 @@ class PieceReader:
         return tensor
 
     def read_into(self, kind: str, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-dimensional `target` with the elements from `start` on. Raises CheckpointError where some are not stored."""
+        """Fill the 1-dimensional `target` with the elements from `start` on. Raises CheckpointError if some are not stored."""
         stop = start + target.numel()
         filled = 0
         for file, entry in self._stored[name]:

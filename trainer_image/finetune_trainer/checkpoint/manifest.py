@@ -1,26 +1,58 @@
-"""The proof of a checkpoint: which files it has, their sizes and digests, and which range of which parameter lies where."""
+"""Names inside the checkpoint directory, and the manifest that proves a checkpoint.
+
+step-0000000100/             complete by its name alone
+    rank-00000.safetensors   one per rank
+    manifest.json            written last: files, sizes, digests, and which range of which parameter is where
+step-0000000200.tmp-<uuid>/  being written, or left by a killed run
+latest                       name of the newest complete checkpoint, for people; loading scans instead
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from finetune_trainer.checkpoint.names import MANIFEST, rank_file
 from finetune_trainer.errors import CheckpointError, ForeignCheckpointError
 from finetune_trainer.files import file_sha256
 
+MANIFEST = "manifest.json"
+LATEST = "latest"
+_STEP = re.compile(r"step-(\d{10})")
 
-class Entry(BaseModel):
+
+def directory_name(step: int) -> str:
+    """Name of the checkpoint of a step; names sort like steps."""
+    return f"step-{step:010d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a directory's name, None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def rank_file(rank: int) -> str:
+    """Name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def tensor_key(kind: str, name: str) -> str:
+    """Key inside a rank's file."""
+    return f"{kind}/{name}"
+
+
+class ManifestModel(BaseModel):
     """Immutable; unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class PieceEntry(Entry):
+class RangeEntry(ManifestModel):
     """Elements [start, stop) of a flattened parameter."""
 
     name: str
@@ -30,23 +62,23 @@ class PieceEntry(Entry):
     stop: int
 
 
-class FileEntry(Entry):
+class FileEntry(ManifestModel):
     """One rank's file."""
 
     name: str
     size: int
     sha256: str
-    pieces: list[PieceEntry]
+    pieces: list[RangeEntry]
 
 
-class LossScale(Entry):
+class LossScale(ManifestModel):
     """Factor of the loss, and the steps in a row in which no gradient overflowed with it."""
 
     factor: float
     steps: int = 0
 
 
-class RunState(Entry):
+class RunState(ManifestModel):
     """What a resumed run needs besides tensors."""
 
     initial_eval_loss: float | None = None
@@ -59,7 +91,7 @@ class RunState(Entry):
     """None: no loss was scaled yet."""
 
 
-class Origin(Entry):
+class Origin(ManifestModel):
     """The run that a checkpoint belongs to; ranks, sharding and micro-batches may change between its attempts."""
 
     learning_sha256: str
@@ -67,17 +99,17 @@ class Origin(Entry):
     data_hash: str
 
 
-class OptimizerEntry(Entry):
+class OptimizerEntry(ManifestModel):
     """Which optimizer state each trainable parameter has."""
 
     name: str
     tensors: list[str]
     """Kinds of tensors with one value per element."""
     step: float | None
-    """The count that every parameter's state holds; None where the optimizer keeps none."""
+    """The count that every parameter's state holds; None: the optimizer keeps none."""
 
 
-class Manifest(Entry):
+class Manifest(ManifestModel):
     """Content of manifest.json."""
 
     version: Literal[1] = 1
@@ -97,8 +129,8 @@ class Manifest(Entry):
         return _canonical({**body, "sha256": _digest(body)})
 
 
-def decode(encoded: bytes) -> Manifest:
-    """The manifest in `encoded`. Raises CheckpointError where a byte is not what was written."""
+def decode_manifest(encoded: bytes) -> Manifest:
+    """The manifest in `encoded`. Raises CheckpointError if a byte is not what was written."""
     try:
         body = json.loads(encoded)
         announced = body.pop("sha256")
@@ -109,10 +141,10 @@ def decode(encoded: bytes) -> Manifest:
         raise CheckpointError(f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})") from error
 
 
-def read(directory: Path, origin: Origin) -> Manifest:
+def read_manifest(directory: Path, origin: Origin) -> Manifest:
     """The manifest of a checkpoint of this run and data, sizes compared, digests of files not yet. Raises CheckpointError."""
     try:
-        manifest = decode((directory / MANIFEST).read_bytes())
+        manifest = decode_manifest((directory / MANIFEST).read_bytes())
     except OSError as error:
         raise CheckpointError(f"{directory / MANIFEST}: cannot be read ({error})") from error
     found = manifest.origin
@@ -127,7 +159,9 @@ def read(directory: Path, origin: Origin) -> Manifest:
         # What a link points to may change after it was verified.
         size = path.stat().st_size if path.is_file() and not path.is_symlink() else None
         if size != entry.size:
-            raise CheckpointError(f"{path}: " + ("is missing" if size is None else f"has {size} bytes, {entry.size} were written"))
+            raise CheckpointError(
+                f"{path}: " + ("is missing" if size is None else f"has {size} bytes, {entry.size} were written")
+            )
     return manifest
 
 

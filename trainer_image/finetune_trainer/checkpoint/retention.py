@@ -7,8 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from finetune_trainer.checkpoint.manifest import Manifest, Origin, read
-from finetune_trainer.checkpoint.names import step_of
+from finetune_trainer.checkpoint.manifest import Manifest, Origin, read_manifest, step_of
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import TEMPORARY_MARK
 
@@ -40,7 +39,7 @@ def outdated(found: Mapping[int, Manifest | None], keep: int) -> list[int]:
 
 
 def prune(root: Path, keep: int, origin: Origin) -> None:
-    """Remove outdated checkpoints. A directory is first renamed to a temporary name, so that half of it is never taken for one."""
+    """Remove outdated checkpoints. A directory first gets a temporary name, so that half of it is never taken for one."""
     directories = {step: path for path in checkpoint_directories(root) if (step := step_of(path.name)) is not None}
     for step in outdated({step: _manifest(path, origin) for step, path in directories.items()}, keep):
         doomed = directories[step].with_name(f"{directories[step].name}{TEMPORARY_MARK}removed")
@@ -59,6 +58,6 @@ def remove_leftovers(root: Path) -> None:
 
 def _manifest(directory: Path, origin: Origin) -> Manifest | None:
     try:
-        return read(directory, origin)
+        return read_manifest(directory, origin)
     except CheckpointError:
         return None

@@ -1,37 +1,63 @@
-"""Write a checkpoint: temporary directory, every file durable, manifest, rename, `latest`, and only then old ones go.
+"""Write a checkpoint: a temporary directory, a file of each rank, the manifest, the rename, `latest`; only then old ones go.
 
-The steps that all ranks do together are functions here; what one rank writes alone may happen beside the training loop.
+A rank copies its state to host memory and writes it durably in a thread. Not by the safetensors library, whose save hides error
+numbers, keeps Python's lock and needs a second pass to hash.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import shutil
+import struct
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from finetune_trainer.checkpoint.manifest import FileEntry, Manifest, Origin, RunState
-from finetune_trainer.checkpoint.names import LATEST, MANIFEST, directory_name, rank_file
-from finetune_trainer.checkpoint.optimizer_state import agreed
-from finetune_trainer.checkpoint.rank_file import Snapshot, snapshot, write_rank_file
+from finetune_trainer.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Origin,
+    RangeEntry,
+    RunState,
+    directory_name,
+    rank_file,
+    tensor_key,
+)
 from finetune_trainer.checkpoint.retention import prune
-from finetune_trainer.checkpoint.state import Piece
+from finetune_trainer.checkpoint.state import PARAMETER, ParameterRange, agreed_optimizer_entry, state_form
 from finetune_trainer.errors import SaveError
 from finetune_trainer.files import TEMPORARY_MARK, publish_directory, write_durably
 from finetune_trainer.ranks.gang import Gang
+from finetune_trainer.weights.rounding import TORCH_DTYPES
 
 log = logging.getLogger(__name__)
 SAVE_HINT = "make room on the claim that holds the workspace, or enlarge it; the older checkpoints are unharmed"
+_NAMES_OF_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_CHUNK_BYTES = 16 << 20
+"""Written and hashed at a time, so that the bytes are still in a cache when they are hashed."""
+_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Writing:
-    """One rank's file on its way; `begin` all of them, then `commit`."""
+class Snapshot:
+    """This rank's state at a step boundary, in host memory of its own."""
+
+    tensors: Mapping[str, torch.Tensor]
+    pieces: tuple[RangeEntry, ...]
+
+
+@dataclass(frozen=True)
+class PendingSave:
+    """One rank's file on its way: `begin_save` on all ranks, then `commit_save`."""
 
     temporary: Path
     unfinished: Manifest
@@ -47,18 +73,18 @@ class Writing:
         return not self.thread.is_alive()
 
 
-def begin(
+def begin_save(
     root: Path,
     *,
     step: int,
-    found: list[Piece],
+    found: list[ParameterRange],
     optimizer: torch.optim.Optimizer,
     gang: Gang,
     origin: Origin,
     state: RunState,
     best_step: int | None,
     reused: Snapshot | None = None,
-) -> Writing:
+) -> PendingSave:
     """Copy the state after optimizer step `step` and begin to write it; called by all ranks together.
 
     `reused`: an earlier snapshot, whose memory is taken. Raises SaveError on all ranks alike.
@@ -67,23 +93,23 @@ def begin(
     _by_first(gang, lambda: temporary.mkdir(parents=True), temporary)
     unfinished = Manifest(
         step=step,
-        optimizer=agreed(optimizer, gang),
+        optimizer=agreed_optimizer_entry(optimizer, gang),
         origin=origin,
         world_size=gang.world_size,
         best_step=best_step,
         state=state,
         files=[],
     )
-    taken = snapshot(found, optimizer, reused.tensors if reused else {})
+    taken = take_snapshot(found, optimizer, reused.tensors if reused else {})
     outcome: list[FileEntry | BaseException] = []
     thread = threading.Thread(
         target=_write, args=(temporary / rank_file(gang.rank), taken, outcome), name="checkpoint", daemon=True
     )
     thread.start()
-    return Writing(temporary, unfinished, taken, thread, outcome)
+    return PendingSave(temporary, unfinished, taken, thread, outcome)
 
 
-def commit(root: Path, writing: Writing, gang: Gang, keep: int) -> tuple[Path, Manifest]:
+def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tuple[Path, Manifest]:
     """Wait for all files and give the checkpoint its name; called by all ranks together. Its directory and manifest.
 
     Killed at any moment, it leaves either no checkpoint of this step or a complete one. Raises SaveError on all ranks alike.
@@ -124,7 +150,7 @@ def _write(path: Path, taken: Snapshot, outcome: list[FileEntry | BaseException]
 def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     write_durably(temporary / MANIFEST, manifest.encode())
     if final.exists():
-        # Only a checkpoint that was refused while loading can stand here: a valid one would have been resumed from.
+        # Only a checkpoint that was refused while loading can be here: a valid one would have been resumed from.
         shutil.rmtree(final)
     publish_directory(temporary, final)
 
@@ -147,3 +173,64 @@ def _discard(temporary: Path, gang: Gang) -> None:
     if gang.is_first:
         shutil.rmtree(temporary, ignore_errors=True)
     gang.barrier()
+
+
+def take_snapshot(found: list[ParameterRange], optimizer: torch.optim.Optimizer, reused: Mapping[str, torch.Tensor]) -> Snapshot:
+    """Copy parameters and optimizer state to host memory; `reused`: the tensors of an earlier snapshot, to be overwritten."""
+    kinds = (PARAMETER, *state_form(optimizer).tensors)
+    tensors = {}
+    on_device = False
+    for piece in found:
+        for kind in kinds if piece.stop > piece.start else ():
+            values = piece.values(kind, optimizer)
+            key = tensor_key(kind, piece.name)
+            copy = reused.get(key)
+            if copy is None:
+                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            tensors[key] = copy.copy_(values, non_blocking=True)
+            on_device |= values.is_cuda
+    if on_device:
+        torch.cuda.synchronize()
+    return Snapshot(
+        tensors,
+        tuple(
+            RangeEntry(
+                name=piece.name,
+                shape=list(piece.shape),
+                dtype=str(piece.holder.dtype).removeprefix("torch."),
+                start=piece.start,
+                stop=piece.stop,
+            )
+            for piece in found
+        ),
+    )
+
+
+def write_rank_file(path: Path, taken: Snapshot) -> FileEntry:
+    """Write a snapshot durably; its name, size and digest. Raises OSError as the file system does."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb", buffering=0) as file:
+        for part in (_header(taken.tensors), *(_bytes(tensor) for tensor in taken.tensors.values())):
+            for start in range(0, len(part), _CHUNK_BYTES):
+                chunk = part[start : start + _CHUNK_BYTES]
+                digest.update(chunk)
+                size += len(chunk)
+                while chunk:
+                    chunk = chunk[file.write(chunk) :]
+        os.fsync(file.fileno())
+    return FileEntry(name=path.name, size=size, sha256=digest.hexdigest(), pieces=list(taken.pieces))
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> memoryview:
+    content, offset = {}, 0
+    for key, tensor in tensors.items():
+        stop = offset + tensor.numel() * tensor.element_size()
+        content[key] = {"dtype": _NAMES_OF_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        offset = stop
+    encoded = json.dumps(content, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    return memoryview(struct.pack("<Q", len(encoded)) + encoded)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(torch.uint8).numpy().data

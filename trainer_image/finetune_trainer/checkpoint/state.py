@@ -1,8 +1,7 @@
-"""What a checkpoint holds: each trainable parameter and its optimizer state, as the flat ranges that this rank keeps.
+"""What a checkpoint holds: each trainable parameter as the flat ranges that this rank keeps, and its optimizer state.
 
-A piece is a contiguous range of a parameter flattened in row-major order. Every kind of sharding used here (none, FSDP 1 with flat
-or original parameters, FSDP 2 along dim 0) cuts parameters into such ranges, so one format serves all, and a checkpoint of one
-kind and world size can be read by another.
+Every kind of sharding used here cuts parameters into contiguous ranges of their row-major values, so one format serves all, and
+any world size can read it. Optimizer state is created before the first step: created late it can stay empty after a load.
 """
 
 from __future__ import annotations
@@ -15,16 +14,22 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
-from finetune_trainer.errors import InvariantError
+from finetune_job.api.training import OptimizerName
+from finetune_memory.optimizers import FORMS, StateForm
+from finetune_trainer.checkpoint.manifest import OptimizerEntry
+from finetune_trainer.errors import CheckpointError, InvariantError
+from finetune_trainer.ranks.gang import Gang
 
 PARAMETER = "param"
 """Kind of a parameter's own values; tensors of optimizer state are called as the optimizer calls them."""
+STEP = "step"
+"""Name of the count in the state of optimizers that count their steps."""
 WRAPPER_PREFIX = "_fsdp_wrapped_module."
 """What FSDP 1 puts into module names."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterRange:
     """Elements [start, stop) of the parameter `name`, kept at [offset, offset + stop - start) of `holder`'s local values."""
 
     name: str
@@ -50,52 +55,134 @@ class Piece:
         return local.view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
-def pieces(model: nn.Module, *, frozen: bool = False) -> list[Piece]:
+def pieces(model: nn.Module, *, frozen: bool = False) -> list[ParameterRange]:
     """This rank's pieces of all trainable parameters, empty ones included, in the order of their names; `frozen`: of all."""
     if isinstance(model, FullyShardedDataParallel):
-        found = list(_flat_pieces(model))
+        found = list(_flat_ranges(model))
     else:
-        found = [_dim0_piece(name, parameter) for name, parameter in model.named_parameters()]
+        found = [_dim0_range(name, parameter) for name, parameter in model.named_parameters()]
     return sorted((piece for piece in found if frozen or piece.holder.requires_grad), key=lambda piece: piece.name)
 
 
-def _dim0_piece(name: str, parameter: nn.Parameter) -> Piece:
+def _dim0_range(name: str, parameter: nn.Parameter) -> ParameterRange:
     shape, start = tuple(parameter.shape), 0
     local = parameter.detach()
     if isinstance(local, DTensor):
         if len(local.placements) != 1 or not isinstance(local.placements[0], Shard) or local.placements[0].dim != 0:
-            raise InvariantError(f"{name} is sharded as {local.placements}; checkpoints know sharding along dim 0 of one mesh axis")
+            raise InvariantError(
+                f"{name} is sharded as {local.placements}; checkpoints know sharding along dim 0 of one mesh axis"
+            )
         mesh = local.device_mesh
         row = local.numel() // shape[0] if shape[0] else 0
         rows = -(-shape[0] // mesh.size())
         start = min(mesh.get_local_rank() * rows, shape[0]) * row
         local = local.to_local()
-    return Piece(name, shape, start, start + local.numel(), parameter, 0)
+    return ParameterRange(name, shape, start, start + local.numel(), parameter, 0)
 
 
-def _flat_pieces(model: FullyShardedDataParallel) -> Iterator[Piece]:
+def _flat_ranges(model: FullyShardedDataParallel) -> Iterator[ParameterRange]:
     for unit_name, unit in model.named_modules():
         handle = getattr(unit, "_handle", None) if isinstance(unit, FullyShardedDataParallel) else None
         if handle is None:
             continue
         flat = handle.flat_param
         prefix = f"{unit_name}.".replace(WRAPPER_PREFIX, "") if unit_name else ""
-        # torch 2.15 keeps where each parameter lies in a flat one only in attributes that it calls private.
+        # torch 2.15 keeps where each parameter is in a flat one only in attributes that it calls private.
         names, shapes, originals = flat._fqns, flat._shapes, flat._params or [None] * len(flat._fqns)  # noqa: SLF001
         for fqn, shape, info, original in zip(names, shapes, flat._shard_param_infos, originals, strict=True):  # noqa: SLF001
             holder = original if original is not None else flat
             name = f"{prefix}{fqn.replace(WRAPPER_PREFIX, '')}"
             if not info.in_shard:
-                yield Piece(name, tuple(shape), 0, 0, holder, 0)
+                yield ParameterRange(name, tuple(shape), 0, 0, holder, 0)
                 continue
             # The optimizer knows either the flat parameter or, with use_orig_params, a view of exactly this range.
             offset = 0 if original is not None else info.offset_in_shard
-            yield Piece(name, tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1, holder, offset)
+            yield ParameterRange(name, tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1, holder, offset)
 
 
-def check_complete(shapes: dict[str, tuple[int, ...]], found: Iterable[Piece]) -> None:
+def check_complete(shapes: dict[str, tuple[int, ...]], found: Iterable[ParameterRange]) -> None:
     """The pieces name exactly the trainable parameters that the model had before it was sharded. Raises InvariantError."""
     names = {piece.name: piece.shape for piece in found}
     if names != shapes:
         different = sorted(set(names.items()) ^ set(shapes.items()))
         raise InvariantError(f"sharding changed what is trained, first: {different[:4]}")
+
+
+def state_form(optimizer: torch.optim.Optimizer) -> StateForm:
+    """What this optimizer keeps. Raises InvariantError for one whose state is not known here."""
+    name = type(optimizer).__name__
+    if name not in list(OptimizerName):
+        raise InvariantError(f"checkpoints do not know the state of {name}")
+    if isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]:
+        return StateForm((), is_counted=False)
+    return FORMS[OptimizerName(name)]
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter the state that the optimizer would create at its first step."""
+    form = state_form(optimizer)
+    for parameter in _parameters(optimizer):
+        if optimizer.state[parameter]:
+            continue
+        state = {kind: torch.zeros_like(parameter, memory_format=torch.preserve_format) for kind in form.tensors}
+        if form.is_counted:
+            # A fused step reads the count on the parameter's own device.
+            device = parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
+            state[STEP] = torch.zeros((), dtype=torch.float32, device=device)
+        optimizer.state[parameter] = state
+
+
+def optimizer_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
+    """What a manifest says of the optimizer, from the state itself.
+
+    Raises InvariantError if a parameter lacks some state, or has more, or other shapes, or another count than the others.
+    """
+    form = state_form(optimizer)
+    expected = {*form.tensors, *([STEP] if form.is_counted else [])}
+    counts = set()
+    for parameter in _parameters(optimizer):
+        state = optimizer.state.get(parameter, {})
+        if set(state) != expected:
+            raise InvariantError(f"a trainable parameter of shape {tuple(parameter.shape)} has optimizer state {sorted(state)}")
+        if any(state[kind].shape != parameter.shape or state[kind].dtype != parameter.dtype for kind in form.tensors):
+            raise InvariantError(f"optimizer state of a trainable parameter of shape {tuple(parameter.shape)} has another form")
+        if form.is_counted and parameter.numel():
+            counts.add(float(state[STEP]))
+    if len(counts) > 1:
+        raise InvariantError(f"optimizer states are at different steps: {sorted(counts)}")
+    step = (counts.pop() if counts else 0.0) if form.is_counted else None
+    return OptimizerEntry(name=type(optimizer).__name__, tensors=list(form.tensors), step=step)
+
+
+def agreed_optimizer_entry(optimizer: torch.optim.Optimizer, gang: Gang) -> OptimizerEntry:
+    """What the manifest says of all ranks: one that keeps no element of any parameter cannot know the count.
+
+    Called by all ranks together. Raises InvariantError if they are at different steps, and as `optimizer_entry` does.
+    """
+    entry = optimizer_entry(optimizer)
+    knows = any(parameter.numel() for parameter in _parameters(optimizer))
+    counts = {count for count in gang.gather(entry.step if knows else None) if count is not None}
+    if len(counts) > 1:
+        raise InvariantError(f"optimizer states of the ranks are at different steps: {sorted(counts)}")
+    return entry.model_copy(update={"step": counts.pop()}) if counts else entry
+
+
+def check_kind(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> None:
+    """Raises CheckpointError if the checkpoint holds the state of another optimizer."""
+    form = state_form(optimizer)
+    if entry.name != type(optimizer).__name__ or tuple(entry.tensors) != form.tensors or (entry.step is None) is form.is_counted:
+        raise CheckpointError(f"the checkpoint holds state of {entry.name} {entry.tensors}, not of {type(optimizer).__name__}")
+
+
+def restore_count(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> None:
+    """Set every parameter's count, and check that all state is as the manifest says. Raises InvariantError if it is not."""
+    for parameter in _parameters(optimizer):
+        if entry.step is not None:
+            optimizer.state[parameter][STEP].fill_(entry.step)
+    found = optimizer_entry(optimizer)
+    if found != entry and any(parameter.numel() for parameter in _parameters(optimizer)):
+        raise InvariantError(f"after loading the optimizer is {found}, the manifest says {entry}")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

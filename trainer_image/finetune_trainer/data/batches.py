@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from finetune_memory.workload import LENGTH_MULTIPLE
+from finetune_memory.model_shape import LENGTH_MULTIPLE
 from finetune_trainer.data.shards import (
     TRAIN,
     VALIDATION,
@@ -35,8 +35,8 @@ IGNORED_LABEL = -100
 class Batch:
     """Tensors int64 of shape [B, T]. `labels[b, t]` is `input_ids[b, t]` or `IGNORED_LABEL`, not shifted yet.
 
-    Give the model `input_ids` and `position_ids`, no attention mask, and `use_cache=False`: transformers looks for packed documents
-    only where there is neither mask nor cache.
+    Give the model `input_ids` and `position_ids`, no attention mask, and `use_cache=False`: transformers looks for packed
+    documents only where there is neither mask nor cache.
     """
 
     input_ids: torch.Tensor

@@ -1,10 +1,10 @@
 """A chat -> its text as the model's template writes it, and the spans of that text that the assistant says.
 
 A span goes from behind the header of the assistant's turn (what the template adds to ask for an answer) to the end of the token
-that ends the turn. Where the template marks what it generates, its marks are the spans. Elsewhere the chat is rendered a second
-time with marks around each content (marks.py), since templates drop, trim and rewrite what they are given. What is not certain is
-a problem of the record, never a guess: training on wrong tokens is worse than stopping.
-Called by tokenize.py for records and by tokenizer.py for the template itself.
+that ends the turn. If the template marks what it generates, its marks are the spans. Otherwise the chat is rendered a second
+time with marks around each content (sentinels.py), since templates drop, trim and rewrite what they are given. What is not
+certain is a problem of the record, never a guess: training on wrong tokens is worse than stopping. Called by tokenize.py for
+records and by tokenizer.py for the template itself.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
-from finetune_trainer.data.marks import MarkError, Marks, marked, read_marks
 from finetune_trainer.data.records import ASSISTANT, MAX_RECORD_BYTES, Message, called_name
+from finetune_trainer.data.sentinels import SentinelError, SentinelPositions, read_sentinels, with_sentinels
 
 Tokenizer = Any
 """transformers.PreTrainedTokenizerBase, not imported here because it takes seconds to load."""
@@ -29,7 +29,9 @@ Turn = tuple[Span, ...]
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """The block by which a template says what the assistant generates; known to transformers' renderer alone."""
-OWN_TEMPLATE = "write a spec.data.chatTemplate that surrounds what the assistant says with {% generation %} and {% endgeneration %}"
+OWN_TEMPLATE = (
+    "write a spec.data.chatTemplate that surrounds what the assistant says with {% generation %} and {% endgeneration %}"
+)
 PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "first question"},
     {"role": ASSISTANT, "content": "first answer"},
@@ -50,7 +52,7 @@ class ChatError(ValueError):
         self.fix = fix
 
 
-def endless(reason: str) -> ChatError:
+def endless_template_error(reason: str) -> ChatError:
     """The template comes to no end: `reason` says within which bounds."""
     fix = "set spec.data.chatTemplate to a template without loops within loops or huge texts, or remove the record"
     return ChatError("messages", f"the chat template {reason} for this chat", fix)
@@ -73,7 +75,7 @@ class ChatTemplate:
     """Special tokens, by the names under which templates know them."""
     tracks_generation: bool
     asking: str
-    """What stands between a question and its answer where an answer is asked for."""
+    """What is written between a question and its answer when an answer is asked for."""
     asks: bool
     """Whether it writes something to ask for an answer."""
     headers: tuple[str, ...]
@@ -93,10 +95,10 @@ class ChatTemplate:
         calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
         if calling:
             # A name alone may stand in the text for another reason, such as the tool's description.
-            with_marks, first = marked(messages, text, frozenset(), calls=True)
-            marks = read_marks(self.render(with_marks, tools), first, len(messages))
+            with_marks, first = with_sentinels(messages, text, frozenset(), calls=True)
+            marks = read_sentinels(self.render(with_marks, tools), first, len(messages))
             for number in calling:
-                refuse_calls(number, messages[number], text if marks.called[number] else "")
+                check_calls(number, messages[number], text if marks.called[number] else "")
         return RenderedChat(text, ())
 
     def render_turns(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
@@ -115,11 +117,11 @@ class ChatTemplate:
             turns = tuple((span,) for span in spans)
         for number, turn in zip(numbers, turns, strict=True):
             said = "".join(text[start:stop] for start, stop in turn)
-            refuse_calls(number, messages[number], said)
-            self._refuse_silence(number, messages[number], said, text)
+            check_calls(number, messages[number], said)
+            self._check_not_silent(number, messages[number], said, text)
         return RenderedChat(text, turns)
 
-    def _refuse_silence(self, number: int, message: Message, said: str, text: str) -> None:
+    def _check_not_silent(self, number: int, message: Message, said: str, text: str) -> None:
         """`said`: all that is supervised of the turn."""
         key, words = f"messages[{number}]", (message["content"] or "").strip()
         for token in (*self.stops, *self.call_stops):
@@ -131,7 +133,9 @@ class ChatTemplate:
             )
         # Words that stand elsewhere are left out by misplaced generation blocks, which is said of the template.
         if not said.strip() and not (words and words in text):
-            reason = "the template writes nothing of what this turn of the assistant says, so the model would learn to say nothing"
+            reason = (
+                "the template writes nothing of what this turn of the assistant says, so the model would learn to say nothing"
+            )
             raise ChatError(key, reason, "remove the record, or set a spec.data.chatTemplate that writes it")
 
     def _stops_of(self, *messages: Message) -> Mapping[str, int]:
@@ -158,12 +162,12 @@ class ChatTemplate:
                 "messages",
                 f"the template's generation blocks hold the token that ends a turn ({' or '.join(map(repr, stops))}) in "
                 f"{num_ended} of {num_turns} turns of the assistant, so the model would not learn to stop",
-                "put {% generation %} directly behind the header of the assistant's turn and {% endgeneration %} behind the token "
-                "that ends it",
+                "put {% generation %} directly behind the header of the assistant's turn and {% endgeneration %} behind the "
+                "token that ends it",
             )
         return tuple(map(tuple, turns))
 
-    def _marks(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], text: str) -> Marks:
+    def _marks(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], text: str) -> SentinelPositions:
         # A template may look at how a question begins or ends, so that a mark there changes what it writes; marks around the
         # answers alone are the next best.
         # The same of the names of tools that are called.
@@ -171,10 +175,10 @@ class ChatTemplate:
         ways = [(None, True)] if calls else []
         for roles, with_calls in [*ways, (None, False), (frozenset({ASSISTANT}), False)]:
             try:
-                with_marks, first = marked(messages, text, roles, calls=with_calls)
-            except MarkError as error:
+                with_marks, first = with_sentinels(messages, text, roles, calls=with_calls)
+            except SentinelError as error:
                 raise ChatError("messages", str(error), "remove the private use characters from the record") from error
-            marks = read_marks(self.render(with_marks, tools), first, len(messages))
+            marks = read_sentinels(self.render(with_marks, tools), first, len(messages))
             if marks.text == text:
                 return marks
         raise ChatError(
@@ -184,7 +188,7 @@ class ChatTemplate:
     def _turn(
         self,
         text: str,
-        marks: Marks,
+        marks: SentinelPositions,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
         *,
@@ -235,8 +239,8 @@ class ChatTemplate:
         return -1
 
     def _after_header(self, text: str, earliest: int, limit: int, is_clear: bool) -> int:
-        """Behind the one header between `earliest` and `limit`, or -1. `is_clear`: all that stands there belongs to this turn, so
-        that the first header opens it, and others are of its parts.
+        """Behind the one header between `earliest` and `limit`, or -1. `is_clear`: all of it belongs to this turn, so that
+        the first header opens it, and others are of its parts.
         """
         found = [(at, order) for order, each in enumerate(self.headers) if (at := text.find(each, earliest, limit)) >= 0]
         if not is_clear:
@@ -289,13 +293,13 @@ def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] =
     stop_ids: tokens at which generation with the model stops.
     """
     if not tokenizer.is_fast:
-        fix = "put the tokenizer.json of the model beside its config.json"
+        fix = "put the tokenizer.json of the model next to its config.json"
         raise ChatError("", "the tokenizer is a slow one, which does not tell which characters a token stands for", fix)
     variables = dict(tokenizer.special_tokens_map)
 
-    def seen(messages: Sequence[Message], *, prompt: bool = False) -> Marks:
-        with_marks, first = marked(messages, "", None)
-        return read_marks(_rendered(source, variables, with_marks, (), prompt=prompt)[0], first, len(messages))
+    def seen(messages: Sequence[Message], *, prompt: bool = False) -> SentinelPositions:
+        with_marks, first = with_sentinels(messages, "", None)
+        return read_sentinels(_rendered(source, variables, with_marks, (), prompt=prompt)[0], first, len(messages))
 
     try:
         whole, asked, prompted = seen(PROBE), seen(PROBE[:1]), seen(PROBE[:1], prompt=True)
@@ -332,7 +336,7 @@ def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] =
     )
 
 
-def refuse_calls(number: int, message: Message, said: str) -> None:
+def check_calls(number: int, message: Message, said: str) -> None:
     """Raises ChatError where `said` lacks a call of the message, which is part of what is to be learnt, or holds it as no server
     reads it. number: of the message.
     """
@@ -342,9 +346,10 @@ def refuse_calls(number: int, message: Message, said: str) -> None:
     for name, call in zip(names, calls, strict=True):
         if name and said.count(name) < names.count(name):
             reason = f"the template leaves out the call of {name!r}, so it would not be learnt"
-            null = "set the content to null, beside which some templates write calls, or " if message["content"] == "" else ""
+            null = "set the content to null, next to which some templates write calls, or " if message["content"] == "" else ""
             fix = (
-                "write the call into the content as the model is to say it, or set a spec.data.chatTemplate that writes tool_calls"
+                "write the call into the content as the model is to say it, "
+                "or set a spec.data.chatTemplate that writes tool_calls"
             )
             raise ChatError(key, reason, null + fix)
         function = call.get("function")
@@ -354,9 +359,11 @@ def refuse_calls(number: int, message: Message, said: str) -> None:
             raise ChatError(key, reason, 'write the arguments as an object ({"name": "value"}) and not as a text')
 
 
-def _is_clear(messages: Sequence[Message], marks: Marks, number: int, before: int) -> bool:
+def _is_clear(messages: Sequence[Message], marks: SentinelPositions, number: int, before: int) -> bool:
     """Whether behind `before`, or the turn of the assistant before this one, nothing stands that anybody said but this turn."""
-    said = [number for number, each in enumerate(messages[:number]) if each["role"] == ASSISTANT or (each["content"] or "").strip()]
+    said = [
+        number for number, each in enumerate(messages[:number]) if each["role"] == ASSISTANT or (each["content"] or "").strip()
+    ]
     return bool(said) and (messages[said[-1]]["role"] == ASSISTANT or before in marks.closed[said[-1]])
 
 
@@ -368,8 +375,8 @@ def _is_object(text: str) -> bool:
 
 
 def _as_texts(text: str) -> tuple[str, ...]:
-    """An object's text as a template may write a text: as JSON (transformers' filter keeps what is not ASCII, Jinja's does not), or
-    as the inside of an object.
+    """An object's text as a template may write a text: as JSON (transformers' filter keeps what is not ASCII, Jinja's does not),
+    or as the inside of an object.
     """
     return json.dumps(text, ensure_ascii=False), json.dumps(text), f"{{{text}}}"
 
@@ -435,5 +442,5 @@ def _rendered(
             null + "change the record to what the template accepts, or set spec.data.chatTemplate",
         ) from error
     if len(texts[0]) > MAX_RECORD_BYTES:
-        raise endless(f"writes {len(texts[0])} characters, more than {MAX_RECORD_BYTES},")
+        raise endless_template_error(f"writes {len(texts[0])} characters, more than {MAX_RECORD_BYTES},")
     return texts[0], spans[0] if track else []

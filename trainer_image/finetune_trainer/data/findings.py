@@ -8,7 +8,7 @@ from pathlib import Path
 
 from finetune_job.api.base import ClaimPath
 from finetune_job.catalogue.book import make_finding
-from finetune_job.rules.rule import Finding
+from finetune_job.finding import Finding
 from finetune_trainer.data.read import NoRecordFilesError, RecordProblem
 from finetune_trainer.files import SpecialFileError
 
@@ -47,8 +47,8 @@ def unreadable(source: SplitSource, error: OSError) -> Finding:
     if isinstance(error, FileNotFoundError):
         missing = f"the file does not exist on claim {source.location.claim}"
         siblings = sorted(path.name for path in source.path.parent.glob("*")) if source.path.parent.is_dir() else []
-        beside = f"; its directory holds {', '.join(siblings[:8])}" if siblings else ""
-        return _of_source(source, "data-file-missing", missing + beside, "put the file there or correct the path")
+        others = f"; its directory holds {', '.join(siblings[:8])}" if siblings else ""
+        return _of_source(source, "data-file-missing", missing + others, "put the file there or correct the path")
     if isinstance(error, SpecialFileError):
         return _of_source(
             source, "data-file-unreadable", f"{source.name(error.filename)} {error.strerror}", "name a file of records"
@@ -73,7 +73,7 @@ def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, i
     return [_of_records(source, "data-record-invalid", *found) for found in problems]
 
 
-def words_left_out(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
+def content_dropped(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
     """The same of what a chat template does not write."""
     return [_of_records(source, "chat-words-left-out", *found) for found in problems]
 

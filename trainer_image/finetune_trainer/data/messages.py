@@ -15,15 +15,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from finetune_job.api.data import DataFormat, LossOn
-from finetune_trainer.data.parts import Part, PartResult, PartSettings, PartTask, ProblemKind
+from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_trainer.data.file_parts import FilePart, PartResult, PartSettings, PartTask, ProblemKind
 from finetune_trainer.data.records import RecordProblem
 from finetune_trainer.files import SpecialFileError
-from finetune_trainer.processes.child import parsed, written
+from finetune_trainer.processes.child import encode_answer, parse_answer
 
 MAX_ANSWER_BYTES = 4 << 20
 """Of a line. What follows from the next two bounds, with every character escaped, takes less."""
-MAX_KINDS_TOLD = 100
+MAX_KINDS_SENT = 100
 """Kinds of problems of one part; a report shows fewer."""
 MAX_TEXT = 1000
 """Characters of each text of a problem. A key of a user's may have any length."""
@@ -44,11 +44,11 @@ _COUNTS = (
 )
 
 
-class _Told(BaseModel):
+class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class _Problem(_Told):
+class _Problem(_Message):
     line: int
     key: str
     value: str
@@ -58,7 +58,7 @@ class _Problem(_Told):
     count: _Count
 
 
-class _Error(_Told):
+class _Error(_Message):
     """An OSError, or a MemoryError."""
 
     kind: Literal["file system", "special file", "memory"]
@@ -67,7 +67,7 @@ class _Error(_Told):
     file: str | None
 
 
-class _Result(_Told):
+class _Result(_Message):
     """A PartResult."""
 
     num_records: _Count
@@ -85,7 +85,7 @@ class _Result(_Told):
     template_is_endless: bool
 
 
-class _Failure(_Told):
+class _Failure(_Message):
     error: _Error | None
     trace: str
 
@@ -107,7 +107,7 @@ def task_line(task: PartTask) -> bytes:
     """For `read_task`."""
     part = {**asdict(task.part), "path": str(task.part.path)}
     result = None if task.result is None else str(task.result)
-    return written({"part": part, "settings": asdict(task.settings), "result": result}) + b"\n"
+    return encode_answer({"part": part, "settings": asdict(task.settings), "result": result}) + b"\n"
 
 
 def read_task(line: bytes) -> PartTask:
@@ -116,7 +116,7 @@ def read_task(line: bytes) -> PartTask:
     part, settings = told["part"], told["settings"]
     span = None if part["span"] is None else (part["span"][0], part["span"][1])
     return PartTask(
-        part=Part(part["source"], Path(part["path"]), span, part["num_bytes"]),
+        part=FilePart(part["source"], Path(part["path"]), span, part["num_bytes"]),
         settings=PartSettings(
             data_format=DataFormat(settings["data_format"]),
             loss_on=LossOn(settings["loss_on"]),
@@ -131,20 +131,20 @@ def read_task(line: bytes) -> PartTask:
 def result_line(result: PartResult) -> bytes:
     """For `read_answer`."""
     told = {name: getattr(result, name) for name in _COUNTS}
-    told |= {"problems": _told(result.problems), "left_out": _told(result.left_out)}
-    told["unreadable"] = None if result.unreadable is None else _told_error(result.unreadable)
-    return written(told) + b"\n"
+    told |= {"problems": _problem_fields(result.problems), "left_out": _problem_fields(result.left_out)}
+    told["unreadable"] = None if result.unreadable is None else _error_fields(result.unreadable)
+    return encode_answer(told) + b"\n"
 
 
 def failure_line(error: Exception) -> bytes:
     """For `read_answer`: what a worker met instead of a result."""
-    known = _told_error(error) if isinstance(error, OSError | MemoryError) else None
-    return written({"error": known, "trace": "".join(traceback.format_exception(error))[-MAX_TRACE:]}) + b"\n"
+    known = _error_fields(error) if isinstance(error, OSError | MemoryError) else None
+    return encode_answer({"error": known, "trace": "".join(traceback.format_exception(error))[-MAX_TRACE:]}) + b"\n"
 
 
 def read_answer(line: bytes, file: Path) -> PartResult | WorkerFailure:
     """What `result_line` or `failure_line` made. file: that the task was about. Raises ValueError for anything else."""
-    told = parsed(line, _ANSWER)
+    told = parse_answer(line, _ANSWER)
     if isinstance(told, _Failure):
         return WorkerFailure(None if told.error is None else _error(told.error), told.trace)
     result = PartResult(**{name: getattr(told, name) for name in _COUNTS})
@@ -154,9 +154,9 @@ def read_answer(line: bytes, file: Path) -> PartResult | WorkerFailure:
     return result
 
 
-def _told(problems: Mapping[ProblemKind, tuple[RecordProblem, int]]) -> list[dict[str, object]]:
+def _problem_fields(problems: Mapping[ProblemKind, tuple[RecordProblem, int]]) -> list[dict[str, object]]:
     told: list[dict[str, object]] = []
-    for problem, count in list(problems.values())[:MAX_KINDS_TOLD]:
+    for problem, count in list(problems.values())[:MAX_KINDS_SENT]:
         texts = {name: getattr(problem, name)[:MAX_TEXT] for name in ("key", "value", "reason", "fix")}
         told.append({"line": problem.line, **texts, "unit": problem.unit, "count": count})
     return told
@@ -170,7 +170,7 @@ def _problems(told: list[_Problem], file: Path) -> dict[ProblemKind, tuple[Recor
     return found
 
 
-def _told_error(error: OSError | MemoryError) -> dict[str, object]:
+def _error_fields(error: OSError | MemoryError) -> dict[str, object]:
     if isinstance(error, MemoryError):
         return {"kind": "memory", "number": None, "text": str(error)[:MAX_TEXT], "file": None}
     kind = "special file" if isinstance(error, SpecialFileError) else "file system"

@@ -1,7 +1,8 @@
-"""The order of the training sequences, as a function and not as a list: which sequence stands at a place of an epoch.
+"""The order of the training sequences, as a function and not as a list: which sequence is at a place of an epoch.
 
 A counter-based permutation needs no state: any step of any epoch is found in constant time, so a resumed run, or one with
-another number of ranks, sees the same order without replaying it. Called by the training loop, which maps step and rank to places.
+another number of ranks, sees the same order without replaying it. Called by the training loop, which maps step and rank to
+places.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from hashlib import blake2b
 
 ROUNDS = 6
-"""Feistel rounds. Four give a pseudorandom permutation when the round function is one (Luby and Rackoff, 1988); two in reserve."""
+"""Feistel rounds. Four give a pseudorandom permutation when the round function is one (Luby and Rackoff, 1988); two in
+reserve."""
 
 
 def position(seed: int, epoch: int, index: int, n: int) -> int:

@@ -1,11 +1,11 @@
 """Source files + tokenizer -> prepared data on the workspace, or findings that say what is wrong with the records.
 
-Called by preflight, once per job; a second call with the same inputs reuses what the first one wrote. Nothing takes the final name
-where anything speaks against the run: what is made lies in a temporary directory until it is published.
+Called by preflight, once per job; a second call with the same inputs reuses what the first one wrote. Nothing takes the final
+name if anything speaks against the run: what is made is in a temporary directory until it is published.
 
-Memory does not grow with the data: parts of files go to processes that leave tokens on disk (parts.py, workers.py), these are
-joined in the order of the records (shard_writer.py), so that the bytes depend neither on the number of processes nor on the
-machine, and the sequences are planned window by window (pack_plan.py).
+Memory does not grow with the data: parts of files go to processes that leave tokens on disk (file_parts.py, workers.py), these
+are joined in the order of the records (shard_writer.py), so that the bytes depend neither on the number of processes nor on the
+machine, and the sequences are planned window by window (packing.py).
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from finetune_job.api.data import DataFormat
+from finetune_job.api.inputs import DataFormat
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import DataPlan
-from finetune_job.rules.rule import Finding
 from finetune_trainer.data.cpus import available_cpus
-from finetune_trainer.data.generation_stops import generation_stops
-from finetune_trainer.data.overlap import HeldOut
-from finetune_trainer.data.pack_plan import plan_windows
-from finetune_trainer.data.parts import (
+from finetune_trainer.data.file_parts import (
     PART_BYTES,
     PartResult,
     PartSettings,
     PartTask,
     documents_file,
-    parts_of,
+    file_parts,
     read_documents,
     tokens_file,
 )
+from finetune_trainer.data.packing import plan_windows
 from finetune_trainer.data.progress import PreparingProgress
 from finetune_trainer.data.shard_writer import Staging
 from finetune_trainer.data.shards import TRAIN, VALIDATION, PreparedDataError, read_manifest, verify_files
-from finetune_trainer.data.sources import DatasetFacts, Source, list_sources, refuse_changed
+from finetune_trainer.data.sources import DatasetFacts, HeldOutDocuments, Source, check_unchanged, list_sources
 from finetune_trainer.data.tokenize import Tokenizer
+from finetune_trainer.data.tokenizer import generation_stops
 from finetune_trainer.data.workers import MAX_WORKERS, in_fork, in_this_process, in_workers
 from finetune_trainer.files import file_sha256, open_regular
 
@@ -85,7 +84,7 @@ class SplitFacts:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Checked data that is ready to be published, or that stands on the workspace already. As a context it leaves nothing behind
+    """Checked data that is ready to be published, or that is on the workspace already. As a context it leaves nothing behind
     that was not published.
     """
 
@@ -99,10 +98,12 @@ class Preparation:
     staging: Staging | None
     """None where nothing is to be published."""
     written_data_hash: str = ""
-    """Data hash of what stands there already; empty where it has to be published."""
+    """Data hash of what is there already; empty if it has to be published."""
 
     def readable_at(self, directory: Path) -> Path:
-        """Where its files can be read, published or not; `directory`: their final name. Raises OSError as the file system does."""
+        """Where its files can be read, published or not; `directory`: their final name. Raises OSError as the file system
+        does.
+        """
         if self.staging is None:
             return directory
         self.staging.flush()
@@ -171,14 +172,16 @@ def prepare(
             results = in_this_process(tasks, tokenizer)
         with PreparingProgress(total) as progress, closing(results):
             _consume(results, sources, staging, progress)
-        refuse_changed(sources)
+        check_unchanged(sources)
         findings: list[Finding] = []
         splits: dict[str, SplitFacts] = {}
         for split in (TRAIN, VALIDATION):
             members = [source for source in sources if source.named.split == split]
-            found = [finding for source in members for finding in source.findings(plan.max_sequence_length, tokenizer is not None)]
+            found = [
+                finding for source in members for finding in source.findings(plan.max_sequence_length, tokenizer is not None)
+            ]
             findings += found
-            # Where another split is wrong, this one was only checked.
+            # If another split is wrong, this one was only checked.
             is_made = any(source.found.num_documents for source in members)
             if staging is not None and is_made and not any(finding.severity == "error" for finding in found):
                 splits[split] = _write_plan(staging, split, members, plan)
@@ -244,7 +247,7 @@ def _tasks(sources: list[Source], settings: PartSettings, staging: Staging | Non
     count = 0
     for number in order:
         for path in sources[number].files:
-            for part in parts_of(number, path):
+            for part in file_parts(number, path):
                 is_spoilt = any(source.problems for source in sources) and not settings.problems_need_tokens
                 is_spoilt = is_spoilt or any(source.template_is_endless for source in sources)
                 result = None if staging is None or is_spoilt else staging.scratch / f"part-{count}"
@@ -255,7 +258,7 @@ def _tasks(sources: list[Source], settings: PartSettings, staging: Staging | Non
 def _consume(
     results: Iterator[tuple[PartTask, PartResult]], sources: list[Source], staging: Staging | None, progress: PreparingProgress
 ) -> None:
-    held_out = HeldOut()
+    held_out = HeldOutDocuments()
     for task, result in results:
         source = sources[task.part.source]
         source.add(task.part, result)

@@ -1,12 +1,12 @@
 """A source, a file or a directory of files, -> its records. Which kind a file is, its name says.
 
-    .jsonl, .ndjson, any other name  read_jsonl.py, may be read in parts
+    .jsonl, .ndjson, any other name  read_json.py, may be read in parts
     .json                            read_json.py, one list
-    .csv                             read_csv.py
-    .parquet                         read_parquet.py
+    .csv                             read_tables.py
+    .parquet                         read_tables.py
 
-Called by prepare.py. Memory is bounded whatever the size of a file. A wrong record never ends the reading where the next one can
-be found, so that a user sees all kinds of mistakes at once. What a record is, records.py says.
+Memory is bounded whatever the size of a file. A wrong record never ends the reading if the next one can be found, so that a user
+sees all kinds of mistakes at once. What a record is, records.py says. Called by file_parts.py and sources.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from finetune_job.api.data import DataFormat
-from finetune_trainer.data.read_csv import read_csv
-from finetune_trainer.data.read_json import read_json
-from finetune_trainer.data.read_jsonl import lines_before, read_jsonl
-from finetune_trainer.data.read_parquet import read_parquet
+from finetune_job.api.inputs import DataFormat
+from finetune_trainer.data.read_json import lines_before, read_json, read_jsonl
+from finetune_trainer.data.read_tables import read_csv, read_parquet
 from finetune_trainer.data.records import Record, RecordProblem
 from finetune_trainer.files import open_regular
 

@@ -1,23 +1,95 @@
-"""A JSON list -> records, one element at a time: memory is bounded by the longest element, not by the file."""
+"""JSON Lines and JSON lists -> records, one at a time: memory is bounded by the longest record, not by the file.
+
+JSON Lines can be read in ranges of bytes, so that several processes share one file.
+"""
 
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
-from finetune_job.api.data import DataFormat
-from finetune_trainer.data.read_jsonl import DECODER
-from finetune_trainer.data.records import MAX_RECORD_BYTES, Place, Record, RecordProblem, example, record_of
+from finetune_job.api.inputs import DataFormat
+from finetune_trainer.data.records import MAX_RECORD_BYTES, Record, RecordPosition, RecordProblem, example, record_of
 from finetune_trainer.files import open_regular
 
+_BLOCK_BYTES = 2**20
+"""Read together of JSON Lines."""
 UNIT = "record"
 _BYTES_AT_ONCE = 2**18
+"""Read together of a list."""
 _BLANK = " \t\n\r"
 _STRUCTURE = re.compile(r'[\[\]{}"]|,')
 _STRING_END = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*(?P<end>")?', re.DOTALL)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+"""Made once: json.loads makes a decoder per call where it is given options."""
+
+
+def read_jsonl(path: Path, data_format: DataFormat, part: tuple[int, int] | None) -> Iterator[Record | RecordProblem]:
+    """Every non-blank line that begins in the bytes [start, stop) of `part`; lines are counted from the first of them."""
+    start, stop = part or (0, path.stat().st_size)
+    with open_regular(path) as file:
+        if start > 0:
+            file.seek(start - 1)
+            _skip_line(file)
+        position = file.tell()
+        line = 0
+        while position < stop:
+            encoded = file.readline(MAX_RECORD_BYTES)
+            if not encoded:
+                return
+            line += 1
+            place = RecordPosition(path, line)
+            if len(encoded) == MAX_RECORD_BYTES and not encoded.endswith(b"\n"):
+                yield place.problem("", encoded, f"is longer than {MAX_RECORD_BYTES} bytes", "write one JSON object per line")
+                _skip_line(file)
+                position = file.tell()
+                continue
+            if position == 0:
+                # A byte order mark is not part of the first record.
+                position, encoded = len(encoded), encoded.removeprefix(b"\xef\xbb\xbf")
+            else:
+                position += len(encoded)
+            if not encoded.isspace() and encoded:
+                yield _parsed_line(place, encoded, data_format)
+
+
+def lines_before(path: Path, start: int) -> int:
+    """Lines of a JSON Lines file that begin before byte `start`: what to add to a line number of the part that begins there.
+
+    Reads the file up to there, so call it only where a line number is shown.
+    """
+    lines, left = 0, start
+    last = b"\n"
+    with open_regular(path) as file:
+        while left > 0 and (block := file.read(min(_BLOCK_BYTES, left))):
+            lines, left, last = lines + block.count(b"\n"), left - len(block), block[-1:]
+    return lines if last == b"\n" else lines + 1
+
+
+def _skip_line(file: BinaryIO) -> None:
+    """Up to and with the next line end."""
+    while (rest := file.readline(_BLOCK_BYTES)) and not rest.endswith(b"\n"):
+        pass
+
+
+def _parsed_line(place: RecordPosition, encoded: bytes, data_format: DataFormat) -> Record | RecordProblem:
+    try:
+        value = DECODER.decode(encoded.decode())
+    except UnicodeDecodeError as error:
+        return place.problem("", encoded, f"is not UTF-8 ({error.reason})", "save the file as UTF-8")
+    except (ValueError, RecursionError) as error:
+        return place.problem("", encoded, f"is not JSON ({error})", f"write one JSON object per line: {example(data_format)}")
+    return record_of(place, value, data_format)
 
 
 def read_json(path: Path, data_format: DataFormat) -> Iterator[Record | RecordProblem]:
@@ -40,7 +112,7 @@ class _Window:
         self.text = self.text.removeprefix("\ufeff")
 
     def grow(self) -> None:
-        """Read on, and forget what lies before `position`."""
+        """Read on, and forget what is before `position`."""
         # As much again as is held: an element of any length is copied and looked at a bounded number of times.
         block = self._file.read(max(_BYTES_AT_ONCE, len(self.text) - self.position))
         self.is_at_end = not block
@@ -67,7 +139,9 @@ def _elements(window: _Window, path: Path, data_format: DataFormat) -> Iterator[
         return
     if mark != "[":
         fix = f"{wanted}; a file with one object per line is named .jsonl"
-        yield Place(path, 1, UNIT).problem("", window.text, "the file does not begin with [, so it is not a JSON list", fix)
+        yield RecordPosition(path, 1, UNIT).problem(
+            "", window.text, "the file does not begin with [, so it is not a JSON list", fix
+        )
         return
     window.position += 1
     number = 0
@@ -76,17 +150,17 @@ def _elements(window: _Window, path: Path, data_format: DataFormat) -> Iterator[
     else:
         while True:
             number += 1
-            place = Place(path, number, UNIT)
+            place = RecordPosition(path, number, UNIT)
             if not window.next_mark():
-                yield place.problem("", "", "the file ends before the list does", "write the file anew, it was cut off")
+                yield place.problem("", "", "the file ends before the list does", "write the file again, it was cut off")
                 return
             end, reason = _end_of_element(window)
             element = window.text[window.position : end]
             if reason:
-                yield place.problem("", element, reason, "write the file anew, it was cut off")
+                yield place.problem("", element, reason, "write the file again, it was cut off")
                 return
             window.position = end
-            yield _parsed(place, element, data_format)
+            yield _parsed_element(place, element, data_format)
             mark = window.next_mark()
             window.position += 1
             if mark == "]":
@@ -97,10 +171,10 @@ def _elements(window: _Window, path: Path, data_format: DataFormat) -> Iterator[
                 return
     if window.next_mark():
         rest = window.text[window.position :]
-        yield Place(path, number, UNIT).problem("", rest, "the file goes on after the end of its list", wanted)
+        yield RecordPosition(path, number, UNIT).problem("", rest, "the file continues after the end of its list", wanted)
 
 
-def _parsed(place: Place, element: str, data_format: DataFormat) -> Record | RecordProblem:
+def _parsed_element(place: RecordPosition, element: str, data_format: DataFormat) -> Record | RecordProblem:
     try:
         value = DECODER.decode(element)
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
 """What a record is, and whether a value read from a file is one. In: mappings. Out: records, or why they are none.
 
-Called by the readers of each kind of file (read_jsonl.py, read_json.py, read_csv.py, read_parquet.py). Keys beyond those of the
+Called by the readers of each kind of file (read_json.py, read_tables.py). Keys beyond those of the
 format are allowed and ignored, since data sets commonly carry ids and sources. What depends on the model's chat template or on
 lossOn is judged later, in chat.py.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune_job.api.data import DataFormat
+from finetune_job.api.inputs import DataFormat
 
 KEYS: Mapping[DataFormat, tuple[str, ...]] = {
     DataFormat.CHAT: ("messages",),
@@ -44,7 +44,7 @@ class Record:
     prompt: str
     completion: str
     messages: tuple[Message, ...] = ()
-    """Turns of a chat, `role` and `content` (None beside tool_calls) always present; empty in other formats."""
+    """Turns of a chat, `role` and `content` (None next to tool_calls) always present; empty in other formats."""
     tools: tuple[Mapping[str, Any], ...] = ()
     unit: str = field(default="line", compare=False)
     """As in RecordProblem."""
@@ -72,7 +72,7 @@ class RecordProblem:
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordPosition:
     """Where in a file something was read."""
 
     file: Path
@@ -83,7 +83,7 @@ class Place:
         return RecordProblem(self.line, key, shown(value), reason, fix, self.unit, self.file)
 
 
-def record_of(place: Place, value: Any, data_format: DataFormat) -> Record | RecordProblem:
+def record_of(place: RecordPosition, value: Any, data_format: DataFormat) -> Record | RecordProblem:
     """`value`, as JSON knows it, as a record."""
     if not isinstance(value, dict):
         reason = f"is a JSON {kind(value)}, not an object"
@@ -109,7 +109,7 @@ def called_name(call: Mapping[str, Any]) -> str:
     return name.strip() if isinstance(name, str) else ""
 
 
-def missing_key(place: Place, key: str, names: Mapping[str, Any], data_format: DataFormat) -> RecordProblem:
+def missing_key(place: RecordPosition, key: str, names: Mapping[str, Any], data_format: DataFormat) -> RecordProblem:
     """A record, or a file with columns `names`, that lacks `key`."""
     return place.problem(key, f"keys {sorted(names)}", "is missing", _missing_key_fix(key, names, data_format))
 
@@ -136,7 +136,7 @@ def shown(text: str | bytes) -> str:
     return beginning if len(beginning) <= 80 else f"{beginning[:77]}..."
 
 
-def _text_problem(place: Place, key: str, value: Any, data_format: DataFormat) -> RecordProblem | None:
+def _text_problem(place: RecordPosition, key: str, value: Any, data_format: DataFormat) -> RecordProblem | None:
     if not isinstance(value, str):
         fix = f"write {example(data_format)}"
         if isinstance(value, list) and value and all(isinstance(turn, dict) and "role" in turn for turn in value):
@@ -149,7 +149,7 @@ def _text_problem(place: Place, key: str, value: Any, data_format: DataFormat) -
     return _unicode_problem(place, key, value)
 
 
-def _unicode_problem(place: Place, key: str, text: str) -> RecordProblem | None:
+def _unicode_problem(place: RecordPosition, key: str, text: str) -> RecordProblem | None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -159,7 +159,7 @@ def _unicode_problem(place: Place, key: str, text: str) -> RecordProblem | None:
     return None
 
 
-def _chat(place: Place, value: Mapping[str, Any]) -> Record | RecordProblem:
+def _chat(place: RecordPosition, value: Mapping[str, Any]) -> Record | RecordProblem:
     messages = value["messages"]
     write = f"write {example(DataFormat.CHAT)}"
     if not isinstance(messages, list):
@@ -180,7 +180,9 @@ def _chat(place: Place, value: Mapping[str, Any]) -> Record | RecordProblem:
         except ValueError as error:
             return place.problem(TOOLS, written, f"is a text but not JSON ({error})", "write a list of tool descriptions")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        return place.problem(TOOLS, _as_json(tools), "is not a list of objects", "write a list of tool descriptions, or remove it")
+        return place.problem(
+            TOOLS, _as_json(tools), "is not a list of objects", "write a list of tool descriptions, or remove it"
+        )
     for text in _texts([turns, tools]):
         problem = _unicode_problem(place, "messages", text)
         if problem is not None:
@@ -188,7 +190,7 @@ def _chat(place: Place, value: Mapping[str, Any]) -> Record | RecordProblem:
     return Record(place.line, "", "", tuple(turns), tuple(tools or ()), place.unit, place.file)
 
 
-def _turn(place: Place, key: str, message: Any, write: str) -> Message | RecordProblem:
+def _turn(place: RecordPosition, key: str, message: Any, write: str) -> Message | RecordProblem:
     if not isinstance(message, dict):
         return place.problem(key, _as_json(message), f"is a {kind(message)}, not an object", write)
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")

@@ -1,4 +1,4 @@
-"""A bound on the time that a chat template may take for one record, whoever wrote the template. Called by tokenize.py.
+"""A bound on the time that a chat template may take for one record, no matter who wrote the template. Called by tokenize.py.
 
 Two timers, both of this process's CPU time, so that a slow machine refuses nothing. The first raises an exception within the
 template. The second is for what no exception reaches, such as the comparison of lists within lists: it ends the process, and

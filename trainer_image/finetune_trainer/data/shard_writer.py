@@ -1,7 +1,7 @@
 """Writes prepared data: appended to a temporary directory while it is made, then published in one step.
 
-Whatever stood under the final name is replaced only then; a crash at any moment leaves the old data, or none, but never half of the
-new. The form is that of shards.py.
+Whatever stood under the final name is replaced only then; a crash at any moment leaves the old data, or none, but never half of
+the new. The form is that of shards.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from finetune_trainer.data.pack_plan import PlanWindow
+from finetune_trainer.data.packing import PlanWindow
 from finetune_trainer.data.shards import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -88,7 +88,7 @@ class Staging:
             split.abandon()
         shutil.rmtree(self.path, ignore_errors=True)
         for directory in self._made:
-            with suppress(OSError):  # something else lies in it
+            with suppress(OSError):  # it holds something else
                 directory.rmdir()
 
     def __enter__(self) -> Self:

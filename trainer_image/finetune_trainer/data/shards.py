@@ -7,10 +7,10 @@
         <table>.i8                   one array of int64 each; see TABLES
 
 Each file is a plain little-endian array. A token that the loss does not count is stored as the bitwise complement of its id, so
-that one read gives ids and mask. Sequences are lists of documents, so nothing is rearranged, and a document that occurs twice lies
-here once. Written to a temporary directory and renamed, so that the name `prepared` only ever holds complete data. The manifest
-holds size and SHA-256 of each file and a digest of itself: the data hash, which names the data in status and reports. Written
-through shard_writer.py, read by batches.py.
+that one read gives ids and mask. Sequences are lists of documents, so nothing is rearranged, and a document that occurs twice
+is here once. Written to a temporary directory and renamed, so that the name `prepared` only ever holds complete data. The
+manifest holds size and SHA-256 of each file and a digest of itself: the data hash, which names the data in status and reports.
+Written through shard_writer.py, read by batches.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PreparedDataError(DataError):
     """Prepared data is missing, incomplete or changed; it must be prepared again, never used."""
 
     def __init__(self, path: Path, reason: str, prepared: Path) -> None:
-        super().__init__(f"{path}: {reason}", f"delete {prepared} and run preflight again, it prepares the data anew")
+        super().__init__(f"{path}: {reason}", f"delete {prepared} and run preflight again, it prepares the data again")
 
 
 class TokenSource(Protocol):

@@ -1,6 +1,6 @@
 """The sources that a plan names: their files, what was found in them, and what there is to say about each.
 
-Called by prepare.py.
+That includes records that occur twice, and held-out records that are trained on too. Called by prepare.py.
 """
 
 from __future__ import annotations
@@ -8,29 +8,80 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import DataPlan
-from finetune_job.rules.rule import Finding
 from finetune_trainer.data.cpus import available_cpus
+from finetune_trainer.data.file_parts import FilePart, PartResult, ProblemKind
 from finetune_trainer.data.findings import (
     MAX_KINDS,
     SplitSource,
     also_held_out,
+    content_dropped,
     empty,
     never_used,
     repeated,
     too_long,
     unreadable,
-    words_left_out,
     wrong_records,
 )
-from finetune_trainer.data.overlap import Repeated
-from finetune_trainer.data.pack_plan import WeightedDocuments
-from finetune_trainer.data.parts import Part, PartResult, ProblemKind
+from finetune_trainer.data.packing import WeightedDocuments
 from finetune_trainer.data.read import RecordProblem, lines_before, record_files
 from finetune_trainer.data.shards import TRAIN, VALIDATION
 from finetune_trainer.errors import DataError
 from finetune_trainer.files import file_sha256
+
+Array = NDArray[Any]
+Stamp = tuple[int, int]
+"""Size and time of the latest change of a file."""
+
+MAX_COMPARED = 1 << 24
+"""Documents of a source that are compared with each other: what bounds the memory, 128 MiB."""
+REPEATED_SHARE = 0.01
+"""Of a source's records; fewer repetitions are counted, and are not a reason to warn."""
+
+
+class RepeatedDocuments:
+    """Digests of the documents of one source, to count those that occur more than once."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Array] = []
+        self._left = MAX_COMPARED
+
+    def add(self, digests: Array) -> None:
+        """Documents of the source, in any order. Those beyond MAX_COMPARED are not looked at."""
+        kept = digests[: self._left]
+        self._left -= len(kept)
+        self._blocks.append(kept)
+
+    def count(self) -> int:
+        """How many documents equal an earlier one."""
+        return sum(map(len, self._blocks)) - len(np.unique(np.concatenate(self._blocks))) if self._blocks else 0
+
+
+class HeldOutDocuments:
+    """Digests of the held-out documents, 8 bytes each. Two different documents share one with a probability of 1 in 1.8e19."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Array] = []
+        self._sorted: Array | None = None
+
+    def add(self, digests: Array) -> None:
+        """Documents that are held out. Call before `count`."""
+        self._blocks.append(digests)
+
+    def count(self, digests: Array) -> int:
+        """How many of these training documents are held out too."""
+        if self._sorted is None:
+            self._sorted = np.unique(np.concatenate(self._blocks)) if self._blocks else np.empty(0, dtype="<u8")
+        if not len(self._sorted):
+            return 0
+        places = np.minimum(np.searchsorted(self._sorted, digests), len(self._sorted) - 1)
+        return int((self._sorted[places] == digests).sum())
 
 
 @dataclass(frozen=True)
@@ -54,12 +105,6 @@ class DatasetFacts:
     """Records by tokens, as in PartResult; keys are texts once they were stored as JSON."""
 
 
-REPEATED_SHARE = 0.01
-"""Of a source's records; fewer repetitions are counted, and no reason to warn."""
-Stamp = tuple[int, int]
-"""Size and time of the latest change of a file."""
-
-
 @dataclass
 class Source:
     """What is known of one source while it is prepared."""
@@ -74,11 +119,11 @@ class Source:
     """It cannot be read."""
     found: PartResult = field(default_factory=PartResult)
     """Sums over its parts."""
-    problems: dict[ProblemKind, tuple[Part, RecordProblem, int]] = field(default_factory=dict)
+    problems: dict[ProblemKind, tuple[FilePart, RecordProblem, int]] = field(default_factory=dict)
     """The first of each kind with its part, and how many there are."""
-    left_out: dict[ProblemKind, tuple[Part, RecordProblem, int]] = field(default_factory=dict)
+    left_out: dict[ProblemKind, tuple[FilePart, RecordProblem, int]] = field(default_factory=dict)
     """The same of what the chat template leaves out."""
-    repeated: Repeated = field(default_factory=Repeated)
+    repeated: RepeatedDocuments = field(default_factory=RepeatedDocuments)
     num_held_out: int = 0
     """Training documents that are held out too."""
     template_is_endless: bool = False
@@ -88,7 +133,7 @@ class Source:
     def weighted(self) -> WeightedDocuments:
         return WeightedDocuments(self.found.num_documents, self.weight)
 
-    def add(self, part: Part, result: PartResult) -> None:
+    def add(self, part: FilePart, result: PartResult) -> None:
         """What was found in one of its parts, in order."""
         found = self.found
         for all_found, found_here in ((self.problems, result.problems), (self.left_out, result.left_out)):
@@ -123,7 +168,7 @@ class Source:
             findings.append(too_long(named, found.num_records, found.num_dropped, found.shortest_dropped, max_sequence_length))
         if was_tokenised and found.num_documents and not self.weighted.occurrences:
             findings.append(never_used(named, self.weight, found.num_documents))
-        findings += words_left_out(named, _first_kinds(self.left_out))
+        findings += content_dropped(named, _first_kinds(self.left_out))
         num_repeated = self.repeated.count()
         if num_repeated >= max(REPEATED_SHARE * found.num_documents, 1):
             findings.append(repeated(named, num_repeated, found.num_documents))
@@ -170,7 +215,7 @@ def _stamp(path: Path) -> Stamp:
     return status.st_size, status.st_mtime_ns
 
 
-def refuse_changed(sources: list[Source]) -> None:
+def check_unchanged(sources: list[Source]) -> None:
     """What was read must be what the digests say. Raises DataError."""
     for source in sources:
         for path, stamp in source.stamps.items():
@@ -178,10 +223,10 @@ def refuse_changed(sources: list[Source]) -> None:
                 raise DataError(f"{source.named.address}: {path.name} was changed while it was read", "run preflight again")
 
 
-def _first_kinds(problems: dict[ProblemKind, tuple[Part, RecordProblem, int]]) -> list[tuple[RecordProblem, int]]:
+def _first_kinds(problems: dict[ProblemKind, tuple[FilePart, RecordProblem, int]]) -> list[tuple[RecordProblem, int]]:
     return [(_in_file(part, problem), count) for part, problem, count in list(problems.values())[:MAX_KINDS]]
 
 
-def _in_file(part: Part, problem: RecordProblem) -> RecordProblem:
+def _in_file(part: FilePart, problem: RecordProblem) -> RecordProblem:
     """The problem with its line counted from the beginning of the file and not of the part."""
     return replace(problem, line=problem.line + lines_before(part.path, part.span[0])) if part.span else problem

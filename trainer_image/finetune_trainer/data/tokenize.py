@@ -1,41 +1,46 @@
 """Records -> documents: token ids and which of them are supervised.
 
-A prompt is tokenised exactly as a caller will send it later, begin-of-sequence token included where the tokenizer adds one (and
-once where the record writes it, too); the
-end-of-sequence token is appended and supervised, else the model would never learn to stop. A chat is the text that its template
-writes and nothing more: the template decides about begin and end tokens, so that none is doubled. Called by prepare.py.
+A prompt is tokenised exactly as a caller will send it later; the end-of-sequence token is appended and supervised, else the
+model would never learn to stop. A chat is the text that its template writes and nothing more; what the template drops of a
+record is noted. Called by file_parts.py for records and by tokenizer.py for a plain chat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune_job.api.data import LossOn
+from finetune_job.api.inputs import LossOn
 from finetune_trainer.data.chat import (
     ChatError,
     ChatTemplate,
     RenderedChat,
     Tokenizer,
     chat_template,
-    endless,
+    endless_template_error,
     template_source,
 )
-from finetune_trainer.data.left_out import left_out
-from finetune_trainer.data.records import ASSISTANT, Record, RecordProblem, shown
+from finetune_trainer.data.records import ASSISTANT, TOOLS, Message, Record, RecordProblem, called_name, shown
 from finetune_trainer.data.render_limit import RecordNote, RenderTimeoutError, render_limit
 
-__all__ = ["Document", "EndlessTemplateError", "Tokenizer", "tokenize"]
+__all__ = ["EndlessTemplateError", "TokenizedDocument", "Tokenizer", "tokenize"]
 
 WEIGHT = "weight"
 """Key of a turn that some programs read: 0 for one that is not to be learnt."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which templates look for what was thought before an answer."""
+END_OF_THOUGHT, START_OF_THOUGHT = "</think>", "<think>"
+"""Around thoughts within a content."""
+
+
 Encoding = Any
 """tokenizers.Encoding."""
 
 
 @dataclass(frozen=True)
-class Document:
+class TokenizedDocument:
     """`supervised[i]`: the loss counts the prediction of token i. Never true for the first, which nothing precedes."""
 
     input_ids: list[int]
@@ -60,12 +65,12 @@ def tokenize(
     note: RecordNote | None = None,
     *,
     stop_ids: tuple[int, ...] = (),
-) -> list[Document | RecordProblem]:
+) -> list[TokenizedDocument | RecordProblem]:
     """One document per record, in order, of any length, or why a chat cannot become one; never a problem for other formats.
 
-    The tokenizer must have an end-of-sequence token, and for chats be a fast one. written_template: spec.data.chatTemplate; None is
-    the tokenizer's own. All records are of one format. note: for a process that may be ended by its template (render_limit.py).
-    stop_ids: tokens at which generation with the model stops.
+    The tokenizer must have an end-of-sequence token, and for chats be a fast one. written_template: spec.data.chatTemplate; None
+    is the tokenizer's own. All records are of one format. note: for a process that may be ended by its template
+    (render_limit.py). stop_ids: tokens at which generation with the model stops.
     Raises EndlessTemplateError.
     """
     if records and records[0].messages:
@@ -73,7 +78,7 @@ def tokenize(
     return list(_texts(tokenizer, records, loss_on))
 
 
-def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> Iterable[Document]:
+def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> Iterable[TokenizedDocument]:
     end = tokenizer.eos_token_id
     (nothing,) = _ids(tokenizer, [""], special=True)
     # An end token that the tokenizer itself puts after every text would stand between prompt and completion.
@@ -88,13 +93,13 @@ def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> 
             prompt = prompt[:-1]
         if adds_end and whole[-1] == end:
             whole = whole[:-1]
-        # Where prompt and completion would share a token, the joint ids do not begin with the ids that the model sees when it is
+        # If prompt and completion would share a token, the joint ids do not begin with the ids that the model sees when it is
         # asked; then both are tokenised apart. Elsewhere the joint form is the natural one (no space is added at the seam).
         ids = whole if whole[: len(prompt)] == prompt else prompt + _continued(tokenizer, record.completion)
         if not ids or ids[-1] != end:
             ids.append(end)
         first_supervised = max(len(prompt) if loss_on is LossOn.COMPLETION and record.prompt else 0, 1)
-        yield Document(ids, [False] * first_supervised + [True] * (len(ids) - first_supervised))
+        yield TokenizedDocument(ids, [False] * first_supervised + [True] * (len(ids) - first_supervised))
 
 
 def _begun_once(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
@@ -104,7 +109,7 @@ def _begun_once(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def _continued(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a text that goes on behind another one: some tokenizers put a space before each text, which it does not hold."""
+    """Tokens of a text that continues another one: some tokenizers put a space before each text, which it does not hold."""
     before, both = _ids(tokenizer, ["\n", f"\n{text}"], special=False)
     if both[: len(before)] == before:
         return both[len(before) :]
@@ -119,8 +124,8 @@ def _chats(
     note: RecordNote | None,
     *,
     stop_ids: tuple[int, ...],
-) -> list[Document | RecordProblem]:
-    made: list[Document | RecordProblem] = []
+) -> list[TokenizedDocument | RecordProblem]:
+    made: list[TokenizedDocument | RecordProblem] = []
     rendered: list[tuple[int, RenderedChat, ChatTemplate, tuple[RecordProblem, ...]]] = []
     for number, record in enumerate(records):
         try:
@@ -131,11 +136,11 @@ def _chats(
         except ChatError as error:
             made.append(_problem(record, error))
         except RenderTimeoutError as error:
-            raise EndlessTemplateError(_problem(record, endless(str(error)))) from error
+            raise EndlessTemplateError(_problem(record, endless_template_error(str(error)))) from error
         else:
             chat = RenderedChat(whole.text, whole.turns[-1:]) if loss_on is LossOn.COMPLETION else whole
             rendered.append((number, chat, template, _left_out(record, whole)))
-            made.append(Document([], []))
+            made.append(TokenizedDocument([], []))
     encodings = _encodings(tokenizer, [chat.text for _, chat, _, _ in rendered]) if rendered else []
     for (number, chat, template, unwritten), encoding in zip(rendered, encodings, strict=True):
         try:
@@ -168,14 +173,14 @@ def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> Render
 def _left_out(record: Record, chat: RenderedChat) -> tuple[RecordProblem, ...]:
     return tuple(
         RecordProblem(record.line, each.key, shown(each.text), each.reason, each.fix, record.unit, record.file)
-        for each in left_out(record, chat)
+        for each in dropped_content(record, chat)
     )
 
 
-def _document(encoding: Encoding, chat: RenderedChat, template: ChatTemplate, loss_on: LossOn) -> Document:
+def _document(encoding: Encoding, chat: RenderedChat, template: ChatTemplate, loss_on: LossOn) -> TokenizedDocument:
     ids = encoding.ids
     if loss_on is LossOn.ALL:
-        return Document(ids, [False] + [True] * (len(ids) - 1))
+        return TokenizedDocument(ids, [False] + [True] * (len(ids) - 1))
     supervised = [False] * len(ids)
     for turn in chat.turns:
         stops = set()
@@ -192,7 +197,7 @@ def _document(encoding: Encoding, chat: RenderedChat, template: ChatTemplate, lo
             )
     if supervised:
         supervised[0] = False
-    return Document(ids, supervised)
+    return TokenizedDocument(ids, supervised)
 
 
 def _tokens(encoding: Encoding, text: str, start: int, stop: int) -> range:
@@ -230,3 +235,58 @@ def _backend(tokenizer: Tokenizer) -> Any:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+@dataclass(frozen=True)
+class DroppedContent:
+    """A text of the record that is not in the rendered chat."""
+
+    key: str
+    text: str
+    reason: str
+    fix: str
+
+
+def dropped_content(record: Record, chat: RenderedChat) -> Iterator[DroppedContent]:
+    """Every text. `chat.turns`: of all of the assistant's turns, in order, or none where they do not matter."""
+    turns = iter(chat.turns)
+    for number, message in enumerate(record.messages):
+        place = f"messages[{number}]"
+        if message["role"] == ASSISTANT:
+            turn = next(turns, None)
+            yield from _of_answer(place, message, chat.text if turn is None else "".join(chat.text[a:b] for a, b in turn))
+            continue
+        words = (message["content"] or "").strip()
+        # What a tool gives back, some templates write as JSON.
+        if words not in chat.text and json.dumps(words, ensure_ascii=False)[1:-1] not in chat.text:
+            role = message["role"]
+            reason = f"of a turn of the role {role!r} is left out or changed by the chat template"
+            fix = f"set a spec.data.chatTemplate that writes turns of the role {role!r}, or write it into another turn"
+            yield DroppedContent(f"{place}.content", words, reason, fix)
+    for tool in record.tools:
+        name = called_name(tool)
+        if name not in chat.text:
+            reason = f"{name!r} is left out by the chat template, so the model is not told of it"
+            yield DroppedContent(TOOLS, name, reason, "set a spec.data.chatTemplate that writes tools, or remove them")
+            return
+
+
+def _of_answer(place: str, message: Message, said: str) -> Iterator[DroppedContent]:
+    """`said`: what is learnt of the turn."""
+    thoughts = [(key, message[key]) for key in THOUGHTS if isinstance(message.get(key), str)]
+    words = message["content"] or ""
+    if words.strip() not in said and END_OF_THOUGHT in words:
+        thought, _, words = words.rpartition(END_OF_THOUGHT)
+        thoughts.append(("content", thought.rpartition(START_OF_THOUGHT)[2]))
+    for key, thought in thoughts:
+        if thought.strip() not in said:
+            reason = "holds thoughts that the chat template leaves out, so they are not learnt"
+            fix = (
+                "write a record for each answer whose thoughts are to be learnt, or set a spec.data.chatTemplate that keeps them"
+            )
+            yield DroppedContent(f"{place}.{key}", thought.strip(), reason, fix)
+            break  # the same thoughts may stand under several keys
+    if words.strip() not in said:
+        reason = "is left out or changed by the chat template, so it is not learnt as it is written there"
+        fix = "set a spec.data.chatTemplate that writes what the assistant says as it is, also where it calls tools"
+        yield DroppedContent(f"{place}.content", words.strip(), reason, fix)

@@ -1,26 +1,35 @@
-"""The tokenizer of the model directory and its chat template, or why they cannot be used."""
+"""The tokenizer of the model directory and its chat template, or why they cannot be used.
+
+A template is judged by what it makes of a plain chat whose words are known: whether a model can tell who speaks, whether the
+assistant's words are what is learnt, and whether generation stops where turns end.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from finetune_job.api.data import DataFormat, LossOn
+from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import DataPlan, RunPlan
-from finetune_job.rules.rule import Finding
-from finetune_trainer.data.chat import PROBE, chat_template, template_source
-from finetune_trainer.data.chat_markers import check_markers
-from finetune_trainer.data.generation_stops import generation_stops
+from finetune_trainer.data.chat import PROBE, ChatError, ChatTemplate, Tokenizer, chat_template, template_source
 from finetune_trainer.data.records import Record, RecordProblem
-from finetune_trainer.data.tokenize import EndlessTemplateError, Tokenizer, tokenize
-from finetune_trainer.processes.sandbox import EndedError, confined
+from finetune_trainer.data.tokenize import THOUGHTS, EndlessTemplateError, tokenize
+from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
 
 FIELD = "spec.model.source"
 _TODAY = "strftime_now"
 """What transformers gives templates that want to know the date."""
+MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>")
+"""What is written like a special token."""
+QUESTIONS, ANSWERS = ([turn["content"] for turn in PROBE[first::2]] for first in (0, 1))
 
 
-def checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | None, list[Finding]]:
+def load_checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | None, list[Finding]]:
     """The tokenizer, or None where it or its chat template cannot be used, and every finding.
 
     Each is tried in a process with bounds first: tokenizer files with millions of entries and templates that never end are
@@ -28,8 +37,8 @@ def checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | None,
     """
     allow_remote_code = plan.model.allow_remote_code
     try:
-        found = confined(lambda: load_tokenizer(directory, allow_remote_code)[1])
-    except EndedError as error:
+        found = run_sandboxed(lambda: load_tokenizer(directory, allow_remote_code)[1])
+    except SandboxEndedError as error:
         return None, [_unusable(directory, f"loading the tokenizer {error}")]
     if found:
         return None, found
@@ -37,8 +46,8 @@ def checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | None,
     if tokenizer is None:
         return None, found
     try:
-        found += confined(lambda: check_chat_template(plan.data, tokenizer, directory))
-    except EndedError as error:
+        found += run_sandboxed(lambda: check_chat_template(plan.data, tokenizer, directory))
+    except SandboxEndedError as error:
         fix = "set spec.data.chatTemplate to a template without endless loops or huge texts"
         where = "spec.data.chatTemplate" if plan.data.chat_template is not None else FIELD
         value = (plan.data.chat_template or directory.name)[:80]
@@ -53,7 +62,7 @@ def _unusable(directory: Path, message: str) -> Finding:
         field=FIELD,
         value=directory.name,
         message=message,
-        fix="copy tokenizer.json and tokenizer_config.json of the model beside its config.json",
+        fix="copy tokenizer.json and tokenizer_config.json of the model next to its config.json",
     )
 
 
@@ -70,7 +79,7 @@ def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer 
         return None, [
             make_finding(
                 "tokenizer-without-end",
-                field="spec.model.source",
+                field=FIELD,
                 value=directory.name,
                 message="the tokenizer has no end-of-sequence token, so the model could never learn to stop",
                 fix="set eos_token in tokenizer_config.json",
@@ -80,7 +89,8 @@ def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer 
 
 
 def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -> list[Finding]:
-    """What is wrong with the template for any chat: it is tried on a plain one. For other formats, with the token that ends a text.
+    """What is wrong with the template for any chat: it is tried on a plain one. For other formats, with the token that ends a
+    text.
 
     directory: of the model, for the tokens at which its generation stops.
     """
@@ -89,7 +99,7 @@ def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -
     is_written = data.chat_template is not None
 
     def of_template(rule: str, message: str, fix: str) -> Finding:
-        field = "spec.data.chatTemplate" if is_written else "spec.model.source"
+        field = "spec.data.chatTemplate" if is_written else FIELD
         value = (data.chat_template or directory.name)[:80]
         return make_finding(rule, field=field, value=value, message=message, fix=fix)
 
@@ -105,8 +115,10 @@ def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -
         return [of_template("chat-template-doubles-begin", doubled, "write the begin token once in the template")]
     found = []
     if begin is not None and made.input_ids[0] != begin and tokenizer("")["input_ids"][:1] == [begin]:
-        unbegun = f"the tokenizer puts {tokenizer.bos_token!r} before each text and the template writes none, so no chat begins as "
-        unbegun += "all that the model has learnt from"
+        unbegun = (
+            f"the tokenizer puts {tokenizer.bos_token!r} before each text and the template writes none, so no chat begins as "
+            "all that the model has learnt from"
+        )
         found.append(of_template("chat-template-without-begin", unbegun, "begin the template with {{ bos_token }}"))
     template = chat_template(tokenizer, template_source(tokenizer, data.chat_template))
     stop, number = list(template.stops.items())[-1]
@@ -140,3 +152,100 @@ def _unknown_end(tokenizer: Tokenizer, directory: Path) -> list[Finding]:
             fix=f"add {number} to eos_token_id in generation_config.json of the model, or set eos_token in tokenizer_config.json",
         )
     ]
+
+
+@dataclass(frozen=True)
+class MarkerProblem:
+    """Something wrong with what the template writes around the turns."""
+
+    rule: str
+    message: str
+    fix: str
+
+
+def check_markers(template: ChatTemplate, tokenizer: Tokenizer, *, learns_turns: bool) -> Iterator[MarkerProblem]:
+    """Every problem. `learns_turns`: only what the assistant says is learnt, so that its spans count."""
+    text = template.render(PROBE)
+    if learns_turns:
+        yield from _wrong_spans(template)
+    known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    split = [marker for marker in dict.fromkeys(MARKER.findall(text)) if marker not in known]
+    if split:
+        pieces = tokenizer(split[0], add_special_tokens=False)["input_ids"]
+        if len(pieces) > 1:
+            yield MarkerProblem(
+                "chat-marker-split",
+                f"the template writes {split[0]!r}, which is not a token of the tokenizer but {len(pieces)} pieces of plain text",
+                "add it to the tokenizer and train its row, or write a spec.data.chatTemplate with tokens that exist",
+            )
+    if not template.asks and template.headers:
+        yield MarkerProblem(
+            "chat-answer-not-asked-for",
+            f"the template does not heed add_generation_prompt, so the model has to learn to write {template.headers[0]!r} "
+            "itself before each answer",
+            f"write {{% if add_generation_prompt %}}{template.headers[0]}{{% endif %}} at the end of the template",
+        )
+    yield from _asked_otherwise(template)
+    gaps = [
+        text.partition(first)[2].partition(second)[0]
+        for first, second in ((QUESTIONS[0], ANSWERS[0]), (ANSWERS[0], QUESTIONS[1]))
+    ]
+    if gaps[0] == gaps[1]:
+        yield MarkerProblem(
+            "chat-roles-unmarked",
+            f"the template writes {gaps[0]!r} both before answers and before questions, so a model cannot tell who speaks",
+            "write the role of each turn in the template",
+        )
+
+
+def _asked_otherwise(template: ChatTemplate) -> Iterator[MarkerProblem]:
+    """A template may begin a thought where it asks for an answer, and drop the thoughts of every answer that it is given."""
+    if not template.asks or not template.headers or any(template.headers[0] in text for text in _answered(template)):
+        return
+    yield MarkerProblem(
+        "chat-asks-otherwise",
+        f"the template asks for an answer with {template.headers[0]!r} and never writes that before an answer that it is given, "
+        "so what is learnt is not what a server asks for, and thoughts are dropped",
+        "set a spec.data.chatTemplate that writes before each answer what it asks for one with, and keeps the thoughts",
+    )
+
+
+def _answered(template: ChatTemplate) -> Iterator[str]:
+    """A question and its answer: without thoughts, and with thoughts in each of the places where templates look for them."""
+    question, answer = PROBE[:2]
+    for changes in ({}, {"content": f"<think>\nthought\n</think>\n\n{answer['content']}"}, dict.fromkeys(THOUGHTS, "thought")):
+        try:
+            yield template.render([question, {**answer, **changes}])
+        except ChatError:
+            continue
+
+
+def _wrong_spans(template: ChatTemplate) -> Iterator[MarkerProblem]:
+    try:
+        chat = template.render_turns(PROBE)
+    except ChatError as error:
+        yield MarkerProblem("chat-template-unusable", error.reason, error.fix)
+        return
+    said = ["".join(chat.text[start:stop] for start, stop in turn) for turn in chat.turns]
+    fix = "put {% generation %} before what the assistant says and {% endgeneration %} behind the token that ends its turn"
+    if any(answer not in turn for answer, turn in zip(ANSWERS, said, strict=True)):
+        reason = "the template's generation blocks leave out what the assistant says, so it would not be learnt"
+        yield MarkerProblem("chat-generation-misplaced", reason, fix)
+    elif any(question in turn for question in QUESTIONS for turn in said):
+        reason = "the template's generation blocks hold what the user says, so the model would learn to ask"
+        yield MarkerProblem("chat-generation-misplaced", reason, fix)
+
+
+def generation_stops(tokenizer: Tokenizer, directory: Path) -> set[int]:
+    """What the files of the model in `directory` say, and where they do not, the tokenizer's end token."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            written = json.loads((directory / name).read_text())
+        except (OSError, ValueError, RecursionError):  # no such file, or one of which others say that it is wrong
+            continue
+        for part in (written, written.get("text_config")) if isinstance(written, dict) else ():
+            value = part.get("eos_token_id") if isinstance(part, dict) else None
+            declared = {number for number in (value if isinstance(value, list) else [value]) if type(number) is int}
+            if declared:
+                return declared
+    return {int(tokenizer.eos_token_id)}

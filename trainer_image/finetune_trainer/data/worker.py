@@ -1,7 +1,7 @@
 """`python -m finetune_trainer.data.worker SETTINGS`: processes that work on parts of files; started by workers.py.
 
-The first process loads the tokenizer and forks the others, which share its memory. torch is kept out of them: only the tokenizer is
-needed, and torch takes seconds and hundreds of MB. Every process dies with the one that started it.
+The first process loads the tokenizer and forks the others, which share its memory. torch is kept out of them: only the tokenizer
+is needed, and torch takes seconds and hundreds of MB. Every process dies with the one that started it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from socket import socket
 
+from finetune_trainer.data.file_parts import work_on
 from finetune_trainer.data.messages import failure_line, read_task, result_line
-from finetune_trainer.data.parts import work_on
 from finetune_trainer.data.render_limit import RecordNote
 from finetune_trainer.data.tokenize import Tokenizer
-from finetune_trainer.processes.child import ends, fork
+from finetune_trainer.processes.child import fork, wait_for_ends
 from finetune_trainer.processes.sandbox import limit_memory
 from finetune_trainer.processes.start import die_with, keep_torch_out
 
@@ -38,7 +38,7 @@ def main(arguments: str) -> int:
     children = [fork(partial(_serve_one, number, descriptors, tokenizer)) for number in range(len(descriptors))]
     for descriptor, _ in descriptors:
         os.close(descriptor)
-    for ended in ends(children, float("inf")):
+    for ended in wait_for_ends(children, float("inf")):
         if ended is not None and ended[1].code != 0:
             # The other workers die with this process.
             return 128 - ended[1].code if ended[1].code < 0 else ended[1].code

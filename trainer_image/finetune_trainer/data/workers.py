@@ -18,14 +18,14 @@ from pathlib import Path
 from socket import socket, socketpair
 
 from finetune_job.failures import FailureClass
-from finetune_trainer.data.chat import endless
+from finetune_trainer.data.chat import endless_template_error
+from finetune_trainer.data.file_parts import PartResult, PartTask, work_on
 from finetune_trainer.data.messages import MAX_ANSWER_BYTES, WorkerFailure, read_answer, task_line
-from finetune_trainer.data.parts import PartResult, PartTask, work_on
 from finetune_trainer.data.records import RecordProblem
 from finetune_trainer.data.render_limit import END_SECONDS, ENDED_BY, RecordNote, new_note
 from finetune_trainer.data.tokenize import Tokenizer
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.processes.child import Child, Output, TooMuchOutputError, fork, start
+from finetune_trainer.processes.child import Child, ChildOutput, TooMuchOutputError, fork, start
 
 MAX_WORKERS = 8
 """A worker holds some tens of MB of its own."""
@@ -64,7 +64,7 @@ class _Worker:
     def __init__(self, connection: socket, note: RecordNote) -> None:
         # The output makes reading never wait; with this writing does not wait for long.
         connection.settimeout(TAKING_SECONDS)
-        self.note, self.output = note, Output(connection.fileno(), MAX_ANSWER_BYTES)
+        self.note, self.output = note, ChildOutput(connection.fileno(), MAX_ANSWER_BYTES)
         self._connection, self._file, self._deadline = connection, Path(), 0.0
 
     def give(self, task: PartTask) -> None:
@@ -112,7 +112,7 @@ def in_workers(
         workers, loader = _start(num_workers, model_directory, allow_remote_code, output.fileno())
         with loader:  # its workers die with it
             try:
-                yield from _in_order(tasks, workers, lambda: _explain(loader.wait(EXIT_SECONDS), output.fileno()))
+                yield from _in_order(tasks, workers, lambda: _raise_for_exit(loader.wait(EXIT_SECONDS), output.fileno()))
             finally:
                 for worker in workers:
                     worker.close()
@@ -137,7 +137,7 @@ def in_fork(tasks: Iterator[PartTask], tokenizer: Tokenizer) -> Generator[tuple[
     worker = _Worker(ours, note)
     with child:
         try:
-            yield from _in_order(tasks, [worker], lambda: _explain(child.wait(EXIT_SECONDS), None))
+            yield from _in_order(tasks, [worker], lambda: _raise_for_exit(child.wait(EXIT_SECONDS), None))
         finally:
             worker.close()
         child.wait(EXIT_SECONDS)
@@ -149,7 +149,7 @@ def _in_order(
     """`died`: called when a worker has gone; raises unless it was ended because of a template."""
     busy, given, done = dict[_Worker, int](), dict[int, PartTask](), dict[int, PartResult]()
     try:
-        yield from _shared_out(tasks, workers, busy, given, done)
+        yield from _distribute(tasks, workers, busy, given, done)
     except (EOFError, ConnectionError):
         died()
         # Those that were innocent died with it; it was at its record for the longest time.
@@ -160,7 +160,7 @@ def _in_order(
         yield from _without_template(given, done, tasks)
 
 
-def _shared_out(
+def _distribute(
     tasks: Iterator[PartTask],
     workers: Sequence[_Worker],
     busy: dict[_Worker, int],
@@ -215,7 +215,7 @@ def _start(num_workers: int, model_directory: Path, allow_remote_code: bool, out
 
 
 def _endless(task: PartTask, line: int) -> PartResult:
-    error = endless(f"takes more than {END_SECONDS:g} s of CPU time")
+    error = endless_template_error(f"takes more than {END_SECONDS:g} s of CPU time")
     result = PartResult()
     result.found_endless(RecordProblem(line, error.key, "", error.reason, error.fix, file=task.part.path))
     return result
@@ -233,7 +233,7 @@ def _without_template(
     yield from in_this_process((replace(task, result=None) for task in tasks), None)
 
 
-def _explain(status: int | None, output: int | None) -> None:
+def _raise_for_exit(status: int | None, output: int | None) -> None:
     """Raises WorkerError for the end of a process, unless it was a chat template's. `output`: file of what it said.
 
     status: None if it has closed its connection and not ended.

@@ -22,11 +22,10 @@ from obstore.store import ObjectStore, S3Store
 from finetune_job.api.base import BucketPath
 from finetune_trainer.credentials import S3Keys
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.fetch.errors import SourceUnavailableError
-from finetune_trainer.fetch.remote import RemoteFile
-from finetune_trainer.network.errors import TransientError
-from finetune_trainer.network.s3_service import S3Service
-from finetune_trainer.network.statuses import ABSENT, DENIED, PASSING
+from finetune_trainer.fetch.source import RemoteFile, SourceUnavailableError
+from finetune_trainer.network.environment import S3Service
+from finetune_trainer.network.http_status import ABSENT, DENIED, RETRYABLE
+from finetune_trainer.network.retry import TransientError
 
 RANGE_BYTES = 16 * 1024**2
 """Of one request: many at once are what an object store is fast with."""
@@ -88,7 +87,9 @@ class BucketPrefix:
         except (BaseError, OSError, ValueError) as error:
             raise self._failure(error) from None
         if not found:
-            raise self._refusal(f"{self._shown}: there is no such object and nothing below it", "correct the bucket or the prefix")
+            raise self._refusal(
+                f"{self._shown}: there is no such object and nothing below it", "correct the bucket or the prefix"
+            )
         return found
 
     def _single(self) -> RemoteFile | None:
@@ -141,7 +142,7 @@ class BucketPrefix:
                     f"{self._shown}: an object changed while it was copied", "let nothing write below the prefix during a run"
                 )
             case InvalidPathError() | ValueError():
-                return self._refusal(f"{self._shown}: holds a key that is no path", "rename the object")
+                return self._refusal(f"{self._shown}: holds a key that is not a path", "rename the object")
         # The text itself is not passed on: it holds what was sent, down to the string that was signed.
         text = str(error) if isinstance(error, GenericError) else ""
         status, code = _STATUS.search(text), _CODE.search(text)
@@ -149,7 +150,7 @@ class BucketPrefix:
             return TransientError(f"the object store did not answer ({type(error).__name__})")
         said = f" (HTTP status {status[1]}{f', {code[1]}' if code else ''})"
         match int(status[1]):
-            case number if number in PASSING:
+            case number if number in RETRYABLE:
                 return TransientError(f"the object store is busy or broken{said}")
             case number if number in DENIED:
                 return self._denied(said)

@@ -1,6 +1,6 @@
 """`hf://` sources, asked for with huggingface_hub: one commit of a repository, whose listing names the content of every file.
 
-Importing this module imports huggingface_hub, which reads its settings from the environment then (network/online.py).
+Importing this module imports huggingface_hub, which reads its settings from the environment then (network/environment.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from finetune_job.api.base import HUB_DATASETS, HubPath
 from finetune_trainer.errors import DataError, TrainerError
-from finetune_trainer.fetch.errors import SourceUnavailableError
-from finetune_trainer.fetch.remote import Digest, DigestKind, RemoteFile
-from finetune_trainer.network.errors import TransientError
-from finetune_trainer.network.hub_answers import SILENCE_SECONDS, answered, passing_failure
-from finetune_trainer.network.statuses import ABSENT, DENIED
+from finetune_trainer.fetch.source import Digest, DigestKind, RemoteFile, SourceUnavailableError
+from finetune_trainer.network.http_status import ABSENT, DENIED
+from finetune_trainer.network.hub_answers import SILENCE_SECONDS, call_hub, transient_failure
+from finetune_trainer.network.retry import TransientError
 
 
 class HubRepository:
@@ -46,7 +45,7 @@ class HubRepository:
     def files(self) -> list[RemoteFile]:
         """The files below the named path. Raises TransientError, TrainerError."""
         try:
-            return answered(lambda: [self._remote_file(entry) for entry in self._entries()])
+            return call_hub(lambda: [self._remote_file(entry) for entry in self._entries()])
         except HfHubHTTPError as error:
             raise self._failure(error.response) from None
 
@@ -55,7 +54,8 @@ class HubRepository:
         found = self._api.repo_info(repository, revision=self._revision, repo_type=self._kind).sha
         if found != self._revision:
             raise SourceUnavailableError(
-                f"{self._shown}: the Hub answers with commit {found}", "check the endpoint of the profile's spec.fetch.hubEndpoint"
+                f"{self._shown}: the Hub answers with commit {found}",
+                "check the endpoint of the profile's spec.fetch.hubEndpoint",
             )
         if path:
             named = self._api.get_paths_info(repository, [path], revision=self._revision, repo_type=self._kind)
@@ -101,7 +101,7 @@ class HubRepository:
 
     def _failure(self, response: httpx2.Response) -> Exception:
         status = response.status_code
-        passing = passing_failure(response, self._api.endpoint)
+        passing = transient_failure(response, self._api.endpoint)
         if passing is not None:
             return passing
         if status in DENIED:

@@ -1,8 +1,11 @@
-"""The directory in which a source is collected: survives a killed attempt, so that the next one goes on from there.
+"""The directory in which a source is collected, and the manifest that proves the copy afterwards.
 
 <target>.tmp-fetch/files/<path>      complete files
                    partial/<key>     beginnings of files; the key holds path and version
                    complete.jsonl    a line for each complete file
+<target>.fetched.json                what was fetched, written last, next to the target
+
+It survives a killed attempt, so that the next one continues there.
 """
 
 from __future__ import annotations
@@ -14,14 +17,72 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from finetune_trainer.fetch.manifest import FetchedFile
-from finetune_trainer.fetch.remote import RemoteFile
-from finetune_trainer.files import TEMPORARY_MARK, file_sha256, sync_directory
+from finetune_job.plan.launch_plan import FetchItem
+from finetune_trainer.fetch.source import RemoteFile
+from finetune_trainer.files import TEMPORARY_MARK, file_sha256, sync_directory, write_durably
 
 
-class Staging:
+class FetchedFile(BaseModel):
+    """One file that is whole."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    path: str
+    """Below the target."""
+    size: int
+    sha256: str
+    version: str
+    """Git object or ETag at the source."""
+
+
+class FetchManifest(BaseModel):
+    """A source at the time when it was fetched."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    source: str
+    revision: str | None
+    files: tuple[FetchedFile, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def manifest_path(target: Path) -> Path:
+    """Next to the target, not in it: the target holds what the source held, nothing else."""
+    return target.with_name(f"{target.name}.fetched.json")
+
+
+def write_manifest(target: Path, manifest: FetchManifest) -> None:
+    """Replace the manifest of a target."""
+    write_durably(manifest_path(target), manifest.model_dump_json(indent=2).encode())
+
+
+def read_manifest(target: Path) -> FetchManifest | None:
+    """The manifest of a target; None where there is none or it is damaged."""
+    try:
+        return FetchManifest.model_validate_json(manifest_path(target).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def verified_fetch(target: Path, item: FetchItem) -> FetchManifest | None:
+    """The manifest of a target that holds, byte for byte, what was fetched for this item and nothing else; otherwise None."""
+    manifest = read_manifest(target)
+    if manifest is None or (manifest.source, manifest.revision) != (item.source, item.revision):
+        return None
+    found = {str(path.relative_to(target)): path for path in target.rglob("*") if path.is_symlink() or not path.is_dir()}
+    if set(found) != {file.path for file in manifest.files}:
+        return None
+    for file in manifest.files:
+        path = found[file.path]
+        if path.is_symlink() or path.stat().st_size != file.size or file_sha256(path) != file.sha256:
+            return None
+    return manifest
+
+
+class FetchStaging:
     """Where the files of one source are until all are whole."""
 
     def __init__(self, target: Path) -> None:

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from finetune_trainer.fetch.errors import SourceUnavailableError, WrongBytesError, source_given_up
-from finetune_trainer.fetch.manifest import FetchedFile
-from finetune_trainer.fetch.remote import DigestKind, Remote, RemoteFile
-from finetune_trainer.fetch.staging import Staging
-from finetune_trainer.network.errors import StoppedError, TransientError
-from finetune_trainer.network.retry import Attempts, Patience
+from finetune_trainer.fetch.source import (
+    DigestKind,
+    RemoteFile,
+    RemoteSource,
+    SourceUnavailableError,
+    WrongBytesError,
+    source_unavailable,
+)
+from finetune_trainer.fetch.staging import FetchedFile, FetchStaging
+from finetune_trainer.network.retry import Retries, RetryPolicy, StoppedError, TransientError
 
 SYNC_BYTES = 64 * 1024**2
 """Bytes between two fsyncs; what a power cut can cost of a file that was being written."""
@@ -36,16 +40,16 @@ def resume_point(length: int, sync_bytes: int) -> int:
     return max(length - 1, 0) // sync_bytes * sync_bytes
 
 
-class _Landing:
+class _PartialFile:
     """A partial file that grows, and the digests of its bytes."""
 
     def __init__(self, path: Path, file: RemoteFile, sync_bytes: int) -> None:
         self._remote, self._sync_bytes = file, sync_bytes
         self._file = path.open("r+b" if path.exists() else "w+b")
         self._restart_digests()
-        self._go_on(resume_point(min(path.stat().st_size, file.size), sync_bytes))
+        self._resume(resume_point(min(path.stat().st_size, file.size), sync_bytes))
 
-    def __enter__(self) -> _Landing:
+    def __enter__(self) -> _PartialFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -63,7 +67,7 @@ class _Landing:
             self._git.update(chunk)
         self.offset += len(chunk)
 
-    def _go_on(self, length: int) -> None:
+    def _resume(self, length: int) -> None:
         while self.offset < length:
             chunk = self._file.read(min(_READ_BYTES, length - self.offset))
             if not chunk:
@@ -107,10 +111,10 @@ class _Landing:
 
 
 @dataclass(frozen=True)
-class Conduct:
+class TransferOptions:
     """How files are taken."""
 
-    patience: Patience
+    patience: RetryPolicy
     stop: threading.Event
     """Set once another file has failed."""
     received: Callable[[int], None]
@@ -118,7 +122,7 @@ class Conduct:
     sync_bytes: int = SYNC_BYTES
 
 
-def take(remote: Remote, file: RemoteFile, staging: Staging, conduct: Conduct) -> FetchedFile:
+def fetch_file(remote: RemoteSource, file: RemoteFile, staging: FetchStaging, conduct: TransferOptions) -> FetchedFile:
     """Bring one file.
 
     Raises SourceUnavailableError, StoppedError, OSError, and whatever the source raises as final.
@@ -126,8 +130,8 @@ def take(remote: Remote, file: RemoteFile, staging: Staging, conduct: Conduct) -
     complete = staging.complete(file)
     if complete is not None:
         return complete
-    attempts, wrong = Attempts(file.address, conduct.patience, conduct.stop, source_given_up), 0
-    with _Landing(staging.partial(file), file, conduct.sync_bytes) as landing:
+    attempts, wrong = Retries(file.address, conduct.patience, conduct.stop, source_unavailable), 0
+    with _PartialFile(staging.partial(file), file, conduct.sync_bytes) as landing:
         while True:
             before = landing.offset
             try:
@@ -150,7 +154,7 @@ def take(remote: Remote, file: RemoteFile, staging: Staging, conduct: Conduct) -
     return staging.keep(file, sha256)
 
 
-def _receive(remote: Remote, file: RemoteFile, landing: _Landing, conduct: Conduct) -> None:
+def _receive(remote: RemoteSource, file: RemoteFile, landing: _PartialFile, conduct: TransferOptions) -> None:
     chunks = remote.read(file, landing.offset)
     with closing(chunks):  # type: ignore[type-var]
         for chunk in chunks:

@@ -1,1 +1,3 @@
-"""What a base model is: its files, structure and weights, how its modules are used, and the report that preflight leaves of it."""
+"""What a base model is: its files, structure and weights, how its modules are used, and the report that preflight leaves of
+it.
+"""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune_job.catalogue.book import make_finding
-from finetune_job.rules.rule import Finding
-from finetune_trainer.fetch.manifest import read_manifest
+from finetune_job.finding import Finding
+from finetune_trainer.fetch.staging import read_manifest
 from finetune_trainer.files import file_sha256
 from finetune_trainer.inspection.special_files import check_entries
 from finetune_trainer.weights.errors import MergeError
@@ -47,8 +47,8 @@ class ModelFiles:
 def inspect_model_files(directory: Path, address: str) -> ModelFiles:
     """Check the model in `directory`, which the user knows as `address` (`pvc://claim/path`)."""
     if not directory.is_dir():
-        beside = sorted(path.name for path in directory.parent.iterdir() if path.is_dir()) if directory.parent.is_dir() else []
-        shown = f"; beside it are {', '.join(beside[:8])}" if beside else ""
+        others = sorted(path.name for path in directory.parent.iterdir() if path.is_dir()) if directory.parent.is_dir() else []
+        shown = f"; next to it are {', '.join(others[:8])}" if others else ""
         message = f"is not a directory on its claim{shown}"
         return ModelFiles(
             (
@@ -235,7 +235,7 @@ def _index_problems(index: Mapping[str, str], headers: Mapping[str, list[TensorH
 
 
 def _layers_without_weights(config: Mapping[str, Any], num_tensors: int) -> list[Finding]:
-    """More layers than tensors: building them all would take for ever to find out what is known already."""
+    """More layers than tensors: building them all would take far too long to find out what is known already."""
     parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
     for prefix, part in parts.items():
         for name in LAYER_COUNTS:

@@ -1,14 +1,42 @@
-"""What the model does with each of its modules, by name, as it was observed on a small model of the same architecture."""
+"""What the model does with each of its modules, observed in one forward and backward pass of a small model of the same
+architecture.
+
+An adapter works where its module is called. Some models read the weight of a module themselves instead of calling it, or hand
+it to a fused kernel, and some modules take no part in what is trained; no list of architectures can know which.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.model.load import load_config
 from finetune_trainer.small_models.layers import KeptLayers
+from finetune_trainer.small_models.search import find_small_model, special_tokens
+from finetune_trainer.small_models.shrink import SmallConfig, without_dropout
 
+log = logging.getLogger(__name__)
+ROWS, LENGTH = 8, 16
+"""Of the batch: tokens enough that a router of any width sends some to each of its experts, and few for a loop over tokens."""
+_UNTRACKED = "bias"
+"""Adapters and packing leave biases as they are, so that it does not matter who reads one."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a name that is a number: of a layer, or of an expert."""
 
@@ -41,14 +69,14 @@ class ModuleUses:
         by_layer: dict[str, list[ModuleUse]] = defaultdict(list)
         anywhere: dict[str, list[ModuleUse]] = defaultdict(list)
         for name, use in observed.items():
-            by_layer[_alike_in_a_layer(name)].append(use)
-            anywhere[_alike(name)].append(use)
-        self._by_layer = {name: _together(uses) for name, uses in by_layer.items()}
-        self._anywhere = {name: _together(uses) for name, uses in anywhere.items()}
+            by_layer[_without_inner_numbers(name)].append(use)
+            anywhere[_without_numbers(name)].append(use)
+        self._by_layer = {name: _combined(uses) for name, uses in by_layer.items()}
+        self._anywhere = {name: _combined(uses) for name, uses in anywhere.items()}
 
     def of(self, name: str) -> ModuleUse | None:
         """Of the module of this name in the model itself; None where the small model has none like it."""
-        return self._by_layer.get(_alike_in_a_layer(self._renumbered(name))) or self._anywhere.get(_alike(name))
+        return self._by_layer.get(_without_inner_numbers(self._renumbered(name))) or self._anywhere.get(_without_numbers(name))
 
     def _renumbered(self, name: str) -> str:
         def twin(found: re.Match[str]) -> str:
@@ -58,7 +86,7 @@ class ModuleUses:
         return _NUMBER.sub(twin, name, count=1)
 
 
-def _alike_in_a_layer(name: str) -> str:
+def _without_inner_numbers(name: str) -> str:
     """The name without the numbers after the layer's: what one expert does, another would with other tokens."""
     first, dot, rest = _split_after_number(name)
     return f"{first}{dot}{_NUMBER.sub('*', rest)}"
@@ -71,11 +99,11 @@ def _split_after_number(name: str) -> tuple[str, str, str]:
     return name[: found.end()], name[found.end() : found.end() + 1], name[found.end() + 1 :]
 
 
-def _alike(name: str) -> str:
+def _without_numbers(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def _together(uses: list[ModuleUse]) -> ModuleUse:
+def _combined(uses: list[ModuleUse]) -> ModuleUse:
     return ModuleUse(
         is_called=any(use.is_called for use in uses),
         gets_gradient=any(use.gets_gradient for use in uses),
@@ -83,3 +111,187 @@ def _together(uses: list[ModuleUse]) -> ModuleUse:
         readers=tuple(sorted({reader for use in uses for reader in use.readers})),
         is_handed_to=tuple(sorted({kernel for use in uses for kernel in use.is_handed_to})),
     )
+
+
+@dataclass(frozen=True)
+class ObservedUse:
+    """A small model and what it does with its modules."""
+
+    model: PreTrainedModel
+    """With random weights in float32, and without dropout."""
+    uses: ModuleUses
+
+
+def observe_use(plan: RunPlan, directory: Path) -> ObservedUse | None:
+    """None where no small model can be built and computed; the rehearsal says why."""
+    try:
+        config = load_config(plan, directory)
+        with _torch_only(config) as handed:
+            shrunken, model = find_small_model(plan, config, without_dropout(config.to_dict()))
+            handed.clear()
+            if plan.method.quantization is not None:
+                _mark_as_quantized(model)
+            uses = ModuleUses(_observed(model, _tokens(shrunken), handed), shrunken.layers)
+    except Exception as error:  # noqa: BLE001 - code of any model
+        log.warning("what only running the model shows is not checked: %s: %s", type(error).__name__, error)
+        return None
+    model.zero_grad()
+    return ObservedUse(model, uses)
+
+
+def _tokens(shrunken: SmallConfig) -> torch.Tensor:
+    """(ROWS, LENGTH), none of those that stand for something else than text."""
+    allowed = torch.tensor(sorted(set(range(shrunken.tokens.size)) - special_tokens(shrunken.config)))
+    return allowed[torch.arange(ROWS * LENGTH) % len(allowed)].view(ROWS, LENGTH)
+
+
+def _observed(model: PreTrainedModel, tokens: torch.Tensor, handed: _KernelParameters) -> dict[str, ModuleUse]:
+    model.train()
+    modules = dict(model.named_modules())
+    owners: dict[int, dict[str, str]] = defaultdict(dict)
+    for name, module in modules.items():
+        for last, parameter in module.named_parameters(recurse=False):
+            owners[id(parameter)][name] = last
+    calls = _Calls(modules)
+    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    with calls, (reads := _Reads(owners, calls.inside)):
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    torch.autograd.backward(logits.float().square().mean())
+    kernels: dict[str, set[str]] = defaultdict(set)
+    for parameter, function in handed:
+        for name, last in owners.get(parameter, {}).items():
+            if last != _UNTRACKED:
+                kernels[name].add(function)
+    return {
+        name: ModuleUse(
+            is_called=name in calls.called,
+            gets_gradient=_gets_gradient(module),
+            readers=tuple(sorted({type(modules[reader]).__name__ for reader in reads.past_forward[name]})),
+            gives_tensor=name not in calls.gave_several,
+            is_handed_to=tuple(sorted(kernels[name])),
+        )
+        for name, module in modules.items()
+    }
+
+
+def _gets_gradient(module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    return not own or any(parameter.grad is not None for parameter in own)
+
+
+class _Calls:
+    """Records which modules are called and which one computes at any time, however they are called."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self.called: set[str] = set()
+        self.gave_several: set[str] = set()
+        """Names of those whose result was something else than a tensor."""
+        self.inside: list[str] = []
+        """Names of the modules whose forward pass has begun and not ended, the innermost last."""
+
+    def __enter__(self) -> None:
+        for name, module in self._modules.items():
+            # As an attribute of the instance it is used, too, by code that calls `forward` itself, past torch's hooks.
+            module.forward = self._recorded(name, module.forward)
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._modules.values():
+            del module.forward
+
+    def _recorded(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self.called.add(name)
+            self.inside.append(name)
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                self.inside.pop()
+            if not isinstance(result, torch.Tensor):
+                self.gave_several.add(name)
+            return result
+
+        return recorded
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records which operations take a parameter while the module that has it is not in its forward pass."""
+
+    def __init__(self, owners: Mapping[int, Mapping[str, str]], inside: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owners, self._inside = owners, inside
+        self.past_forward: dict[str, set[str]] = defaultdict(set)
+        """Name of the module that has the parameter -> names of those that read it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            held_by = self._owners.get(id(value)) if isinstance(value, torch.Tensor) else None
+            # Of tied modules each reads its own.
+            if held_by is not None and not any(name in held_by for name in self._inside):
+                for name, last in held_by.items():
+                    if last != _UNTRACKED:
+                        self.past_forward[name].add(self._inside[-1] if self._inside else "")
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _KernelParameters:
+    """Parameters, by identity, that went to a fused kernel."""
+
+    pairs: list[tuple[int, str]] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return iter(self.pairs)
+
+    def clear(self) -> None:
+        self.pairs.clear()
+
+
+@contextmanager
+def _torch_only(config: PreTrainedConfig) -> Iterator[_KernelParameters]:
+    """Let the architecture compute with torch alone, and note which parameters it hands to functions that have a fused kernel.
+
+    transformers puts a kernel in such a function's place where its package is installed (mamba-ssm, causal-conv1d, flash-linear-
+    attention: transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback); it computes on a GPU alone.
+    """
+    handed = _KernelParameters()
+    found = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - there is no public name
+    classes = found if isinstance(found, list | tuple) else (found,)
+    spaces = {each.__module__: vars(sys.modules[each.__module__]) for each in classes if each is not None}
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for space in spaces.values():
+        for name, function in list(space.items()):
+            package = _package_of_kernel(function)
+            if package is not None:
+                replaced.append((space, name, function))
+                space[name] = _recording(handed, function.__wrapped__, f"{package}.{name}" if find_spec(package) else "")
+    try:
+        yield handed
+    finally:
+        for space, name, function in replaced:
+            space[name] = function
+
+
+def _package_of_kernel(function: Any) -> str | None:
+    if not inspect.isfunction(function) or not hasattr(function, "__wrapped__"):
+        return None
+    package = inspect.getclosurevars(function).nonlocals.get("package")
+    return package if isinstance(package, str) else None
+
+
+def _recording(handed: _KernelParameters, function: Callable[..., Any], kernel: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if kernel:
+            handed.pairs.extend((id(value), kernel) for value in (*args, *kwargs.values()) if isinstance(value, nn.Parameter))
+        return function(*args, **kwargs)
+
+    return recorded
+
+
+def _mark_as_quantized(model: PreTrainedModel) -> None:
+    """As transformers' quantizers do; some code calls a layer where its weight is packed, and reads the weight where not."""
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            module.config._is_quantized = True  # noqa: SLF001 - see transformers.quantizers.base

@@ -1,13 +1,121 @@
-"""What preflight learnt from the model, kept on the workspace for the trainer, the merge and people."""
+"""What preflight learns of a model, in plain values: its structure, how the rehearsal went, and the report on the workspace.
+
+Without torch, because preflight holds these while it prepares the data, and the merge and the publisher read the report.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from finetune_job.rules.rule import Finding
-from finetune_trainer.inspection.rehearsal_report import SKIPPED, RehearsalReport
+from finetune_job.finding import Finding
+from finetune_memory.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class ModelStructure:
+    """What the trainer will build."""
+
+    wrap_classes: tuple[str, ...]
+    fsdp_units: tuple[str, ...]
+    dtypes: dict[str, str]
+    trainable: dict[str, tuple[int, ...]]
+    saved_tensors: dict[str, tuple[int, ...]]
+    fixed_tensors: dict[str, tuple[int, ...]]
+    """What the adapter holds besides what is trained, such as random projections."""
+    adapter_settings: dict[str, Any] | None
+    """Content of adapter_config.json; None for full fine-tuning."""
+    vocabulary_size: int
+    """Rows of the input embedding."""
+    max_positions: int | None
+    """Longest document that the model was made for, where its configuration says."""
+    max_row: int | None
+    """Longest row of a batch, all documents packed into it together, that the model's code computes; None: any."""
+    stored_dtype: str
+    """Element type of most of the base model's weights."""
+    shape: ModelShape | None
+    """For the memory planner; None where the configuration tells it too little."""
+    trains_input_rows_alone: bool = False
+    """Whether rows of the input embedding are trained that no output head shares: a row then learns where its token is read."""
+    padding_row: int | None = None
+    """Row of the input embedding that torch gives no gradient where it is read (`padding_idx`)."""
+
+
+class Verdict(StrEnum):
+    """How a rehearsal ended."""
+
+    PASSED = "Passed"
+    FAILED = "Failed"
+    """The job would fail, or go wrong silently: a finding says where."""
+    NOT_DONE = "NotDone"
+    """No scaled-down model could be built, or time or memory ran out: a warning says why. What was seen until then was right."""
+    SKIPPED = "Skipped"
+    """spec.preflight.rehearsal: Skip."""
+
+
+class Stage(StrEnum):
+    """What is tried, in order."""
+
+    BUILD = "build"
+    """The scaled-down model, its adapter and its data."""
+    TRAIN = "train"
+    """An undisturbed run: a few steps with checkpoints, and the result."""
+    RESUME = "resume"
+    """The same run killed after a checkpoint, and resumed: the same bytes."""
+    COMPARE = "compare"
+    """The same global batches in one process: the same losses and gradients."""
+    SAVE = "save"
+    """The result holds what was trained, and loads with the libraries alone."""
+    MERGE = "merge"
+    """Merge and verification."""
+
+
+TITLES = {
+    Stage.BUILD: "build the twin",
+    Stage.TRAIN: "train and save",
+    Stage.RESUME: "kill, resume, compare bytes",
+    Stage.COMPARE: "compare with one process",
+    Stage.SAVE: "load what was saved",
+    Stage.MERGE: "merge and verify",
+}
+
+
+class StrictModel(BaseModel):
+    """Immutable; unknown fields are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StageResult(StrictModel):
+    """How one stage went."""
+
+    stage: Stage
+    seconds: float
+    """The last three run at the same time, so those of all stages are more than those of the rehearsal."""
+    problem: str = ""
+    """Empty: it went well."""
+
+
+class RehearsalReport(StrictModel):
+    """Part of the model report."""
+
+    verdict: Verdict
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    """Of all its processes together, pages that they share counted once (PSS)."""
+    parameters: int = 0
+    """Of the scaled-down model."""
+    changes: tuple[str, ...] = ()
+    """What differs between the job and its rehearsal, in words."""
+    stages: tuple[StageResult, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+SKIPPED = RehearsalReport(verdict=Verdict.SKIPPED)
 
 
 class ModelReport(BaseModel):
@@ -37,7 +145,7 @@ class ModelReport(BaseModel):
     record_lengths: dict[int, int]
     """Training records by tokens: the smallest power of two that holds them -> how many; dropped ones, too."""
     rehearsal: RehearsalReport = SKIPPED
-    """How the job went on a small twin of the model."""
+    """How the job went on a scaled-down model of the same architecture."""
     memory: dict[str, int]
     """What a rank will need, in bytes, by what for; empty where that could not be estimated."""
     warnings: tuple[Finding, ...]

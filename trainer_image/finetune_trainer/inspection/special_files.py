@@ -1,6 +1,6 @@
 """Entries of a directory that cannot be read as files, or are far too large for what their names promise.
 
-Opening a pipe waits for ever and a device has no end; libraries open whatever has the right name. So this is asked first.
+Opening a pipe may never return and a device has no end; libraries open anything that has the right name. So this is asked first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from finetune_job.catalogue.book import make_finding
-from finetune_job.rules.rule import Finding
+from finetune_job.finding import Finding
 
 UNUSABLE_FILE = "model-file-unusable"
 """Rule: where it was found, nothing may open the directory's files."""

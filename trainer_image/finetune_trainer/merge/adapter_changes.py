@@ -1,6 +1,6 @@
 """What one adapter does to the parameters of the base model, of whatever method, and what holds for all methods.
 
-lora.py and methods.py fill an AdapterChanges; assignment.py lets those of several adapters follow one another.
+lora.py and non_lora.py fill an AdapterChanges; resolve_changes.py lets those of several adapters follow one another.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def module_of(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def let_copies_follow(adapter: AdapterHeaders, model: StoredModel, result: AdapterChanges) -> None:
+def apply_to_tied_copies(adapter: AdapterHeaders, model: StoredModel, result: AdapterChanges) -> None:
     """What is tied to the input embeddings and was trained as one with them is changed as they are."""
     for tie in model.ties:
         first, *others = tie.paths

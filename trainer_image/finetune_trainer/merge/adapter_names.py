@@ -1,10 +1,9 @@
-"""Names in a LoRA adapter file -> module of the base model and part of the adapter on it (peft 0.21.2,
-get_peft_model_state_dict).
+"""Names in a LoRA adapter file -> module of the base model and part of the adapter on it.
 
-`base_model.model.<module>.lora_A.weight` and so on are factors, `<module>.token_adapter.trainable_tokens_delta` trained rows;
-`<module>.base_layer.<parameter>` and `<module>.<parameter>` hold whole parameters (embeddings, biases, modules_to_save). Where
-several parameters of one module are adapted (target_parameters), PEFT nests its layers: `<module>.base_layer.lora_A.weight` lies
-one deeper.
+As peft 0.21.2 writes them (get_peft_model_state_dict): `base_model.model.<module>.lora_A.weight` and so on are factors,
+`<module>.token_adapter.trainable_tokens_delta` trained rows; `<module>.base_layer.<parameter>` and `<module>.<parameter>` hold
+whole parameters (embeddings, biases, modules_to_save). If several parameters of one module are adapted (target_parameters), PEFT
+nests its layers: `<module>.base_layer.lora_A.weight` is one level deeper.
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
     for name, tensor in adapter.items():
         if not name.startswith(ADAPTER_PREFIX):
             raise AdapterTensorUnknownError(
-                f"adapter tensor {name}: PEFT's names begin with {ADAPTER_PREFIX!r}. Save the adapter with PEFT's save_pretrained."
+                f"adapter tensor {name}: PEFT's names begin with {ADAPTER_PREFIX!r}. Save the adapter with PEFT's "
+                "save_pretrained."
             )
         path = name.removeprefix(ADAPTER_PREFIX)
         match = _NESTED.fullmatch(path)
@@ -71,8 +71,8 @@ def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
             _claim(parsed.tokens, match["module"], tensor)
         elif match["part"].startswith("lora_"):
             raise AdapterTensorUnknownError(
-                f"adapter tensor {name}: {match['part']} is no part of a LoRA, rsLoRA or DoRA adapter. Publish the adapter alone "
-                "(merge.enabled: false)."
+                f"adapter tensor {name}: {match['part']} is not a part of a LoRA, rsLoRA or DoRA adapter. Publish the adapter "
+                "alone (merge.enabled: false)."
             )
         else:
             raise _unnamed(name)

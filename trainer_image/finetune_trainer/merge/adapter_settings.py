@@ -1,4 +1,4 @@
-"""Adapter_config.json of LoRA's family -> what merging must know of it, or a refusal with the reason.
+"""From adapter_config.json of LoRA's family: what merging must know of it, or a refusal with the reason.
 
 In: the parsed file. Out: AdapterSettings. An adapter whose method changes more than the merge covers is refused here, because
 leaving out a part of an adapter gives a model that loads well and answers wrong.
@@ -42,12 +42,12 @@ _LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
 
 @dataclass(frozen=True)
 class AdapterHeaders:
-    """One adapter as it lies on disk: its tensors by name, and adapter_config.json."""
+    """One adapter as it is on disk: its tensors by name, and adapter_config.json."""
 
     tensors: Mapping[str, TensorHeader]
     config: Mapping[str, Any]
     copies: frozenset[str] = field(default_factory=frozenset)
-    """Tensors of output embeddings whose values have been seen to be those of the input embeddings' (read_adapters.py)."""
+    """Tensors of output embeddings whose values have been seen to be those of the input embeddings' (inputs.py)."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class AdapterSettings:
         return _matches(self.target_parameters, path)
 
     def is_saved_whole(self, module: str) -> bool:
-        """True when `module` lies in one of `modules_to_save`, which the adapter file holds as whole tensors."""
+        """True when `module` is in one of `modules_to_save`, which the adapter file holds as whole tensors."""
         parts = module.split(".")
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return any(prefix.endswith(saved) for prefix in prefixes for saved in self.modules_to_save)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from finetune_trainer.weights.expert_part import ExpertPart
 from finetune_trainer.weights.headers import TensorHeader
+from finetune_trainer.weights.stored import ExpertPart
 
 
 class Orientation(StrEnum):
-    """How B@A, of shape (out, in), lies on the stored weight."""
+    """How B@A, of shape (out, in), is laid over the stored weight."""
 
     LINEAR = "Linear"  # weight (out, in)
     CONV1D = "Conv1D"  # weight (in, out): transposed

@@ -21,11 +21,13 @@ CONV1D_MODEL_TYPES = frozenset({"gpt2", "openai-gpt", "decision_transformer", "i
 """Model types of transformers 5.23 whose projections are Conv1D, i.e. stored as (in, out) rather than (out, in)."""
 TRAINING_DTYPES = frozenset({"F32", "BF16", "F16"})
 
-Found = Mapping[str, TensorHeader]
+LayerTensors = Mapping[str, TensorHeader]
 """The tensors of one layer, by the values of adapter_names.FACTOR_PARTS."""
 
 
-def module_change(module: str, found: Found, weight: StoredParameter, settings: AdapterSettings, model_type: str) -> LowRank:
+def module_change(
+    module: str, found: LayerTensors, weight: StoredParameter, settings: AdapterSettings, model_type: str
+) -> LowRank:
     """The change of a Linear's, Conv1D's or Embedding's weight. Raises the AdapterTensor... errors."""
     is_embedding = "lora_embedding_A" in found or "lora_embedding_B" in found
     first, second = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
@@ -39,8 +41,8 @@ def module_change(module: str, found: Found, weight: StoredParameter, settings: 
     return LowRank(a, b, found.get("lora_magnitude_vector"), settings.scaling(module), orientation)
 
 
-def bias_change(module: str, found: Found, bias: StoredParameter | None, settings: AdapterSettings) -> Addition | None:
-    """What lora_bias adds to a module's bias; None without it. Raises UnsupportedAdapterError where there is none to add to."""
+def bias_change(module: str, found: LayerTensors, bias: StoredParameter | None, settings: AdapterSettings) -> Addition | None:
+    """What lora_bias adds to a module's bias; None without it. Raises UnsupportedAdapterError if there is none to add to."""
     trained = found.get("lora_B.bias")
     if trained is None:
         return None
@@ -53,7 +55,7 @@ def bias_change(module: str, found: Found, bias: StoredParameter | None, setting
 
 
 def convolution_changes(
-    module: str, found: Found, base: Mapping[str, TensorHeader], settings: AdapterSettings, config: Mapping[str, Any]
+    module: str, found: LayerTensors, base: Mapping[str, TensorHeader], settings: AdapterSettings, config: Mapping[str, Any]
 ) -> dict[str, ModuleMerge]:
     """A convolution, by its parameters' names: PEFT's own layer merges it. Raises the AdapterTensor... errors."""
     weight = base["weight"]
@@ -62,8 +64,8 @@ def convolution_changes(
     num_out, num_in, *kernel = weight.shape
     if found["lora_A"].shape[1:2] != (num_in,):
         raise UnsupportedAdapterError(
-            f"adapter tensor {found['lora_A'].name}: {module} is a convolution in groups, which PEFT merges wrongly or not at all. "
-            "Publish the adapter alone (merge.enabled: false)."
+            f"adapter tensor {found['lora_A'].name}: {module} is a convolution in groups, which PEFT merges wrongly or not at "
+            "all. Publish the adapter alone (merge.enabled: false)."
         )
     ones = (1,) * len(kernel)
     expected = {
@@ -80,7 +82,7 @@ def convolution_changes(
     return {name: ModuleMerge(module, layer, name, base, tensors, config) for name in changed}
 
 
-def check_shapes(found: Found, expected: Mapping[str, tuple[int, ...]], where: str) -> None:
+def check_shapes(found: LayerTensors, expected: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raises AdapterTensorMisshapedError naming the tensor, its shape and the one that fits."""
     for part, tensor in found.items():
         if tensor.shape != expected[part]:
@@ -100,7 +102,7 @@ def _further(settings: AdapterSettings) -> set[str]:
     return parts | ({"lora_B.bias"} if settings.lora_bias else set())
 
 
-def _require(module: str, found: Found, wanted: set[str]) -> None:
+def _require(module: str, found: LayerTensors, wanted: set[str]) -> None:
     for part in sorted(wanted - found.keys()):
         present = sorted(tensor.name for tensor in found.values())
         raise AdapterTensorMissingError(

@@ -1,6 +1,7 @@
-"""The directories that are merged: their headers as a plan, what identifies their content, and whether it has changed since.
+"""The directories that are merged, as a plan: base and adapters are read, identified by content, and watched for changes.
 
-Weights of the base are identified by their files' headers, ends, sizes and times: to hash them would take as long as the merge.
+Of weights only headers are read, except where an adapter says that it holds some values twice. Weights of the base are identified
+by their files' headers, ends, sizes and times: to hash them would take as long as the merge.
 """
 
 from __future__ import annotations
@@ -8,23 +9,44 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from finetune_trainer.files import file_sha256
+from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
+from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.plan import MergePlan, merge_plan
-from finetune_trainer.merge.read_adapters import read_adapter_headers
-from finetune_trainer.weights.errors import BrokenCheckpointError, InputChangedError, UnsupportedAdapterError
-from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
-from finetune_trainer.weights.read_model import read_stored_model
+from finetune_trainer.weights.errors import (
+    AdapterTensorDuplicateError,
+    BrokenCheckpointError,
+    InputChangedError,
+    UnsupportedAdapterError,
+)
+from finetune_trainer.weights.headers import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    TensorHeader,
+    read_adapter,
+    read_checkpoint,
+    read_json,
+)
+from finetune_trainer.weights.read_model import have_same_values, read_stored_model
+from finetune_trainer.weights.rounding import TORCH_DTYPES
+from finetune_trainer.weights.stored import StoredModel
 
 FINGERPRINT_BYTES = 64 << 10
 """Read from each end of every base shard to tell models of equal layout apart."""
 
-ODD_SETTINGS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, re.error)
+MALFORMED_SETTING_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, re.error)
 """What reading a setting raises that is of another kind than it should be."""
+
+_TRANSPOSED = {"lora_A.weight": "lora_embedding_B", "lora_B.weight": "lora_embedding_A"}
+"""Part on the output embeddings -> the one on the input embeddings that it is the transpose of."""
 
 
 def plan_merge(
@@ -38,7 +60,7 @@ def plan_merge(
     model = read_stored_model(checkpoint, config)
     quantized: dict[str, Quantization] = {}
     if quantization is not None:
-        # Imports transformers, which takes more memory than the merge itself: only where it is needed.
+        # Imports transformers, which takes more memory than the merge itself: only if it is needed.
         from finetune_trainer.merge.quantized_base import quantized_tensors
 
         quantized = quantized_tensors(base, model, quantization)
@@ -52,7 +74,7 @@ def plan_merge(
             max_shard_bytes=max_shard_bytes,
             quantized=quantized,
         )
-    except ODD_SETTINGS as error:
+    except MALFORMED_SETTING_ERRORS as error:
         # Settings are taken as PEFT writes them; one of another kind shows where it is used.
         files = ", ".join(str(adapter / ADAPTER_CONFIG_FILE) for adapter in adapters)
         raise UnsupportedAdapterError(
@@ -61,8 +83,58 @@ def plan_merge(
         ) from error
 
 
+def read_adapter_headers(directory: Path, model: StoredModel) -> AdapterHeaders:
+    """model: of the base. Raises BrokenCheckpointError, MergeError."""
+    config = read_json(directory / ADAPTER_CONFIG_FILE)
+    tensors = read_adapter(directory).tensors
+    if config.get("bias", "none") != "none":
+        tensors = _without_second_biases(tensors)
+    copies = frozenset(_copies(tensors, model)) if config.get("ensure_weight_tying") else frozenset()
+    return AdapterHeaders(tensors, config, copies)
+
+
+def _without_second_biases(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Without the further copies that PEFT writes of a bias. Raises AdapterTensorDuplicateError for a copy that differs."""
+    kept = dict(tensors)
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".modules_to_save.")
+        if part == "bias" and (own := tensors.get(f"{module}.bias")) is not None:
+            if not have_same_values(tensor, own):
+                raise AdapterTensorDuplicateError(
+                    f"adapter tensors {own.name} and {name} are the same bias, but differ. Save the adapter again."
+                )
+            del kept[name]
+            kept.pop(f"{module}.original_module.bias", None)
+    return kept
+
+
+def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel) -> Iterator[str]:
+    """Names of the tensors of modules that have the same adapter as the module that they are tied to."""
+    for tie in model.ties:
+        first, *others = (f"{ADAPTER_PREFIX}{path.rpartition('.')[0]}." for path in tie.paths)
+        for prefix in others:
+            own = [tensor for name, tensor in tensors.items() if name.startswith(prefix)]
+            if own and all(_is_copy(tensor, prefix, first, tensors) for tensor in own):
+                yield from (tensor.name for tensor in own)
+
+
+def _is_copy(tensor: TensorHeader, prefix: str, first: str, tensors: Mapping[str, TensorHeader]) -> bool:
+    part = tensor.name.removeprefix(prefix)
+    original = tensors.get(first + _TRANSPOSED.get(part, part))
+    if original is None or original.dtype != tensor.dtype:
+        return False
+    return torch.equal(_read(tensor), _read(original).T) if part in _TRANSPOSED else have_same_values(tensor, original)
+
+
+def _read(tensor: TensorHeader) -> torch.Tensor:
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.offset)
+        data = bytearray(file.read(tensor.num_bytes))
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+
+
 @dataclass(frozen=True)
-class Inputs:
+class MergeInputs:
     """The input files by role and name, such as `adapter-1/adapter_config.json`."""
 
     base_weights: dict[str, Path]
@@ -71,7 +143,7 @@ class Inputs:
     """Size and time of last change in ns, as first seen."""
 
     @classmethod
-    def of(cls, base: Path, adapters: Sequence[Path]) -> Inputs:
+    def of(cls, base: Path, adapters: Sequence[Path]) -> MergeInputs:
         """The files as they are now."""
         weights = {f"base/{name}": base / name for name in read_checkpoint(base).file_bytes}
         others = {f"base/{CONFIG_FILE}": base / CONFIG_FILE}

@@ -1,4 +1,4 @@
-"""What of an unfinished output is on disk for certain: an append-only file beside it, which is the output's lock as well.
+"""What of an unfinished output is on disk for certain: an append-only file next to it, which is the output's lock as well.
 
 One line per record: a checksum, a space, JSON. The first names the plan and the inputs; every other one a file, a number of bytes
 and their sha256, and is written only after a sync of that file. So a line that can be read is true of the disk, whenever the
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune_trainer.weights.errors import OutputBusyError
-from finetune_trainer.weights.storage import naming_file, write_all
+from finetune_trainer.weights.storage import translate_os_errors, write_all
 
 log = logging.getLogger(__name__)
 JOURNAL_FORMAT = 1
@@ -48,16 +48,16 @@ class Journal:
         self._appending = threading.Lock()
         head = {"format": JOURNAL_FORMAT, "plan_sha256": plan_sha256, "inputs": dict(inputs)}
         try:
-            with naming_file(path, "read"):
-                records, num_bytes = _read(path)
+            with translate_os_errors(path, "read"):
+                records, num_bytes = _read_records(path)
             self.is_continued = bool(records) and records[0] == head
-            """Whether what lies beside it is this very merge, begun before."""
+            """Whether what is next to it is this very merge, begun before."""
             self.durable: dict[str, Durable] = {}
             """By file name, as found when the journal was opened."""
             if self.is_continued:
                 for record in records[1:]:
                     self.durable[record["file"]] = Durable(record["num_bytes"], record["sha256"])
-            with naming_file(path, "written"):
+            with translate_os_errors(path, "written"):
                 os.ftruncate(self._descriptor, num_bytes if self.is_continued else 0)
                 self._position = num_bytes if self.is_continued else 0
             if not self.is_continued:
@@ -85,17 +85,17 @@ class Journal:
             self._descriptor = -1
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        line = _line(record)
-        with naming_file(self.path, "written"):
+        line = _journal_line(record)
+        with translate_os_errors(self.path, "written"):
             write_all(self._descriptor, memoryview(line), self._position)
             os.fsync(self._descriptor)
         self._position += len(line)
 
 
 def _lock(path: Path) -> int:
-    """Descriptor of the file at `path`, made where it is missing, with the lock."""
+    """Descriptor of the file at `path`, made if it is missing, with the lock."""
     while True:
-        with naming_file(path, "written"):
+        with translate_os_errors(path, "written"):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,12 +119,12 @@ def _lock(path: Path) -> int:
         os.close(descriptor)
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
+def _journal_line(record: Mapping[str, Any]) -> bytes:
     text = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.sha256(text).hexdigest()[:_CHECKSUM_CHARACTERS].encode() + b" " + text + b"\n"
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
+def _read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The records before the first damaged one, and their bytes."""
     records: list[dict[str, Any]] = []
     num_bytes = 0

@@ -1,8 +1,8 @@
-"""What one adapter of LoRA's family does to the parameters of the base model. Every adapter tensor is used, or it is an
-error.
+"""What one adapter of LoRA's family does to the parameters of the base model, trained rows of embeddings included.
 
-In: the adapter's headers and settings, and where the base's parameters are stored. Out: changes and whole replacements by the
-model's own parameter paths. Called by assignment.py for `peft_type` LORA; methods.py does the same for the others.
+In: the adapter's headers and settings, and where the base's parameters are stored. Out: an AdapterChanges, by the model's own
+parameter paths. Every adapter tensor is used, or it is an error. Called for `peft_type` LORA; non_lora.py does the same for the
+others.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune_job.api.method import ALL_LINEAR
-from finetune_trainer.merge.adapter_changes import AdapterChanges, let_copies_follow, module_of, require_all_targets
-from finetune_trainer.merge.adapter_names import ParsedAdapter, parse_names
-from finetune_trainer.merge.adapter_settings import EMBEDDINGS, AdapterHeaders, adapter_settings
-from finetune_trainer.merge.factors import Found, bias_change, check_shapes, convolution_changes, module_change
+from finetune_trainer.merge.adapter_changes import AdapterChanges, apply_to_tied_copies, module_of, require_all_targets
+from finetune_trainer.merge.adapter_names import TOKENS_PART, ParsedAdapter, parse_names
+from finetune_trainer.merge.adapter_settings import EMBEDDINGS, AdapterHeaders, AdapterSettings, adapter_settings
+from finetune_trainer.merge.changes import TokenRows
+from finetune_trainer.merge.factors import LayerTensors, bias_change, check_shapes, convolution_changes, module_change
 from finetune_trainer.merge.parameter_adapters import parameter_changes
-from finetune_trainer.merge.token_rows import add_token_rows
 from finetune_trainer.weights.errors import (
     AdapterTensorDuplicateError,
     AdapterTensorMisshapedError,
+    AdapterTensorMissingError,
     AdapterTensorUnknownError,
+    UnsupportedAdapterError,
 )
 from finetune_trainer.weights.headers import TensorHeader
 from finetune_trainer.weights.stored import StoredModel, StoredParameter
+
+Tokens = Mapping[str, TensorHeader]
+"""Trained rows by module."""
 
 
 def lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: Mapping[str, Any]) -> AdapterChanges:
@@ -53,7 +58,7 @@ class _Lora:
         for (module, name), tensor in parsed.base_copies.items():
             self._add_base_copy(module, name, tensor)
         add_token_rows(parsed.tokens, self._model, self._settings, self._result)
-        let_copies_follow(self._adapter, self._model, self._result)
+        apply_to_tied_copies(self._adapter, self._model, self._result)
         require_all_targets(self._model, self._settings, adapted)
         return self._result
 
@@ -88,8 +93,8 @@ class _Lora:
             if settings.ties_embeddings and tie is not None and settings.targets(module_of(tie.paths[0])):
                 return
         raise AdapterTensorUnknownError(
-            f"adapter tensor {example}: adapter_config.json has no target_modules or target_parameters that cover it. The file and "
-            "its configuration belong to different adapters."
+            f"adapter tensor {example}: adapter_config.json has no target_modules or target_parameters that cover it. The "
+            "file and its configuration belong to different adapters."
         )
 
     def _parameter(self, path: str, example: str) -> StoredParameter:
@@ -101,7 +106,7 @@ class _Lora:
             )
         return found
 
-    def _add_convolution(self, module: str, found: Found) -> None:
+    def _add_convolution(self, module: str, found: LayerTensors) -> None:
         parameters = {name: self._model.parameter(f"{module}.{name}") for name in ("weight", "bias")}
         base = {name: parameter.parts[0].header for name, parameter in parameters.items() if parameter is not None}
         for name, change in convolution_changes(module, found, base, self._settings, self._adapter.config).items():
@@ -157,8 +162,70 @@ class _Lora:
             )
         if tensor.shape != parameter.shape:
             raise AdapterTensorMisshapedError(
-                f"adapter tensor {tensor.name}: shape {list(tensor.shape)} does not fit {parameter.parts[0].header.name} of shape "
-                f"{list(parameter.shape)}. If the vocabulary was resized in training, give the resized model as the base."
+                f"adapter tensor {tensor.name}: shape {list(tensor.shape)} does not fit {parameter.parts[0].header.name} of "
+                f"shape {list(parameter.shape)}. If the vocabulary was resized in training, give the resized model as the base."
             )
         check_shapes({name: tensor}, {name: parameter.shape}, parameter.path)
         return self._model.path(f"{module}.{name}")
+
+
+def add_token_rows(tokens: Tokens, model: StoredModel, settings: AdapterSettings, result: AdapterChanges) -> None:
+    """What is tied to the input embeddings follows their rows, unless it has rows of its own.
+
+    Raises UnsupportedAdapterError and the AdapterTensor... errors.
+    """
+    for module, tensor in tokens.items():
+        path, rows = _rows(module, tensor, model, settings)
+        tie = model.tie(path)
+        followers = [other for other in tie.paths[1:] if module_of(other) not in tokens] if tie and path == tie.paths[0] else []
+        for owner in (path, *followers):
+            if owner in result.changes or owner in result.replacements:
+                raise UnsupportedAdapterError(
+                    f"adapter tensor {tensor.name}: trainable_token_indices and another part of the adapter both change {owner}, "
+                    "which PEFT does not define. Train either the rows or the whole matrix, or publish the adapter alone "
+                    "(merge.enabled: false)."
+                )
+            result.add(owner, rows)
+    _require_all(tokens, model, settings)
+
+
+def _rows(module: str, tensor: TensorHeader, model: StoredModel, settings: AdapterSettings) -> tuple[str, TokenRows]:
+    weight, path = model.parameter(f"{module}.weight"), model.path(f"{module}.weight")
+    indices = settings.tokens_of(module, path in model.family.ties.values())
+    if indices is None or weight is None:
+        missing = "the base model has no" if weight is None else "adapter_config.json has no trainable_token_indices for"
+        raise AdapterTensorUnknownError(
+            f"adapter tensor {tensor.name}: {missing} {module}. The file belongs to another configuration or base model."
+        )
+    check_shapes({"": tensor}, {"": (len(indices), *weight.shape[1:])}, f"{len(indices)} trained rows of {weight.path}")
+    for index in indices:
+        if not 0 <= index < weight.shape[0]:
+            raise AdapterTensorMisshapedError(
+                f"adapter tensor {tensor.name}: trainable_token_indices holds {index}, but {weight.path} has {weight.shape[0]} "
+                "rows. If the vocabulary was resized in training, give the resized model as the base."
+            )
+    return path, TokenRows(indices, tensor)
+
+
+def _require_all(tokens: Tokens, model: StoredModel, settings: AdapterSettings) -> None:
+    if settings.token_indices is None:
+        return
+    if not isinstance(settings.token_indices, Mapping):
+        if not tokens:
+            raise _missing("the input embeddings")
+        return
+    tied = {path: tie.paths[0] for tie in model.ties for path in tie.paths}
+    for name, indices in settings.token_indices.items():
+        if any(module.endswith(name) for module in tokens):
+            continue
+        # PEFT writes what is tied and has the same indices only once.
+        sources = {module_of(tied[path]) for path in tied if module_of(path).endswith(name)}
+        if not any(source in tokens and settings.tokens_of(source, is_input_embedding=True) == indices for source in sources):
+            raise _missing(name)
+
+
+def _missing(where: str) -> AdapterTensorMissingError:
+    return AdapterTensorMissingError(
+        f"the adapter holds no {TOKENS_PART} for {where}, although adapter_config.json has trainable_token_indices there: the "
+        "adapter was saved incompletely. Save it again from all ranks."
+    )

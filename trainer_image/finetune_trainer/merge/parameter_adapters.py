@@ -2,9 +2,9 @@
 
 In: headers of the base (StoredModel) and of the adapter. Out: changes of stored matrices, and which adapter tensors they use.
 PEFT 0.21.2 wraps a module once for each of its adapted parameters, so that tensors are named by their place in the nest: with
-gate_up and down adapted, `experts.lora_A.weight` belongs to down, which was wrapped last, and `experts.base_layer.lora_A.weight` to
-gate_up (tuners/tuners_utils.py, `_inject_parameters`). Adapters of older versions hold factors of single experts, which PEFT fuses
-when it loads them (utils/transformers_weight_conversion.py); they are merged with the bits that this gives.
+gate_up and down adapted, `experts.lora_A.weight` belongs to down, which was wrapped last, and `experts.base_layer.lora_A.weight`
+to gate_up (tuners/tuners_utils.py, `_inject_parameters`). Adapters of older versions hold factors of single experts, which PEFT
+fuses when it loads them (utils/transformers_weight_conversion.py); they are merged with the bits that this gives.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from finetune_trainer.weights.errors import (
     UnsupportedAdapterError,
     UnsupportedBaseError,
 )
-from finetune_trainer.weights.expert_part import ExpertPart
 from finetune_trainer.weights.headers import TensorHeader
-from finetune_trainer.weights.stored import ExpertProjection, StoredModel, StoredParameter
+from finetune_trainer.weights.stored import ExpertPart, ExpertProjection, StoredModel, StoredParameter
 
 PARAMETER_ORDER = (
     "w1", "v1", "w2", "gate_up_proj", "gate_up_proj_bias", "gate_proj", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias",
@@ -37,7 +36,7 @@ ROUTER = "gate"
 
 _FACTOR = re.compile(rf"{re.escape(ADAPTER_PREFIX)}(?P<module>.+?)(?P<nest>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
 
-Place = tuple[str, int]
+WrapperKey = tuple[str, int]
 """Module by the model's own path, and the number of wrappers around the one that is meant."""
 
 
@@ -62,7 +61,7 @@ class ParameterChanges:
 
 
 @dataclass
-class _Found:
+class _FactorPair:
     """Factors at one place, by their letter."""
 
     module: str
@@ -74,18 +73,21 @@ class _Found:
         for letter in "AB":
             if letter not in self.factors:
                 other = next(iter(self.factors.values())).name
-                raise AdapterTensorMissingError(f"adapter tensor lora_{letter} beside {other} is missing. Save the adapter again.")
+                raise AdapterTensorMissingError(
+                    f"adapter tensor lora_{letter} next to {other} is missing. Save the adapter again."
+                )
         return self.factors["A"], self.factors["B"]
 
 
 def parameter_changes(stored: StoredModel, adapter: Mapping[str, TensorHeader], settings: AdapterSettings) -> ParameterChanges:
     """Assign the adapter tensors that belong to parameters; the others are left to the caller.
 
-    Raises AdapterTensorMissingError, AdapterTensorMisshapedError, TiedWeightsError, UnsupportedAdapterError, UnsupportedBaseError.
+    Raises AdapterTensorMissingError, AdapterTensorMisshapedError, TiedWeightsError, UnsupportedAdapterError,
+    UnsupportedBaseError.
     """
     result = ParameterChanges()
-    places = _places(stored, adapter)
-    targeted = _targeted(stored, settings, places)
+    pairs = _factor_pairs(stored, adapter)
+    targeted = _targeted(stored, settings, pairs)
     if targeted and settings.use_dora:
         raise UnsupportedAdapterError(
             f"adapter_config.json: use_dora with target_parameters {list(settings.target_parameters)!r}, which PEFT cannot "
@@ -93,7 +95,7 @@ def parameter_changes(stored: StoredModel, adapter: Mapping[str, TensorHeader], 
         )
     for module, parameters in targeted.items():
         for depth, parameter in enumerate(reversed(parameters)):
-            found = places.pop((module, depth), None)
+            found = pairs.pop((module, depth), None)
             if found is None:
                 raise AdapterTensorMissingError(
                     f"the adapter holds no tensor {ADAPTER_PREFIX}{module}{'.base_layer' * depth}.lora_A.weight, although "
@@ -101,27 +103,29 @@ def parameter_changes(stored: StoredModel, adapter: Mapping[str, TensorHeader], 
                     "incompletely. Save it again from all ranks."
                 )
             _add(result, stored, parameter, found.both(), settings)
-    _add_single_experts(result, stored, places, settings)
+    _add_single_experts(result, stored, pairs, settings)
     return result
 
 
-def _places(stored: StoredModel, adapter: Mapping[str, TensorHeader]) -> dict[Place, _Found]:
-    places: dict[Place, _Found] = {}
+def _factor_pairs(stored: StoredModel, adapter: Mapping[str, TensorHeader]) -> dict[WrapperKey, _FactorPair]:
+    pairs: dict[WrapperKey, _FactorPair] = {}
     for name, tensor in adapter.items():
         match = _FACTOR.fullmatch(name)
         if match:
-            place = stored.module(match["module"]), match["nest"].count(".")
-            places.setdefault(place, _Found(match["module"])).factors[match["factor"]] = tensor
-    return places
+            key = stored.module(match["module"]), match["nest"].count(".")
+            pairs.setdefault(key, _FactorPair(match["module"])).factors[match["factor"]] = tensor
+    return pairs
 
 
-def _targeted(stored: StoredModel, settings: AdapterSettings, places: Mapping[Place, _Found]) -> dict[str, list[StoredParameter]]:
+def _targeted(
+    stored: StoredModel, settings: AdapterSettings, pairs: Mapping[WrapperKey, _FactorPair]
+) -> dict[str, list[StoredParameter]]:
     """Adapted parameters by module, in the order in which the module registers them."""
     targeted: dict[str, list[StoredParameter]] = defaultdict(list)
     for path, parameter in stored.parameters.items():
         module, _, name = path.rpartition(".")
         is_old_router = (
-            stored.family.peft_fuses_experts and module.endswith(f".{ROUTER}") and name == "weight" and (module, 0) in places
+            stored.family.peft_fuses_experts and module.endswith(f".{ROUTER}") and name == "weight" and (module, 0) in pairs
         )
         if (settings.targets_parameter(path) or is_old_router) and not stored.is_extra(path):
             targeted[module].append(parameter)
@@ -131,7 +135,8 @@ def _targeted(stored: StoredModel, settings: AdapterSettings, places: Mapping[Pl
             if tie is not None:
                 raise TiedWeightsError(
                     f"adapter_config.json: target_parameters cover {parameter.path}, which shares its memory with {tie.paths}. "
-                    "PEFT changes one of them in training and all of them in a merge. Untie them before training, or leave it out."
+                    "PEFT changes one of them in training and all of them in a merge. Untie them before training, or leave it "
+                    "out."
                 )
         names = [parameter.path.rpartition(".")[2] for parameter in parameters]
         if len(names) == 1:
@@ -180,11 +185,11 @@ def _add(
 
 
 def _add_single_experts(
-    result: ParameterChanges, stored: StoredModel, places: Mapping[Place, _Found], settings: AdapterSettings
+    result: ParameterChanges, stored: StoredModel, pairs: Mapping[WrapperKey, _FactorPair], settings: AdapterSettings
 ) -> None:
     """Factors of one projection of one expert each, which PEFT fuses: a (r, in), b (rows of the projection, r)."""
-    fused: dict[str, dict[tuple[int, int], tuple[ExpertProjection, _Found]]] = defaultdict(dict)
-    for (_, depth), found in places.items():
+    fused: dict[str, dict[tuple[int, int], tuple[ExpertProjection, _FactorPair]]] = defaultdict(dict)
+    for (_, depth), found in pairs.items():
         projection = stored.projection(f"{found.module}.weight") if depth == 0 else None
         if projection is not None:
             fused[projection.parameter.path][projection.expert, projection.index] = projection, found
@@ -195,15 +200,16 @@ def _add_single_experts(
             part, (a, b) = projection.part, found.both()
             if part is None:
                 raise UnsupportedBaseError(
-                    f"adapter tensor {a.name}: adapts one projection of one expert, but the base stores {path} as one tensor. Give "
-                    "the base as published, with a tensor for each expert, or load the adapter with PEFT 0.21 and save it again."
+                    f"adapter tensor {a.name}: adapts one projection of one expert, but the base stores {path} as one tensor. "
+                    "Give the base as published, with a tensor for each expert, or load the adapter with PEFT 0.21 and save it "
+                    "again."
                 )
             rank = settings.rank(found.module)
             expected = {"A": (rank, part.header.shape[1]), "B": (part.header.shape[0], rank)}
             check_shapes({"A": a, "B": b}, expected, part.header.name)
             others = projection.count - 1 - projection.index
-            place = ExpertPart(0, 1, 0, zeros_before=projection.index * rank, zeros_after=others * rank)
-            change = LowRank(a, b, None, settings.scaling(found.module), Orientation.LINEAR, place)
+            expert_part = ExpertPart(0, 1, 0, zeros_before=projection.index * rank, zeros_after=others * rank)
+            change = LowRank(a, b, None, settings.scaling(found.module), Orientation.LINEAR, expert_part)
             result.changes.append(MatrixChange(part.header, 0, change))
             result.used |= {a.name, b.name}
 
@@ -211,7 +217,7 @@ def _add_single_experts(
 def _require_fusable(
     stored: StoredModel,
     path: str,
-    members: Mapping[tuple[int, int], tuple[ExpertProjection, _Found]],
+    members: Mapping[tuple[int, int], tuple[ExpertProjection, _FactorPair]],
     settings: AdapterSettings,
 ) -> None:
     """Refuse what PEFT cannot fuse, or fuses to something else than was trained."""

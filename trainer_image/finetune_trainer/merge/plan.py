@@ -1,8 +1,8 @@
 """Headers and configurations -> MergePlan: every output tensor, its bytes' place, and where they come from.
 
-Called by run.py, and by verify to know which tensors may differ from the base. Invariants: each adapter tensor is used
-exactly once (assignment.py), each base tensor gives exactly one output tensor of the same name and shape, tied tensors that
-the adapters part follow them, and offsets within a shard are contiguous. Bytes are computed by `steps` and moved by stream.py.
+Called by merge_adapter.py, and by verify to know which tensors may differ from the base. Invariants: each adapter tensor is used
+exactly once (resolve_changes.py), each base tensor gives exactly one output tensor of the same name and shape, tied tensors that
+the adapters separate follow them, and offsets within a shard are contiguous. Bytes are computed by `steps`, moved by stream.py.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
-from finetune_trainer.merge.assignment import assign
 from finetune_trainer.merge.changes import Change, Quantization, read_by
+from finetune_trainer.merge.resolve_changes import resolve_changes
 from finetune_trainer.weights.errors import MergeError, UnsupportedBaseError
 from finetune_trainer.weights.headers import DTYPE_BYTES, INDEX_FILE, SINGLE_FILE, TensorHeader
 from finetune_trainer.weights.stored import StoredModel
@@ -33,7 +33,7 @@ class OutputTensor:
     """One tensor of the merged model. `compute_dtype`: the dtype PEFT would hold the base weight in.
 
     It is the wider of the base's and the output's dtype, so a merge with another output dtype equals loading the base
-    in the wider one, merging with PEFT, and casting: no rounding that was not asked for. Where the library itself holds a
+    in the wider one, merging with PEFT, and casting: no rounding that was not asked for. If the library itself holds a
     float16 module in fp32, so does the merge.
     """
 
@@ -51,7 +51,7 @@ class OutputTensor:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """(rows, columns) of each matrix of `changes`: the experts of a stored stack, else all of the tensor, by its first axis."""
+        """(rows, columns) of each matrix of `changes`: of one expert in a stack, else of the tensor by its first axis."""
         if len(self.shape) == 3 and len(self.changes) == self.shape[0]:
             return self.shape[1], self.shape[2]
         return self.shape[0], math.prod(self.shape[1:])
@@ -142,10 +142,10 @@ def merge_plan(
         )
     if not adapters:
         raise MergeError("no adapter is given, so there is nothing to merge.")
-    assignment = assign(model, base_config, adapters)
+    resolved = resolve_changes(model, base_config, adapters)
     outputs = []
-    for name, tensor in (*base.items(), *assignment.added.items()):
-        changed = assignment.changed.get(name)
+    for name, tensor in (*base.items(), *resolved.added.items()):
+        changed = resolved.changed.get(name)
         before = None if changed and changed.is_replaced else quantized.get(name)
         out_dtype = OUTPUT_DTYPES[dtype] if dtype and tensor.dtype in _CONVERTIBLE else tensor.dtype
         if changed and tensor.dtype not in _CONVERTIBLE:
@@ -170,7 +170,7 @@ def merge_plan(
     return MergePlan(
         shards=shard_layout(outputs, max_shard_bytes),
         adapter_tensors=tuple(tensor for adapter in adapters for tensor in adapter.tensors.values()),
-        config_changes=assignment.config_changes,
+        config_changes=resolved.config_changes,
     )
 
 
@@ -186,7 +186,7 @@ def plan_digest(plan: MergePlan, inputs: Mapping[str, str]) -> str:
 
 
 def _described(value: Any) -> Any:
-    """JSON of a plan's part, without the directories that the inputs happen to lie in."""
+    """JSON of a plan's part, without the directories that the inputs happen to be in."""
     if isinstance(value, TensorHeader):
         return [value.name, value.dtype, value.shape, value.file.name, value.offset]
     if dataclasses.is_dataclass(value):

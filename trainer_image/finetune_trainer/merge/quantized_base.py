@@ -1,7 +1,7 @@
 """Which of a base's weights a QLoRA training packed, and how: for a merge into what its adapter saw (merge.base: Dequantized).
 
-transformers is asked itself: the model is built without weights, and its own rules say which layers bitsandbytes replaces. Imports
-transformers, so only such a merge imports this.
+transformers is asked itself: the model is built without weights, and its own rules say which layers bitsandbytes replaces.
+Imports transformers, so only such a merge imports this.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def training_quantization(plan: QuantizationPlan, load: torch.dtype) -> Quantiza
     config = quantization_config(plan, load, load)
     if not config.load_in_4bit:
         raise UnsupportedBaseError(
-            f"method.quantization.bits is {plan.bits}: only 4-bit bases can be written out as they were trained on. Set merge.base "
-            "to Original."
+            f"method.quantization.bits is {plan.bits}: only 4-bit bases can be written out as they were trained on. Set "
+            "merge.base to Original."
         )
     return Quantization(
         quant_type=config.bnb_4bit_quant_type,
@@ -53,15 +53,15 @@ def training_quantization(plan: QuantizationPlan, load: torch.dtype) -> Quantiza
 def quantized_tensors(base: Path, stored: StoredModel, quantization: Quantization) -> dict[str, Quantization]:
     """Stored tensors of the model in `base` that a training with these settings packs, with how.
 
-    Raises UnsupportedBaseError where a packed weight has no stored tensor of its own.
+    Raises UnsupportedBaseError if a packed weight has no stored tensor of its own.
     """
     found: dict[str, Quantization] = {}
     for path, is_transposed in quantized_parameters(_structure(base)).items():
         parameter = stored.parameter(path)
         if parameter is None or len(parameter.parts) != 1 or parameter.parts[0].expert is not None:
             raise UnsupportedBaseError(
-                f"base parameter {path}: was packed in training, but the files hold no tensor of its own for it. Set merge.base to "
-                "Original."
+                f"base parameter {path}: was packed in training, but the files hold no tensor of its own for it. Set "
+                "merge.base to Original."
             )
         found[parameter.parts[0].header.name] = replace(quantization, is_transposed=is_transposed)
     return found

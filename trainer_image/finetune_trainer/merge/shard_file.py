@@ -2,7 +2,7 @@
 
 Whole pages go to the disk directly, past the page cache: making cache pages took more processor time than the merge's
 arithmetic, and swung between 0.4 and 5 s for 2 GB (ext4 on a virtual disk), where direct writes took 0.7 to 0.9 s. A
-piece's first and last bytes that fill no page go through the cache. Where a file system refuses direct writes, all do.
+chunk's first and last bytes that fill no page go through the cache. If a file system refuses direct writes, all do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_trainer.merge.journal import Durable
-from finetune_trainer.weights.storage import naming_file, read_some, write_all
+from finetune_trainer.weights.storage import read_some, translate_os_errors, write_all
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -30,7 +30,7 @@ class ShardFile:
     """A file of a known size, new or begun before. Raises StorageError, also NoSpaceError, when it cannot be made or written.
 
     `digest` is the sha256 of the first `num_done` bytes, which were durable before; at least the header. Blocks are not allocated
-    ahead: where a file system cannot (NFS before 4.2), the C library would write the whole file once more.
+    ahead: if a file system cannot (NFS before 4.2), the C library would write the whole file once more.
     """
 
     def __init__(self, path: Path, num_bytes: int, header: bytes, durable: Durable | None = None) -> None:
@@ -44,7 +44,7 @@ class ShardFile:
             self.digest, self.num_done, self.is_resumed = proven, durable.num_bytes, True
         else:
             path.unlink(missing_ok=True)
-        with naming_file(path, "written"):
+        with translate_os_errors(path, "written"):
             self._cached = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 if proven is None:
@@ -57,7 +57,7 @@ class ShardFile:
 
     def write(self, data: memoryview, position: int) -> None:
         """Writes all of `data`. For direct writes its address must agree with `position` modulo PAGE_BYTES."""
-        with naming_file(self.path, "written"):
+        with translate_os_errors(self.path, "written"):
             if not self._write_directly(data, position):
                 write_all(self._cached, data, position)
 
@@ -80,7 +80,7 @@ class ShardFile:
 
     def sync(self) -> None:
         """Makes everything that was written durable."""
-        with naming_file(self.path, "made durable"):
+        with translate_os_errors(self.path, "made durable"):
             os.fsync(self._cached)
 
     def close(self) -> None:
@@ -100,12 +100,12 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _proven(path: Path, num_bytes: int, durable: Durable) -> _Hash | None:
-    """The hash of the durable bytes, read again; None where the file is not what the journal says of it."""
+    """The hash of the durable bytes, read again; None if the file is not what the journal says of it."""
     if not path.is_file() or path.is_symlink() or path.stat().st_size != num_bytes:
         return None
     digest, position = hashlib.sha256(), 0
     buffer = memoryview(bytearray(READ_BYTES))
-    with naming_file(path, "read"), path.open("rb") as file:
+    with translate_os_errors(path, "read"), path.open("rb") as file:
         while position < durable.num_bytes:
             count = min(READ_BYTES, durable.num_bytes - position)
             if read_some(file.fileno(), buffer[:count], position) < count:

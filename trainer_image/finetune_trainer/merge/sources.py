@@ -12,7 +12,7 @@ import torch
 from finetune_trainer.weights.errors import BrokenCheckpointError
 from finetune_trainer.weights.headers import TensorHeader
 from finetune_trainer.weights.rounding import READ_DTYPES
-from finetune_trainer.weights.storage import naming_file, read_some
+from finetune_trainer.weights.storage import read_some, translate_os_errors
 
 
 class Sources:
@@ -24,7 +24,7 @@ class Sources:
         self._counting = threading.Lock()
         try:
             for path in sorted(paths):
-                with naming_file(path, "read"):
+                with translate_os_errors(path, "read"):
                     descriptor = os.open(path, os.O_RDONLY)
                     self._descriptors[path] = descriptor
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -34,7 +34,7 @@ class Sources:
 
     def read_into(self, tensor: TensorHeader, first_byte: int, target: memoryview) -> None:
         """Fills `target` from the tensor's bytes, from `first_byte` on."""
-        with naming_file(tensor.file, "read"):
+        with translate_os_errors(tensor.file, "read"):
             count = read_some(self._descriptors[tensor.file], target, tensor.offset + first_byte)
         if count < len(target):
             raise BrokenCheckpointError(

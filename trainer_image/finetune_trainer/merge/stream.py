@@ -1,10 +1,10 @@
 """Moves the bytes of a MergePlan: large sequential reads, rows through `steps`, writes in place. Bounded memory.
 
-In: shards and their files (shard_file.py). Out: filled shards and their sha256. Called by run.py.
-Shape:  pieces in output order (pieces.py) -> workers (pread, compute, pwrite into a buffer of their own)
+In: shards and their files (shard_file.py). Out: filled shards and their sha256. Called by merge_adapter.py.
+Shape:  chunks in output order (chunks.py) -> workers (pread, compute, pwrite into a buffer of their own)
         -> this thread, in the same order: hash, progress, buffer handed back
         -> one thread that syncs what is hashed and notes it in the journal.
-Hashing needs the order and writing does not, so a slow piece holds up only the hash. At most workers + 1 buffers exist.
+Hashing needs the order and writing does not, so a slow chunk holds up only the hash. At most workers + 1 buffers exist.
 Invariant: memory is the buffers, one block's fp32 temporaries per worker and the factors of the weights in flight, never
 a weight, except those that `whole_tensors` in the result names, one at a time.
 """
@@ -22,13 +22,12 @@ from pathlib import Path
 import torch
 
 from finetune_trainer.merge.changes import ModuleMerge, read_by
+from finetune_trainer.merge.chunks import CHUNK_BYTES, Chunker, RowChunk
 from finetune_trainer.merge.journal import Durable, Journal
-from finetune_trainer.merge.pieces import PIECE_BYTES, Cutter, Piece
 from finetune_trainer.merge.plan import OutputTensor, Shard
 from finetune_trainer.merge.shard_file import PAGE_BYTES, ShardFile
 from finetune_trainer.merge.sources import Sources
-from finetune_trainer.merge.steps.on_device import require_device
-from finetune_trainer.merge.steps.step import Scratch
+from finetune_trainer.merge.steps.step import Scratch, require_device
 from finetune_trainer.weights.errors import NotFiniteError
 from finetune_trainer.weights.rounding import TORCH_DTYPES, all_finite, round_into
 
@@ -37,9 +36,9 @@ MAX_WORKERS = 6
 WAITING_WORKERS = 2
 """Workers beyond the processors: some always wait for the disk."""
 JOURNAL_BYTES = 1 << 30
-"""Of a shard that are synced and noted at once, at the end of a matrix; what a kill costs at most, beside one matrix."""
+"""Of a shard that are synced and noted at once, at the end of a matrix; what a kill costs at most, apart from one matrix."""
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass
@@ -54,10 +53,10 @@ class StreamResult:
 
 
 class Workspace:
-    """What one worker needs for one piece: page-aligned bytes for input and output, and fp32 blocks."""
+    """What one worker needs for one chunk: page-aligned bytes for input and output, and fp32 blocks."""
 
     def __init__(self) -> None:
-        self.data = mmap.mmap(-1, 2 * PIECE_BYTES)
+        self.data = mmap.mmap(-1, 2 * CHUNK_BYTES)
         self.scratch = Scratch()
         self._between = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
 
@@ -75,7 +74,7 @@ class Workspace:
         return self._between[number][:num_bytes].view(dtype).view(shape)
 
 
-class Noting:
+class JournalWriter:
     """Syncs shards and notes in the journal what is durable, in a thread of its own, in the order of `note` and `finish`."""
 
     def __init__(self, journal: Journal) -> None:
@@ -120,7 +119,7 @@ class Noting:
 def stream(
     files: Mapping[Shard, ShardFile],
     journal: Journal,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
     *,
     device: str = "cpu",
     num_workers: int | None = None,
@@ -134,109 +133,109 @@ def stream(
     reached = sum(file.num_done for file in files.values())
     result = StreamResult(bytes_resumed=sum(file.num_done for file in files.values() if file.is_resumed))
     result.bytes_written = reached - result.bytes_resumed
-    cutter = Cutter(
-        Sources({path for shard in files for tensor in shard.tensors for path in _files(tensor)}), require_device(device)
+    chunker = Chunker(
+        Sources({path for shard in files for tensor in shard.tensors for path in _input_files(tensor)}), require_device(device)
     )
-    sources = cutter.sources
+    sources = chunker.sources
     previous_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the workers are the parallelism
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    noting = Noting(journal)
+    journal_writer = JournalWriter(journal)
     try:
         workspaces: deque[Workspace] = deque(Workspace() for _ in range(workers + 1))
-        in_flight: deque[Future[_Done]] = deque()
+        in_flight: deque[Future[_FinishedChunk]] = deque()
 
         def finish_one() -> None:
             nonlocal reached
             done = in_flight.popleft().result()
-            file = done.piece.file
+            file = done.chunk.file
             file.digest.update(done.output)
             done.output.release()
-            workspaces.append(Workspace() if _is_large(done.piece) else done.workspace)
-            reached += done.piece.num_bytes
-            result.bytes_written += done.piece.num_bytes
-            end = done.piece.position + done.piece.num_bytes
+            workspaces.append(Workspace() if _is_large(done.chunk) else done.workspace)
+            reached += done.chunk.num_bytes
+            result.bytes_written += done.chunk.num_bytes
+            end = done.chunk.position + done.chunk.num_bytes
             if end == file.num_bytes:
-                noting.finish(file)
-            elif done.piece.ends_matrix:
-                noting.note(file, end)
+                journal_writer.finish(file)
+            elif done.chunk.ends_matrix:
+                journal_writer.note(file, end)
             if progress is not None:
                 progress(reached, total)
 
         for shard, file in files.items():
-            for piece in cutter.pieces(shard, file):
-                while in_flight and (not workspaces or _is_large(piece)):
+            for chunk in chunker.chunks(shard, file):
+                while in_flight and (not workspaces or _is_large(chunk)):
                     finish_one()
-                in_flight.append(pool.submit(_run, piece, sources, workspaces.popleft()))
-                if _is_large(piece):
+                in_flight.append(pool.submit(_process_chunk, chunk, sources, workspaces.popleft()))
+                if _is_large(chunk):
                     finish_one()
         while in_flight:
             finish_one()
-        noting.wait()
+        journal_writer.wait()
         result.sha256 = {shard.file_name: file.digest.hexdigest() for shard, file in files.items()}
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        noting.close()
+        journal_writer.close()
         sources.close()
         torch.set_num_threads(previous_threads)
-    result.bytes_read, result.whole_tensors = sources.bytes_read, cutter.whole_tensors
+    result.bytes_read, result.whole_tensors = sources.bytes_read, chunker.whole_tensors
     return result
 
 
 @dataclass(frozen=True)
-class _Done:
-    piece: Piece
+class _FinishedChunk:
+    chunk: RowChunk
     output: memoryview
     workspace: Workspace
 
 
-def _is_large(piece: Piece) -> bool:
+def _is_large(chunk: RowChunk) -> bool:
     """Whether it needs buffers far beyond the usual: then it is alone in memory, and its buffers are given back."""
-    return piece.source_bytes + piece.num_bytes > 6 * PIECE_BYTES
+    return chunk.source_bytes + chunk.num_bytes > 6 * CHUNK_BYTES
 
 
-def _files(tensor: OutputTensor) -> set[Path]:
+def _input_files(tensor: OutputTensor) -> set[Path]:
     changes = [change for of_matrix in tensor.changes for change in of_matrix]
     modules = [header.file for change in changes if isinstance(change, ModuleMerge) for header in change.base.values()]
     return {tensor.source.file, *modules, *(header.file for change in changes for header in read_by(change))}
 
 
-def _run(piece: Piece, sources: Sources, workspace: Workspace) -> _Done:
-    """One piece in a worker: read, compute, write. The output's bytes stay in the workspace until they are hashed."""
-    tensor = piece.tensor
-    position = piece.position
+def _process_chunk(chunk: RowChunk, sources: Sources, workspace: Workspace) -> _FinishedChunk:
+    """One chunk in a worker: read, compute, write. The output's bytes stay in the workspace until they are hashed."""
+    tensor = chunk.tensor
+    position = chunk.position
     # What an adapter brings has yet to be looked at.
-    is_plain = not piece.steps and tensor.dtype == tensor.source.dtype and not tensor.is_replaced
+    is_plain = not chunk.steps and tensor.dtype == tensor.source.dtype and not tensor.is_replaced
     # The output's address agrees with its file position modulo the page size, as direct writes want it.
     in_at = position % PAGE_BYTES if is_plain else 0
-    out_at = in_at if is_plain else -(-piece.source_bytes // PAGE_BYTES) * PAGE_BYTES + position % PAGE_BYTES
-    workspace.grow(out_at + piece.num_bytes)
+    out_at = in_at if is_plain else -(-chunk.source_bytes // PAGE_BYTES) * PAGE_BYTES + position % PAGE_BYTES
+    workspace.grow(out_at + chunk.num_bytes)
     view = memoryview(workspace.data)
-    source, output = view[in_at : in_at + piece.source_bytes], view[out_at : out_at + piece.num_bytes]
-    sources.read_into(tensor.source, piece.source_position, source)
+    source, output = view[in_at : in_at + chunk.source_bytes], view[out_at : out_at + chunk.num_bytes]
+    sources.read_into(tensor.source, chunk.source_position, source)
     if not is_plain:
-        _compute(piece, source, output, workspace)
-    piece.file.write(output, position)
+        _compute(chunk, source, output, workspace)
+    chunk.file.write(output, position)
     view.release()
     source.release()
-    return _Done(piece, output, workspace)
+    return _FinishedChunk(chunk, output, workspace)
 
 
-def _compute(piece: Piece, source: memoryview, output: memoryview, workspace: Workspace) -> None:
-    tensor = piece.tensor
-    shape = (piece.stop - piece.start, piece.num_columns)
+def _compute(chunk: RowChunk, source: memoryview, output: memoryview, workspace: Workspace) -> None:
+    tensor = chunk.tensor
+    shape = (chunk.stop - chunk.start, chunk.num_columns)
     base = torch.frombuffer(source, dtype=TORCH_DTYPES[tensor.source.dtype]).view(shape)
     out = torch.frombuffer(output, dtype=TORCH_DTYPES[tensor.dtype]).view(shape)
     compute = TORCH_DTYPES[tensor.compute_dtype]
     is_finite = True
-    if not piece.steps:
+    if not chunk.steps:
         round_into(base, compute, out)
         is_finite = not tensor.is_replaced or all_finite(out)
-    for cut in piece.cuts:
-        rows = slice(cut.rows[0] - piece.start, cut.rows[1] - piece.start)
+    for cut in chunk.cuts:
+        rows = slice(cut.rows[0] - chunk.start, cut.rows[1] - chunk.start)
         values = base[rows]
-        for number, (step, blocks) in enumerate(zip(piece.steps, cut.blocks, strict=True)):
-            is_last = number == len(piece.steps) - 1
+        for number, (step, blocks) in enumerate(zip(chunk.steps, cut.blocks, strict=True)):
+            is_last = number == len(chunk.steps) - 1
             target = out[rows] if is_last else workspace.between(number % 2, values.shape, compute)
             for start, stop in blocks:
                 block = slice(start - cut.rows[0], stop - cut.rows[0])
@@ -244,6 +243,6 @@ def _compute(piece: Piece, source: memoryview, output: memoryview, workspace: Wo
             values = target
     if not is_finite:
         raise NotFiniteError(
-            f"{tensor.name}: merged rows {piece.start} to {piece.stop} hold NaN or infinite values. The adapter diverged "
+            f"{tensor.name}: merged rows {chunk.start} to {chunk.stop} hold NaN or infinite values. The adapter diverged "
             f"in training, or {tensor.dtype} cannot hold the result; use an earlier checkpoint or a wider merge dtype."
         )

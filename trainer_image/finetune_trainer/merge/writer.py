@@ -1,11 +1,11 @@
-"""The output directory: written beside its final name, complete and on disk before it gets that name.
+"""The output directory: written next to its final name, complete and on disk before it gets that name.
 
 Life of an output:  <output>.tmp-journal  made and locked: one merge at a time
                     <output>.tmp-merge/   shards of their full size, filled in place; the journal says what of them is on disk
                     -> config, tokenizer, index, manifest.json (last), all synced
                     -> renamed to <output>, parent synced, journal deleted.
-So a directory called <output> is complete whatever happened to the process, and what was finished before a kill is taken up. Called
-by run.py; bytes come from stream.py.
+So a directory called <output> is complete whatever happened to the process, and what was finished before a kill is taken up.
+Called by merge_adapter.py; bytes come from stream.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from finetune_trainer.merge.plan import MergePlan, Shard
 from finetune_trainer.merge.shard_file import ShardFile
 from finetune_trainer.weights.errors import NoSpaceError, OutputBusyError, OutputExistsError
 from finetune_trainer.weights.headers import CONFIG_FILE, read_json
-from finetune_trainer.weights.storage import naming_file, sync
+from finetune_trainer.weights.storage import sync, translate_os_errors
 
 MANIFEST_FORMAT = 1
 GENERATION_FILES = ("generation_config.json",)
@@ -70,7 +70,7 @@ def complete_manifest(output: Path, plan_sha256: str) -> dict[str, Any] | None:
     if not output.exists():
         return None
     if not (output / MANIFEST_FILE).exists():
-        raise OutputExistsError(f"{output}: exists and is no merged model of ours. Remove it or choose another output.")
+        raise OutputExistsError(f"{output}: exists and is not a merged model of ours. Remove it or choose another output.")
     manifest = read_json(output / MANIFEST_FILE)
     if manifest.get("plan_sha256") != plan_sha256:
         raise OutputExistsError(
@@ -85,7 +85,7 @@ def complete_manifest(output: Path, plan_sha256: str) -> dict[str, Any] | None:
 
 
 def remove_leftovers(output: Path) -> None:
-    """Deletes what a merge that was killed between its last two steps has left beside the complete output."""
+    """Deletes what a merge that was killed between its last two steps has left next to the complete output."""
     if not (journal_path(output).exists() or temporary_directory(output).exists()):
         return
     try:
@@ -105,11 +105,11 @@ class OutputDirectory:
     def __init__(self, output: Path, plan_sha256: str, inputs: Mapping[str, Any]) -> None:
         self._output = output
         self.path = temporary_directory(output)
-        with naming_file(output.parent, "written"):
+        with translate_os_errors(output.parent, "written"):
             output.parent.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(journal_path(output), plan_sha256, inputs)
         try:
-            with naming_file(self.path, "written"):
+            with translate_os_errors(self.path, "written"):
                 if not self.journal.is_continued and self.path.exists():
                     shutil.rmtree(self.path)
                 self.path.mkdir(exist_ok=True)
@@ -121,7 +121,7 @@ class OutputDirectory:
     def open_shards(self, plan: MergePlan) -> dict[Shard, ShardFile]:
         """The plan's files, all of their full size, with what is proven of them. Raises NoSpaceError when space is short."""
         names = {shard.file_name for shard in plan.shards}
-        with naming_file(self.path, "written"):
+        with translate_os_errors(self.path, "written"):
             for path in self.path.iterdir():
                 if path.name not in names:
                     path.unlink()
@@ -150,7 +150,9 @@ class OutputDirectory:
             raise
         return {shard: opened[shard] for shard in plan.shards}
 
-    def copy_model_files(self, base: Path, adapters: Sequence[Path], dtype: str | None, config_changes: Mapping[str, Any]) -> None:
+    def copy_model_files(
+        self, base: Path, adapters: Sequence[Path], dtype: str | None, config_changes: Mapping[str, Any]
+    ) -> None:
         """Configuration, generation defaults, tokenizer, chat template, licence. dtype: recorded in config.json."""
         config = {**read_json(base / CONFIG_FILE), **config_changes}
         if dtype is not None:
@@ -163,7 +165,7 @@ class OutputDirectory:
         for source, names in ((base, [*GENERATION_FILES, *PROCESSOR_FILES, *terms, *code]), (tokenizer, TOKENIZER_FILES)):
             for name in names:
                 if (source / name).is_file():
-                    with naming_file(self.path / name, "copied"):
+                    with translate_os_errors(self.path / name, "copied"):
                         shutil.copyfile(source / name, self.path / name)
 
     def write_index(self, plan: MergePlan) -> None:
@@ -180,13 +182,13 @@ class OutputDirectory:
         sync(self.path / MANIFEST_FILE)
 
     def small_files(self, shards: set[str]) -> list[Path]:
-        """Everything written so far that is no weight shard."""
+        """Everything written so far that is not a weight shard."""
         return sorted(path for path in self.path.iterdir() if path.name not in shards)
 
     def publish(self) -> None:
         """Makes all names durable and gives the directory its name, in this order. Files are durable since `write_manifest`."""
         sync(self.path)
-        with naming_file(self._output, "renamed into place"):
+        with translate_os_errors(self._output, "renamed into place"):
             self._rename()
         sync(self._output.parent)
         self.journal.remove()
@@ -208,7 +210,7 @@ class OutputDirectory:
         self.journal.remove()
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        with naming_file(self.path / name, "written"):
+        with translate_os_errors(self.path / name, "written"):
             (self.path / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,7 @@
-"""PEFT adapters from the plan, and the names under which PEFT stores them."""
+"""PEFT adapters from the plan: their configuration, and the names under which PEFT stores them.
+
+Also at which multiple of the learning rate each of their parameters learns.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import get_peft_model_state_dict
 from transformers import PreTrainedModel
 
@@ -16,15 +20,20 @@ from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.model.library_texts import NO_DEFAULT_TARGETS, STACKED_WEIGHTS
-from finetune_trainer.model.method_settings import config_class
 
 TASK = "CAUSAL_LM"
 ORIGINAL = "original_module"
-"""What PEFT calls the frozen module beside its trained copy."""
+"""What PEFT calls the frozen module of which it trains a copy."""
 WHOLE_COPY = "modules_to_save"
-"""What PEFT calls that copy; it stands in no name that PEFT writes for one."""
+"""What PEFT calls that copy; no name that PEFT writes for one contains it."""
 _INITS = {LoraInit.ZERO_B: True, LoraInit.RANDOM: False}
 """What PEFT writes as a truth value."""
+
+
+def config_class(method: MethodType) -> type[PeftConfig]:
+    """PEFT's configuration class of a method that has an adapter."""
+    found: type[PeftConfig] = PEFT_TYPE_TO_CONFIG_MAPPING[METHODS[method].peft_type]
+    return found
 
 
 def lora_config(lora: LoraPlan) -> LoraConfig:
@@ -128,7 +137,7 @@ def _hold_in_float32(adapted: PeftModel) -> None:
 def stored_names(model: PeftModel) -> dict[str, str]:
     """Parameter name in the model -> tensor name in adapter_model.safetensors, as PEFT itself would write it.
 
-    Raises InvariantError where PEFT would leave a trained parameter out.
+    Raises InvariantError if PEFT would leave a trained parameter out.
     """
     trainable = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     names: dict[str, str] = {}
@@ -152,7 +161,7 @@ def second_names(model: PeftModel) -> dict[str, str]:
 
 
 def fixed_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
-    """What PEFT stores beside the trained parameters, such as random projections: values that follow from the settings alone."""
+    """What PEFT stores that is not trained, such as random projections: values that follow from the settings alone."""
     trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     return {stored: tensor.detach() for stored, tensor in _stored(model) if id(tensor) not in trainable}
 
@@ -177,7 +186,7 @@ def adapter_settings(model: PeftModel, base_model: str, revision: str | None = N
 
 
 def _match_feedforward(settings: dict[str, Any]) -> None:
-    """IA3: names of feed-forward modules as the targets spell them, without those that are no targets.
+    """IA3: names of feed-forward modules as the targets spell them, without those that are not targets.
 
     PEFT fills in its own for the model whatever the targets are, and refuses the list when it loads the adapter.
     """
@@ -188,3 +197,13 @@ def _match_feedforward(settings: dict[str, Any]) -> None:
             for target in targets
             if any(target == name or target.endswith(f".{name}") or name.endswith(f".{target}") for name in names)
         }
+
+
+def learning_rate_scale(name: str, method: MethodPlan) -> float:
+    """Factor on the learning rate of the parameter called `name`: LoRA+'s ratio for `lora_B`, 1 for everything else.
+
+    Hayou, Ghosh and Yu, 2024, LoRA+: efficient low rank adaptation of large models: B, which starts at zero, is to learn faster
+    than A. Adapters on embeddings, where it is A that starts at zero, keep the run's rate.
+    """
+    ratio = None if method.lora is None else method.lora.lora_plus_ratio
+    return ratio if ratio is not None and "lora_B" in name.split(".") else 1.0

@@ -84,9 +84,9 @@ def zero_row(layer: str, kind: str, number: int) -> tuple[str, str]:
 
 
 def _rounding_of_product(layer: LoraLayer, adapter: str, norms: torch.Tensor) -> torch.Tensor:
-    """Most that rounding in float32 makes of each row of `scaling * B @ A` that is zero: r * u * |row of B| * |A|; float32 [rows].
+    """Most that rounding in float32 makes of each row of `scaling * B @ A` that is zero: r * u * |row of B| * |A|.
 
-    Bound: Higham 2002, Accuracy and Stability of Numerical Algorithms, eq. 3.13.
+    Float32 [rows]. Bound: Higham 2002, Accuracy and Stability of Numerical Algorithms, eq. 3.13.
     """
     if adapter not in layer.lora_A:  # of an embedding, whose B starts at zero
         return torch.zeros_like(norms)
@@ -97,7 +97,7 @@ def _rounding_of_product(layer: LoraLayer, adapter: str, norms: torch.Tensor) ->
 
 
 def check_adapter_bits(plan: RunPlan, stored: torch.dtype) -> None:
-    """Under FSDP 1 adapters that lie in a unit with the base are held like it, and it must then be float32. Raises ConfigError."""
+    """Under FSDP 1 adapters in a unit with the base are held like it, and it must then be float32. Raises ConfigError."""
     load = resolve_dtypes(plan, stored).load
     if plan.method.adapter is not None and not plan.method.adapter.autocast_adapter_dtype and load is not torch.float32:
         name = str(load).removeprefix("torch.")
@@ -135,7 +135,8 @@ def check_flat_units(model: nn.Module, unit_names: Collection[str], fsdp: FsdpPl
             case Conflict.ELEMENT_TYPES:
                 kinds = sorted(element_types(parameters))
                 raise ConfigError(
-                    f"spec.parallelism.fsdp: version 1 cannot shard {shown}, whose parameters have several element types: {kinds}",
+                    f"spec.parallelism.fsdp: version 1 cannot shard {shown}, whose parameters have several element types: "
+                    f"{kinds}",
                     "set peftWrapPolicy: true, or method.lora.autocastAdapterDtype: false, or version: 2",
                 )
             case Conflict.REQUIRES_GRAD:

@@ -1,4 +1,4 @@
-"""Base model directory -> transformers model. safetensors only; nothing is fetched; remote code only where the plan allows it."""
+"""Base model directory -> transformers model. safetensors only; nothing is fetched; remote code only if the plan allows it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
-from finetune_job.api.model import Attention
+from finetune_job.api.inputs import Attention
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_trainer.errors import ModelError
 from finetune_trainer.model.dtypes import ModelDtypes, resolve_dtypes, torch_dtype
-from finetune_trainer.model.packed_weights import keep_biases, make_fit_for_training
+from finetune_trainer.model.packed_weights import fix_cpu_unpacking, keep_biases
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import read_checkpoint
 
@@ -83,7 +83,7 @@ def build_on_meta(plan: RunPlan, directory: Path) -> PreTrainedModel:
     return model
 
 
-def build_unwritten(plan: RunPlan, directory: Path) -> PreTrainedModel:
+def build_with_lazy_zeros(plan: RunPlan, directory: Path) -> PreTrainedModel:
     """The model's structure on the CPU: parameters of zeros that take no room, and computed buffers."""
     config = load_config(plan, directory)
     dtype = resolve_dtypes(plan, stored_dtype(directory)).load
@@ -99,19 +99,19 @@ def build_unwritten(plan: RunPlan, directory: Path) -> PreTrainedModel:
 
 
 def reserve_parameters(model: PreTrainedModel) -> None:
-    """Give a model that was built on the meta device parameters of zeros on the CPU, which take no room until they are written."""
+    """Give a model built on the meta device parameters of zeros on the CPU, which take no room until they are written."""
     # Each assignment while the model was built made a parameter of its own.
     model.tie_weights()
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(unwritten(parameter.shape, parameter.dtype), parameter.requires_grad)
+                made[id(parameter)] = nn.Parameter(lazy_zeros(parameter.shape, parameter.dtype), parameter.requires_grad)
             # Not through setattr, which modules may override; tied parameters stay tied.
             module._parameters[name] = made[id(parameter)]  # noqa: SLF001
 
 
-def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Zeros that take no room until they are written: fresh pages, which no allocator promises of memory that it uses again."""
     count = math.prod(shape)
     pages = mmap.mmap(-1, max(count * dtype.itemsize, 1))
@@ -119,7 +119,7 @@ def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> PreTrainedModel:
-    """The model with its weights, in training mode, quantised where the plan says so.
+    """The model with its weights, in training mode, quantised if the plan says so.
 
     On the CPU until it is sharded; a quantised one goes to `device`, because quantising is done there. Training mode from the
     start: `from_pretrained` returns evaluation mode. Raises ModelError.
@@ -153,7 +153,7 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
     if plan.method.quantization is not None:
         keep_biases(model)
         if device.type == "cpu":
-            make_fit_for_training(model)
+            fix_cpu_unpacking(model)
     if not plan.method.trains_adapter:
         freeze_as_built(model, build_on_meta(plan, directory))
     model.config.use_cache = False
@@ -180,7 +180,7 @@ def frozen_names(model: nn.Module) -> set[str]:
 def packed_dtype(plan: RunPlan, dtypes: ModelDtypes) -> torch.dtype:
     """Element type as which packed 4-bit weights are stored: left open, one that nothing converts as if it held numbers.
 
-    FSDP 1 flattens them with what is held beside them; FSDP 2 casts all that it gathers to the type of the computation.
+    FSDP 1 flattens them with what is held in the same unit; FSDP 2 casts all that it gathers to the type of the computation.
     """
     quantization, fsdp = plan.method.quantization, plan.parallelism.fsdp
     if quantization is not None and quantization.quant_storage is not None:

@@ -3,7 +3,7 @@
 Life of a parameter:  zeros that nobody has written (the pages of such memory take no room)
                       -> sharded like any other, which copies the shard and frees the rest
                       -> the shard filled from the safetensors files, block by block.
-Only for models whose weights stand in the files under the model's own names; others are loaded whole (model/load.py).
+Only for models whose weights are in the files under the model's own names; others are loaded whole (model/load.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.checkpoint.state import Piece
+from finetune_trainer.checkpoint.state import ParameterRange
 from finetune_trainer.errors import InvariantError, ModelError
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import LORA_MARKS
-from finetune_trainer.model.load import SAFETENSORS_DTYPES, build_unwritten, stored_dtype
+from finetune_trainer.model.load import SAFETENSORS_DTYPES, build_with_lazy_zeros, stored_dtype
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
 
@@ -41,7 +41,7 @@ ADAPTER = "default"
 
 
 def stored_by_name(model: PreTrainedModel, directory: Path) -> Mapping[str, TensorHeader] | None:
-    """Headers by parameter name where the files hold this model as it is; None where a loader has to convert something."""
+    """Headers by parameter name if the files hold this model as it is; None: a loader has to convert something."""
     if get_model_conversion_mapping(model, add_legacy=False):
         return None
     try:
@@ -59,8 +59,8 @@ def stored_by_name(model: PreTrainedModel, directory: Path) -> Mapping[str, Tens
 
 
 @dataclass(frozen=True)
-class HollowModel:
-    """A base model whose parameters are zeros that nobody has written, and where their values stand."""
+class UnloadedModel:
+    """A base model whose parameters are zeros that nobody has written, and where their values are stored."""
 
     module: PreTrainedModel
     """In training mode, its computed buffers computed."""
@@ -68,11 +68,11 @@ class HollowModel:
     """By every name of a parameter, those that are tied to another included, and by names of stored buffers."""
 
 
-def hollow_base_model(plan: RunPlan, directory: Path) -> HollowModel | None:
-    """None where the model has to be loaded whole. Raises ModelError."""
+def unloaded_base_model(plan: RunPlan, directory: Path) -> UnloadedModel | None:
+    """The model as a rank can load its shards; None: it has to be loaded whole. Raises ModelError."""
     if plan.method.quantization is not None or plan.model.allow_remote_code or METHODS[plan.method.type].attaches_to_values:
         return None
-    model = build_unwritten(plan, directory)
+    model = build_with_lazy_zeros(plan, directory)
     dtype = resolve_dtypes(plan, stored_dtype(directory)).load
     headers = stored_by_name(model, directory)
     if _keeps_some_in_float32(model, dtype) or _has_magnitudes_of_embeddings(model, plan) or headers is None:
@@ -80,13 +80,13 @@ def hollow_base_model(plan: RunPlan, directory: Path) -> HollowModel | None:
         return None
     model.config.use_cache = False
     model.train()
-    return HollowModel(model, {**headers, **_tied(model, headers)})
+    return UnloadedModel(model, {**headers, **_tied(model, headers)})
 
 
 def _tied(model: PreTrainedModel, headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
     """Headers of parameters that other parameters are, by the names that the files do not have.
 
-    An adapter can part them: a trained copy of a tied output head starts at the values of the input embedding.
+    An adapter can separate them: a trained copy of a tied output head starts at the values of the input embedding.
     """
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
@@ -94,7 +94,7 @@ def _tied(model: PreTrainedModel, headers: Mapping[str, TensorHeader]) -> dict[s
 
 
 def _keeps_some_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether transformers would hold some modules in float32 beside the others."""
+    """Whether transformers would hold some modules in float32 and others not."""
     always = bool(model._keep_in_fp32_modules_strict)  # noqa: SLF001 - transformers has no public name for it
     return dtype is not torch.float32 and (always or (dtype is torch.float16 and bool(model._keep_in_fp32_modules)))  # noqa: SLF001
 
@@ -152,10 +152,12 @@ def read_token_rows(model: nn.Module, headers: Mapping[str, TensorHeader]) -> No
             layer.trainable_tokens_original[ADAPTER].copy_(rows)
 
 
-def fill(model: nn.Module, found: list[Piece], headers: Mapping[str, TensorHeader], loaded: torch.dtype) -> None:
+def fill_from_files(
+    model: nn.Module, found: list[ParameterRange], headers: Mapping[str, TensorHeader], loaded: torch.dtype
+) -> None:
     """Fill this rank's `found` pieces of the base's parameters, and its stored buffers. Call after sharding.
 
-    `loaded`: element type in which the base is loaded; what is held in another one has passed through it. Raises ModelError where
+    `loaded`: element type in which the base is loaded; what is held in another one has passed through it. Raises ModelError if
     the files end early, InvariantError for a parameter that is neither stored nor an adapter's.
     """
     with torch.no_grad():
@@ -174,14 +176,14 @@ def fill(model: nn.Module, found: list[Piece], headers: Mapping[str, TensorHeade
 
 
 def base_name(name: str) -> str:
-    """The base model's name of a parameter of it inside a PEFT model; any other name is no name of a base model."""
+    """The base model's name of a parameter of it inside a PEFT model; any other name is not one of a base model."""
     parts = name.removeprefix("base_model.model.").split(".")
     wrapped = ("base_layer", "original_module", "modules_to_save", "token_adapter", ADAPTER)
     return ".".join(part for part in parts if part not in wrapped)
 
 
 def read_into(header: TensorHeader, start: int, target: torch.Tensor, loaded: torch.dtype) -> None:
-    """Elements [start, start + len(target)) of a stored tensor, through the element type `loaded`, into 1-dimensional `target`."""
+    """Elements [start, start + len(target)) of a stored tensor into 1-dimensional `target`, through the type `loaded`."""
     stored = SAFETENSORS_DTYPES[header.dtype]
     width = DTYPE_BYTES[header.dtype]
     with header.file.open("rb", buffering=0) as file:

@@ -1,8 +1,8 @@
 """What the training loop needs to know of an objective, and nothing else.
 
 The loss of an optimizer step is a mean over the terms of its global batch: supervised tokens here, pairs of answers in preference
-tuning. Each forward pass gives its own terms times one weight, so that any split of the batch over ranks and micro-steps adds up to
-the same mean.
+tuning. Each forward pass gives its own terms times one weight, so that any split of the batch over ranks and micro-steps adds up
+to the same mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BatchSize:
     """How much work a batch is."""
 
     tokens: int
-    """Of documents; padding is computed, but is no work that anybody wanted."""
+    """Of documents; padding is computed, but is not work that anybody wanted."""
     squared_document_lengths: int
     """Sum over documents of length squared: what causal attention costs is proportional to it."""
 
@@ -44,7 +44,7 @@ class Objective(Protocol[Read_contra, Batch_contra]):
     """An objective over batches `Batch_contra` of splits `Read_contra`. It keeps nothing between calls."""
 
     def install(self, model: nn.Module) -> None:
-        """Make the model ready. Called once, after adapters are attached and before sharding; parameters keep names and values."""
+        """Make the model ready. Called once, between adapters and sharding; parameters keep names and values."""
         ...
 
     def num_terms(self, data: Read_contra, sequences: Sequence[int]) -> int:

@@ -1,10 +1,10 @@
 """Packed layers of bitsandbytes 0.50, made fit for training: all three faults give wrong numbers without a word.
 
-A layer puts its bias into the element type of its input for good, in memory of its own: a bias that is trained goes on in memory
+A layer puts its bias into the element type of its input for good, in memory of its own: a bias that is trained stays in memory
 that nothing updates, because sharding gathers it into another. And 4-bit layers on a CPU: a forward pass without gradients in
-evaluation mode packs the weights anew for a faster kernel, for good: whatever trains afterwards unpacks them as if nothing had
-happened. And the kernel that unpacks weights (AVX-512) takes each row for the start of a block of 64 values, although blocks run on
-from row to row: wrong wherever 64 does not divide the width of a row.
+evaluation mode packs the weights again for a faster kernel, for good: whatever trains afterwards unpacks them as if nothing had
+happened. And the kernel that unpacks weights (AVX-512) takes each row for the start of a block of 64 values, although blocks run
+on from row to row: wrong wherever 64 does not divide the width of a row.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _WithCastBias:
             place["bias"] = held
 
 
-def make_fit_for_training(model: nn.Module) -> None:
-    """Let the 4-bit layers of `model`, which lies on a CPU, keep their weights as they are and unpack them right."""
+def fix_cpu_unpacking(model: nn.Module) -> None:
+    """Let the 4-bit layers of `model`, which is on a CPU, keep their weights as they are and unpack them right."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():

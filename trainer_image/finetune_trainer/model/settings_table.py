@@ -17,7 +17,7 @@ import peft
 from peft import PeftConfig
 
 from finetune_job.methods import Family, supported
-from finetune_trainer.model.method_settings import config_class
+from finetune_trainer.model.adapters import config_class
 
 _HEADER = '''"""Settings that PEFT {version} declares for each method: name -> PEFT's own name, types, default.
 
@@ -53,7 +53,7 @@ def camel_case(name: str) -> str:
 
 
 def _members(declared: Any) -> list[str]:
-    """The types of a union, or the one type, in words. Sorted: typing may hand out an equal union whose members stand otherwise."""
+    """The types of a union, or the one type, in words. Sorted: typing may hand out an equal union in another order."""
     if typing.get_origin(declared) in (Union, types.UnionType):
         words = {word for part in typing.get_args(declared) for word in _members(part)}
         return sorted(words, key=lambda word: (word == "None", word))

@@ -15,19 +15,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_job.sharding import reduces_every_micro_step
-from finetune_trainer.checkpoint.state import Piece, check_complete, pieces
-from finetune_trainer.model import fsdp1, fsdp2
-from finetune_trainer.model.activations import checkpoint_activations
+from finetune_trainer.checkpoint.state import ParameterRange, check_complete, pieces
+from finetune_trainer.model.activation_checkpointing import checkpoint_activations
 from finetune_trainer.model.adapters import attach, fixed_tensors
 from finetune_trainer.model.compilation import compile_layers
-from finetune_trainer.model.delora import compute_in_float32
 from finetune_trainer.model.dtypes import ModelDtypes, computes_in_float16, resolve_casts, resolve_dtypes
+from finetune_trainer.model.float32_layers import cast_embedding_outputs, compute_delora_in_float32
+from finetune_trainer.model.fsdp_versions import Reduction, shard_with_fsdp1, shard_with_fsdp2
 from finetune_trainer.model.invariants import check_decomposed, check_magnitudes, check_trainable, trainable_shapes
 from finetune_trainer.model.load import frozen_names, load_base_model, stored_dtype
-from finetune_trainer.model.load_shards import fill, hollow_base_model, measure_magnitudes, read_into, read_token_rows
+from finetune_trainer.model.load_shards import (
+    fill_from_files,
+    measure_magnitudes,
+    read_into,
+    read_token_rows,
+    unloaded_base_model,
+)
 from finetune_trainer.model.objective import Objective
-from finetune_trainer.model.reduction import Reduction
-from finetune_trainer.model.saved_embeddings import hand_on
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.weights.headers import TensorHeader
 
@@ -37,12 +41,12 @@ class TrainedModel:
     """A model ready to train."""
 
     module: nn.Module
-    pieces: list[Piece]
+    pieces: list[ParameterRange]
     """What this rank keeps of each trainable parameter."""
     shapes: dict[str, tuple[int, ...]]
     """Global shape of each trainable parameter."""
     fixed: dict[str, torch.Tensor]
-    """By stored name, what an adapter or a model holds beside its trained parameters. Empty on all ranks but the first."""
+    """By stored name, what an adapter or a model holds that is not trained. Empty on all ranks but the first."""
     autocast: torch.dtype | None
     """Element type to which autocast casts the operands of products; None: no autocast."""
     reduction: Reduction
@@ -58,14 +62,14 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
     fsdp, trains_adapter, is_sharded = plan.parallelism.fsdp, plan.method.trains_adapter, gang.world_size > 1
     check_decomposed(plan, stored)
     # A single rank holds all of it anyway.
-    hollow = hollow_base_model(plan, base_model) if is_sharded else None
-    headers = None if hollow is None else hollow.headers
-    base = load_base_model(plan, base_model, gang.device) if hollow is None else hollow.module
+    unloaded = unloaded_base_model(plan, base_model) if is_sharded else None
+    headers = None if unloaded is None else unloaded.headers
+    base = load_base_model(plan, base_model, gang.device) if unloaded is None else unloaded.module
     # Adapters freeze all of the base.
     frozen = frozenset() if trains_adapter else frozen_names(base)
     model: nn.Module = attach(base, plan) if trains_adapter else base
     if METHODS[plan.method.type].needs.overflows_float16 and torch.float16 in (dtypes.load, dtypes.param):
-        compute_in_float32(model)
+        compute_delora_in_float32(model)
     # After PEFT, which would otherwise ask for gradients of the embeddings' output.
     checkpoint_activations(base, plan.training.activation_checkpointing)
     if headers is not None:
@@ -77,12 +81,12 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
     shapes = trainable_shapes(model)
     fixed = _fixed(model, frozen, headers) if gang.is_first else {}
     if casts.by_fsdp is None:
-        hand_on(model, dtypes.load)
+        cast_embedding_outputs(model, dtypes.load)
     if plan.training.compile:
         compile_layers(model, fsdp)
     model = _shard(model, fsdp, replace(dtypes, param=casts.by_fsdp), gang)
     if headers is not None:
-        fill(model, pieces(model, frozen=True), headers, dtypes.load)
+        fill_from_files(model, pieces(model, frozen=True), headers, dtypes.load)
     model.train()
     found = pieces(model)
     check_complete(shapes, found)
@@ -105,19 +109,19 @@ def _shard(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, gang: Gang) ->
     if gang.world_size == 1:
         return model.to(gang.device)
     if fsdp.version == 2:
-        return fsdp2.shard(model, fsdp, dtypes, init_device_mesh(gang.device.type, (gang.world_size,)))
-    return fsdp1.shard(model, fsdp, dtypes, gang.device)
+        return shard_with_fsdp2(model, fsdp, dtypes, init_device_mesh(gang.device.type, (gang.world_size,)))
+    return shard_with_fsdp1(model, fsdp, dtypes, gang.device)
 
 
 def _fixed(model: nn.Module, frozen: Collection[str], headers: Mapping[str, TensorHeader] | None) -> dict[str, torch.Tensor]:
-    """By stored name, copies of what is saved beside trained parameters: sharding frees or cuts the originals."""
+    """By stored name, copies of what is saved and not trained: sharding frees or cuts the originals."""
     if isinstance(model, PeftModel):
         return {name: tensor.cpu().clone() for name, tensor in fixed_tensors(model).items()}
     return {name: _whole(model.get_parameter(name), headers[name] if headers else None) for name in sorted(frozen)}
 
 
 def _whole(parameter: nn.Parameter, header: TensorHeader | None) -> torch.Tensor:
-    """A copy of the values, from the file where the parameter does not have them yet."""
+    """A copy of the values, from the file if the parameter does not have them yet."""
     values = parameter.detach().cpu().clone()
     if header is not None:
         read_into(header, 0, values.view(-1), values.dtype)

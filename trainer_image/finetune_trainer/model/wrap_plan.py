@@ -48,7 +48,7 @@ def layer_classes(model: nn.Module, given: Collection[str] | None) -> tuple[str,
 def unit_names(model: nn.Module, fsdp: FsdpPlan) -> list[str]:
     """Names of the modules that become units of their own, children before parents; the root, always a unit, is not listed.
 
-    Raises ConfigError where the plan names a class of modules that cannot be units.
+    Raises ConfigError if the plan names a class of modules that cannot be units.
     """
     modules = dict(model.named_modules())
     bound = bound_modules(model)
@@ -64,7 +64,8 @@ def unit_names(model: nn.Module, fsdp: FsdpPlan) -> list[str]:
         if unfit and fsdp.transformer_layer_cls_to_wrap is not None:
             kind = type(modules[unfit[0]]).__name__
             raise ConfigError(
-                f"spec.parallelism.fsdp.transformerLayerClsToWrap: {kind}: {unfit[0]} cannot be a unit, because {bound[unfit[0]]}",
+                f"spec.parallelism.fsdp.transformerLayerClsToWrap: {kind}: {unfit[0]} cannot be a unit, because "
+                f"{bound[unfit[0]]}",
                 f"leave it unset, or name {', '.join(sorted({*wanted} - {kind}) or layer_classes(model, None))} alone",
             )
         chosen = [name for name in chosen if name not in bound]
@@ -84,7 +85,7 @@ def held_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> list[
 
 
 def bound_modules(model: nn.Module) -> dict[str, str]:
-    """Modules that must lie in a unit with others, and why: FSDP gathers weights when the module of their unit is called."""
+    """Modules that must be in a unit with others, and why: FSDP gathers weights when the module of their unit is called."""
     bound: dict[str, str] = {}
     modules = dict(model.named_modules())
     for name, module in modules.items():

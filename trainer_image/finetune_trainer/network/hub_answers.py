@@ -11,9 +11,8 @@ import httpx2
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
 
-from finetune_trainer.network.errors import TransientError
-from finetune_trainer.network.retry_after import asked_pause_seconds
-from finetune_trainer.network.statuses import DENIED, PASSING
+from finetune_trainer.network.http_status import DENIED, RETRYABLE, parse_retry_after
+from finetune_trainer.network.retry import TransientError
 
 T = TypeVar("T")
 
@@ -23,12 +22,12 @@ _ADDRESS = re.compile(r"\w+://\S+")
 _LONGEST_SAYING = 300
 
 
-def passing_failure(response: httpx2.Response, endpoint: str) -> TransientError | None:
+def transient_failure(response: httpx2.Response, endpoint: str) -> TransientError | None:
     """The failure of a request that may succeed when it is made again; None: it will not."""
     hub, asked = httpx2.URL(endpoint), response.url
     elsewhere = (asked.host, asked.port) != (hub.host, hub.port)
-    if response.status_code in PASSING or (elsewhere and response.status_code in DENIED):
-        # The Hub sends us on with a signed address; one that is refused has run out, and the next one will not have.
+    if response.status_code in RETRYABLE or (elsewhere and response.status_code in DENIED):
+        # The Hub redirects to a signed address; one that is refused has run out, and the next one will not have.
         return TransientError(f"HTTP status {response.status_code}", retry_after_seconds(response))
     return None
 
@@ -39,16 +38,16 @@ def retry_after_seconds(response: httpx2.Response) -> float | None:
     limit = parse_ratelimit_headers(response.headers)
     if not text and limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)
-    return asked_pause_seconds(text)
+    return parse_retry_after(text)
 
 
-def shown_saying(text: str | None) -> str:
+def redacted_message(text: str | None) -> str:
     """What the Hub says of a refusal, without addresses, which may be signed; empty where it says nothing."""
     plain = " ".join(_ADDRESS.sub("(address)", text or "").split())
     return f": {plain[:_LONGEST_SAYING]}" if plain else ""
 
 
-def answered(operation: Callable[[], T]) -> T:
+def call_hub(operation: Callable[[], T]) -> T:
     """The result of calls of huggingface_hub. Raises TransientError where no whole answer came, and HfHubHTTPError."""
     try:
         return operation()
@@ -61,7 +60,7 @@ def _meaning(error: BaseException) -> BaseException:
     if isinstance(error, HfHubHTTPError):
         return error
     if isinstance(error, json.JSONDecodeError):
-        return TransientError("the answer is no JSON")
+        return TransientError("the answer is not JSON")
     if isinstance(error, httpx2.HTTPError | httpx2.InvalidURL | httpx2.StreamError):
         return TransientError(f"no answer ({type(error).__name__})")
     if isinstance(error, RuntimeError) and error.__cause__ is not None:

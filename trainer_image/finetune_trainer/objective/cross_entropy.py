@@ -1,8 +1,8 @@
 """Cross-entropy of a few positions at a time, so that the logits of a whole batch never exist.
 
-The logits of a part, their float32 copy and their gradient live only while the part is worked on. Where the output layer is a plain
-linear one, the gradients are computed together with the loss, which costs no second product with the vocabulary; they are those of
-the weighted loss, because a weight that came later would round 16-bit values once more.
+The logits of a part, their float32 copy and their gradient live only while the part is worked on. Where the output layer is a
+plain linear one, the gradients are computed together with the loss, which costs no second product with the vocabulary; they are
+those of the weighted loss, because a weight that came later would round 16-bit values once more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Targets:
     """Which rows are scored, and what they should predict. Tensors int64 of shape [N] on the model's device."""
 
     rows: torch.Tensor
-    """Places in a batch flattened to [B * T], rising."""
+    """Positions in a batch flattened to [B * T], rising."""
     labels: torch.Tensor
     """Token that row `rows[n]` should predict."""
     weight: float
@@ -35,8 +35,8 @@ def cross_entropy_of_linear(
 ) -> torch.Tensor:
     """targets.weight * sum of -log p(label) for logits = hidden @ weight.T + bias, as a float32 scalar.
 
-    hidden [..., H] flattened to rows, weight [V, H], bias [V]; `dtype`: element type of the products. log p is computed in float32,
-    the gradients of weight and bias are summed over the parts in float32. Differentiable once.
+    hidden [..., H] flattened to rows, weight [V, H], bias [V]; `dtype`: element type of the products. log p is computed in
+    float32, the gradients of weight and bias are summed over the parts in float32. Differentiable once.
     """
     if torch.is_grad_enabled():
         loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype)

@@ -1,8 +1,8 @@
 """An output layer that returns the loss of a forward pass instead of its logits.
 
 The layer stays the module that it is, with its name, parameters and place in the model: only its `forward` is replaced, so FSDP's
-hooks gather its parameters as ever, and checkpoints, adapters and exports know nothing of it. What to score comes from whoever
-calls the model, for the length of that call; without it the layer returns logits.
+hooks gather its parameters as ever, and checkpoints, adapters and exports know nothing of it. What to score comes from the
+caller of the model, for the length of that call; without it the layer returns logits.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _unchanged(logits: torch.Tensor) -> torch.Tensor:
 def returns_output_of_head(model: PreTrainedModel) -> bool:
     """Whether the model's `logits` are the very tensor that its output layer returned, and that layer is called once.
 
-    Asked of a twin on the meta device whose body is left out: no value is computed, and nothing of `model` is touched.
+    Asked of a copy on the meta device whose body is left out: no value is computed, and nothing of `model` is touched.
     """
     returned: list[torch.Tensor] = []
 
@@ -125,13 +125,13 @@ def returns_output_of_head(model: PreTrainedModel) -> bool:
     hidden_size = config.get_text_config().hidden_size
     try:
         with torch.device("meta"):
-            twin = type(model)(config)
-            body, head = twin.base_model, twin.get_output_embeddings()
-            if head is None or body is twin:
+            skeleton = type(model)(config)
+            body, head = skeleton.base_model, skeleton.get_output_embeddings()
+            if head is None or body is skeleton:
                 return False
             body.forward = lambda *_, **__: _BodyOutput(torch.zeros(1, 8, hidden_size))
             head.forward = remember
-            logits = twin(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits
+            logits = skeleton(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits
     except Exception as error:  # noqa: BLE001 - code of any model, also remote code; whole logits are right for all
         log.info("%s cannot be asked what it does to its logits: %s", type(model).__name__, error)
         return False

@@ -10,7 +10,7 @@ from torch import nn
 
 from finetune_trainer.data.batches import IGNORED_LABEL, Batch, PreparedSplit
 from finetune_trainer.errors import InvariantError
-from finetune_trainer.model import document_masks, long_positions
+from finetune_trainer.model import packed_documents
 from finetune_trainer.model.objective import BatchSize
 from finetune_trainer.objective import head
 from finetune_trainer.objective.cross_entropy import Targets, cross_entropy_of
@@ -22,8 +22,8 @@ class NextToken:
     def install(self, model: nn.Module) -> None:
         """Let the output layer compute the loss, so that whole logits never exist, and keep documents apart."""
         head.install(model)
-        document_masks.install(model)
-        long_positions.install(model)
+        packed_documents.install_document_masks(model)
+        packed_documents.install_longrope_by_document(model)
 
     def num_terms(self, data: PreparedSplit, sequences: Sequence[int]) -> int:
         """Supervised tokens."""
@@ -43,8 +43,10 @@ class NextToken:
         targets = targets_of(batch.labels, weight, device)
         context: AbstractContextManager[object] = torch.autocast(device.type, dtype=autocast) if autocast else nullcontext()
         positions = batch.position_ids.to(device, non_blocking=True)
-        with context, document_masks.documents_apart(positions), head.scored(targets) as scoring:
-            output = model(input_ids=batch.input_ids.to(device, non_blocking=True), position_ids=positions, use_cache=False).logits
+        with context, packed_documents.documents_apart(positions), head.scored(targets) as scoring:
+            output = model(
+                input_ids=batch.input_ids.to(device, non_blocking=True), position_ids=positions, use_cache=False
+            ).logits
         loss = scoring.loss
         if loss is None:
             rows = output.flatten(0, -2).index_select(0, targets.rows)

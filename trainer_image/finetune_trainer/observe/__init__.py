@@ -1,1 +1,1 @@
-"""What rank 0 tells about a run: over HTTP while it runs, and in files beside the artifacts."""
+"""What rank 0 reports about a run: over HTTP while it runs, and in files on the workspace."""

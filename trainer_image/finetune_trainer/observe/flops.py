@@ -1,8 +1,8 @@
 """Floating-point operations that training needs by the model's mathematics.
 
-What is computed again to save memory, padding of documents to rows inside attention, norms, activations and embeddings (lookups, no
-products) do not count; the output layer does. So model FLOPs utilisation (MFU; Chowdhery et al., 2022, appendix B) compares runs
-whatever they do to save memory.
+What is computed again to save memory, padding of documents to rows inside attention, norms, activations and embeddings (lookups,
+no products) do not count; the output layer does. So model FLOPs utilisation (MFU; Chowdhery et al., 2022, appendix B) compares
+runs whatever they do to save memory.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _matrices(module: nn.Module, *, is_expert: bool) -> list[tuple[int, bool]]:
         return [(module.in_features * module.out_features, module.weight.requires_grad)]
     if isinstance(module, nn.Embedding):
         return []
-    # Routers and GPT-2's layers are no nn.Linear; all experts of a layer may be one parameter [experts, rows, columns].
+    # Routers and GPT-2's layers are not nn.Linear; all experts of a layer may be one parameter [experts, rows, columns].
     dims = (2, 3) if is_expert else (2,)
     return [(each.numel(), each.requires_grad) for each in module.parameters(recurse=False) if each.dim() in dims]
 

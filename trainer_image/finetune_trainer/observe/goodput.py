@@ -1,7 +1,7 @@
 """How a job has spent its time over all its attempts: steps that count, and everything else by cause.
 
-Each attempt writes records: one at its start, then the seconds it has spent on each activity so far. Every second between the start
-of the first attempt and the latest record belongs to exactly one cause, so the parts add up.
+Each attempt writes records: one at its start, then the seconds it has spent on each activity so far. Every second between the
+start of the first attempt and the latest record belongs to exactly one cause, so the parts add up.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ class _Record(BaseModel):
 
 
 class AttemptStarted(_Record):
-    """An attempt's process started at `time`; it goes on after `step`."""
+    """An attempt's process started at `time`; it continues after `step`."""
 
     kind: Literal["started"] = "started"
 
 
 class TimeSpent(_Record):
-    """Where the attempt stands. `time` is its start plus the seconds, so that no change of the clock loses or adds any."""
+    """What the attempt has spent so far. `time` is its start plus the seconds, so no change of the clock loses or adds any."""
 
     kind: Literal["spent"] = "spent"
     seconds: Mapping[Activity, float]
     """Since the start of the attempt."""
 
 
-Record = AttemptStarted | TimeSpent
-_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+GoodputRecord = AttemptStarted | TimeSpent
+_RECORD: TypeAdapter[GoodputRecord] = TypeAdapter(GoodputRecord)
 
 
 @dataclass(frozen=True)
-class Accounts:
+class GoodputTotals:
     """Where the time has gone."""
 
     productive_seconds: float = 0.0
@@ -88,17 +88,17 @@ class Accounts:
         """Productive share, 0 to 1; None before any time has passed."""
         return self.productive_seconds / self.total_seconds if self.total_seconds > 0 else None
 
-    def plus(self, seconds: Mapping[Activity, float]) -> Accounts:
+    def plus(self, seconds: Mapping[Activity, float]) -> GoodputTotals:
         """With the seconds of a running attempt, all of whose steps count so far."""
         badput = dict(self.badput_seconds)
         for activity, spent in seconds.items():
             if activity is not Activity.STEPS:
                 cause = Cause(activity.value)
                 badput[cause] = badput.get(cause, 0.0) + spent
-        return Accounts(self.productive_seconds + seconds.get(Activity.STEPS, 0.0), badput)
+        return GoodputTotals(self.productive_seconds + seconds.get(Activity.STEPS, 0.0), badput)
 
 
-def parsed(lines: Iterable[Mapping[str, Any]]) -> list[Record]:
+def parse_records(lines: Iterable[Mapping[str, Any]]) -> list[GoodputRecord]:
     """The records among these lines; others are passed over."""
     records = []
     for line in lines:
@@ -125,16 +125,16 @@ class _Stretch:
         return _Stretch(self.first, last, self.seconds * share)
 
 
-def accounts(records: Sequence[Record]) -> Accounts:
+def goodput_totals(records: Sequence[GoodputRecord]) -> GoodputTotals:
     """All attempts together, in the order in which they were written.
 
-    Where clocks of different machines disagree, so that an attempt seems to start before the one before it ended, the time between
-    them counts as none.
+    If clocks of different machines disagree, so that an attempt seems to start before the one before it ended, the time
+    between them counts as none.
     """
-    total = Accounts()
+    total = GoodputTotals()
     kept: list[_Stretch] = []
     lost = between = 0.0
-    latest: Record | None = None
+    latest: GoodputRecord | None = None
     for record in records:
         if isinstance(record, AttemptStarted):
             between += max(0.0, record.time - latest.time) if latest else 0.0
@@ -150,4 +150,4 @@ def accounts(records: Sequence[Record]) -> Accounts:
             total = total.plus(spent)
         latest = record
     badput = {Cause.LOST_STEPS: lost, Cause.BETWEEN_ATTEMPTS: between, **total.badput_seconds}
-    return Accounts(sum(stretch.seconds for stretch in kept), {cause: badput.get(cause, 0.0) for cause in Cause})
+    return GoodputTotals(sum(stretch.seconds for stretch in kept), {cause: badput.get(cause, 0.0) for cause in Cause})

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from finetune_job.progress import Progress
-from finetune_trainer.observe.goodput import Accounts
+from finetune_trainer.observe.goodput import GoodputTotals
 
 PREFIX = "finetune_training_"
 STEP_SECONDS_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -46,7 +46,7 @@ GAUGES: dict[str, Definition] = {
         (
             "tokens_per_second",
             "tokens_per_second",
-            "Tokens per second over all ranks, padding included, in the latest 100 steps of this attempt.",
+            "Tokens of documents per second over all ranks, padding not counted, in the latest 100 steps of this attempt.",
         ),
         ("tokens_per_second_per_device", "tokens_per_second_per_device", "The same divided by the number of ranks."),
         (
@@ -65,7 +65,7 @@ GAUGES: dict[str, Definition] = {
     )
 }
 """Field of Progress -> metric. A field that is None has no sample."""
-TOKENS = Definition("tokens", "counter", "Tokens computed by this attempt, padding included.")
+TOKENS = Definition("tokens", "counter", "Tokens of documents computed by this attempt, padding not counted.")
 SUPERVISED_TOKENS = Definition("supervised_tokens", "counter", "Tokens that this attempt was trained to predict.")
 CHECKPOINTS = Definition("checkpoints", "counter", "Checkpoints that this attempt has saved.")
 FAILED_SAVES = Definition("failed_saves", "counter", "Checkpoints that this attempt could not save.")
@@ -101,7 +101,7 @@ class Totals:
     checkpoints: int = 0
     failed_saves: int = 0
     durations: Durations = field(default_factory=Durations)
-    accounts: Accounts = field(default_factory=Accounts)
+    goodput_totals: GoodputTotals = field(default_factory=GoodputTotals)
 
 
 def families(progress: Progress, totals: Totals) -> Iterator[Metric]:
@@ -116,9 +116,9 @@ def families(progress: Progress, totals: Totals) -> Iterator[Metric]:
     yield _counter(SUPERVISED_TOKENS, totals.supervised_tokens)
     yield _counter(CHECKPOINTS, totals.checkpoints)
     yield _counter(FAILED_SAVES, totals.failed_saves)
-    yield _counter(PRODUCTIVE, totals.accounts.productive_seconds)
+    yield _counter(PRODUCTIVE, totals.goodput_totals.productive_seconds)
     badput = CounterMetricFamily(PREFIX + BADPUT.name, BADPUT.text, labels=[BADPUT.label])
-    for cause, seconds in totals.accounts.badput_seconds.items():
+    for cause, seconds in totals.goodput_totals.badput_seconds.items():
         badput.add_metric([cause.value], seconds)
     yield badput
     durations = HistogramMetricFamily(PREFIX + STEP_SECONDS.name, STEP_SECONDS.text)

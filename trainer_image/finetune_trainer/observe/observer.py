@@ -1,7 +1,7 @@
-"""What the training loop tells, and where it goes: board, history, accounts and trackers.
+"""What the training loop reports, and where it goes: metrics, history, goodput records and trackers.
 
-The first rank has a `Reporter`; the others an `Observer`, which tells nobody, so that the loop treats all alike. Neither decides
-anything. Files hold all attempts of the job, the board and the trackers this one.
+The first rank has a `Reporter`; the others an `Observer`, which does nothing, so that the loop treats all alike. Neither decides
+anything. Files hold all attempts of the job; metrics and trackers hold this one.
 """
 
 from __future__ import annotations
@@ -25,22 +25,18 @@ from finetune_trainer.errors import classify
 from finetune_trainer.files import write_durably
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.load import build_on_meta
-from finetune_trainer.observe.accounts import AccountBook, Stopwatch
-from finetune_trainer.observe.board import Board
 from finetune_trainer.observe.flops import ModelCost, model_cost, peak_flops
 from finetune_trainer.observe.goodput import Activity
-from finetune_trainer.observe.history import History
-from finetune_trainer.observe.server import serving
-from finetune_trainer.observe.step_result import StepResult
-from finetune_trainer.observe.throughput import StepTiming, Window, straggler_ratio
+from finetune_trainer.observe.run_files import GoodputRecorder, History, Stopwatch
+from finetune_trainer.observe.server import RunMetrics, serving
+from finetune_trainer.observe.steps import PaceWindow, StepResult, StepTiming, straggler_ratio
 from finetune_trainer.observe.trackers import Trackers
 from finetune_trainer.ranks.gang import Gang
 
 OBSERVE_FILE = "observe.json"
 """On the workspace: the port on which rank 0 answers."""
-
 _RESUMED = ("epoch", "loss", "learning_rate")
-"""Fields of Progress that stand in the history and in no checkpoint."""
+"""Fields of Progress that the history holds and no checkpoint does."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class StepDone:
 
 
 class Observer:
-    """Tells nobody."""
+    """Does nothing: for the ranks that do not report."""
 
     def during(self, _activity: Activity) -> AbstractContextManager[None]:
         """Time in the body is spent on this activity."""
@@ -100,12 +96,12 @@ class Observer:
 def observing(
     run: ObservedRun, state: RunState, stopwatch: Stopwatch, port: int, is_stalled: Callable[[], bool]
 ) -> Iterator[Observer]:
-    """Observe while the body runs; how it ends is told to the trackers. Raises OSError."""
+    """Observe while the body runs; the trackers learn how it ends. Raises OSError."""
     if not run.gang.is_first:
         yield Observer()
         return
     context, plan = run.context, run.context.plan
-    board = Board(
+    run_metrics = RunMetrics(
         Progress(
             attempt=context.attempt,
             step=run.first_step,
@@ -118,8 +114,10 @@ def observing(
         is_stalled,
     )
     trackers = Trackers(plan.training.trackers)
-    with serving(board, port) as bound_port:
-        write_durably(context.workspace.root / OBSERVE_FILE, json.dumps({"port": bound_port, "attempt": context.attempt}).encode())
+    with serving(run_metrics, port) as bound_port:
+        write_durably(
+            context.workspace.root / OBSERVE_FILE, json.dumps({"port": bound_port, "attempt": context.attempt}).encode()
+        )
         trackers.start(
             {
                 **plan.job.model_dump(),
@@ -129,7 +127,7 @@ def observing(
                 "plan": plan.model_dump(mode="json"),
             }
         )
-        reporter = Reporter(run, board, stopwatch, trackers)
+        reporter = Reporter(run, run_metrics, stopwatch, trackers)
         outcome = Outcome.SUCCEEDED.value
         try:
             yield reporter
@@ -142,16 +140,16 @@ def observing(
 
 
 class Reporter(Observer):
-    """Tells board, history, accounts and trackers."""
+    """Writes metrics, history and goodput records, and feeds the trackers."""
 
-    def __init__(self, run: ObservedRun, board: Board, stopwatch: Stopwatch, trackers: Trackers) -> None:
-        self._run, self._board, self._stopwatch, self._trackers = run, board, stopwatch, trackers
+    def __init__(self, run: ObservedRun, run_metrics: RunMetrics, stopwatch: Stopwatch, trackers: Trackers) -> None:
+        self._run, self._run_metrics, self._stopwatch, self._trackers = run, run_metrics, stopwatch, trackers
         workspace = run.context.workspace
         self._history = History(workspace.history, run.first_step if run.is_resumed else None)
         # A run that was stopped during the export has no step to come that would tell these.
-        self._board.update(**{name: self._history.resumed[name] for name in _RESUMED if name in self._history.resumed})
-        self._book = AccountBook(workspace.accounts, run.context.attempt, run.first_step, stopwatch, time.time())
-        self._window = Window()
+        self._run_metrics.update(**{name: self._history.resumed[name] for name in _RESUMED if name in self._history.resumed})
+        self._goodput = GoodputRecorder(workspace.accounts, run.context.attempt, run.first_step, stopwatch, time.time())
+        self._window = PaceWindow()
         self._step = run.first_step
         self._peak, self._cost = _peak_and_cost(run)
 
@@ -160,7 +158,7 @@ class Reporter(Observer):
 
     def evaluated_before_start(self, state: RunState) -> None:
         self._history.append(step=0, attempt=self._run.context.attempt, eval_loss=state.initial_eval_loss)
-        self._board.update(initial_eval_loss=state.initial_eval_loss, eval_loss=state.eval_loss)
+        self._run_metrics.update(initial_eval_loss=state.initial_eval_loss, eval_loss=state.eval_loss)
 
     def stepped(self, done: StepDone) -> None:
         run, result, world_size = self._run, done.result, self._run.gang.world_size
@@ -169,7 +167,7 @@ class Reporter(Observer):
         self._stopwatch.move(result.data_seconds, Activity.STEPS, Activity.DATA_WAIT)
         flops = self._cost.step_flops(result.tokens, result.squared_document_lengths) if self._cost else None
         pace = self._window.add(StepTiming(done.seconds, result.data_seconds, result.tokens, flops))
-        said: dict[str, Any] = {
+        values: dict[str, Any] = {
             "step": done.step,
             "epoch": done.step * run.context.plan.training.global_batch_size / run.num_sequences,
             "loss": result.loss,
@@ -177,11 +175,11 @@ class Reporter(Observer):
             "straggler_ratio": straggler_ratio(result.compute_seconds),
         }
         if done.was_evaluated:
-            said |= {"eval_loss": done.state.eval_loss, "best_eval_loss": done.state.best_eval_loss}
+            values |= {"eval_loss": done.state.eval_loss, "best_eval_loss": done.state.best_eval_loss}
         if done.peak_memory_bytes is not None:
-            said["peak_memory_bytes"] = done.peak_memory_bytes
+            values["peak_memory_bytes"] = done.peak_memory_bytes
         line = {
-            **said,
+            **values,
             "attempt": run.context.attempt,
             "gradient_norm": result.gradient_norm,
             "loss_scale": result.loss_scale if done.state.loss_scale else None,
@@ -194,24 +192,24 @@ class Reporter(Observer):
         }
         self._history.append(**line)
         self._trackers.log(done.step, {name: value for name, value in line.items() if value is not None and name != "step"})
-        self._book.record(done.step, always=done.is_saved)
-        totals, accounts = self._board.totals, self._book.accounts()
-        self._board.update(
+        self._goodput.record(done.step, always=done.is_saved)
+        totals, goodput_totals = self._run_metrics.totals, self._goodput.totals()
+        self._run_metrics.update(
             replace(
                 totals,
                 tokens=totals.tokens + result.tokens,
                 supervised_tokens=totals.supervised_tokens + result.supervised_tokens,
                 durations=totals.durations.plus(done.seconds),
-                accounts=accounts,
+                goodput_totals=goodput_totals,
             ),
-            **said,
+            **values,
             tokens_per_second=pace.tokens_per_second,
             tokens_per_second_per_device=pace.tokens_per_second / world_size,
             mfu=self._mfu(pace.flops_per_second),
             step_seconds_median=pace.seconds_median,
             step_seconds_p95=pace.seconds_p95,
             data_wait_ratio=pace.data_wait_ratio,
-            goodput=accounts.goodput,
+            goodput=goodput_totals.goodput,
             seconds_left=pace.seconds_mean * (run.total_steps - done.step),
         )
 
@@ -219,28 +217,28 @@ class Reporter(Observer):
         self._see_checkpoints()
 
     def facts(self) -> dict[str, str]:
-        accounts = self._book.accounts()
-        self._board.update(replace(self._board.totals, accounts=accounts), goodput=accounts.goodput)
-        badput = {f"badput.{cause}": f"{seconds:.3f}" for cause, seconds in accounts.badput_seconds.items()}
+        goodput_totals = self._goodput.totals()
+        self._run_metrics.update(replace(self._run_metrics.totals, goodput_totals=goodput_totals), goodput=goodput_totals.goodput)
+        badput = {f"badput.{cause}": f"{seconds:.3f}" for cause, seconds in goodput_totals.badput_seconds.items()}
         totals = {
             "tokens": str(self._history.tokens),
-            "seconds": f"{accounts.total_seconds:.3f}",
-            "productive_seconds": f"{accounts.productive_seconds:.3f}",
+            "seconds": f"{goodput_totals.total_seconds:.3f}",
+            "productive_seconds": f"{goodput_totals.productive_seconds:.3f}",
         }
-        return {**self._board.progress.facts(), **totals, **badput}
+        return {**self._run_metrics.progress.facts(), **totals, **badput}
 
     def close(self) -> None:
         """Write the last record and close the files."""
-        self._book.close(self._step)
+        self._goodput.close(self._step)
         self._history.close()
 
     def _see_checkpoints(self) -> None:
         """An asynchronous one is complete some steps after it was taken."""
-        checkpoints, totals = self._run.checkpoints, self._board.totals
+        checkpoints, totals = self._run.checkpoints, self._run_metrics.totals
         complete = checkpoints.complete_step()
-        is_new = complete != self._board.progress.checkpoint_step
+        is_new = complete != self._run_metrics.progress.checkpoint_step
         totals = replace(totals, checkpoints=totals.checkpoints + is_new, failed_saves=checkpoints.failed_saves)
-        self._board.update(totals, checkpoint_step=complete)
+        self._run_metrics.update(totals, checkpoint_step=complete)
 
     def _mfu(self, flops_per_second: float | None) -> float | None:
         if flops_per_second is None or self._peak is None:

@@ -1,7 +1,7 @@
 """Experiment trackers from outside: found by name, fed from a thread of their own, and never able to harm the run.
 
-A package in the trainer image offers one as an entry point of group `finetune.trackers`: a callable without arguments that gives a
-`Tracker`. None is on unless the job names it.
+A package in the trainer image offers one as an entry point of group `finetune.trackers`: a callable without arguments that gives
+a `Tracker`. None is on unless the job names it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import Finding
 
 log = logging.getLogger(__name__)
 GROUP = "finetune.trackers"

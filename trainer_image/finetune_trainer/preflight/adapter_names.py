@@ -1,14 +1,32 @@
-"""The names in the settings of an adapter, checked against the loaded model (module_names.py has the rules of matching)."""
+"""The names in the settings of an adapter, checked against the loaded model (module_names.py has the rules of matching).
+
+Of architectures whose experts were linear layers once, PEFT turns the old names of these, and all-linear, into names of
+stacked parameters (peft.utils.transformers_weight_conversion). What it then adapts, leaves out and writes down is checked, too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from peft import PeftModel
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from finetune_job.rules.rule import Finding
-from finetune_trainer.preflight.fused_experts import taken_for_experts
+from finetune_job.api.method import ALL_LINEAR
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
+from finetune_job.plan.run_plan import LoraPlan
+from finetune_trainer.model.adapters import lora_config
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.module_names import (
+    LAYER,
+    pattern_matches,
+    targets,
     wrong_method_settings,
     wrong_module_names,
     wrong_parameters,
@@ -16,7 +34,10 @@ from finetune_trainer.preflight.module_names import (
 )
 
 ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
-"""Module classes that PEFT's LoRA layers can stand in for (peft.tuners.lora.model, dispatchers)."""
+"""Module classes that PEFT's LoRA layers can replace (peft.tuners.lora.model, dispatchers)."""
+_INSIDE_PEFT = "base_model.model."
+_FIELD = "spec.method.lora"
+_LINEAR = (nn.Linear, Conv1D)
 
 
 def check_method_settings(seen: ModelInspection) -> list[Finding]:
@@ -48,3 +69,202 @@ def _modules(seen: ModelInspection) -> list[str]:
 def _parameters(seen: ModelInspection) -> dict[str, int]:
     """Name -> number of dimensions."""
     return {name: parameter.ndim for name, parameter in seen.base.named_parameters()}
+
+
+def taken_for_experts(lora: LoraPlan, base: PreTrainedModel) -> frozenset[str]:
+    """Of targetModules, the names that PEFT takes for stacked parameters.
+
+    All of them where it refuses one: it says so itself where it attaches the adapters.
+    """
+    written = frozenset(lora.target_modules)
+    try:
+        config = lora_config(lora)
+        convert_peft_config_for_transformers(config, model=base, conversions=None)
+    except (TypeError, ValueError):
+        return written
+    added = set(config.target_parameters or ()) - set(lora.target_parameters)
+    parameters = [name for name, _ in base.named_parameters()]
+    if not all(any(targets(name, parameter) for parameter in parameters) for name in added):
+        return frozenset()
+    return written - set(config.target_modules or ()) - {ALL_LINEAR}
+
+
+def check_layers_of_experts(seen: ModelInspection) -> list[Finding]:
+    """Layers cannot be chosen if PEFT makes parameters of modules."""
+    lora, taken = seen.lora, taken_for_experts(seen.lora, seen.base)
+    if lora.layers_to_transform is None or not taken:
+        return []
+    field = f"{_FIELD}.layersToTransform"
+    first = min(taken)
+    return [
+        make_finding(
+            "target-parameters-all-layers",
+            field=field,
+            value=str(list(lora.layers_to_transform)),
+            message=f"PEFT takes {first} of targetModules for the stacked experts of this architecture, and adapts those of all "
+            "layers, whatever layers are chosen",
+            fix=f"remove {field}, or {', '.join(sorted(taken))} from targetModules",
+            changes={field: None},
+        )
+    ]
+
+
+def check_excluded_names(seen: ModelInspection) -> list[Finding]:
+    """Names that exclude linear layers alone, although all-linear adapts the experts that had them."""
+    lora, base = seen.lora, seen.base
+    named = tuple(name for name in lora.exclude_modules if "." not in name)
+    if lora.target_modules != (ALL_LINEAR,) or not named:
+        return []
+    taken = sorted(taken_for_experts(lora.model_copy(update={"target_modules": named}), base))
+    if not taken:
+        return []
+    head = base.get_output_embeddings()
+    linear = {name.rpartition(".")[2] for name, layer in base.named_modules() if isinstance(layer, _LINEAR) and layer is not head}
+    wanted = sorted(linear - set(lora.exclude_modules))
+    field = f"{_FIELD}.targetModules"
+    return [
+        make_finding(
+            "experts-not-excluded",
+            field=f"{_FIELD}.excludeModules",
+            value=taken[0],
+            message=f"{', '.join(taken)}: all-linear adapts the stacked experts of this architecture, which had such names, and "
+            "PEFT excludes none of them; only linear layers of these names get no adapter",
+            fix=f"instead of {ALL_LINEAR} set {field}: [{', '.join(wanted)}]",
+            changes={field: wanted},
+        )
+    ]
+
+
+def check_saved_names(seen: ModelInspection) -> list[Finding]:
+    """Modules to train whole that hold parameters to adapt: PEFT wraps one in the other, or refuses it in words of its own."""
+    lora, base = seen.lora, seen.base
+    try:
+        config = lora_config(lora)
+        convert_peft_config_for_transformers(config, model=base, conversions=None)
+    except (TypeError, ValueError):
+        return []  # it says so itself
+    adapted = [name for name, _ in base.named_parameters() if any(targets(each, name) for each in config.target_parameters or ())]
+    modules = [name for name, _ in base.named_modules() if name]
+    both = {
+        name: inside
+        for name in lora.modules_to_save
+        for module in modules
+        if module.endswith(name) and (inside := next((each for each in adapted if each.startswith(f"{module}.")), None))
+    }
+    if not both:
+        return []
+    name, parameter = next(iter(both.items()))
+    field = f"{_FIELD}.modulesToSave"
+    left = [each for each in lora.modules_to_save if each not in both]
+    by = (
+        f"{_FIELD}.targetParameters"
+        if any(targets(each, parameter) for each in lora.target_parameters)
+        else f"{_FIELD}.targetModules"
+    )
+    return [
+        make_finding(
+            "experts-adapted-and-saved",
+            field=field,
+            value=name,
+            message=f"{name!r} is to be trained whole, and {parameter} in it is adapted by {by}, which covers stacked experts of "
+            "this architecture or their routers: PEFT does not do both",
+            fix=f"remove {name} from {field}, or name only other modules in {by}, such as those of the attention",
+            changes={field: left or None},
+        )
+    ]
+
+
+def check_left_out(seen: ModelInspection) -> list[Finding]:
+    """Linear layers that the targets name and that have no adapter."""
+    model, lora = seen.trained.model, seen.lora
+    if not isinstance(model, PeftModel):
+        return []
+    found = _left_out(model, lora)
+    if not found:
+        return []
+    endings = sorted({name.rpartition(".")[2] for name in found})
+    weights = [f"{ending}.weight" for ending in endings]
+    taken = (
+        f"{', '.join(endings)}: PEFT takes these names for the stacked experts of this architecture, and gives {len(found)} "
+        f"linear layers that have them, too, no adapter, first {found[0]}"
+    )
+    field = f"{_FIELD}.targetParameters"
+    wanted = list(dict.fromkeys([*lora.target_parameters, *weights]))
+    if lora.target_modules == (ALL_LINEAR,):
+        return [
+            make_finding(
+                "linear-layers-without-adapter",
+                field=f"{_FIELD}.targetModules",
+                value=ALL_LINEAR,
+                message=taken,
+                fix=f"to adapt them, too, set {field}: [{', '.join(wanted)}] next to {_FIELD}.targetModules: [{ALL_LINEAR}]",
+            )
+        ]
+    return [
+        make_finding(
+            "target-module-not-adapted",
+            field=f"{_FIELD}.targetModules",
+            value=endings[0],
+            message=taken,
+            fix=f"name their weights: set {field}: [{', '.join(wanted)}]",
+            changes={field: wanted},
+        )
+    ]
+
+
+def _left_out(model: PeftModel, lora: LoraPlan) -> list[str]:
+    wrapped = [name for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    inside = tuple(f"{name}." for name in wrapped)
+    head = model.get_output_embeddings()
+    plain = [
+        name.removeprefix(_INSIDE_PEFT)
+        for name, layer in model.named_modules()
+        if isinstance(layer, _LINEAR) and layer is not head and not name.startswith(inside)
+    ]
+    return [name for name in plain if _is_meant(name, lora)]
+
+
+def _is_meant(module: str, lora: LoraPlan) -> bool:
+    if any(targets(name, module) for name in lora.exclude_modules):
+        return False
+    if lora.layers_to_transform is not None:
+        number = LAYER.match(module)
+        if number is None or int(number.group(1)) not in lora.layers_to_transform:
+            return False
+    return any(name == ALL_LINEAR or targets(name, module) for name in lora.target_modules)
+
+
+def check_ranks_in_file(seen: ModelInspection) -> list[Finding]:
+    """A rank or scale other than the one that a program takes from adapter_config.json, whose patterns are sorted."""
+    model = seen.trained.model
+    if not isinstance(model, PeftModel):
+        return []
+    config = model.peft_config["default"]
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or "default" not in layer.r:
+            continue
+        key = name.removeprefix(_INSIDE_PEFT).replace(".base_layer", "")
+        if isinstance(layer, ParamWrapper):
+            key = f"{key}.{layer.parameter_name}"
+        for field, patterns, held in (
+            ("rankPattern", config.rank_pattern, layer.r["default"]),
+            ("alphaPattern", config.alpha_pattern, layer.lora_alpha["default"]),
+        ):
+            first = next((pattern for pattern in sorted(patterns) if pattern_matches(pattern, [key])), None)
+            if first is None or patterns[first] == held:
+                continue
+            return [_other_in_file(f"{_FIELD}.{field}", key, held, first, patterns)]
+    return []
+
+
+def _other_in_file(field: str, key: str, held: int, pattern: str, patterns: Mapping[str, int]) -> Finding:
+    left = {name: value for name, value in patterns.items() if not pattern_matches(name, [key])}
+    return make_finding(
+        "adapter-pattern-on-experts",
+        field=field,
+        value=str(held),
+        message=f"it gives {key} {held}, but PEFT adds the pattern {pattern}: {patterns[pattern]} for what it fuses, which "
+        "is before it in adapter_config.json: anyone who loads the adapter would take that",
+        fix=f"let no key of {field} match {key}",
+        changes={field: left or None},
+    )

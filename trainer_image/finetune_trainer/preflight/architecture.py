@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.catalogue.book import make_finding
-from finetune_job.rules.rule import Finding
+from finetune_job.finding import Finding
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.compilation import missing_compiler
 from finetune_trainer.model.wrap_plan import layer_classes
@@ -34,7 +34,9 @@ def check_wrap_classes(seen: ModelInspection) -> Iterator[Finding]:
         given = fsdp.transformer_layer_cls_to_wrap
         field = "spec.parallelism.fsdp.transformerLayerClsToWrap"
         changes = _other_classes(field, given, seen.base)
-        yield finding_of_error("wrap-class-unknown", field, "unset" if given is None else ", ".join(given), error, changes=changes)
+        yield finding_of_error(
+            "wrap-class-unknown", field, "unset" if given is None else ", ".join(given), error, changes=changes
+        )
 
 
 def _other_classes(field: str, given: Collection[str] | None, base: nn.Module) -> dict[str, str | list[str] | None]:
@@ -87,14 +89,16 @@ def check_recurrence(seen: ModelInspection) -> Iterator[Finding]:
             "packing-with-recurrent-layers",
             field="spec.data.packing",
             value="true",
-            message=f"{type(seen.base).__name__} has recurrent layers, whose state would run on from one record of a sequence into "
-            "the next",
+            message=f"{type(seen.base).__name__} has recurrent layers, whose state would run on from one record of a sequence "
+            "into the next",
             fix="set spec.data.packing: false",
             changes={"spec.data.packing": False},
         )
 
 
 def _hands_state_on(base: PreTrainedModel) -> bool:
-    """Whether transformers says so of the class, unless every layer of this model is one of attention (Granite 4 without Mamba)."""
+    """Whether transformers says so of the class, unless every layer of this model is one of attention (Granite 4 without
+    Mamba).
+    """
     kinds = base.config.to_dict().get("layer_types") or ()
     return bool(getattr(base, "_is_stateful", False)) and not (kinds and STATELESS.issuperset(kinds))

@@ -1,21 +1,29 @@
-"""What PEFT attached without a word and what would then fail in the first forward pass, or train nothing."""
+"""What PEFT attached without a word: what would then fail in the first forward pass, train nothing, or reach less than it
+seems to.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
+from transformers import PreTrainedConfig
 
-from finetune_job.api.method import MethodType
+from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
 from finetune_job.methods import METHODS
-from finetune_job.plan.run_plan import MethodPlan
-from finetune_job.rules.rule import Finding
+from finetune_job.plan.run_plan import LoraPlan, MethodPlan
 from finetune_trainer.preflight.model_inspection import ModelInspection
+from finetune_trainer.preflight.module_names import STACKED_DIMENSIONS
+
+_INSIDE_PEFT = "base_model.model."
+"""Beginning of the names that PEFT gives to modules of the base."""
 
 
 def check_attached(seen: ModelInspection) -> list[Finding]:
@@ -56,7 +64,9 @@ def _wrapped_inside(model: PeftModel, field: str) -> Iterator[Finding]:
         if isinstance(layer, BaseTunerLayer):
             inside = [part for part, module in layer.named_modules() if part and isinstance(module, ModulesToSaveWrapper)]
             for part in inside[:1]:
-                reason = f"modulesToSave also names {part} inside the adapter of {name}, which then fails in its first forward pass"
+                reason = (
+                    f"modulesToSave also names {part} inside the adapter of {name}, which then fails in its first forward pass"
+                )
                 fix = "write the end of the full module name, as in model.norm instead of norm"
                 yield make_finding(
                     "saved-module-inside-adapter", field=f"{field}.modulesToSave", value=part, message=reason, fix=fix
@@ -72,7 +82,7 @@ def _packed_and_saved(model: PeftModel, field: str) -> Iterator[Finding]:
         if isinstance(layer, ModulesToSaveWrapper) and any(is_packed(part) for part in layer.modules_to_save.modules())
     ]
     if packed:
-        shown = packed[0].removeprefix("base_model.model.")
+        shown = packed[0].removeprefix(_INSIDE_PEFT)
         reason = f"{shown} is packed to 4 bits, and so would be the copy that is to be trained: it would get no gradient"
         fix = f"name {shown.rpartition('.')[2]} in targetModules instead, or set method.type: LoRA"
         yield make_finding("saved-module-packed", field=f"{field}.modulesToSave", value=shown, message=reason, fix=fix)
@@ -88,7 +98,9 @@ def is_packed(module: nn.Module) -> bool:
 def _rows_of_a_saved_module(model: PeftModel, field: str) -> Iterator[Finding]:
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.get_base_layer(), ModulesToSaveWrapper):
-            reason = f"{name} is saved whole by modulesToSave, and trainableTokenIndices trains rows of it or of what is tied to it"
+            reason = (
+                f"{name} is saved whole by modulesToSave, and trainableTokenIndices trains rows of it or of what is tied to it"
+            )
             fix = "remove trainableTokenIndices, or that module from modulesToSave"
             yield make_finding("trainable-tokens-overlap", field=f"{field}.modulesToSave", value=name, message=reason, fix=fix)
             return
@@ -102,7 +114,9 @@ def _rows_of_a_saved_module(model: PeftModel, field: str) -> Iterator[Finding]:
 def _saved_by_their_end(model: PeftModel, field: str) -> Iterator[Finding]:
     """`norm` is the end of `input_layernorm`."""
     for name in getattr(model.peft_config["default"], "modules_to_save", None) or ():
-        saved = [path for path, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper) and path.endswith(name)]
+        saved = [
+            path for path, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper) and path.endswith(name)
+        ]
         meant = [path for path in saved if path.endswith(f".{name}")]
         others = [path for path in saved if path not in meant]
         if others and (meant or len(others) > 1):
@@ -129,14 +143,14 @@ def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterat
 
 
 def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """TrainableTokens only, which takes rows of whatever it names; those of embeddings beside LoRA, module_names.py checks."""
+    """TrainableTokens only, which takes rows of anything it names; module_names.py checks those that LoRA trains."""
     if method.type is not MethodType.TRAINABLE_TOKENS:
         return
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer):
             rows = layer.get_base_layer().weight.shape[0]
             if beyond := sorted(index for index in layer.token_indices["default"] if index >= rows):
-                shown = name.removeprefix("base_model.model.")
+                shown = name.removeprefix(_INSIDE_PEFT)
                 reason = f"{shown} has {rows} rows, and there is no row {beyond[0]} among them ({len(beyond)} such ids)"
                 fix = f"write ids from 0 to {rows - 1}, or name embeddings alone in targetModules"
                 yield make_finding(
@@ -149,8 +163,85 @@ def _rows_twice(model: PeftModel, field: str) -> Iterator[Finding]:
     """PEFT gives a tied head the rows of its embedding, and wraps them once more where the head is named, too."""
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.base_layer, TrainableTokensLayer):
-            shown = name.removeprefix("base_model.model.")
-            reason = f"{shown} shares the embedding's weight; named beside it, it is wrapped twice, and its first pass fails"
+            shown = name.removeprefix(_INSIDE_PEFT)
+            reason = f"{shown} shares the embedding's weight; named as well, it is wrapped twice, and its first pass fails"
             fix = f"remove {shown.rpartition('.')[2]} from targetModules: its rows follow those of the embedding"
             yield make_finding("trainable-tokens-overlap", field=f"{field}.targetModules", value=shown, message=reason, fix=fix)
             return
+
+
+def check_coverage(seen: ModelInspection) -> list[Finding]:
+    """Experts that get no adapter, and ranks above what a module can use."""
+    found = [_experts_left_out(seen.trained.model, seen.lora), _rank_beyond_width(seen.trained.model)]
+    return [finding for finding in found if finding is not None]
+
+
+def _experts_left_out(model: nn.Module, lora: LoraPlan) -> Finding | None:
+    """Linear layers are meant by all-linear, and a model keeps most of them as stacked parameters, which are none."""
+    if lora.target_modules != (ALL_LINEAR,) or lora.target_parameters:
+        return None
+    # For architectures that it knows, PEFT itself adapts them where it is asked for all linear layers.
+    adapted = {
+        id(getattr(layer.get_base_layer(), layer.parameter_name)) for layer in model.modules() if isinstance(layer, ParamWrapper)
+    }
+    # Kernels of convolutions, for one, have three dimensions, too.
+    counts = _expert_counts(getattr(model, "config", None))
+    stacked = {
+        name.removeprefix(_INSIDE_PEFT): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == STACKED_DIMENSIONS
+        and not parameter.requires_grad
+        and id(parameter) not in adapted
+        and ("expert" in name or parameter.shape[0] in counts)
+    }
+    total = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    held = sum(parameter.numel() for parameter in stacked.values())
+    if not held:
+        return None
+    names = sorted({".".join(name.split(".")[-3:]) for name in stacked})
+    return make_finding(
+        "experts-without-adapter",
+        field="spec.method.lora.targetModules",
+        value=ALL_LINEAR,
+        message=f"the experts are {len(stacked)} stacked parameters and no linear layers, so all-linear gives them no adapter: "
+        f"{100 * held / total:.0f} % of the model's weights, first {next(iter(stacked))}",
+        fix=f"to adapt them, too, set spec.method.lora.targetParameters: [{', '.join(names[:4])}] next to "
+        f"spec.method.lora.targetModules: [{ALL_LINEAR}]",
+    )
+
+
+def _expert_counts(config: object) -> set[int]:
+    """Numbers that a configuration gives its experts, parts of composite models included."""
+    if not isinstance(config, PreTrainedConfig):
+        return set()
+    found = {value for name, value in vars(config).items() if "expert" in name and isinstance(value, int)}
+    return found.union(*(_expert_counts(part) for part in vars(config).values())) - {0, 1}
+
+
+def _rank_beyond_width(model: nn.Module) -> Finding | None:
+    """A product of two matrices has at most the rank of the layer's smaller side."""
+    wide = {
+        name.rpartition(".lora_A.")[0]: (parameter.shape[0], min(layer.in_features, layer.out_features))
+        for name, parameter in model.named_parameters()
+        if ".lora_A." in name
+        and isinstance(layer := _base_of(model, name.rpartition(".lora_A.")[0]), nn.Linear)
+        and parameter.ndim == len(("rank", "inputs"))
+        and parameter.shape[0] > min(layer.in_features, layer.out_features)
+    }
+    if not wide:
+        return None
+    first, (rank, width) = next(iter(wide.items()))
+    ending = first.rpartition(".")[2]
+    return make_finding(
+        "rank-beyond-width",
+        field="spec.method.lora.r",
+        value=str(rank),
+        message=f"{len(wide)} modules are narrower than their adapter's rank, first {first.removeprefix(_INSIDE_PEFT)} "
+        f"with {width} channels: what exceeds them costs memory and adds nothing",
+        fix=f"set spec.method.lora.rankPattern: {{{ending}: {width}}}, or a lower rank for all",
+    )
+
+
+def _base_of(model: nn.Module, name: str) -> nn.Module | None:
+    layer = model.get_submodule(name)
+    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None

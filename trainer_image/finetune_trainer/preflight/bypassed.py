@@ -1,6 +1,7 @@
 """Modules that are adapted, trained, packed or made units although the model does not work with them as that needs.
 
-What the model does with each module comes from inspection/observed_use.py. Called by meta_model.py with the model as it is trained.
+What the model does with each module comes from inspection/module_use.py. Called by model_checks.py with the model as it is
+trained.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
 from finetune_job.method_settings import known_settings
 from finetune_job.plan.run_plan import MethodPlan
-from finetune_job.rules.rule import Finding
 from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.attached import is_packed
 from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
@@ -58,7 +59,7 @@ def check_used(seen: ModelInspection) -> list[Finding]:
         ends = endings(idle, adapted)
         found.append(_of_modules("trained-without-gradient", f"{_place(method)}.targetModules", ends, message, fix))
     if several:
-        message = f"{_shown(several)}: what they give is no single tensor, to which PEFT could add an adapter's {_OBSERVED}"
+        message = f"{_shown(several)}: what they give is not a single tensor, to which PEFT could add an adapter's {_OBSERVED}"
         ends = endings(several, adapted)
         found.append(_of_modules("target-gives-no-tensor", f"{_place(method)}.targetModules", ends, message, fix))
     if still := [name for name, use in saved.items() if not use.is_bypassed and _is_idle(use)]:
@@ -158,7 +159,9 @@ def _linear(model: nn.Module, uses: ModuleUses) -> dict[str, ModuleUse]:
 
 
 def _working(model: nn.Module, uses: ModuleUses) -> list[str]:
-    """Ends of names of linear layers on which adapters work and that PEFT adapts, the output layer left out as all-linear does."""
+    """Ends of names of linear layers on which adapters work and that PEFT adapts, the output layer left out as all-linear
+    does.
+    """
     linear = _linear(model, uses)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     tuner = getattr(model, "base_model", None)
@@ -203,7 +206,7 @@ def _why_bypassed(use: ModuleUse) -> str:
             f"effect {_OBSERVED}"
         )
     return (
-        f"{use.readers[0]} reads their weights itself beside calling them, so that an adapter acts in one place and a merged "
+        f"{use.readers[0]} reads their weights itself besides calling them, so that an adapter acts in one place and a merged "
         f"weight in both {_OBSERVED}"
     )
 

@@ -1,7 +1,7 @@
 """Do the regular expressions of the adapter's settings compile, and in a time that anybody would wait for?
 
-Here and nowhere before: a few characters can keep a processor busy for minutes, so that neither operator nor command line compiles
-what a manifest holds. Called by roles/preflight.py, before anything else asks PEFT about these settings.
+Here and nowhere before: a few characters can keep a processor busy for minutes, so that neither operator nor command line
+compiles what a manifest holds. Called by roles/preflight.py, before anything else asks PEFT about these settings.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import warnings
 
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import MethodPlan
 from finetune_job.rules.method_configuration.expressions import expression_findings, expressions_of
-from finetune_job.rules.rule import Finding
-from finetune_trainer.preflight.job_inspection import JobInspection
-from finetune_trainer.processes.sandbox import EndedError, confined
+from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
 
 
 def compiled_or_none(text: str) -> re.Pattern[str] | None:
@@ -38,8 +38,8 @@ def uncompiled_expressions(method: MethodPlan) -> list[Finding]:
     if not expressions_of(method):
         return []
     try:
-        return confined(lambda: expression_findings(method, lambda text: compiled_or_none(text) is None))
-    except EndedError as error:
+        return run_sandboxed(lambda: expression_findings(method, lambda text: compiled_or_none(text) is None))
+    except SandboxEndedError as error:
         (finding, *_) = expression_findings(method, lambda _: True)
         message = f"compiling the regular expressions of this method's settings {error}"
         fix = "write names of modules, or simpler expressions: no ranges of letters beyond those that names hold, and no (?i)"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import Finding
 from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.data.shards import TRAIN, VALIDATION
-from finetune_trainer.preflight.job_inspection import JobInspection
-from finetune_trainer.train.schedule import total_steps
+from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.train.policy import total_steps
 
 
 def check_fit(seen: JobInspection) -> list[Finding]:
@@ -111,7 +111,7 @@ def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
 
 
 def _evaluations(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
-    """Where epochs say how long a run is, only the data tell its steps; with maxSteps the rule book says the same beforehand."""
+    """If epochs say how long a run is, only the data tell its steps; with maxSteps the rule book says the same beforehand."""
     facts, evaluation, training = splits.get(TRAIN), plan.evaluation, plan.training
     every, stopping = evaluation.every_steps, evaluation.early_stopping
     if facts is None or every is None or training.max_steps is not None or VALIDATION not in splits:

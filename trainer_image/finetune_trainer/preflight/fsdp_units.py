@@ -1,7 +1,7 @@
 """Can the modules that the wrap plan chose be sharded? What torch would refuse when the model is loaded on every rank.
 
-Which modules can be units at all, the wrap plan itself says (model/wrap_plan.py). Called by meta_model.py with the adapted model on
-the meta device.
+Which modules can be units at all, the wrap plan itself says (model/wrap_plan.py). Called by model_checks.py with the adapted
+model on the meta device.
 """
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ from torch import nn
 
 from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import FsdpPlan, RunPlan
-from finetune_job.rules.rule import Finding
-from finetune_job.sharding import Conflict, HeldParameter, by_unit, element_types, innermost_unit, is_one_parameter, unit_conflict
+from finetune_job.sharding import (
+    Conflict,
+    HeldParameter,
+    by_unit,
+    element_types,
+    innermost_unit,
+    is_one_flat_parameter,
+    unit_conflict,
+)
 from finetune_trainer.model.wrap_plan import held_parameters
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.train.optimizers import treatment
@@ -70,7 +78,7 @@ def check_stacked_weights(seen: ModelInspection) -> Iterator[Finding]:
 
 def _treated_differently(model: nn.Module, units: set[str], plan: RunPlan) -> Finding | None:
     """A flat parameter has one weight decay and one learning rate, which is right if all of it is to have the same."""
-    if not is_one_parameter(plan.parallelism.fsdp):
+    if not is_one_flat_parameter(plan.parallelism.fsdp):
         return None
     first: dict[str, tuple[str, tuple[float, float]]] = {}
     for name, parameter in model.named_parameters():
@@ -94,8 +102,8 @@ def _treated_differently(model: nn.Module, units: set[str], plan: RunPlan) -> Fi
             "fsdp1-flat-parameter-mixed",
             field=_ORIGINAL_FIELD,
             value="false",
-            message=f"version 1 lays {other} and {name} into one flat parameter ({unit or ROOT}), which is treated as a whole, but "
-            f"{field} gives them different {what}",
+            message=f"version 1 lays {other} and {name} into one flat parameter ({unit or ROOT}), which is treated as a "
+            f"whole, but {field} gives them different {what}",
             fix=f"set {_ORIGINAL_FIELD}: true, or {_VERSION_FIELD}: 2, or leave {field} unset",
             changes=changes,
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune_job.api.method import ALL_LINEAR
 from finetune_job.catalogue.book import make_finding
-from finetune_job.rules.rule import Finding
+from finetune_job.finding import Finding
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.model.adapters import unfit_for_experts
 from finetune_trainer.model.library_texts import REFUSED_MODULE, STACKED_WEIGHTS, UNKNOWN_ATTENTION
@@ -18,7 +18,7 @@ from finetune_trainer.preflight.model_inspection import ModelInspection
 
 
 @dataclass(frozen=True)
-class Explained:
+class ExplainedError:
     """A text of a library, and the finding that says more than the text itself."""
 
     text: re.Pattern[str]
@@ -55,7 +55,7 @@ def finding_of_error(
     )
 
 
-def _explained(table: tuple[Explained, ...], seen: ModelInspection, error: Exception) -> Finding | None:
+def _explained(table: tuple[ExplainedError, ...], seen: ModelInspection, error: Exception) -> Finding | None:
     for row in table:
         match = row.text.search(str(error))
         found = row.finding(seen, error, match) if match is not None else None
@@ -102,5 +102,5 @@ def _refused_module(seen: ModelInspection, error: Exception, refused: re.Match[s
     return _conflict(seen, error, {field: excluded}, f"set {field}: [{', '.join(excluded)}]")
 
 
-_LOADING = (Explained(UNKNOWN_ATTENTION, _unknown_attention),)
-_ATTACHING = (Explained(STACKED_WEIGHTS, _stacked_weights), Explained(REFUSED_MODULE, _refused_module))
+_LOADING = (ExplainedError(UNKNOWN_ATTENTION, _unknown_attention),)
+_ATTACHING = (ExplainedError(STACKED_WEIGHTS, _stacked_weights), ExplainedError(REFUSED_MODULE, _refused_module))

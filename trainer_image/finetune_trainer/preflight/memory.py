@@ -1,6 +1,6 @@
-"""The real structure as the memory planner reads it, and what the planner says of it. Called by meta_model.py and the role.
+"""The real structure as the memory planner reads it, and what the planner says of it. Called by meta_model.py and job_steps.py.
 
-Nothing here imports torch when it is imported: roles/preflight.py prepares data beside it.
+Nothing here imports torch when it is imported: roles/preflight.py prepares data at the same time.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import Finding
-from finetune_memory.limits import limit_of
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of
-from finetune_memory.verdict import finding_of, judge_memory
+from finetune_memory.verdict import judge_memory, limit_of, memory_finding
 from finetune_trainer.data.prepare import SplitFacts
-from finetune_trainer.inspection.model_structure import ModelStructure
+from finetune_trainer.inspection.report import ModelStructure
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,5 +97,5 @@ def memory_need(plan: RunPlan, structure: ModelStructure, splits: Mapping[str, S
         estimate=verdict.estimate.total,
         limit=None if limit is None else limit.bytes,
         terms={term.name: term.bytes for term in verdict.estimate.terms},
-        finding=finding_of(verdict),
+        finding=memory_finding(verdict),
     )

@@ -1,7 +1,6 @@
-"""Can what this run will train be merged into this base, and the merge be verified? Asked of the merge's own planner, with the
-tensors that will be saved.
+"""Can what this run will train be merged into this base, and can the merge be verified within the thresholds asked for?
 
-Without it, an adapter that cannot be merged exactly (on tied embeddings, say) would be found out after the GPUs were paid for.
+Asked of the merge's own planner with the tensors that will be saved. Reads headers only.
 """
 
 from __future__ import annotations
@@ -12,16 +11,21 @@ from pathlib import Path
 
 from finetune_job.api.output import MergeBase
 from finetune_job.catalogue.book import make_finding
-from finetune_job.rules.rule import Finding
+from finetune_job.finding import Finding
+from finetune_job.methods import METHODS
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.plan import merge_plan
 from finetune_trainer.merge.quantized_base import packed_in_training, quantized_tensors
 from finetune_trainer.preflight.model_inspection import ModelInspection
-from finetune_trainer.verify.hollow import is_made_from_base_weights
+from finetune_trainer.verify.gate import GATES, LARGEST_MEASURED_KL, TIE_UNITS
 from finetune_trainer.verify.logits import FROM_BASE_WEIGHTS, require_whole
+from finetune_trainer.verify.skeleton import is_made_from_base_weights
+from finetune_trainer.verify.verification import judged_dtype
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import ADAPTER_FILE, CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.weights.read_model import read_stored_model
+
+_VERIFY = "spec.merge.verify"
 
 
 def check_merge(seen: ModelInspection) -> Iterator[Finding]:
@@ -58,3 +62,44 @@ def check_merge(seen: ModelInspection) -> Iterator[Finding]:
             message=str(error),
             fix="change the adapter settings as said, or set spec.merge.enabled: false and publish the adapter alone",
         )
+
+
+def check_thresholds(seen: ModelInspection) -> Iterator[Finding]:
+    """Warnings: how far rounding moves the logits depends on the model, and a small one may stay below. Reads headers only."""
+    plan, merge = seen.plan, seen.plan.merge
+    if not merge.enabled or seen.known_structure.adapter_settings is None:
+        return
+    # A merge that puts what was trained in the place of what is stored does not round.
+    if METHODS[plan.method.type].needs.trains_base_modules:
+        return
+    if merge.max_kl_divergence is None and merge.min_top1_agreement is None:
+        return
+    dtype = judged_dtype(seen.directory, merge.dtype.value if merge.dtype else None)
+    usual, measured = GATES[dtype], LARGEST_MEASURED_KL[dtype]
+    if merge.max_kl_divergence is not None and merge.max_kl_divergence < measured:
+        yield _too_tight(
+            "maxKlDivergence",
+            merge.max_kl_divergence,
+            f"rounding to {dtype} alone moves a right merge by a mean divergence of up to {measured:.2g}, as measured",
+            f"{usual.max_mean_kl:g}",
+        )
+    if merge.min_top1_agreement is not None and merge.min_top1_agreement > usual.min_top1_agreement:
+        yield _too_tight(
+            "minTop1Agreement",
+            merge.min_top1_agreement,
+            f"tokens whose logits are more than {TIE_UNITS} roundings of {dtype} apart do not count as tied, and rounding "
+            "alone makes them change places at single positions of a right merge; of a share that is asked for none is excused",
+            f"{usual.min_top1_agreement:g}",
+        )
+
+
+def _too_tight(name: str, value: float, reason: str, usual: str) -> Finding:
+    field = f"{_VERIFY}.{name}"
+    return make_finding(
+        "verification-within-rounding",
+        field=field,
+        value=f"{value:g}",
+        message=f"{reason}: the merged model may be refused once all the training is done, though nothing is wrong with it",
+        fix=f"remove {field}: the default here is {usual}",
+        changes={field: None},
+    )

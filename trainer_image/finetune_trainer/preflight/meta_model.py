@@ -1,29 +1,30 @@
-"""The real model and its adapters, built by the pinned libraries on torch's meta device: structure without weights.
+"""The steps that fill in a `ModelInspection`: the real model and its adapters, built by the pinned libraries on torch's meta
+device.
 
-The steps that fill in a `ModelInspection`. What the trainer asserts again after wrapping (model/invariants.py) is asserted here
-first, and becomes a finding.
+What the trainer asserts again after wrapping (model/invariants.py) is asserted here first, and becomes a finding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune_job.api.parallelism import AutoWrapPolicy
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import Finding
 from finetune_trainer.errors import ConfigError, TrainerError
-from finetune_trainer.inspection.declared_weights import load_declared, pack
-from finetune_trainer.inspection.model_structure import ModelStructure
-from finetune_trainer.inspection.observed_use import observe
-from finetune_trainer.inspection.valueless import attach_valueless
+from finetune_trainer.inspection.module_use import observe_use
+from finetune_trainer.inspection.report import ModelStructure
+from finetune_trainer.inspection.skeleton import attach_skeleton_adapters, load_skeleton, pack_layers
 from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, stored_names
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import (
@@ -38,22 +39,23 @@ from finetune_trainer.model.wrap_plan import layer_classes, unit_names
 from finetune_trainer.preflight.library_errors import attaching_error, loading_error
 from finetune_trainer.preflight.memory import shape_of
 from finetune_trainer.preflight.model_inspection import AttachedModel, LoadedModel, ModelInspection
-from finetune_trainer.preflight.positions import max_positions, max_row
 
 _PEFT_DOES_NOT_MIND = frozenset({"token-index-unknown", "saved-module-unknown", "adapter-pattern-unmatched"})
 """Unknown names despite which PEFT attaches what is left, so that what it says of that is said, too."""
+_STRETCHED = ("yarn", "llama3")
+"""Kinds of rotary positions whose factor says how many times longer than the first training texts may be."""
 
 
-def look_at_use(seen: ModelInspection) -> Iterable[Finding]:
+def fill_in_use(seen: ModelInspection) -> Iterable[Finding]:
     """Fill in `observed`."""
-    seen.observed = observe(seen.plan, seen.directory)
+    seen.observed = observe_use(seen.plan, seen.directory)
     return ()
 
 
 def check_loading(seen: ModelInspection) -> Iterable[Finding]:
     """Fill in `loaded`, and say what the files lack; or why the model cannot be built."""
     try:
-        base, findings = load_declared(seen.plan, seen.directory)
+        base, findings = load_skeleton(seen.plan, seen.directory)
     except Exception as error:  # noqa: BLE001 - a library meets a file of the user's: whatever it raises is about that file
         return [loading_error(seen, error)]
     embedding = base.get_input_embeddings()
@@ -106,7 +108,7 @@ def check_conflict(seen: ModelInspection) -> Iterator[Finding]:
 def _attached(plan: RunPlan, base: PreTrainedModel, directory: Path) -> AttachedModel:
     stored = stored_dtype(directory)
     if plan.method.quantization is not None:
-        pack(base, plan.method.quantization, packed_dtype(plan, resolve_dtypes(plan, stored)))
+        pack_layers(base, plan.method.quantization, packed_dtype(plan, resolve_dtypes(plan, stored)))
     model, saved_names = _trained(plan, base, directory)
     check_trainable(model, plan, () if plan.method.trains_adapter else frozen_names(model))
     check_decomposed(plan, stored)
@@ -123,7 +125,7 @@ def _trained(plan: RunPlan, base: PreTrainedModel, directory: Path) -> tuple[nn.
     """The model that is trained, and the file's name of each trained parameter."""
     if not plan.method.trains_adapter:
         return base, {name: name for name, _ in base.named_parameters()}
-    adapted = attach_valueless(base, plan, directory)
+    adapted = attach_skeleton_adapters(base, plan, directory)
     try:
         return adapted, stored_names(adapted)
     except (TrainerError, MemoryError):
@@ -174,3 +176,35 @@ def _trains_input_rows_alone(model: nn.Module) -> bool:
 
 def _name(dtype: torch.dtype | None) -> str:
     return "as held" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Of one document; None where the configuration does not say.
+
+    Positions are often stretched in the configuration alone, as Qwen's model cards show for YaRN: `max_position_embeddings` then
+    stays what it was.
+    """
+    written = getattr(config, "max_position_embeddings", None)
+    if type(written) is not int:
+        return None
+    return max([written, *(_stretched(rope) for rope in _ropes(config))])
+
+
+def max_row(config: PreTrainedConfig) -> int | None:
+    """Of all that is in one row of a batch; None: no limit. MPT's code makes its biases for so many keys and no more."""
+    written = getattr(config, "max_seq_len", None)
+    return written if config.model_type == "mpt" and type(written) is int else None
+
+
+def _ropes(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
+    """One, or one for each kind of layer."""
+    ropes = getattr(config, "rope_parameters", None)
+    if isinstance(ropes, dict):
+        yield from (rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict))
+
+
+def _stretched(rope: Mapping[str, Any]) -> int:
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") not in _STRETCHED or not isinstance(original, int) or not isinstance(factor, int | float):
+        return 0
+    return int(factor * original) if math.isfinite(factor) else 0

@@ -9,33 +9,30 @@ from pathlib import Path
 
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.preflight.adapter_names import (
-    check_method_settings,
-    check_module_names,
-    check_parameter_names,
-    check_token_indices,
-)
-from finetune_trainer.preflight.architecture import check_compiler, check_recomputation, check_recurrence, check_wrap_classes
-from finetune_trainer.preflight.attached import check_attached
-from finetune_trainer.preflight.bypassed import check_units_used, check_used
-from finetune_trainer.preflight.coverage import check_coverage
-from finetune_trainer.preflight.element_types import check_element_types
-from finetune_trainer.preflight.fsdp_units import check_stacked_weights, check_units
-from finetune_trainer.preflight.fused_experts import (
     check_excluded_names,
     check_layers_of_experts,
     check_left_out,
+    check_method_settings,
+    check_module_names,
+    check_parameter_names,
     check_ranks_in_file,
     check_saved_names,
+    check_token_indices,
 )
-from finetune_trainer.preflight.merge_check import check_merge
+from finetune_trainer.preflight.architecture import check_compiler, check_recomputation, check_recurrence, check_wrap_classes
+from finetune_trainer.preflight.attached import check_attached, check_coverage
+from finetune_trainer.preflight.bypassed import check_units_used, check_used
+from finetune_trainer.preflight.checks import CheckStep, nothing_refused, run_steps
+from finetune_trainer.preflight.fsdp_units import check_stacked_weights, check_units
+from finetune_trainer.preflight.merge_check import check_merge, check_thresholds
 from finetune_trainer.preflight.meta_model import (
     attach_adapters,
     can_attach,
     check_conflict,
     check_loading,
     describe_structure,
+    fill_in_use,
     has_conflict,
-    look_at_use,
 )
 from finetune_trainer.preflight.model_inspection import (
     ModelInspection,
@@ -49,47 +46,45 @@ from finetune_trainer.preflight.model_inspection import (
     trains_lora,
 )
 from finetune_trainer.preflight.small_model import check_small_model
-from finetune_trainer.preflight.steps import Step, nothing_refused, run_steps
+from finetune_trainer.preflight.stored_weights import check_element_types, check_zero_rows
 from finetune_trainer.preflight.task import check_task
-from finetune_trainer.preflight.thresholds import check_thresholds
-from finetune_trainer.preflight.zero_rows import check_zero_rows
 
-STRUCTURE: tuple[Step[ModelInspection], ...] = (
-    Step(check_loading, (nothing_refused,)),
-    Step(check_wrap_classes, (is_loaded,)),
-    Step(check_compiler, (is_loaded,)),
-    Step(check_recomputation, (is_loaded,)),
-    Step(check_method_settings, (is_loaded, has_method_settings)),
-    Step(check_module_names, (is_loaded, trains_lora)),
-    Step(check_layers_of_experts, (is_loaded, trains_lora)),
-    Step(check_excluded_names, (is_loaded, trains_lora)),
-    Step(check_saved_names, (is_loaded, trains_lora)),
-    Step(check_parameter_names, (is_loaded, trains_lora)),
-    Step(check_token_indices, (is_loaded, trains_lora)),
-    Step(attach_adapters, (is_loaded, can_attach)),
-    Step(check_stacked_weights, (is_attached, is_sharded, is_version_1)),
-    Step(check_recurrence, (is_loaded,)),
-    Step(check_conflict, (has_conflict,)),
-    Step(check_units, (is_attached, is_sharded)),
-    Step(check_element_types, (is_attached,)),
-    Step(check_attached, (is_attached,)),
-    Step(check_used, (is_attached, is_observed)),
-    Step(check_units_used, (is_attached, is_observed, is_sharded)),
-    Step(check_coverage, (is_attached, trains_lora)),
-    Step(check_left_out, (is_attached, trains_lora)),
-    Step(check_ranks_in_file, (is_attached, trains_lora)),
-    Step(check_zero_rows, (is_attached, trains_lora)),
-    Step(describe_structure, (is_attached, nothing_refused)),
+STRUCTURE: tuple[CheckStep[ModelInspection], ...] = (
+    CheckStep(check_loading, (nothing_refused,)),
+    CheckStep(check_wrap_classes, (is_loaded,)),
+    CheckStep(check_compiler, (is_loaded,)),
+    CheckStep(check_recomputation, (is_loaded,)),
+    CheckStep(check_method_settings, (is_loaded, has_method_settings)),
+    CheckStep(check_module_names, (is_loaded, trains_lora)),
+    CheckStep(check_layers_of_experts, (is_loaded, trains_lora)),
+    CheckStep(check_excluded_names, (is_loaded, trains_lora)),
+    CheckStep(check_saved_names, (is_loaded, trains_lora)),
+    CheckStep(check_parameter_names, (is_loaded, trains_lora)),
+    CheckStep(check_token_indices, (is_loaded, trains_lora)),
+    CheckStep(attach_adapters, (is_loaded, can_attach)),
+    CheckStep(check_stacked_weights, (is_attached, is_sharded, is_version_1)),
+    CheckStep(check_recurrence, (is_loaded,)),
+    CheckStep(check_conflict, (has_conflict,)),
+    CheckStep(check_units, (is_attached, is_sharded)),
+    CheckStep(check_element_types, (is_attached,)),
+    CheckStep(check_attached, (is_attached,)),
+    CheckStep(check_used, (is_attached, is_observed)),
+    CheckStep(check_units_used, (is_attached, is_observed, is_sharded)),
+    CheckStep(check_coverage, (is_attached, trains_lora)),
+    CheckStep(check_left_out, (is_attached, trains_lora)),
+    CheckStep(check_ranks_in_file, (is_attached, trains_lora)),
+    CheckStep(check_zero_rows, (is_attached, trains_lora)),
+    CheckStep(describe_structure, (is_attached, nothing_refused)),
 )
 """What the trainer will build, and what keeps it from being built."""
 
-MODEL: tuple[Step[ModelInspection], ...] = (
-    Step(check_task),
-    Step(look_at_use, (nothing_refused,)),
+MODEL: tuple[CheckStep[ModelInspection], ...] = (
+    CheckStep(check_task),
+    CheckStep(fill_in_use, (nothing_refused,)),
     *STRUCTURE,
-    Step(check_small_model, (has_structure, is_observed)),
-    Step(check_thresholds, (has_structure,)),
-    Step(check_merge, (has_structure,)),
+    CheckStep(check_small_model, (has_structure, is_observed)),
+    CheckStep(check_thresholds, (has_structure,)),
+    CheckStep(check_merge, (has_structure,)),
 )
 """All that can be known of a model without its data."""
 
@@ -102,7 +97,7 @@ def inspect_structure(plan: RunPlan, directory: Path) -> ModelInspection:
 
 
 def inspect_model(plan: RunPlan, directory: Path) -> ModelInspection:
-    """All checks of a model. Reads headers, and of weights only what zero_rows.py looks at."""
+    """All checks of a model. Reads headers, and of weights only what stored_weights.py looks at."""
     seen = ModelInspection(plan, directory)
     run_steps(MODEL, seen)
     return seen

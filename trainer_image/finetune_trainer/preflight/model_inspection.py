@@ -8,12 +8,11 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import LoraPlan, RunPlan
-from finetune_job.rules.rule import Finding
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.inspection.model_structure import ModelStructure
-from finetune_trainer.inspection.module_use import ModuleUses
-from finetune_trainer.inspection.observed_use import ObservedUse
+from finetune_trainer.inspection.module_use import ModuleUses, ObservedUse
+from finetune_trainer.inspection.report import ModelStructure
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`python -m finetune_trainer.preflight.model_process`: what will be trained and merged, found out in a process of its own.
 
-torch and the libraries around it take hundreds of MB for as long as a process lives, so the one that prepares the data, perhaps for
-an hour and with workers beside it, does without them (processes/start.py). Called by roles/preflight.py.
+torch and the libraries around it take hundreds of MB for as long as a process lives, so the one that prepares the data, perhaps
+for an hour and with workers next to it, does without them (processes/start.py). Called by roles/preflight.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pydantic import TypeAdapter
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.failures import FailureClass
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import Finding
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.inspection.model_structure import ModelStructure
-from finetune_trainer.processes.child import answer_of, parsed, start_answering, written
+from finetune_trainer.inspection.report import ModelStructure
+from finetune_trainer.processes.child import encode_answer, parse_answer, start_answering, wait_for_answer
 from finetune_trainer.processes.sandbox import WALL_SECONDS, how_it_ended, limit_this_process
 from finetune_trainer.processes.start import NO_ADVICE, die_with, end, preload, torch_is_kept_out
 
@@ -55,7 +55,7 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
 def _in_own_process(plan: RunPlan, directory: Path) -> Checked:
     environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
     command = [sys.executable, "-m", "finetune_trainer.preflight.model_process", str(os.getpid()), str(directory)]
-    ended = answer_of(start_answering(command, environment, plan.model_dump_json().encode(), ANSWER_BYTES), WALL_SECONDS)
+    ended = wait_for_answer(start_answering(command, environment, plan.model_dump_json().encode(), ANSWER_BYTES), WALL_SECONDS)
     if ended.exceeded is not None or ended.code == -signal.SIGXCPU:
         return None, [_endless(directory, how_it_ended(ended))]
     if ended.code in (-signal.SIGKILL, 128 + signal.SIGKILL):
@@ -66,7 +66,7 @@ def _in_own_process(plan: RunPlan, directory: Path) -> Checked:
     if ended.code != 0:
         raise ModelCheckError(f"the process that checks the model ended with status {ended.code}", "its log says why")
     try:
-        return parsed(ended.answer, ANSWER)
+        return parse_answer(ended.answer, ANSWER)
     except ValueError as error:
         raise ModelCheckError(
             "the process that checks the model answered with something else than a structure", "its log says why"
@@ -79,8 +79,8 @@ def _endless(directory: Path, reason: str) -> Finding:
         field="spec.model.source",
         value=directory.name,
         message=f"building the model that config.json describes, with what the method adds to it, {reason}",
-        fix="check the numbers in config.json, those of layers and experts first, against the original model's, and write simpler "
-        "regular expressions where the settings of the method hold any",
+        fix="check the numbers in config.json, those of layers and experts first, against the original model's, and write "
+        "simpler regular expressions where the settings of the method hold any",
     )
 
 
@@ -92,7 +92,7 @@ def main(parent: str, directory: str) -> int:
         plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
         limit_this_process()
         preload("finetune_trainer.preflight.model_checks")
-        answer.write(written(ANSWER.dump_python(check_model(plan, Path(directory)), mode="json")))
+        answer.write(encode_answer(ANSWER.dump_python(check_model(plan, Path(directory)), mode="json")))
     return 0
 
 

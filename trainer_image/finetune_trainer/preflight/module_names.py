@@ -13,10 +13,10 @@ from typing import Any
 
 from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
 from finetune_job.method_settings import peft_fields
 from finetune_job.module_expressions import key_expression
 from finetune_job.plan.run_plan import AdapterPlan, LoraPlan
-from finetune_job.rules.rule import Finding
 from finetune_trainer.preflight.expressions import compiled_or_none
 
 STACKED_DIMENSIONS, ADAPTABLE_DIMENSIONS = 3, (2, 3)
@@ -50,7 +50,12 @@ def wrong_module_names(
             reason=reason,
         ),
         *_without_match(
-            "target-module-unknown", f"{place}.excludeModules", lora.exclude_modules, adaptable, matches=_is_target, reason=nothing
+            "target-module-unknown",
+            f"{place}.excludeModules",
+            lora.exclude_modules,
+            adaptable,
+            matches=_is_target,
+            reason=nothing,
         ),
         *_left_out(lora, adaptable),
     ]
@@ -114,14 +119,14 @@ def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
             fix = "remove it from targetModules or from excludeModules"
             findings.append(_of_name("target-module-excluded", field, name, reason, fix))
         if named and all(any(_is_inside(each, module) for each in lora.modules_to_save) for module in named):
-            reason = "is saved whole by modulesToSave, so PEFT gives it no adapter beside"
+            reason = "is saved whole by modulesToSave, so PEFT gives it no adapter as well"
             fix = "remove it from targetModules, because it is trained anyway, or from modulesToSave"
             findings.append(_of_name("target-module-saved-whole", field, name, reason, fix))
     return findings
 
 
 def _is_inside(saved: str, module: str) -> bool:
-    """Whether `module` is the module of this name or lies in it."""
+    """Whether `module` is the module of this name or is inside it."""
     return f".{saved}." in f".{module}."
 
 
@@ -217,7 +222,9 @@ def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Col
     reason = "names no module of this model"
     for setting in ("targetModules", "excludeModules", "feedforwardModules"):
         names = _names(adapter, setting)
-        findings += _without_match("target-module-unknown", f"{place}.{setting}", names, modules, matches=_is_target, reason=reason)
+        findings += _without_match(
+            "target-module-unknown", f"{place}.{setting}", names, modules, matches=_is_target, reason=reason
+        )
         text = adapter.settings.get(setting)
         if text and isinstance(text, str) and not _is_expression_for(text, modules):
             findings.append(_matches_no_module(f"{place}.{setting}", text, modules))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from finetune_job.api.base import ClaimPath
 from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
 from finetune_job.plan.element_types import DTYPE_BYTES
-from finetune_job.rules.rule import Finding
 from finetune_memory.optimizers import FORMS
-from finetune_trainer.preflight.job_inspection import JobInspection
+from finetune_trainer.preflight.checks import JobInspection
 
 BYTES_PER_VALUE = 4
 """Of a trained value and of its optimizer state: float32 at most."""

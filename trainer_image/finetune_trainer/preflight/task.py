@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from finetune_job.catalogue.book import make_finding
-from finetune_job.rules.rule import Finding
+from finetune_job.finding import Finding
 from finetune_trainer.model.load import load_config
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_json
@@ -27,7 +27,7 @@ WITHOUT_HEAD = ("Model", "PreTrainedModel")
 TOKENS = 12
 """Of the text in which causality is measured."""
 TOLERANCE = 1e-4
-"""As in packing.py."""
+"""As LEAK_TOLERANCE of small_model.py."""
 
 
 def check_task(seen: ModelInspection) -> list[Finding]:
@@ -98,13 +98,13 @@ def _wrong_ids(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Fin
 
 
 def causality_finding(model: PreTrainedModel) -> Finding | None:
-    """A finding where what a model says of a token depends on a later one. `model`: a small one with random weights."""
+    """A finding if what a model says of a token depends on a later one. `model`: a small one with random weights."""
     looked_ahead = looks_ahead(model)
     if looked_ahead <= TOLERANCE:
         return None
     reason = (
-        f"is no causal model: its logits change by {looked_ahead:.2g} with tokens that come later (measured on a small model of "
-        "this architecture), so it would learn to copy what it is to predict"
+        f"is not a causal model: its logits change by {looked_ahead:.2g} with tokens that come later (measured on a small model "
+        "of this architecture), so it would learn to copy what it is to predict"
     )
     return _about(type(model).__name__, "model-not-causal", reason, f"{SUPPORTED}; an encoder needs is_decoder: true to be one")
 

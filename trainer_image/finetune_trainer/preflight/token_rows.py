@@ -1,30 +1,34 @@
-"""Tokens that every chat holds and that the base model has never learnt: their rows of the embedding are zeros, or equal.
-
-Base models ship tokens for chats whose rows nobody trained; adapters of other layers cannot tell them apart. Reads the rows of
-these few tokens and no other weight.
+"""Rows of the embedding, token by token: those that every chat needs and the base never learnt, and trained ones that no
+record reads.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune_job.api.data import DataFormat
+import numpy as np
+
+from finetune_job.api.inputs import DataFormat
+from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
-from finetune_job.plan.run_plan import LoraPlan, RunPlan
-from finetune_job.rules.rule import Finding
+from finetune_job.finding import Finding
+from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
 from finetune_job.rules.tokens import EMBEDDINGS, SAVED, TOKENS
 from finetune_trainer.data.chat import PROBE, ChatError, Tokenizer, chat_template, template_source
+from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
 from finetune_trainer.files import open_regular
-from finetune_trainer.inspection.model_structure import ModelStructure
-from finetune_trainer.preflight.job_inspection import JobInspection
-from finetune_trainer.processes.sandbox import EndedError, confined
+from finetune_trainer.inspection.report import ModelStructure
+from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
 from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
 
 log = logging.getLogger(__name__)
+_BLOCK_TOKENS = 1 << 20
+"""Looked at together while trained rows are sought in the data."""
 
 
 def check_token_rows(seen: JobInspection) -> list[Finding]:
@@ -34,8 +38,8 @@ def check_token_rows(seen: JobInspection) -> list[Finding]:
     if plan.data.format is not DataFormat.CHAT:
         return []
     try:
-        return confined(lambda: _untrained(plan, tokenizer, structure, directory))
-    except EndedError as error:
+        return run_sandboxed(lambda: _untrained(plan, tokenizer, structure, directory))
+    except SandboxEndedError as error:
         log.warning("rows of the template's tokens are not looked at: %s", error)
         return []
 
@@ -106,3 +110,59 @@ def _rows(header: TensorHeader, numbers: Sequence[int]) -> dict[int, bytes]:
     length = header.shape[1] * DTYPE_BYTES[header.dtype]
     with open_regular(header.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
         return {number: held[header.offset + number * length : header.offset + (number + 1) * length] for number in numbers}
+
+
+def check_trained_rows(seen: JobInspection) -> list[Finding]:
+    """At most one finding."""
+    plan, padding_row = seen.plan, seen.known_structure.padding_row
+    prepared = seen.known_data.readable_at(seen.context.workspace.prepared)
+    field, written = _trained_rows(plan.method)
+    unread = sorted(set(written) - (_read_tokens(prepared, written) - {padding_row}))
+    if not unread:
+        return []
+    first = unread[0]
+    reason = (
+        f"token {first} is the model's padding (pad_token_id in config.json), whose row torch leaves out"
+        if first == padding_row
+        else f"no training record has token {first} before its last one"
+    )
+    is_all = plan.method.type is MethodType.TRAINABLE_TOKENS and len(unread) == len(set(written))
+    left = [token for token in written if token not in unread]
+    nothing = "; nothing else is trained, so nothing would be learnt" if is_all else ""
+    return [
+        make_finding(
+            "trained-token-unread",
+            severity="error" if is_all else "warning",
+            field=field,
+            value=str(first),
+            message=f"{reason}, and the output head does not share the embedding: this row gets no gradient "
+            f"({len(unread)} such ids){nothing}",
+            fix="name ids of tokens that the records hold, or add records that hold these",
+            changes=None if is_all else {field: left or None},
+        )
+    ]
+
+
+def _trained_rows(method: MethodPlan) -> tuple[str, list[int]]:
+    """The setting and its ids."""
+    if method.adapter is not None:
+        return "spec.method.settings.tokenIndices", list(method.adapter.settings.get("tokenIndices") or ())
+    return "spec.method.lora.trainableTokenIndices", list(method.lora.trainable_token_indices) if method.lora is not None else []
+
+
+def _read_tokens(prepared: Path, wanted: Collection[int]) -> set[int]:
+    """Those of the wanted tokens that some other token of the same record follows: the last one of a record predicts nothing."""
+    ends = map_tables(prepared, TRAIN).document_ends
+    shards = TokenShards(prepared, TRAIN)
+    found: set[int] = set()
+    num_tokens = int(ends[-1]) if len(ends) else 0
+    for start in range(0, num_tokens, _BLOCK_TOKENS):
+        stop = min(start + _BLOCK_TOKENS, num_tokens)
+        tokens = shards.read(start, stop)[0].copy()
+        # Ends are positions behind the last token.
+        inside = ends[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, stop, side="right")]
+        tokens[np.asarray(inside) - 1 - start] = -1
+        found |= set(np.intersect1d(tokens, list(wanted)).tolist())
+        if found.issuperset(wanted):
+            break
+    return found

@@ -3,7 +3,7 @@
 A child that works on a user's file may have been taken over by it. So its parent keeps no more of what it writes than a bound,
 takes it for text that has to be validated, and waits for nothing without a deadline, whatever the child closes or leaves open.
 There are two ways to start one. `fork` takes a hundredth of a second and has all imported that its parent has; `start` runs a
-program, which can import what its parent must not (torch). If a child has several messages (data/workers.py), `Output` and
+program, which can import what its parent must not (torch). If a child has several messages (data/workers.py), `ChildOutput` and
 `Child.wait` are used alone.
 """
 
@@ -28,7 +28,8 @@ from pydantic import TypeAdapter
 from finetune_trainer.processes.start import die_with
 
 ENDING_SECONDS = 60.0
-"""What a child may take to end after it has closed its output. It ends at once, but the memory of many of them has to be freed."""
+"""What a child may take to end after it has closed its output. It ends at once, but the memory of many of them has to be
+freed."""
 _READ_BYTES = 1 << 16
 _NO_END = float("inf")
 
@@ -48,7 +49,7 @@ class Exceeded(StrEnum):
 
 
 @dataclass(frozen=True)
-class End:
+class ChildEnd:
     """How a child ended."""
 
     code: int
@@ -66,8 +67,8 @@ class End:
         return self.exceeded is None and self.code == 0
 
 
-class Output:
-    """What another process writes to a descriptor, taken as it comes. Whoever opened the descriptor closes it."""
+class ChildOutput:
+    """What another process writes to a descriptor, taken as it comes. The one who opened the descriptor closes it."""
 
     def __init__(self, descriptor: int, max_bytes: int) -> None:
         """max_bytes: that may wait here before somebody takes them."""
@@ -108,7 +109,7 @@ class Output:
 class Child:
     """A process that this one has started. As a context it is killed at the end, should it still be there."""
 
-    def __init__(self, pid: int, reap: Callable[[], int], output: Output | None = None) -> None:
+    def __init__(self, pid: int, reap: Callable[[], int], output: ChildOutput | None = None) -> None:
         """reap: waits for its end and returns its exit status. output: what it writes, closed with this; None: not read here."""
         self.pid, self.output = pid, output
         self.code: int | None = None
@@ -134,8 +135,8 @@ class Child:
             self.code = self._reap()
         return self.code
 
-    def look(self, deadline: float) -> End | None:
-        """How it has ended, or is ended here because of a bound; None: it may go on. deadline: on the monotonic clock."""
+    def look(self, deadline: float) -> ChildEnd | None:
+        """How it has ended, or is ended here because of a bound; None: it may continue. deadline: on the monotonic clock."""
         has_ended = self.wait(0) is not None  # before its output is read: then all of it is there
         try:
             if self.output is not None:
@@ -155,10 +156,10 @@ class Child:
         """Until `look` has something to decide, even if the child does nothing."""
         return max(0.0, min(deadline, self._closed + ENDING_SECONDS) - time.monotonic())
 
-    def _end(self, exceeded: Exceeded | None) -> End:
+    def _end(self, exceeded: Exceeded | None) -> ChildEnd:
         code = self.kill()
         answer = b"" if self.output is None else self.output.take()
-        return End(code, answer, exceeded, time.monotonic() - self._started)
+        return ChildEnd(code, answer, exceeded, time.monotonic() - self._started)
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +171,7 @@ class Child:
             os.close(self.output.descriptor)
 
 
-def fork(work: Callable[[], object], output: Output | None = None) -> Child:
+def fork(work: Callable[[], object], output: ChildOutput | None = None) -> Child:
     """A copy of this process that does `work`, dies with this one and runs nothing else of it. output: to which `work` writes.
 
     Exit status 0: the work is done; 1: it raised, and the traceback is on standard error. This process must have no threads whose
@@ -188,7 +189,7 @@ def fork(work: Callable[[], object], output: Output | None = None) -> Child:
         die_with(parent)
         work()
         status = 0
-    except BaseException:  # noqa: BLE001 - nothing of the parent's may run on in the child
+    except BaseException:  # noqa: BLE001 - nothing of the parent's may continue in the child
         traceback.print_exc()
     finally:
         # Nothing of the parent's may run a second time, and threads of libraries must not hold up the end.
@@ -202,7 +203,7 @@ def fork(work: Callable[[], object], output: Output | None = None) -> Child:
 def fork_answering(work: Callable[[], bytes], max_answer_bytes: int) -> Child:
     """As `fork`, for a child whose answer is what `work` returns."""
     reading, writing = os.pipe()
-    child = fork(lambda: _write(writing, work()), Output(reading, max_answer_bytes))
+    child = fork(lambda: _write(writing, work()), ChildOutput(reading, max_answer_bytes))
     os.close(writing)
     return child
 
@@ -215,7 +216,7 @@ def start(
     stdout: int,
     stderr: int | None = None,
     pass_fds: Sequence[int] = (),
-    output: Output | None = None,
+    output: ChildOutput | None = None,
 ) -> Child:
     """A program that reads `given` from its standard input. It has to call `die_with` itself. output: of what it writes."""
     # A file and not a pipe: a child that does not read must not hold up its parent.
@@ -229,12 +230,14 @@ def start(
 def start_answering(command: Sequence[str], environment: Mapping[str, str], given: bytes, max_answer_bytes: int) -> Child:
     """As `start`, for a program that answers on its standard output."""
     reading, writing = os.pipe()
-    child = start(command, environment, given=given, stdout=writing, output=Output(reading, max_answer_bytes))
+    child = start(command, environment, given=given, stdout=writing, output=ChildOutput(reading, max_answer_bytes))
     os.close(writing)
     return child
 
 
-def ends(children: Sequence[Child], deadline: float, look_seconds: float = _NO_END) -> Iterator[tuple[Child, End] | None]:
+def wait_for_ends(
+    children: Sequence[Child], deadline: float, look_seconds: float = _NO_END
+) -> Iterator[tuple[Child, ChildEnd] | None]:
     """Each child as it ends or is ended for a bound, and None at least every `look_seconds`: time to look at other bounds."""
     running = list(children)
     while running:
@@ -248,18 +251,18 @@ def ends(children: Sequence[Child], deadline: float, look_seconds: float = _NO_E
         yield None
 
 
-def answer_of(child: Child, seconds: float) -> End:
+def wait_for_answer(child: Child, seconds: float) -> ChildEnd:
     """How a child ends that has this much time from now on. It is gone afterwards, whatever happens."""
     with child:
-        return next(found[1] for found in ends([child], time.monotonic() + seconds) if found is not None)
+        return next(found[1] for found in wait_for_ends([child], time.monotonic() + seconds) if found is not None)
 
 
-def written(value: Any) -> bytes:
+def encode_answer(value: Any) -> bytes:
     """A value that JSON knows, as a line without its end. Texts that are not valid Unicode, such as names of files, are kept."""
     return json.dumps(value).encode()
 
 
-def parsed(content: bytes, form: TypeAdapter[Form]) -> Form:
+def parse_answer(content: bytes, form: TypeAdapter[Form]) -> Form:
     """The value of this form that JSON holds. Raises ValueError for anything else."""
     try:
         return form.validate_python(json.loads(content))

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from finetune_job.failures import FailureClass
 from finetune_trainer.errors import classify
 from finetune_trainer.files import open_regular
-from finetune_trainer.processes.child import Child, End, ends, fork_answering, parsed, written
+from finetune_trainer.processes.child import Child, ChildEnd, encode_answer, fork_answering, parse_answer, wait_for_ends
 
 ANSWER_BYTES = 4 << 20
 """Of a child. A plan and the list of what is different in it take some tens of KB."""
@@ -36,8 +36,8 @@ class BoundsExceededError(Exception):
 
 
 @dataclass
-class Bounds:
-    """What a rehearsal may take. `deadline`: on the monotonic clock."""
+class ResourceBounds:
+    """What the children of one process may take together. `deadline`: on the monotonic clock."""
 
     deadline: float
     memory_bytes: int
@@ -54,13 +54,13 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildResult:
     """How a child ended."""
 
     code: int
     """Negative: the signal."""
     value: Any = None
-    """What its body returned."""
+    """What its task returned."""
     error: str = ""
     """What it raised: type and message."""
     message: str = ""
@@ -74,7 +74,7 @@ class Ended:
 
     @property
     def problem(self) -> str:
-        """Empty if the body returned."""
+        """Empty if the task returned."""
         if self.code == 0:
             return ""
         if self.error:
@@ -84,7 +84,7 @@ class Ended:
 
 
 class _Answer(BaseModel):
-    """What a child says: the value of its body, or what the body raised."""
+    """What a child says: the value of its task, or what the task raised."""
 
     model_config = ConfigDict(extra="forbid")
     value: Any = None
@@ -97,25 +97,27 @@ class _Answer(BaseModel):
 _ANSWER = TypeAdapter(_Answer)
 
 
-def run_children(bodies: Mapping[str, Callable[[], Any]], scratch: Path, bounds: Bounds, *, together: bool) -> dict[str, Ended]:
-    """Run each body in a child; what they return must be JSON. `together`: when one fails the others are killed.
+def run_children(
+    tasks: Mapping[str, Callable[[], Any]], scratch: Path, bounds: ResourceBounds, *, together: bool
+) -> dict[str, ChildResult]:
+    """Run each task in a child; what they return must be JSON. `together`: when one fails the others are killed.
 
     Raises BoundsExceededError; no child is left on any path.
     """
-    ended: dict[str, Ended] = {}
+    ended: dict[str, ChildResult] = {}
     with ExitStack() as stack:
         children: dict[Child, str] = {}
-        for name, body in bodies.items():
-            children[stack.enter_context(fork_answering(partial(_work, body, _log(scratch, name)), ANSWER_BYTES))] = name
+        for name, task in tasks.items():
+            children[stack.enter_context(fork_answering(partial(_work, task, _log(scratch, name)), ANSWER_BYTES))] = name
         # Time is one of the bounds that are looked at.
-        for found in ends(list(children), float("inf"), LOOK_SECONDS):
+        for found in wait_for_ends(list(children), float("inf"), LOOK_SECONDS):
             if found is None:
                 bounds.look([os.getpid(), *(child.pid for child in children)])
                 continue
             name = children.pop(found[0])
             ended[name] = _ended(found[1], _log(scratch, name))
             if together and ended[name].code != 0:
-                return ended | {other: Ended(-signal.SIGKILL) for other in children.values()}
+                return ended | {other: ChildResult(-signal.SIGKILL) for other in children.values()}
     return ended
 
 
@@ -123,7 +125,7 @@ def _log(scratch: Path, name: str) -> Path:
     return scratch / f"{name}.log"
 
 
-def _work(body: Callable[[], Any], log: Path) -> bytes:
+def _work(task: Callable[[], Any], log: Path) -> bytes:
     """In the child: its answer."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -133,24 +135,28 @@ def _work(body: Callable[[], Any], log: Path) -> bytes:
 
     torch.set_num_threads(1)
     try:
-        return written({"value": body()})
+        return encode_answer({"value": task()})
     except BaseException as error:  # noqa: BLE001 - whatever it was goes to the parent
         traceback.print_exc()
         failure, hint = classify(error)
-        return written({"error": f"{type(error).__name__}: {error}", "message": str(error), "hint": hint, "failure": failure.value})
+        return encode_answer(
+            {"error": f"{type(error).__name__}: {error}", "message": str(error), "hint": hint, "failure": failure.value}
+        )
 
 
-def _ended(end: End, log: Path) -> Ended:
+def _ended(end: ChildEnd, log: Path) -> ChildResult:
     if end.exceeded is not None:
-        return Ended(1, error=f"a process {end.exceeded.value}", log_tail=_tail(log), seconds=end.seconds)
+        return ChildResult(1, error=f"a process {end.exceeded.value}", log_tail=_tail(log), seconds=end.seconds)
     if end.code != 0:
-        return Ended(end.code, log_tail=_tail(log), seconds=end.seconds)
+        return ChildResult(end.code, log_tail=_tail(log), seconds=end.seconds)
     try:
-        answer = parsed(end.answer, _ANSWER)
+        answer = parse_answer(end.answer, _ANSWER)
     except ValueError:
-        return Ended(1, error="a process answered with something else than a result", log_tail=_tail(log), seconds=end.seconds)
+        return ChildResult(
+            1, error="a process answered with something else than a result", log_tail=_tail(log), seconds=end.seconds
+        )
     tail = _tail(log) if answer.error else ""
-    return Ended(1 if answer.error else 0, log_tail=tail, seconds=end.seconds, **dict(answer))
+    return ChildResult(1 if answer.error else 0, log_tail=tail, seconds=end.seconds, **dict(answer))
 
 
 def _tail(log: Path) -> str:

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from finetune_job.rules.rule import Finding
-from finetune_trainer.processes.child import End, Exceeded, answer_of, fork_answering, parsed, written
+from finetune_job.finding import Finding
+from finetune_trainer.processes.child import ChildEnd, Exceeded, encode_answer, fork_answering, parse_answer, wait_for_answer
 
 CPU_SECONDS = 300
 """Of a call. The slowest honest one, converting an old sentencepiece vocabulary of 256,000 pieces, takes about a minute."""
 WALL_SECONDS = 1800.0
 """On a machine that gives a process a sixth of a CPU."""
 DATA_BYTES = 4 << 30
-"""Memory that a call may take beside what is held already. The largest honest tokenizers take less than 1 GiB."""
+"""Memory that a call may take besides what is held already. The largest honest tokenizers take less than 1 GiB."""
 ANSWER_BYTES = 4 << 20
 """Of all findings together. The longest honest ones show a setting that a manifest holds, some tens of KB."""
 _SECONDS_TO_DIE = 5
@@ -30,19 +30,19 @@ _SECONDS_TO_DIE = 5
 _FINDINGS = TypeAdapter(list[Finding])
 
 
-class EndedError(Exception):
+class SandboxEndedError(Exception):
     """The process was ended by its bounds, or by the library itself. The message says which."""
 
 
-def confined(work: Callable[[], list[Finding]]) -> list[Finding]:
-    """What `work` finds; it changes nothing in this process. Raises EndedError."""
-    end = answer_of(fork_answering(lambda: _work(work), ANSWER_BYTES), WALL_SECONDS)
+def run_sandboxed(work: Callable[[], list[Finding]]) -> list[Finding]:
+    """What `work` finds; it changes nothing in this process. Raises SandboxEndedError."""
+    end = wait_for_answer(fork_answering(lambda: _work(work), ANSWER_BYTES), WALL_SECONDS)
     if not end.has_answered:
-        raise EndedError(how_it_ended(end))
+        raise SandboxEndedError(how_it_ended(end))
     try:
-        return parsed(end.answer, _FINDINGS)
+        return parse_answer(end.answer, _FINDINGS)
     except ValueError as error:
-        raise EndedError("ends with an answer that is not a list of findings") from error
+        raise SandboxEndedError("ends with an answer that is not a list of findings") from error
 
 
 def limit_this_process() -> None:
@@ -62,7 +62,7 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def how_it_ended(end: End) -> str:
+def how_it_ended(end: ChildEnd) -> str:
     """In words, as what the work in the process does."""
     if end.exceeded is Exceeded.TIME:
         return f"does not end within {WALL_SECONDS:.0f} s"
@@ -77,7 +77,7 @@ def how_it_ended(end: End) -> str:
 
 def _work(work: Callable[[], list[Finding]]) -> bytes:
     limit_this_process()
-    return written(_FINDINGS.dump_python(work(), mode="json"))
+    return encode_answer(_FINDINGS.dump_python(work(), mode="json"))
 
 
 def _data_bytes() -> int:

@@ -1,5 +1,7 @@
-"""How processes of the trainer begin and end: with their parent, without torch where they can, and without the work that Python's
-garbage collector and the end of its interpreter put into a million objects of libraries.
+"""How processes of the trainer begin and end.
+
+They end with their parent, do without torch if they can, and skip the work that Python's garbage collector and the end of its
+interpreter put into a million objects of libraries.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ def preload(*modules: str) -> None:
 def end(code: int) -> NoReturn:
     """End this process at once, with its output written.
 
-    An interpreter that ends takes every module apart, two seconds of CPU after torch; and threads of collective libraries can keep
-    a failed one from ending. What has to happen at the end is in the caller's context managers, not in `atexit`.
+    An interpreter that ends takes every module apart, two seconds of CPU after torch; and threads of collective libraries can
+    keep a failed one from ending. What has to happen at the end is in the caller's context managers, not in `atexit`.
     """
     logging.shutdown()
     sys.stdout.flush()

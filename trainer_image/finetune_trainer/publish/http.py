@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import httpx2
 
-from finetune_trainer.network.errors import StoppedError, TransientError
-from finetune_trainer.network.retry_after import asked_pause_seconds
-from finetune_trainer.network.statuses import PASSING
+from finetune_trainer.network.http_status import RETRYABLE, parse_retry_after
+from finetune_trainer.network.retry import StoppedError, TransientError
 
 SILENCE_SECONDS = 60.0
 """Longest time without a byte before a request counts as failed."""
@@ -22,7 +21,7 @@ _PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpResponse:
     """A whole answer."""
 
     status: int
@@ -36,14 +35,14 @@ class Answer:
         return httpx2.codes.is_success(self.status)
 
     @property
-    def passing_failure(self) -> TransientError | None:
+    def transient_failure(self) -> TransientError | None:
         """What to wait for; None where the answer is final."""
-        if self.status not in PASSING:
+        if self.status not in RETRYABLE:
             return None
-        return TransientError(f"HTTP status {self.status}", asked_pause_seconds(self.headers.get("Retry-After")))
+        return TransientError(f"HTTP status {self.status}", parse_retry_after(self.headers.get("Retry-After")))
 
 
-class Wire:
+class HttpClient:
     """Sends single requests, from several threads. Follows no redirect and sends no header that it was not given."""
 
     def __init__(self, stop: threading.Event) -> None:
@@ -58,13 +57,13 @@ class Wire:
         """Close all connections."""
         self._client.close()
 
-    def send(self, method: str, url: str, headers: dict[str, str], body: bytes | None = None) -> Answer:
+    def send(self, method: str, url: str, headers: dict[str, str], body: bytes | None = None) -> HttpResponse:
         """One request and its answer, whatever that says. Raises TransientError where none came, and StoppedError."""
         if body is None:
             return self.stream(method, url, headers, None, 0)
         return self.stream(method, url, headers, (body,), len(body))
 
-    def stream(self, method: str, url: str, headers: dict[str, str], body: Iterable[bytes] | None, length: int) -> Answer:
+    def stream(self, method: str, url: str, headers: dict[str, str], body: Iterable[bytes] | None, length: int) -> HttpResponse:
         """The same with a body of several parts, together `length` bytes."""
         if self._stop.is_set():
             raise StoppedError
@@ -72,7 +71,7 @@ class Wire:
         lengths = {} if body is None else {"Content-Length": str(length)}
         try:
             with self._client.stream(method, url, headers=headers | lengths, content=content) as response:
-                return Answer(response.status_code, response.headers, _bounded(response), url)
+                return HttpResponse(response.status_code, response.headers, _bounded(response), url)
         except httpx2.ConnectError as error:
             # Says which address or certificate is wrong, and came before anything was sent.
             raise TransientError(f"no connection ({error})") from None

@@ -1,10 +1,10 @@
 """`hf://` destinations: large files first, then one commit that makes all of them visible at once.
 
-What the Hub has already is not sent again, so a publication that was killed goes on where it was. Files travel by the large file
-storage protocol, not by Xet: that is a second stack of libraries with its own proxies, caches, buffers and log lines, none of which
-this image bounds or tests, and its gain, sending only the changed parts of a file, is nothing to weights that are all new.
+What the Hub has already is not sent again, so a publication that was killed continues where it was. Files travel by the large
+file storage protocol, not by Xet: that is a second stack of libraries with own proxies, caches, buffers and log lines, none of
+which this image bounds or tests, and its gain, sending only the changed parts of a file, is nothing to weights that are all new.
 
-Importing this module imports huggingface_hub, which reads its settings from the environment then (network/online.py).
+Importing this module imports huggingface_hub, which reads its settings from the environment then (network/environment.py).
 """
 
 from __future__ import annotations
@@ -29,15 +29,12 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from finetune_job.api.base import HubPath
 from finetune_trainer.errors import CheckpointError, DestinationRefusedError, DestinationUnavailableError
-from finetune_trainer.network.errors import StoppedError
-from finetune_trainer.network.hub_answers import SILENCE_SECONDS, answered, passing_failure, shown_saying
-from finetune_trainer.network.retry import Patience, retried
-from finetune_trainer.network.statuses import ABSENT, DENIED
-from finetune_trainer.publish.destination import Publication
-from finetune_trainer.publish.errors import DESTINATION_FIELD, denied, given_up
-from finetune_trainer.publish.hub_changes import Changes, ForeignModelError, StoredFile, changes_for, is_stored
-from finetune_trainer.release.files import Release, ReleaseFile
-from finetune_trainer.release.places import CHECKSUMS
+from finetune_trainer.network.http_status import ABSENT, DENIED
+from finetune_trainer.network.hub_answers import SILENCE_SECONDS, call_hub, redacted_message, transient_failure
+from finetune_trainer.network.retry import RetryPolicy, StoppedError, with_retries
+from finetune_trainer.publish.destination import DESTINATION_FIELD, Publication, access_denied, destination_unavailable
+from finetune_trainer.publish.hub_changes import CommitChanges, ForeignModelError, StoredFile, changes_for, is_stored
+from finetune_trainer.release.files import CHECKSUMS, Release, ReleaseFile
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,8 +42,8 @@ T = TypeVar("T")
 SECRET_HOLDS = "a write token under `token`; on your own machine: HF_TOKEN"  # noqa: S105 - words for people
 UPLOADS = 4
 """Files sent at a time; each holds a few megabytes in memory."""
-TRIES = 4
-"""How often a commit is made anew because somebody else's came in between."""
+COMMIT_ATTEMPTS = 4
+"""How often a commit is made again because somebody else's came in between."""
 _CONFLICT = frozenset({409, 412})
 
 constants.HF_HUB_DISABLE_XET = True
@@ -70,12 +67,14 @@ class HubDestination:
         token: str | None,
         endpoint: str | None,
         private: bool,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        """`private`: whether a repository that has to be made is. `endpoint`: None for the library's own. `stop`: gives all up."""
+        """`private`: whether a repository that has to be made is. `endpoint`: None for the library's own. `stop`: gives all
+        up.
+        """
         self._repository, self._token, self._private = place.repository, token, private
-        self._patience = patience or Patience()
+        self._patience = patience or RetryPolicy()
         # False: no token at all, rather than one that a login has left in the home directory.
         self._api = HfApi(endpoint=endpoint, token=token or False)
         self._shown = f"{DESTINATION_FIELD}: model {place.repository} on the Hub"
@@ -83,22 +82,22 @@ class HubDestination:
         disable_progress_bars()
 
     def publish(self, release: Release) -> Publication:
-        """See Destination. After a commit of somebody else in between, what has to change is found out anew.
+        """See Destination. After a commit of somebody else in between, what has to change is found out again.
 
         Raises StoppedError as well.
         """
-        self._asked("making the repository", self._make_repository)
+        self._with_retries("making the repository", self._make_repository)
         bytes_sent = 0
-        for _ in range(TRIES):
-            head, changes = self._asked("looking at what is there", lambda: self._missing(release))
+        for _ in range(COMMIT_ATTEMPTS):
+            head, changes = self._with_retries("looking at what is there", lambda: self._missing(release))
             if not changes.added and not changes.deleted:
                 return self._publication(head, bytes_sent)
             sent = self._upload(changes.added)
             bytes_sent += sum(file.bytes_sent for file in sent)
             additions = [file.addition for file in sent]
-            commit = self._asked("the commit", lambda: self._commit(release, head, additions, changes.deleted))  # noqa: B023
+            commit = self._with_retries("the commit", lambda: self._commit(release, head, additions, changes.deleted))  # noqa: B023
             if commit is not None:
-                stored = self._asked("looking at the commit", lambda: self._checked(release, commit))  # noqa: B023
+                stored = self._with_retries("looking at the commit", lambda: self._checked(release, commit))  # noqa: B023
                 bytes_sent += sum(file.size for file in changes.added if stored[file.name].sha256 is None)
                 return self._publication(commit, bytes_sent)
             log.info("%s: somebody else has committed in between", self._shown)
@@ -112,18 +111,21 @@ class HubDestination:
     def _make_repository(self) -> None:
         self._api.create_repo(self._repository, private=self._private, exist_ok=True)
 
-    def _missing(self, release: Release) -> tuple[str, Changes]:
+    def _missing(self, release: Release) -> tuple[str, CommitChanges]:
         """Newest commit, and what it lacks."""
         head = self._api.repo_info(self._repository).sha
         if head is None:
-            raise DestinationUnavailableError(f"{self._shown}: no commit is named", "check the profile's spec.publish.hubEndpoint")
+            raise DestinationUnavailableError(
+                f"{self._shown}: no commit is named", "check the profile's spec.publish.hubEndpoint"
+            )
         stored = self._stored(head)
         older = self._checksums(head) if any(file.path == CHECKSUMS for file in stored) else None
         try:
             return head, changes_for(release, stored, older)
         except ForeignModelError as error:
             raise DestinationRefusedError(
-                f"{self._shown}: {error}, which no run of this operator put there, and which loaders would mix with the new model",
+                f"{self._shown}: {error}, which no run of this operator put there, and which loaders would mix with the new "
+                "model",
                 f"name another repository in {DESTINATION_FIELD}, or delete these files",
             ) from None
 
@@ -170,7 +172,7 @@ class HubDestination:
                 reader.seek(0)
                 self._api.preupload_lfs_files(self._repository, [addition], num_threads=1, free_memory=False)
 
-            self._asked(f"sending {file.name}", send)
+            self._with_retries(f"sending {file.name}", send)
             bytes_sent = reader.bytes_read
         # What was not large enough for the storage is read again for the commit, which holds it whole.
         addition.path_or_fileobj = str(file.local)
@@ -205,30 +207,30 @@ class HubDestination:
             )
         return stored
 
-    def _asked(self, what: str, operation: Callable[[], T]) -> T:
+    def _with_retries(self, what: str, operation: Callable[[], T]) -> T:
         def once() -> T:
             # Each time, because the library makes a new session after a failure.
             get_session().timeout = httpx2.Timeout(SILENCE_SECONDS)
             try:
-                return answered(operation)
+                return call_hub(operation)
             except HfHubHTTPError as error:
                 raise self._failure(what, error) from None
             except ValueError as error:
                 raise DestinationRefusedError(
-                    f"{self._shown}: {what}{shown_saying(str(error))}", "see what the Hub says; its storage may be full"
+                    f"{self._shown}: {what}{redacted_message(str(error))}", "see what the Hub says; its storage may be full"
                 ) from None
 
-        return retried(f"{self._shown}: {what}", self._patience, self._stop, given_up, once)
+        return with_retries(f"{self._shown}: {what}", self._patience, self._stop, destination_unavailable, once)
 
     def _failure(self, what: str, error: HfHubHTTPError) -> Exception:
         status = error.response.status_code
-        passing = passing_failure(error.response, self._api.endpoint)
+        passing = transient_failure(error.response, self._api.endpoint)
         if passing is not None:
             return passing
-        said = f" (HTTP status {status}){shown_saying(error.server_message)}"
+        said = f" (HTTP status {status}){redacted_message(error.server_message)}"
         if status in DENIED | ABSENT:
             # A private repository is hidden in the same words as one that does not exist.
-            return denied(f"{self._shown}: {what}", said, signed=self._token is not None, secret_holds=SECRET_HOLDS)
+            return access_denied(f"{self._shown}: {what}", said, signed=self._token is not None, secret_holds=SECRET_HOLDS)
         return DestinationRefusedError(
             f"{self._shown}: {what} is refused{said}", f"see what the Hub says, and check {DESTINATION_FIELD}"
         )

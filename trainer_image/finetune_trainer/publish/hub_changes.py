@@ -1,7 +1,7 @@
 """What a commit to a repository on the Hub has to change, and what speaks against it.
 
 The repository may hold an older release of ours, which the new one replaces whole: a shard that stays behind might be loaded with
-shards of another model. Nothing else that loaders would take for a model is ever deleted or left beside ours: it is refused.
+shards of another model. Nothing else that loaders would take for a model is ever deleted or left next to ours: it is refused.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from finetune_trainer.release.build import parse_checksums
-from finetune_trainer.release.files import Release, ReleaseFile
-from finetune_trainer.release.places import CHECKSUMS, PROVENANCE
+from finetune_trainer.release.checksums import parse_checksums
+from finetune_trainer.release.files import CHECKSUMS, PROVENANCE, Release, ReleaseFile
 
 _LOADABLE_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".pkl", ".index.json"}
@@ -23,7 +22,7 @@ _LOADABLE_NAMES = frozenset({"config.json", "adapter_config.json", "generation_c
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the repository as it stands."""
+    """A file of the repository as it is."""
 
     path: str
     size: int
@@ -33,7 +32,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class Changes:
+class CommitChanges:
     """What one commit does. Nothing: the repository holds the release already."""
 
     added: tuple[ReleaseFile, ...]
@@ -45,7 +44,7 @@ class ForeignModelError(Exception):
     """The repository holds parts of a model that this run has not put there. The message names the first of them."""
 
 
-def changes_for(release: Release, stored: Iterable[StoredFile], older_checksums: str | None) -> Changes:
+def changes_for(release: Release, stored: Iterable[StoredFile], older_checksums: str | None) -> CommitChanges:
     """What is missing and what has to go. `older_checksums`: content of the repository's SHA256SUMS. Raises ForeignModelError."""
     standing = {file.path: file for file in stored}
     files = (*release.files, release.manifest)
@@ -54,11 +53,13 @@ def changes_for(release: Release, stored: Iterable[StoredFile], older_checksums:
     foreign = sorted(path for path in standing if path not in older and is_loadable(path) and path not in names)
     if not older:
         # Without a release of ours, files of our names are another model's too.
-        foreign += sorted(path for path in standing if path in names and is_loadable(path) and not _is_same(standing[path], files))
+        foreign += sorted(
+            path for path in standing if path in names and is_loadable(path) and not _is_same(standing[path], files)
+        )
     if foreign:
         raise ForeignModelError(f"it holds {foreign[0]}{f' and {len(foreign) - 1} more files' if len(foreign) > 1 else ''}")
     added = tuple(file for file in files if not is_stored(file, standing.get(file.name)))
-    return Changes(added, tuple(sorted(path for path in older if path not in names)))
+    return CommitChanges(added, tuple(sorted(path for path in older if path not in names)))
 
 
 def is_loadable(path: str) -> bool:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from finetune_trainer.fetch.selection import CODE_SUFFIX
+from finetune_trainer.fetch.source import CODE_SUFFIX
 from finetune_trainer.licence_files import LICENCE_NAMES
-from finetune_trainer.release.files import Release, ReleaseFile
-from finetune_trainer.release.places import BESIDE, CHECKSUMS, WEIGHT_SUFFIX
+from finetune_trainer.release.files import BESIDE, CHECKSUMS, WEIGHT_SUFFIX, Release, ReleaseFile
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
@@ -33,7 +32,7 @@ _DOCS = frozenset({*BESIDE, CHECKSUMS})
 
 
 @dataclass(frozen=True)
-class Artifact:
+class ModelPackArtifact:
     """What is pushed besides the files."""
 
     config: bytes
@@ -62,7 +61,7 @@ def media_type(name: str) -> str:
     return WEIGHT_CONFIG_TYPE
 
 
-def artifact_of(release: Release) -> Artifact:
+def build_artifact(release: Release) -> ModelPackArtifact:
     """Configuration and manifest; SHA256SUMS is the last layer."""
     files = (*release.files, release.manifest)
     name = release.facts.get("job", "").rpartition("/")[2]
@@ -81,7 +80,7 @@ def artifact_of(release: Release) -> Artifact:
         "layers": [_layer(file) for file in files],
         "annotations": {f"{FACT_PREFIX}{name}": value for name, value in release.facts.items()},
     }
-    return Artifact(config, _json(manifest))
+    return ModelPackArtifact(config, _json(manifest))
 
 
 def _layer(file: ReleaseFile) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """`oci://` destinations: every file a blob, then the manifest under its digest, then the tag.
 
-A reader of the tag sees what was there before or the whole release: the registry takes a manifest only once it has every blob, and
-the tag is written last of all. The tag `latest`, which a destination without a tag means, moves from release to release, as it does
-for container images; what it named before stays under the digest in the status of the job that wrote it until the registry cleans
-up what no tag names. Any other tag is a name that somebody chose for one result: if it names other content already, nothing is sent
-and the publication is refused.
+A reader of the tag sees what was there before or the whole release: the registry takes a manifest only once it has every blob,
+and the tag is written last of all. The tag `latest`, which a destination without a tag means, moves from release to release, as
+it does for container images; what it named before stays under the digest in the status of the job that wrote it until the
+registry cleans up what no tag names. Any other tag is a name that somebody chose for one result: if it names other content
+already, nothing is sent and the publication is refused.
 
-Blobs that the registry has are not sent again, and an upload that was broken off goes on at the byte that the registry says it has.
-Registries built on distribution 2.x know a broken upload no more when the break came within a chunk; then the blob begins anew.
+Blobs that the registry has are not sent again, and an upload that was broken off continues at the byte that the registry says it
+has. Registries built on distribution 2.x know a broken upload no more when the break came within a chunk; then the blob begins
+again.
 """
 
 from __future__ import annotations
@@ -22,16 +23,13 @@ from typing import TypeVar
 from finetune_job.api.base import DEFAULT_TAG, RegistryPath
 from finetune_trainer.credentials import RegistryLogin
 from finetune_trainer.errors import DestinationRefusedError
-from finetune_trainer.network.errors import StoppedError, TransientError
-from finetune_trainer.network.retry import Attempts, Patience, retried
-from finetune_trainer.network.statuses import NOT_FOUND
-from finetune_trainer.publish.destination import Publication
-from finetune_trainer.publish.errors import DESTINATION_FIELD, given_up
-from finetune_trainer.publish.http import Answer, Wire
-from finetune_trainer.publish.journal import Journal
-from finetune_trainer.publish.model_pack import MANIFEST_TYPE, artifact_of, digest_of
-from finetune_trainer.publish.reading import ProvenReader
+from finetune_trainer.network.http_status import NOT_FOUND
+from finetune_trainer.network.retry import Retries, RetryPolicy, StoppedError, TransientError, with_retries
+from finetune_trainer.publish.destination import DESTINATION_FIELD, Publication, destination_unavailable
+from finetune_trainer.publish.http import HttpClient, HttpResponse
+from finetune_trainer.publish.model_pack import MANIFEST_TYPE, build_artifact, digest_of
 from finetune_trainer.publish.registry import Registry
+from finetune_trainer.publish.resumable import UploadJournal, VerifyingReader
 from finetune_trainer.release.files import Release, ReleaseFile
 
 log = logging.getLogger(__name__)
@@ -50,13 +48,13 @@ _ANY_MANIFEST = (
 
 
 class _UploadGoneError(Exception):
-    """The registry does not go on with this upload."""
+    """The registry does not continue this upload."""
 
 
 class _Progress:
-    """Failures in a row of one blob; what was sent before and has to be sent again is no progress."""
+    """Failures in a row of one blob; what was sent before and has to be sent again is not progress."""
 
-    def __init__(self, attempts: Attempts) -> None:
+    def __init__(self, attempts: Retries) -> None:
         self.attempts, self._furthest = attempts, 0
 
     def reached(self, offset: int) -> None:
@@ -73,15 +71,15 @@ class RegistryDestination:
         self,
         place: RegistryPath,
         login: RegistryLogin | None,
-        journal: Journal,
+        journal: UploadJournal,
         stop: threading.Event,
         *,
         plain_http: bool,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
     ) -> None:
         self._place, self._journal, self._stop = place, journal, stop
-        self._patience = patience or Patience()
-        self._wire = Wire(stop)
+        self._patience = patience or RetryPolicy()
+        self._wire = HttpClient(stop)
         self._registry = Registry(self._wire, place, login, plain_http=plain_http)
         self._address = f"oci://{place.registry}/{place.repository}"
 
@@ -93,23 +91,25 @@ class RegistryDestination:
             self._wire.close()
 
     def _publish(self, release: Release) -> Publication:
-        artifact = artifact_of(release)
+        artifact = build_artifact(release)
         if not self._is_tagged(artifact.digest):
             blobs = {file.sha256: file for file in (*release.files, release.manifest)}
-            self._bring_all(list(blobs.values()))
-            self._bring_content(artifact.config)
+            self._upload_blobs(list(blobs.values()))
+            self._upload_content(artifact.config)
             self._put_manifest(artifact.digest, artifact.manifest)
             # Somebody else may have taken the tag meanwhile.
             if not self._is_tagged(artifact.digest):
                 self._put_manifest(self._place.tag, artifact.manifest)
         self._journal.forget()
         return Publication(
-            address=f"{self._address}:{self._place.tag}@{artifact.digest}", digest=artifact.digest, bytes_sent=self._wire.bytes_sent
+            address=f"{self._address}:{self._place.tag}@{artifact.digest}",
+            digest=artifact.digest,
+            bytes_sent=self._wire.bytes_sent,
         )
 
     def _is_tagged(self, digest: str) -> bool:
         """Whether the tag names this content. Raises DestinationRefusedError where it names other content and must not move."""
-        found = self._asked("looking at the tag", self._tagged)
+        found = self._with_retries("looking at the tag", self._tagged)
         if found is None or found == digest:
             return found == digest
         if self._place.tag != DEFAULT_TAG:
@@ -135,48 +135,50 @@ class RegistryDestination:
     def _put_manifest(self, reference: str, manifest: bytes) -> None:
         what, url = f"writing manifest {reference}", self._registry.url(f"manifests/{reference}")
         headers = {"Content-Type": MANIFEST_TYPE}
-        self._asked(what, lambda: self._registry.check(self._registry.send("PUT", url, headers, manifest, what=what), what))
+        self._with_retries(
+            what, lambda: self._registry.check(self._registry.send("PUT", url, headers, manifest, what=what), what)
+        )
 
-    def _bring_all(self, files: list[ReleaseFile]) -> None:
+    def _upload_blobs(self, files: list[ReleaseFile]) -> None:
         with ThreadPoolExecutor(BLOBS_AT_ONCE, thread_name_prefix="blob") as pool:
-            running = [pool.submit(self._bring, file) for file in files]
+            running = [pool.submit(self._upload_blob, file) for file in files]
             try:
                 done, _ = wait(running, return_when=FIRST_EXCEPTION)
                 failures = [error for future in done if (error := future.exception()) is not None]
                 if failures:
                     raise next((error for error in failures if not isinstance(error, StoppedError)), failures[0])
             except BaseException:
-                # The other uploads go on later, from the journal.
+                # The other uploads continue later, from the journal.
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
     def _has(self, digest: str) -> bool:
         what = f"looking at blob {digest}"
-        answer = self._asked(what, lambda: self._registry.send("HEAD", self._registry.url(f"blobs/{digest}"), what=what))
+        answer = self._with_retries(what, lambda: self._registry.send("HEAD", self._registry.url(f"blobs/{digest}"), what=what))
         return answer.status != NOT_FOUND and self._registry.check(answer, what).succeeded
 
-    def _bring_content(self, content: bytes) -> None:
+    def _upload_content(self, content: bytes) -> None:
         digest = digest_of(content)
         if not self._has(digest):
-            self._asked(f"writing blob {digest}", lambda: self._put_whole(digest, lambda: iter((content,)), len(content)))
+            self._with_retries(f"writing blob {digest}", lambda: self._put_whole(digest, lambda: iter((content,)), len(content)))
 
-    def _bring(self, file: ReleaseFile) -> None:
+    def _upload_blob(self, file: ReleaseFile) -> None:
         digest = f"sha256:{file.sha256}"
-        progress = _Progress(Attempts(f"{self._address}: {file.name}", self._patience, self._stop, given_up))
+        progress = _Progress(Retries(f"{self._address}: {file.name}", self._patience, self._stop, destination_unavailable))
         takes_chunks = True
         while not self._has(digest):
             is_new = self._journal.recall(digest) is None
             try:
                 if takes_chunks and file.size:
-                    self._upload(file, digest, progress)
+                    self._upload_in_chunks(file, digest, progress)
                 else:
                     self._put_whole(digest, lambda: _proven_parts(file), file.size)
                 break
             except _UploadGoneError:
                 takes_chunks = not is_new
                 self._journal.remember(digest, "")
-                progress.attempts.failed(TransientError("the registry does not go on with the upload"))
+                progress.attempts.failed(TransientError("the registry does not continue the upload"))
             except TransientError as error:
                 progress.attempts.failed(error)
         log.info("%s: %s is there, %d bytes", self._address, file.name, file.size)
@@ -188,11 +190,11 @@ class RegistryDestination:
         answer = self._registry.send("PUT", _with_digest(location, digest), headers, (parts, length), what=what)
         self._registry.check(answer, what)
 
-    def _begin(self, what: str) -> Answer:
+    def _begin(self, what: str) -> HttpResponse:
         answer = self._registry.send("POST", self._registry.url("blobs/uploads/"), what=what)
         return self._registry.check(answer, what)
 
-    def _upload(self, file: ReleaseFile, digest: str, progress: _Progress) -> None:
+    def _upload_in_chunks(self, file: ReleaseFile, digest: str, progress: _Progress) -> None:
         """In chunks, each remembered. Raises _UploadGoneError, TransientError."""
         what, headers = f"writing blob {digest}", {"Content-Type": "application/octet-stream"}
         location, offset, chunk_bytes = self._journal.recall(digest), 0, CHUNK_BYTES
@@ -204,7 +206,7 @@ class RegistryDestination:
             chunk_bytes = max(chunk_bytes, int(answer.headers.get("OCI-Chunk-Min-Length", "0")))
         if offset > file.size:
             raise _UploadGoneError
-        with ProvenReader(file) as reader:
+        with VerifyingReader(file) as reader:
             reader.skip_to(offset)
             while reader.offset < file.size:
                 start = reader.offset
@@ -226,17 +228,17 @@ class RegistryDestination:
         self._registry.check(answer, what)
 
     def _reached(self, location: str, what: str) -> tuple[int, str]:
-        """Bytes that the registry has of an upload that was broken off, and where it goes on. Raises _UploadGoneError."""
+        """Bytes that the registry has of an upload that was broken off, and where it continues. Raises _UploadGoneError."""
         answer = self._registry.send("GET", location, what=what)
         if not answer.succeeded:
             raise _UploadGoneError
         return _received(answer, 0), self._registry.location(answer) if "Location" in answer.headers else location
 
-    def _asked(self, what: str, operation: Callable[[], T]) -> T:
-        return retried(f"{self._address}: {what}", self._patience, self._stop, given_up, operation)
+    def _with_retries(self, what: str, operation: Callable[[], T]) -> T:
+        return with_retries(f"{self._address}: {what}", self._patience, self._stop, destination_unavailable, operation)
 
 
-def _received(answer: Answer, default: int) -> int:
+def _received(answer: HttpResponse, default: int) -> int:
     """Bytes that the registry says it has: the header names the last one, and 0-0 may mean none."""
     found = _RANGE.fullmatch(answer.headers.get("Range", ""))
     if found is None:
@@ -250,7 +252,7 @@ def _with_digest(location: str, digest: str) -> str:
 
 
 def _proven_parts(file: ReleaseFile) -> Iterator[bytes]:
-    with ProvenReader(file) as reader:
+    with VerifyingReader(file) as reader:
         while reader.offset < file.size:
             part = reader.read(_READ_BYTES)
             if reader.offset == file.size:

@@ -1,23 +1,26 @@
-"""Requests to a registry for one repository: logged in as it asks, sent on where it says, its refusals in words.
+"""Requests to a registry for one repository: logged in as it asks, redirected as it says, its refusals in words.
 
-Source: https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md.
+Source: https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md; RFC 7617 (Basic), RFC 6750 (Bearer), and the
+token protocol of https://distribution.github.io/distribution/spec/auth/token/ and .../oauth/, which registries and `docker login`
+speak.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import threading
 from collections.abc import Callable, Iterable
-from urllib.parse import urljoin, urlsplit
+from dataclasses import dataclass
+from urllib.parse import urlencode, urljoin, urlsplit
 
 from finetune_job.api.base import RegistryPath
 from finetune_trainer.credentials import DOCKER_HUB, RegistryLogin
 from finetune_trainer.errors import DestinationRefusedError
-from finetune_trainer.network.statuses import DENIED, FULL, NOT_FOUND, UNAUTHORIZED
-from finetune_trainer.publish.errors import DESTINATION_FIELD, denied, full, not_found
-from finetune_trainer.publish.http import Answer, Wire
-from finetune_trainer.publish.registry_login import basic_authorization, bearer_authorization, challenges_of
+from finetune_trainer.network.http_status import DENIED, FULL, NOT_FOUND, UNAUTHORIZED
+from finetune_trainer.publish.destination import DESTINATION_FIELD, access_denied, out_of_space, target_not_found
+from finetune_trainer.publish.http import HttpClient, HttpResponse
 
 Body = tuple[Callable[[], Iterable[bytes]], int]
 """Makes the parts of a body, again for each time that it is sent, and their length in bytes."""
@@ -25,12 +28,15 @@ _DOCKER_HUB_ADDRESS = "registry-1.docker.io"
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 5
 _CODE = re.compile(r"[A-Z_]{1,64}")
+CLIENT = "finetune-operator"
+_SCHEME = re.compile(r"(Basic|Bearer)\b", re.IGNORECASE)
+_PARAMETER = re.compile(r'([a-zA-Z_]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]+))')
 
 
 class Registry:
     """One repository. Methods raise TransientError where trying again may help, else DestinationRefusedError."""
 
-    def __init__(self, wire: Wire, place: RegistryPath, login: RegistryLogin | None, *, plain_http: bool) -> None:
+    def __init__(self, wire: HttpClient, place: RegistryPath, login: RegistryLogin | None, *, plain_http: bool) -> None:
         """`plain_http`: whether the registry is spoken to without TLS."""
         self._wire, self._login, self._plain_http = wire, login, plain_http
         is_docker_hub = place.registry == DOCKER_HUB
@@ -46,49 +52,49 @@ class Registry:
 
     def send(
         self, method: str, url: str, headers: dict[str, str] | None = None, body: bytes | Body | None = None, *, what: str
-    ) -> Answer:
-        """An answer that is no refusal to let us in and no passing failure; the caller judges its status."""
+    ) -> HttpResponse:
+        """An answer that is neither a refused login nor a transient failure; the caller judges its status."""
         used = self._authorization
         answer = self._follow(method, url, headers or {}, body, used)
         if answer.status == UNAUTHORIZED and self._log_in(answer.headers.get("WWW-Authenticate", ""), used):
             answer = self._follow(method, url, headers or {}, body, self._authorization)
         if answer.status in DENIED:
             holds = "a login for this registry, of type kubernetes.io/dockerconfigjson, on your own machine from `docker login`"
-            raise denied(self.shown, _said(answer, what), signed=self._login is not None, secret_holds=holds)
+            raise access_denied(self.shown, _status_text(answer, what), signed=self._login is not None, secret_holds=holds)
         if answer.status in FULL:
-            raise full(self.shown, _said(answer, what))
-        if answer.passing_failure is not None:
-            raise answer.passing_failure
+            raise out_of_space(self.shown, _status_text(answer, what))
+        if answer.transient_failure is not None:
+            raise answer.transient_failure
         return answer
 
-    def check(self, answer: Answer, what: str) -> Answer:
-        """Raise where the request failed."""
+    def check(self, answer: HttpResponse, what: str) -> HttpResponse:
+        """The answer; raises if the request failed."""
         if answer.succeeded:
             return answer
         if answer.status == NOT_FOUND:
-            raise not_found(self.shown, _said(answer, what), "repository")
+            raise target_not_found(self.shown, _status_text(answer, what), "repository")
         raise DestinationRefusedError(
-            f"{self.shown}: the registry refuses the request{_said(answer, what)}",
+            f"{self.shown}: the registry refuses the request{_status_text(answer, what)}",
             "see whether the registry takes OCI artifacts, and check the address in spec.output.destination",
         )
 
-    def location(self, answer: Answer) -> str:
-        """Where an upload goes on."""
+    def location(self, answer: HttpResponse) -> str:
+        """Where an upload continues."""
         return self._secure(urljoin(answer.url, answer.headers.get("Location", "")))
 
     def _secure(self, url: str) -> str:
         if not self._plain_http and urlsplit(url).scheme != "https":
             raise DestinationRefusedError(
-                f"{self.shown}: sends us on to an address without TLS", "have the registry's administrator mend it"
+                f"{self.shown}: redirects to an address without TLS", "have the registry's administrator fix it"
             )
         return url
 
     def _follow(
         self, method: str, url: str, headers: dict[str, str], body: bytes | Body | None, authorization: str | None
-    ) -> Answer:
+    ) -> HttpResponse:
         for _ in range(_MOST_REDIRECTS):
             sent = dict(headers)
-            # Storage to which a registry sends us on has its own signatures, and must not learn the registry's secrets.
+            # Storage to which a registry redirects has its own signatures, and must not learn the registry's secrets.
             if authorization is not None and _origin(url) == _origin(self._origin):
                 sent["Authorization"] = authorization
             if isinstance(body, tuple):
@@ -99,14 +105,14 @@ class Registry:
             if answer.status not in _REDIRECTS:
                 return answer
             url = self.location(answer)
-        raise DestinationRefusedError(f"{self.shown}: sends us on in circles", "have the registry's administrator mend it")
+        raise DestinationRefusedError(f"{self.shown}: redirects in a loop", "have the registry's administrator fix it")
 
     def _log_in(self, header: str, used: str | None) -> bool:
         """Whether it is worth asking again. `used`: what was refused."""
         with self._lock:
             if self._authorization != used:  # another thread has logged in meanwhile
                 return True
-            for challenge in challenges_of(header):
+            for challenge in parse_challenges(header):
                 if challenge.scheme == "bearer":
                     scope = f"repository:{self._repository}:pull,push"
                     self._authorization = bearer_authorization(
@@ -124,7 +130,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
     return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
-def _said(answer: Answer, what: str) -> str:
+def _status_text(answer: HttpResponse, what: str) -> str:
     """Status and the registry's error code; its message may hold anything."""
     try:
         code = str(json.loads(answer.content)["errors"][0]["code"])
@@ -132,3 +138,67 @@ def _said(answer: Answer, what: str) -> str:
         code = ""
     shown = f", {code}" if _CODE.fullmatch(code) else ""
     return f" (HTTP status {answer.status}{shown}, {what})"
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """One way in, as a registry offers it."""
+
+    scheme: str
+    """Lower case."""
+    parameters: dict[str, str]
+
+
+def parse_challenges(header: str) -> list[Challenge]:
+    """The ways in of a WWW-Authenticate header that are known here, in its order."""
+    found = []
+    starts = [match for match in _SCHEME.finditer(header) if header[: match.start()].count('"') % 2 == 0]
+    for number, match in enumerate(starts):
+        end = starts[number + 1].start() if number + 1 < len(starts) else len(header)
+        # A parameter's name is not a scheme.
+        if header[match.end() : end].lstrip().startswith("="):
+            continue
+        parameters = {name.lower(): quoted or plain for name, quoted, plain in _PARAMETER.findall(header[match.end() : end])}
+        found.append(Challenge(match[1].lower(), parameters))
+    return found
+
+
+def basic_authorization(login: RegistryLogin) -> str:
+    """Value of the header."""
+    return "Basic " + base64.b64encode(f"{login.username}:{login.password}".encode()).decode()
+
+
+def bearer_authorization(
+    wire: HttpClient, challenge: Challenge, login: RegistryLogin | None, scope: str, shown: str, *, plain_http: bool
+) -> str | None:
+    """Value of the header, with a token for this scope; None where the token service refuses.
+
+    The registry itself names the token service, so who trusts the one with a login trusts the other; only `plain_http`
+    registries may name one without TLS. Raises TransientError, DestinationRefusedError.
+    """
+    realm = challenge.parameters.get("realm", "")
+    scheme = urlsplit(realm).scheme
+    if scheme != "https" and not (plain_http and scheme == "http"):
+        raise DestinationRefusedError(
+            f"{shown}: names a token service without TLS, which gets no credentials", "have the registry's administrator fix it"
+        )
+    query = {"service": challenge.parameters["service"]} if "service" in challenge.parameters else {}
+    query["scope"] = scope
+    if login is not None and login.identity_token is not None:
+        form = query | {"grant_type": "refresh_token", "refresh_token": login.identity_token, "client_id": CLIENT}
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        answer = wire.send("POST", realm, headers, urlencode(form).encode())
+    else:
+        headers = {} if login is None else {"Authorization": basic_authorization(login)}
+        separator = "&" if "?" in realm else "?"
+        answer = wire.send("GET", f"{realm}{separator}{urlencode(query)}", headers)
+    if answer.transient_failure is not None:
+        raise answer.transient_failure
+    if not answer.succeeded:
+        return None
+    try:
+        document = json.loads(answer.content)
+        token = document.get("token") or document.get("access_token")
+    except (ValueError, AttributeError):
+        token = None
+    return f"Bearer {token}" if isinstance(token, str) and token else None

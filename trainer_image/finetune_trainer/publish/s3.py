@@ -4,8 +4,8 @@ A prefix belongs to one release. Whoever sees SHA256SUMS there sees everything i
 Nothing is ever overwritten: a prefix that holds another release, or objects of somebody else, is refused.
 
 Every object carries the SHA-256 of its file, and the store itself compares the body of each signed request with the digest in the
-signature. So an object that is there with the right digest is not sent again, nor is a part of an unfinished upload that the store
-still lists with the ETag that it gave for the same bytes.
+signature. So an object that is there with the right digest is not sent again, nor is a part of an unfinished upload that the
+store still lists with the ETag that it gave for the same bytes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from typing import TypeVar
 from finetune_job.api.base import BucketPath
 from finetune_trainer.credentials import S3Keys
 from finetune_trainer.errors import CheckpointError, DestinationRefusedError, DestinationUnavailableError
-from finetune_trainer.network.retry import Patience, retried
-from finetune_trainer.network.s3_service import S3Service
-from finetune_trainer.publish.destination import Publication
-from finetune_trainer.publish.errors import DESTINATION_FIELD, given_up
-from finetune_trainer.publish.http import Wire
-from finetune_trainer.publish.journal import Journal
-from finetune_trainer.publish.reading import ProvenReader, whole
+from finetune_trainer.network.environment import S3Service
+from finetune_trainer.network.retry import RetryPolicy, with_retries
+from finetune_trainer.publish.destination import DESTINATION_FIELD, Publication, destination_unavailable
+from finetune_trainer.publish.http import HttpClient
+from finetune_trainer.publish.resumable import UploadJournal, VerifyingReader, read_verified
 from finetune_trainer.publish.s3_client import Bucket, NoSuchUploadError, StoredObject
 from finetune_trainer.release.files import Release, ReleaseFile
 
@@ -55,14 +53,14 @@ class BucketDestination:
         place: BucketPath,
         service: S3Service,
         keys: S3Keys | None,
-        journal: Journal,
+        journal: UploadJournal,
         stop: threading.Event,
         *,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
     ) -> None:
         self._place, self._journal, self._stop = place, journal, stop
-        self._patience = patience or Patience()
-        self._wire = Wire(stop)
+        self._patience = patience or RetryPolicy()
+        self._wire = HttpClient(stop)
         self._bucket = Bucket(self._wire, service, place.bucket, keys)
         self._prefix = f"{place.prefix.rstrip('/')}/" if place.prefix else ""
         self._address = f"s3://{place.bucket}/{self._prefix}".rstrip("/")
@@ -77,14 +75,14 @@ class BucketDestination:
     def _publish(self, release: Release) -> Publication:
         files = {self._prefix + file.name: file for file in release.files}
         manifest = self._prefix + release.manifest.name
-        there = self._held(release, set(files) | {manifest})
+        there = self._existing_keys(release, set(files) | {manifest})
         self._abort_orphans(files)
         for key, file in files.items():
-            self._bring(key, file, exists=key in there)
+            self._upload_file(key, file, exists=key in there)
         self._prove_all(files)
         if manifest not in there:
-            content = whole(release.manifest)
-            self._asked(f"writing {manifest}", lambda: self._bucket.put(manifest, content, release.manifest.sha256))
+            content = read_verified(release.manifest)
+            self._with_retries(f"writing {manifest}", lambda: self._bucket.put(manifest, content, release.manifest.sha256))
         self._journal.forget()
         return Publication(
             address=f"{self._address}@sha256:{release.manifest.sha256}",
@@ -92,15 +90,15 @@ class BucketDestination:
             bytes_sent=self._wire.bytes_sent,
         )
 
-    def _held(self, release: Release, ours: set[str]) -> set[str]:
+    def _existing_keys(self, release: Release, ours: set[str]) -> set[str]:
         """Keys of the release that are there already. Raises DestinationRefusedError where anything else is."""
-        listed = self._asked("listing what is there", lambda: list(self._bucket.list_objects(self._prefix)))
+        listed = self._with_retries("listing what is there", lambda: list(self._bucket.list_objects(self._prefix)))
         # Consoles make an empty object to show a directory.
         keys = {key: size for key, size in listed if not (key.endswith("/") and size == 0)}
         manifest = self._prefix + release.manifest.name
         if manifest in keys:
             is_same = keys[manifest] == release.manifest.size
-            found = self._asked(f"reading {manifest}", lambda: self._bucket.get(manifest)) if is_same else b""
+            found = self._with_retries(f"reading {manifest}", lambda: self._bucket.get(manifest)) if is_same else b""
             if hashlib.sha256(found).hexdigest() != release.manifest.sha256:
                 raise self._occupied(f"holds another release: its {release.manifest.name} differs")
         foreign = sorted(set(keys) - ours)
@@ -112,20 +110,20 @@ class BucketDestination:
     def _occupied(self, why: str) -> DestinationRefusedError:
         return DestinationRefusedError(
             f"{DESTINATION_FIELD}: {self._address} {why}",
-            "nothing there was changed: name a prefix that is empty, or delete what lies below this one",
+            "nothing there was changed: name a prefix that is empty, or delete what is below this one",
         )
 
     def _abort_orphans(self, files: dict[str, ReleaseFile]) -> None:
         """End uploads of our files that no journal knows: a kill came before the id was kept, or the workspace is another one."""
         try:
-            under_way = self._asked("listing uploads", lambda: self._bucket.uploads(self._prefix))
+            under_way = self._with_retries("listing uploads", lambda: self._bucket.uploads(self._prefix))
         except DestinationRefusedError as error:
             # A right of its own, and only the price of abandoned parts depends on it.
             log.warning("uploads that were abandoned cannot be ended: %s", error)
             return
         for key, upload in under_way:
             if key in files and upload != self._journal.recall(_upload_name(key, files[key])):
-                self._asked(f"ending an upload of {key}", lambda: self._abort(key, upload))  # noqa: B023
+                self._with_retries(f"ending an upload of {key}", lambda: self._abort(key, upload))  # noqa: B023
                 log.info("%s: ended an abandoned upload", key)
 
     def _abort(self, key: str, upload: str) -> None:
@@ -135,7 +133,7 @@ class BucketDestination:
             log.debug("%s: the upload has ended already", key)
 
     def _stored(self, key: str) -> StoredObject | None:
-        return self._asked(f"looking at {key}", lambda: self._bucket.head(key))
+        return self._with_retries(f"looking at {key}", lambda: self._bucket.head(key))
 
     def _is_there(self, key: str, file: ReleaseFile) -> bool:
         """Raises DestinationRefusedError where it is another object."""
@@ -144,45 +142,46 @@ class BucketDestination:
             raise self._occupied(f"holds another {file.name} ({stored.size} bytes, sha256 {stored.sha256 or 'not announced'})")
         return stored is not None
 
-    def _bring(self, key: str, file: ReleaseFile, *, exists: bool) -> None:
+    def _upload_file(self, key: str, file: ReleaseFile, *, exists: bool) -> None:
         if exists and self._is_there(key, file):
             return
         if file.size <= PART_BYTES:
-            content = whole(file)
-            self._asked(f"writing {key}", lambda: self._bucket.put(key, content, file.sha256))
+            content = read_verified(file)
+            self._with_retries(f"writing {key}", lambda: self._bucket.put(key, content, file.sha256))
         else:
             # An upload is lost when another process ends it, or when it was completed and the answer never came.
             for _ in range(self._patience.attempts):
                 try:
-                    self._upload(key, file)
+                    self._upload_in_parts(key, file)
                     break
                 except NoSuchUploadError:
                     self._journal.remember(_upload_name(key, file), "")
                     if self._is_there(key, file):
                         break
-                    log.warning("%s: the upload is gone, and begins anew", key)
+                    log.warning("%s: the upload is gone, and begins again", key)
             else:
                 raise DestinationUnavailableError(
-                    f"{self._address}: uploads of {file.name} are ended again and again", "let nothing else write below the prefix"
+                    f"{self._address}: uploads of {file.name} are ended again and again",
+                    "let nothing else write below the prefix",
                 )
         log.info("%s: %s is there, %d bytes", self._address, file.name, file.size)
 
-    def _upload(self, key: str, file: ReleaseFile) -> None:
+    def _upload_in_parts(self, key: str, file: ReleaseFile) -> None:
         """Raises NoSuchUploadError."""
         name = _upload_name(key, file)
         upload, kept = self._journal.recall(name), dict[int, str]()
         if upload is None:
-            upload = self._asked(f"writing {key}", lambda: self._bucket.create_upload(key, file.sha256))
+            upload = self._with_retries(f"writing {key}", lambda: self._bucket.create_upload(key, file.sha256))
             self._journal.remember(name, upload)
         else:
-            kept = self._asked(f"listing the parts of {key}", lambda: self._bucket.parts(key, upload))
+            kept = self._with_retries(f"listing the parts of {key}", lambda: self._bucket.parts(key, upload))
         try:
             tags = self._send_parts(key, file, upload, kept)
         except CheckpointError:
-            self._asked(f"ending the upload of {key}", lambda: self._abort(key, upload))
+            self._with_retries(f"ending the upload of {key}", lambda: self._abort(key, upload))
             self._journal.remember(name, "")
             raise
-        self._asked(f"completing {key}", lambda: self._bucket.complete_upload(key, upload, tags))
+        self._with_retries(f"completing {key}", lambda: self._bucket.complete_upload(key, upload, tags))
         self._journal.remember(name, "")
 
     def _send_parts(self, key: str, file: ReleaseFile, upload: str, kept: dict[int, str]) -> dict[int, str]:
@@ -190,7 +189,7 @@ class BucketDestination:
         size = part_size(file.size, PART_BYTES)
         tags: dict[int, str] = {}
         running: deque[tuple[int, Future[str]]] = deque()
-        with ProvenReader(file) as reader, ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="part") as pool:
+        with VerifyingReader(file) as reader, ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="part") as pool:
             try:
                 for number in range(1, -(-file.size // size) + 1):
                     content = reader.read(size)
@@ -209,20 +208,20 @@ class BucketDestination:
                 raise
 
     def _send_part(self, key: str, upload: str, number: int, content: bytes, proof: str) -> str:
-        tag = self._asked(f"part {number} of {key}", lambda: self._bucket.upload_part(key, upload, number, content))
+        tag = self._with_retries(f"part {number} of {key}", lambda: self._bucket.upload_part(key, upload, number, content))
         self._journal.remember(proof, tag)
         return tag
 
     def _prove_all(self, files: dict[str, ReleaseFile]) -> None:
-        """Everything that SHA256SUMS is to name is there, whoever wrote it."""
+        """Everything that SHA256SUMS is to name is there, no matter who wrote it."""
         for key, file in files.items():
             if not self._is_there(key, file):
                 raise DestinationUnavailableError(
                     f"{self._address}: {file.name} was there and is gone", "let nothing else write below the prefix"
                 )
 
-    def _asked(self, what: str, operation: Callable[[], T]) -> T:
-        return retried(f"{self._address}: {what}", self._patience, self._stop, given_up, operation)
+    def _with_retries(self, what: str, operation: Callable[[], T]) -> T:
+        return with_retries(f"{self._address}: {what}", self._patience, self._stop, destination_unavailable, operation)
 
 
 def _upload_name(key: str, file: ReleaseFile) -> str:

@@ -1,6 +1,8 @@
-"""The requests to an S3-compatible object store that a publication needs, one method each; the caller repeats those that may pass.
+"""The requests to an S3-compatible object store that a publication needs, one method each; the caller repeats those that may
+pass.
 
-Source: https://docs.aws.amazon.com/AmazonS3/latest/API/. Buckets are named in the path, which every compatible server understands.
+Source: https://docs.aws.amazon.com/AmazonS3/latest/API/. Buckets are named in the path, which every compatible server
+understands.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from xml.sax.saxutils import escape
 
 from finetune_trainer.credentials import S3Keys
 from finetune_trainer.errors import DestinationRefusedError
-from finetune_trainer.network.errors import TransientError
-from finetune_trainer.network.s3_service import S3Service
-from finetune_trainer.network.statuses import DENIED, FULL, NOT_FOUND
-from finetune_trainer.publish.errors import DESTINATION_FIELD, denied, full, not_found
-from finetune_trainer.publish.http import Answer, Wire
+from finetune_trainer.network.environment import S3Service
+from finetune_trainer.network.http_status import DENIED, FULL, NOT_FOUND
+from finetune_trainer.network.retry import TransientError
+from finetune_trainer.publish.destination import DESTINATION_FIELD, access_denied, out_of_space, target_not_found
+from finetune_trainer.publish.http import HttpClient, HttpResponse
 from finetune_trainer.publish.s3_signature import EMPTY_SHA256, encoded_path, encoded_query, signed_headers
 
 SHA256_HEADER = "x-amz-meta-sha256"
@@ -47,7 +49,7 @@ class StoredObject:
 class Bucket:
     """One bucket. Every method raises TransientError where trying again may help, else DestinationRefusedError."""
 
-    def __init__(self, wire: Wire, service: S3Service, bucket: str, keys: S3Keys | None) -> None:
+    def __init__(self, wire: HttpClient, service: S3Service, bucket: str, keys: S3Keys | None) -> None:
         """`keys`: None leaves requests unsigned."""
         address = service.address or f"https://s3.{service.region}.amazonaws.com"
         self._wire, self._keys, self._region = wire, keys, service.region
@@ -146,7 +148,7 @@ class Bucket:
         what: str,
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
-    ) -> Answer:
+    ) -> HttpResponse:
         answer = self._send(method, key, query, headers or {}, body)
         if answer.status == NOT_FOUND and _code(answer) == "NoSuchUpload":
             raise NoSuchUploadError
@@ -155,7 +157,7 @@ class Bucket:
 
     def _send(
         self, method: str, key: str, query: Mapping[str, str], headers: Mapping[str, str] | None = None, body: bytes | None = None
-    ) -> Answer:
+    ) -> HttpResponse:
         url = f"{self._url}/{encoded_path(key)}" if key else self._url
         if query:
             url += f"?{encoded_query(query)}"
@@ -167,15 +169,15 @@ class Bucket:
             )
         return self._wire.send(method, url, sent, body)
 
-    def _check(self, answer: Answer, what: str) -> None:
+    def _check(self, answer: HttpResponse, what: str) -> None:
         """Raise where the request failed. The answer's own words are not passed on: they hold what was signed."""
         if answer.succeeded:
             return
         code = _code(answer)
         said = f" (HTTP status {answer.status}{f', {code}' if code else ''}, {what})"
         if code in _FULL_CODES or answer.status in FULL:
-            raise full(self.shown, said)
-        passing = answer.passing_failure
+            raise out_of_space(self.shown, said)
+        passing = answer.transient_failure
         if passing is not None:
             raise passing
         if code in _PASSING_CODES:
@@ -184,21 +186,21 @@ class Bucket:
             raise DestinationRefusedError(f"{self.shown}: says that this machine's clock is wrong{said}", "set the node's clock")
         if answer.status in DENIED:
             holds = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on your own machine the variables of these names"
-            raise denied(self.shown, said, signed=self._keys is not None, secret_holds=holds)
+            raise access_denied(self.shown, said, signed=self._keys is not None, secret_holds=holds)
         if answer.status == NOT_FOUND:
-            raise not_found(self.shown, said, "bucket")
+            raise target_not_found(self.shown, said, "bucket")
         raise DestinationRefusedError(
             f"{self.shown}: the object store refuses the request{said}",
             "check s3Endpoint and s3Region of the profile's spec.publish",
         )
 
-    def _document(self, answer: Answer) -> ET.Element:
+    def _document(self, answer: HttpResponse) -> ET.Element:
         """The XML of an answer, its elements without their namespace."""
         try:
             document = ET.fromstring(answer.content)  # noqa: S314 - of the store that the user names; expat bounds entities
         except ET.ParseError:
             raise DestinationRefusedError(
-                f"{self.shown}: answers with something that is no XML", "check s3Endpoint of the profile's spec.publish"
+                f"{self.shown}: answers with something that is not XML", "check s3Endpoint of the profile's spec.publish"
             ) from None
         for element in document.iter():
             element.tag = element.tag.rpartition("}")[2]
@@ -212,6 +214,6 @@ def _number(entry: ET.Element, name: str) -> int:
     return int(text)
 
 
-def _code(answer: Answer) -> str | None:
+def _code(answer: HttpResponse) -> str | None:
     found = _CODE.search(answer.content)
     return found[1].decode() if found and b"<Error>" in answer.content else None

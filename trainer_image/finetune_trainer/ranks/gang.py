@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from finetune_job.api.training import TrainingSpec
-from finetune_trainer.ranks.stalls import patience
+from finetune_trainer.ranks.stalls import stall_timeouts
 
 STEP_TIMEOUT_SECONDS: int = TrainingSpec.model_fields["step_timeout_seconds"].default
 _AFTER_THE_WATCHDOG = timedelta(minutes=1)
@@ -71,7 +71,7 @@ def collective_timeout(step_timeout_seconds: float) -> timedelta:
 
     A rank that dies is noticed at once all the same, because its connections close.
     """
-    return timedelta(seconds=patience(step_timeout_seconds).verdict) + _AFTER_THE_WATCHDOG
+    return timedelta(seconds=stall_timeouts(step_timeout_seconds).verdict) + _AFTER_THE_WATCHDOG
 
 
 @contextmanager

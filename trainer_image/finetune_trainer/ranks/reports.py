@@ -1,7 +1,7 @@
 """Reports of ranks on the workspace, and which of them names the cause.
 
-A rank that saw a collective fail is most often the echo of another one's failure. So it waits before it exits, which lets the cause
-exit first, and dates its report to the end of that wait: the earliest report of a gang is the cause, on every node alike.
+A rank that saw a collective fail is most often the echo of another one's failure. So it waits before it exits, which lets the
+cause exit first, and dates its report to the end of that wait: the earliest report of a gang is the cause, on every node alike.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def remove_rank_reports(directory: Path, ranks: Iterable[int]) -> None:
         (directory / rank_report_name(rank)).unlink(missing_ok=True)
 
 
-def dated(report: TerminationReport) -> TerminationReport:
+def date_echo(report: TerminationReport) -> TerminationReport:
     """An echo is dated to the end of its wait, every other report stays as it is."""
     if report.failure is not FailureClass.COLLECTIVE:
         return report
@@ -83,10 +83,10 @@ def silent_failures(
     exit_codes: Mapping[int, int], reports: Iterable[TerminationReport], evidence: SilentEvidence
 ) -> list[TerminationReport]:
     """Reports for ranks that ended without one."""
-    heard = {report.rank for report in reports}
+    reported = {report.rank for report in reports}
     found = []
     for rank, code in sorted(exit_codes.items()):
-        if rank in heard or code == 0:
+        if rank in reported or code == 0:
             continue
         failure, hint = FailureClass.INTERNAL, "see the rank's log on the workspace"
         message = (
@@ -110,5 +110,5 @@ def silent_failures(
             node_rank=evidence.node_rank,
             time=evidence.now,
         )
-        found.append(dated(report))
+        found.append(date_echo(report))
     return found

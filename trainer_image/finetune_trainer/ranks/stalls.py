@@ -1,7 +1,7 @@
 """Which rank keeps the others waiting: plain records of ranks, and what is concluded from them. Needs no torch.
 
 Collectives couple the ranks, so when one stops all of them stop, and their latest steps say nothing. What tells them apart is how
-many collectives each has entered: who waits has entered the one that the culprit has not reached.
+many collectives each has entered: a rank that waits has entered the one that the culprit has not reached.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LONG_FACTOR = 4
 LONG_SECONDS_LEAST = 300.0
 """The same for short step timeouts: loading a model takes no less for them."""
 STALLED_FILE = "stalled.json"
-"""In the directory of stacks: the verdict, written once by whichever rank came to it first."""
+"""In the directory of stacks: the verdict, written once by the first rank that came to it."""
 TURNS_IN_SILENCE = 5
 _SILENCE_SECONDS = (5.0, 180.0)
 """Shortest and longest silence. NFS clients may see a new file up to a minute late, which must not look like silence."""
 
 
 @dataclass(frozen=True)
-class Patience:
+class StallTimeouts:
     """How long a watchdog waits for what, in seconds; all of it follows from the plan's step timeout."""
 
     step: float
@@ -56,17 +56,17 @@ class Patience:
         return self.long + 2 * self.silence + self.collection
 
 
-def patience(step_timeout_seconds: float) -> Patience:
+def stall_timeouts(step_timeout_seconds: float) -> StallTimeouts:
     """What the plan's step timeout means for each wait."""
     shortest, longest = _SILENCE_SECONDS
-    return Patience(
+    return StallTimeouts(
         step=step_timeout_seconds,
         long=max(LONG_FACTOR * step_timeout_seconds, LONG_SECONDS_LEAST),
         silence=min(max(step_timeout_seconds / 6, shortest), longest),
     )
 
 
-class Record(BaseModel):
+class HeartbeatRecord(BaseModel):
     """What a watchdog says of its rank at each turn."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -87,7 +87,7 @@ class Record(BaseModel):
     is_in_collective: bool
     """By the main thread's innermost frames. With NCCL a rank waits elsewhere, so this only decides between equals."""
     at: str
-    """Where the main thread stands: innermost frame outside of libraries."""
+    """Where the main thread is: innermost frame outside of libraries."""
 
 
 class Stall(BaseModel):
@@ -137,7 +137,7 @@ class Stall(BaseModel):
         )
 
 
-def verdict(records: Mapping[int, Record], silent: Iterable[int], declared_by: int, now: float) -> Stall | None:
+def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], declared_by: int, now: float) -> Stall | None:
     """The rank that stopped, or None where the one that the others wait for is still within its allowance.
 
     Args:
@@ -168,8 +168,8 @@ def verdict(records: Mapping[int, Record], silent: Iterable[int], declared_by: i
         return None
     culprit = min(behind, key=lambda record: (record.is_in_collective, -record.idle_seconds, record.rank))
     message = (
-        f"rank {culprit.rank} has finished nothing for {culprit.idle_seconds:.0f} s since {culprit.what!r} at step {culprit.step}; "
-        f"it stands at {culprit.at}"
+        f"rank {culprit.rank} has finished nothing for {culprit.idle_seconds:.0f} s since {culprit.what!r} at step "
+        f"{culprit.step}; it is at {culprit.at}"
     )
     if len(behind) == len(records) > 1 and all(record.is_in_collective for record in behind):
         message += "; all ranks wait in the same collective, so the network between them may be at fault"
@@ -184,7 +184,7 @@ def verdict(records: Mapping[int, Record], silent: Iterable[int], declared_by: i
     )
 
 
-def record_name(rank: int) -> str:
+def heartbeat_file_name(rank: int) -> str:
     """File name of a rank's record, removed when the rank ends in order."""
     return f"heartbeat-{rank:05d}.json"
 
@@ -202,7 +202,7 @@ def flight_recorder_name(rank: int) -> str:
 def remove_traces(directory: Path, ranks: Iterable[int]) -> None:
     """Remove what an earlier run of the same attempt left about these ranks."""
     for rank in ranks:
-        for name in (record_name(rank), stacks_name(rank), flight_recorder_name(rank)):
+        for name in (heartbeat_file_name(rank), stacks_name(rank), flight_recorder_name(rank)):
             (directory / name).unlink(missing_ok=True)
     (directory / STALLED_FILE).unlink(missing_ok=True)
 
@@ -215,31 +215,31 @@ def read_stall(directory: Path) -> Stall | None:
         return None
 
 
-def read_record(path: Path) -> Record | None:
+def read_heartbeat(path: Path) -> HeartbeatRecord | None:
     """A rank's record, None where there is none."""
     try:
-        return Record.model_validate_json(path.read_bytes())
+        return HeartbeatRecord.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-class Listener:
+class SilenceDetector:
     """Notices which watchdogs have gone silent, by its own clock, so that no clocks have to agree."""
 
     def __init__(self, world_size: int, silence: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._world_size, self._silence, self._clock = world_size, silence, clock
-        self._heard: dict[int, _Heard] = {}
+        self._heard: dict[int, _LastTurn] = {}
 
-    def silent(self, records: Mapping[int, Record]) -> list[int] | None:
+    def silent(self, records: Mapping[int, HeartbeatRecord]) -> list[int] | None:
         """Ranks that wrote nothing for the length of a silence; None while that cannot be said of each rank yet."""
         now = self._clock()
         for rank in range(self._world_size):
             turn = records[rank].turn if rank in records else None
             known = self._heard.get(rank)
             if known is None:
-                self._heard[rank] = _Heard(turn, now, is_alive=False)
+                self._heard[rank] = _LastTurn(turn, now, is_alive=False)
             elif known.turn != turn:
-                self._heard[rank] = _Heard(turn, now, is_alive=True)
+                self._heard[rank] = _LastTurn(turn, now, is_alive=True)
         quiet = {rank for rank, heard in self._heard.items() if now - heard.since >= self._silence}
         if any(not heard.is_alive and rank not in quiet for rank, heard in self._heard.items()):
             return None
@@ -247,8 +247,8 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _LastTurn:
     turn: int | None
     since: float
     is_alive: bool
-    """It has written since this listener began."""
+    """It has written since this detector began."""

@@ -1,8 +1,9 @@
-"""A thread beside each rank that notices when training stands still, has the stacks of all ranks written, and ends them.
+"""A thread in each rank that notices when training makes no progress, has the stacks of all ranks written, and ends them.
 
-Collectives hang when a rank stops, so watchdogs talk through small files in the workspace's directory of stacks: each keeps a
-record of its rank there, the first to come to a verdict writes it, and all others find it at their next turn. An overdue rank is
-no verdict: it may wait for one that is doing something long, such as the export (see `stalls`).
+The training loop tells it by a `Heartbeat` what it has finished or begun. Collectives hang when a rank stops, so watchdogs
+communicate through small files: each keeps a record of its rank, the first to come to a verdict writes it, and all others
+find it at their next turn. An overdue rank alone gives no verdict: it may wait for one that is doing something long, such as
+the export (see stalls.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,21 +26,20 @@ from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import temporary_beside, write_durably
-from finetune_trainer.ranks.heartbeat import Heartbeat
-from finetune_trainer.ranks.reports import dated, rank_report_name, write_rank_report
+from finetune_trainer.ranks.reports import date_echo, rank_report_name, write_rank_report
 from finetune_trainer.ranks.stalls import (
     STALLED_FILE,
-    Listener,
-    Patience,
-    Record,
+    HeartbeatRecord,
+    SilenceDetector,
     Stall,
+    StallTimeouts,
+    find_stall,
     flight_recorder_name,
-    patience,
-    read_record,
+    heartbeat_file_name,
+    read_heartbeat,
     read_stall,
-    record_name,
     stacks_name,
-    verdict,
+    stall_timeouts,
 )
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,38 @@ _STACKS_BYTES = 1 << 16
 _LIBRARIES = ("site-packages", f"python{sys.version_info.major}.{sys.version_info.minor}{os.sep}")
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _INNERMOST = 6
-"""How many frames may lie between a collective and the operation that it waits in."""
+"""How many frames may be between a collective and the operation that it waits in."""
+STEP = "step"
+"""A finished optimizer step. Until the first one everything counts as long: models are loaded, kernels compiled, caches cold."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One sign of life."""
+
+    what: str
+    step: int
+    at: float
+    """On this process's monotonic clock."""
+    is_long: bool
+    """What follows may take longer than a step."""
+
+
+class Heartbeat:
+    """Written by the main thread of a rank, read by its watchdog; one reference is replaced at a time, so no lock is needed."""
+
+    def __init__(self) -> None:
+        self.latest = Beat("start", 0, time.monotonic(), is_long=True)
+        self._has_stepped = False
+
+    def beat(self, what: str, step: int) -> None:
+        """`what` has been finished after optimizer step `step`: `STEP`, an evaluation batch, a save, a part of the export."""
+        self._has_stepped = self._has_stepped or what == STEP
+        self.latest = Beat(what, step, time.monotonic(), is_long=not self._has_stepped)
+
+    def begin(self, what: str, step: int) -> None:
+        """`what` begins and may take longer than a step: the export, a save of the whole model."""
+        self.latest = Beat(what, step, time.monotonic(), is_long=True)
 
 
 class Watchdog:
@@ -59,8 +91,8 @@ class Watchdog:
         self._attempt = context.attempt
         self._directory = context.workspace.stacks(context.attempt)
         self._reports = context.workspace.reports(Role.TRAIN.value, context.attempt)
-        self._patience: Patience = patience(context.plan.training.step_timeout_seconds)
-        self._listener: Listener | None = None
+        self._timeouts: StallTimeouts = stall_timeouts(context.plan.training.step_timeout_seconds)
+        self._detector: SilenceDetector | None = None
         self._turn = 0
         self._ended = threading.Event()
         self._main = threading.main_thread().ident
@@ -75,10 +107,10 @@ class Watchdog:
             yield
         finally:
             self._ended.set()
-            self._thread.join(self._patience.turn)
+            self._thread.join(self._timeouts.turn)
             faulthandler.cancel_dump_traceback_later()
             with suppress(OSError):
-                (self._directory / record_name(self._rank)).unlink(missing_ok=True)
+                (self._directory / heartbeat_file_name(self._rank)).unlink(missing_ok=True)
                 # Fails while others are there, and where there is something to read.
                 self._directory.rmdir()
 
@@ -86,15 +118,15 @@ class Watchdog:
         with suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
         while not self._ended.is_set():
-            # Written to the rank's log without the interpreter's lock, which a stuck extension may never give up: then this thread
-            # no longer runs, and the other ranks find this one silent.
-            faulthandler.dump_traceback_later(self._patience.silence, file=sys.__stderr__ or sys.stderr)
+            # Written to the rank's log without the interpreter's lock, which a stuck extension may never give up: then this
+            # thread no longer runs, and the other ranks find this one silent.
+            faulthandler.dump_traceback_later(self._timeouts.silence, file=sys.__stderr__ or sys.stderr)
             try:
                 self._look()
             except Exception:
                 # Nobody would notice the end of this thread.
                 log.exception("the watchdog of rank %d could not look", self._rank)
-            self._ended.wait(self._patience.turn)
+            self._ended.wait(self._timeouts.turn)
 
     def _look(self) -> None:
         stall = read_stall(self._directory)
@@ -106,18 +138,18 @@ class Watchdog:
                 # A full or absent workspace must not end the watch: it may come back.
                 log.warning("the watchdog of rank %d cannot write: %s", self._rank, error)
             if not own.is_overdue:
-                self._listener = None
+                self._detector = None
                 return
             stall = self._conclude(own)
         if stall is not None and not self._ended.is_set():
             self._end(stall)
 
-    def _record(self) -> Record:
+    def _record(self) -> HeartbeatRecord:
         beat = self._heartbeat.latest
         idle = time.monotonic() - beat.at
         self._turn += 1
         stack = main_stack(self._main)
-        return Record(
+        return HeartbeatRecord(
             rank=self._rank,
             node_rank=self._node_rank,
             pid=os.getpid(),
@@ -125,14 +157,14 @@ class Watchdog:
             what=beat.what,
             step=beat.step,
             idle_seconds=idle,
-            is_overdue=idle > self._patience.allowance(is_long=beat.is_long),
+            is_overdue=idle > self._timeouts.allowance(is_long=beat.is_long),
             collectives=entered_collectives(),
             is_in_collective=any(_COLLECTIVES in frame.filename for frame in stack[-_INNERMOST:]),
-            at=own_place(stack),
+            at=place_in_own_code(stack),
         )
 
-    def _write(self, record: Record) -> None:
-        path = self._directory / record_name(self._rank)
+    def _write(self, record: HeartbeatRecord) -> None:
+        path = self._directory / heartbeat_file_name(self._rank)
         temporary = temporary_beside(path)
         try:
             temporary.write_text(record.model_dump_json())
@@ -142,14 +174,16 @@ class Watchdog:
                 temporary.unlink()
             raise
 
-    def _conclude(self, own: Record) -> Stall | None:
-        records = {record.rank: record for record in map(read_record, sorted(self._directory.glob("heartbeat-*.json"))) if record}
+    def _conclude(self, own: HeartbeatRecord) -> Stall | None:
+        records = {
+            record.rank: record for record in map(read_heartbeat, sorted(self._directory.glob("heartbeat-*.json"))) if record
+        }
         records[self._rank] = own
-        self._listener = self._listener or Listener(self._world_size, self._patience.silence)
-        silent = self._listener.silent(records)
+        self._detector = self._detector or SilenceDetector(self._world_size, self._timeouts.silence)
+        silent = self._detector.silent(records)
         if silent is None:
             return None
-        found = verdict(records, silent, self._rank, time.time())
+        found = find_stall(records, silent, self._rank, time.time())
         return self._declare(found) if found is not None else None
 
     def _declare(self, stall: Stall) -> Stall:
@@ -176,14 +210,14 @@ class Watchdog:
         try:
             self._write_stacks()
             if self._rank != stall.rank:
-                write_rank_report(self._reports, dated(stall.echo(self._rank, self._node_rank, self._attempt)))
+                write_rank_report(self._reports, date_echo(stall.echo(self._rank, self._node_rank, self._attempt)))
             expected = [self._directory / stacks_name(rank) for rank in range(self._world_size) if rank not in stall.silent]
-            deadline = time.monotonic() + self._patience.collection
+            deadline = time.monotonic() + self._timeouts.collection
             self._await(expected, deadline)
             if self._rank == stall.declared_by:
                 write_rank_report(self._reports, stall.report(self._attempt, self._stacks_of(stall.rank)))
             # The agent ends all ranks of a node once one has ended, so the first must not go before the report stands.
-            self._await([self._reports / rank_report_name(stall.rank)], deadline + self._patience.turn)
+            self._await([self._reports / rank_report_name(stall.rank)], deadline + self._timeouts.turn)
         except Exception:
             log.exception("rank %d could not leave all that it knows", self._rank)
         finally:
@@ -225,8 +259,8 @@ def main_stack(thread: int | None) -> list[traceback.FrameSummary]:
     return list(traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False))[::-1] if frame else []
 
 
-def own_place(stack: list[traceback.FrameSummary]) -> str:
-    """`file:line in function` of the innermost frame that lies in no library; of the innermost at all where all do."""
+def place_in_own_code(stack: list[traceback.FrameSummary]) -> str:
+    """`file:line in function` of the innermost frame outside of libraries; of the innermost at all where all do."""
     own = [frame for frame in stack if not any(part in frame.filename for part in (*_LIBRARIES, "<"))]
     if not stack:
         return "an unknown place"
@@ -247,7 +281,7 @@ def entered_collectives() -> int:
 
 
 def record_collectives(directory: Path) -> None:
-    """Have NCCL write what its recorder holds beside the stacks when it finds a timeout itself; before the group is joined."""
+    """Have NCCL write what its recorder holds next to the stacks when it finds a timeout itself; before the group is joined."""
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "nccl-timeout-rank-"))
     os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "1")
 

@@ -20,39 +20,45 @@ from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import file_sha256
-from finetune_trainer.inspection.rehearsal_report import RehearsalReport, Stage, StageResult, Verdict
+from finetune_trainer.inspection.report import RehearsalReport, Stage, StageResult, Verdict
 from finetune_trainer.model.load import load_config, stored_dtype
-from finetune_trainer.processes.forked import Bounds, BoundsExceededError, Ended, run_children
+from finetune_trainer.processes.forked import BoundsExceededError, ChildResult, ResourceBounds, run_children
 from finetune_trainer.ranks.reports import read_rank_reports, root_cause
-from finetune_trainer.rehearsal import bodies
-from finetune_trainer.rehearsal.comparison import computes_in
-from finetune_trainer.rehearsal.places import Places
-from finetune_trainer.rehearsal.twin_plan import KILLED_IN_STEP, alone, exact, quiet_method
-from finetune_trainer.rehearsal.verdicts import CannotTell, Problem, failed, not_done, problem_of
+from finetune_trainer.rehearsal import child_tasks
+from finetune_trainer.rehearsal.comparison import coarsest_dtype
+from finetune_trainer.rehearsal.scaled_model import RehearsalPaths
+from finetune_trainer.rehearsal.scaled_plan import KILLED_IN_STEP, float32_plan, method_without_dropout, single_process_plan
+from finetune_trainer.rehearsal.verdicts import Inconclusive, StageFailure, failed_finding, failure_of_stage, not_done_finding
 
 log = logging.getLogger(__name__)
-Told = Callable[[StageResult], None]
+StageListener = Callable[[StageResult], None]
 
 
 def rehearse(
-    plan: RunPlan, directory: Path, root: Path, bounds: Bounds, *, merge: bodies.MergeRole, told: Told = lambda _: None
+    plan: RunPlan,
+    directory: Path,
+    root: Path,
+    bounds: ResourceBounds,
+    *,
+    merge: child_tasks.MergeRole,
+    on_stage: StageListener = lambda _: None,
 ) -> RehearsalReport:
-    """Try `plan` on a twin of the model in `directory`, with files under `root`, which is empty. Never raises for what it finds.
+    """Try `plan` on a scaled-down copy of the model in `directory`. Never raises for what it finds.
 
-    `merge`: the merge role. `told`: of each stage when it has ended.
+    `root`: empty directory for all files. `merge`: the merge role. `on_stage`: called with each stage when it has ended.
     """
-    rehearsal = _Rehearsal(plan, directory, Places(root), bounds, merge=merge, told=told)
+    rehearsal = _Rehearsal(plan, directory, RehearsalPaths(root), bounds, merge=merge, on_stage=on_stage)
     started = time.monotonic()
     verdict, findings = Verdict.PASSED, []
     try:
         rehearsal.run()
-    except Problem as problem:
-        verdict, findings = Verdict.FAILED, [failed(problem, plan, root)]
-    except CannotTell as reason:
-        verdict, findings = Verdict.NOT_DONE, [not_done(str(reason), root)]
+    except StageFailure as problem:
+        verdict, findings = Verdict.FAILED, [failed_finding(problem, plan, root)]
+    except Inconclusive as reason:
+        verdict, findings = Verdict.NOT_DONE, [not_done_finding(str(reason), root)]
     except BoundsExceededError as reason:
         stage = rehearsal.stage
-        verdict, findings = Verdict.NOT_DONE, [not_done(f"{reason} (in the stage {stage.value})", root)]
+        verdict, findings = Verdict.NOT_DONE, [not_done_finding(f"{reason} (in the stage {stage.value})", root)]
     return RehearsalReport(
         verdict=verdict,
         seconds=round(time.monotonic() - started, 1),
@@ -66,20 +72,27 @@ def rehearse(
 
 class _Rehearsal:
     def __init__(
-        self, plan: RunPlan, directory: Path, places: Places, bounds: Bounds, *, merge: bodies.MergeRole, told: Told
+        self,
+        plan: RunPlan,
+        directory: Path,
+        paths: RehearsalPaths,
+        bounds: ResourceBounds,
+        *,
+        merge: child_tasks.MergeRole,
+        on_stage: StageListener,
     ) -> None:
-        self.plan, self.directory, self.places, self.bounds = plan, directory, places, bounds
-        self.merge, self.told = merge, told
+        self.plan, self.directory, self.paths, self.bounds = plan, directory, paths, bounds
+        self.merge, self.on_stage = merge, on_stage
         self.stage = Stage.BUILD
         self.stages: list[StageResult] = []
         self.changes: list[str] = []
         self.parameters = 0
 
     def run(self) -> None:
-        """All stages. Raises Problem, CannotTell, BoundsExceededError."""
+        """All stages. Raises StageFailure, Inconclusive, BoundsExceededError."""
         with self._during(Stage.BUILD):
             plan, draws_random_numbers = self._build()
-        undisturbed = self.places.run("undisturbed", plan)
+        undisturbed = self.paths.run("undisturbed", plan)
         with self._during(Stage.TRAIN):
             self._gang(undisturbed)
         with self._during(Stage.RESUME):
@@ -93,42 +106,44 @@ class _Rehearsal:
             if type(config) in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - there is no public way to import it without building it
                 AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
         except Exception as error:
-            raise CannotTell(f"{type(error).__name__}: {error}") from error
-        ended = self._children({"twin": partial(bodies.twin, self.plan, self.directory, self.places)})["twin"]
+            raise Inconclusive(f"{type(error).__name__}: {error}") from error
+        task = partial(child_tasks.make_model_in_child, self.plan, self.directory, self.paths)
+        ended = self._children({"model": task})["model"]
         if ended.code != 0:
-            raise CannotTell(ended.message or ended.problem)
+            raise Inconclusive(ended.message or ended.problem)
         try:
-            made = bodies.TwinFacts.model_validate(ended.value)
-            twin_plan = RunPlan.model_validate_json(made.plan)
+            made = child_tasks.ScaledModelFacts.model_validate(ended.value)
+            scaled_plan = RunPlan.model_validate_json(made.plan)
         except ValueError as error:
-            raise CannotTell("the process that makes the twin answered with something else than a plan") from error
+            raise Inconclusive("the process that makes the scaled-down model did not answer with a plan") from error
         self.changes, self.parameters = list(made.changes), made.parameters
-        return twin_plan, made.draws_random_numbers
+        return scaled_plan, made.draws_random_numbers
 
     def _resume(self, plan: RunPlan, undisturbed: RunContext) -> None:
-        killed = self.places.run("killed", plan)
+        killed = self.paths.run("killed", plan)
         self._gang(killed, killed_in_step=KILLED_IN_STEP)
         self._gang(dataclasses.replace(killed, attempt=1))
         wanted, found = (_digests(context.workspace.adapter) for context in (undisturbed, killed))
         if found != wanted:
             names = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
-            raise Problem(
+            raise StageFailure(
                 Stage.RESUME,
-                f"killed after a checkpoint and resumed, the run ends with other bytes than undisturbed: {', '.join(names)} differ",
+                f"killed after a checkpoint and resumed, the run ends with other bytes than undisturbed: {', '.join(names)} "
+                "differ",
             )
 
     def _conclude(self, plan: RunPlan, undisturbed: RunContext, *, draws_random_numbers: bool) -> None:
-        """What needs one process each runs beside each other."""
-        work: dict[Stage, Callable[[], Any]] = {Stage.SAVE: partial(bodies.check_saved, undisturbed)}
+        """What needs one process each runs at the same time."""
+        work: dict[Stage, Callable[[], Any]] = {Stage.SAVE: partial(child_tasks.check_saved, undisturbed)}
         started = time.monotonic()
         if plan.parallelism.world_size > 1:
             work[Stage.COMPARE] = self._compared(plan, undisturbed, draws_random_numbers=draws_random_numbers)
         before = {Stage.COMPARE: time.monotonic() - started}
-        work[Stage.MERGE] = partial(bodies.merge, self.merge, undisturbed)
+        work[Stage.MERGE] = partial(child_tasks.merge, self.merge, undisturbed)
         self.stage = Stage.MERGE
-        ended = self._children({stage.value: body for stage, body in work.items()})
+        ended = self._children({stage.value: task for stage, task in work.items()})
         for stage in work:
-            self._told(stage, before.get(stage, 0.0) + ended[stage.value].seconds, ended[stage.value].problem)
+            self._stage_ended(stage, before.get(stage, 0.0) + ended[stage.value].seconds, ended[stage.value].problem)
         for stage in work:
             _raise_for(stage, ended[stage.value])
 
@@ -136,66 +151,72 @@ class _Rehearsal:
         """The comparison with one process, after the runs on ranks that it needs besides."""
         sharded = undisturbed
         if draws_random_numbers:
-            plan = plan.model_copy(update={"method": quiet_method(plan.method)})
-            sharded = self.places.run("quiet", plan, quiet=True)
+            plan = plan.model_copy(update={"method": method_without_dropout(plan.method)})
+            sharded = self.paths.run("quiet", plan, quiet=True)
         with self._during(Stage.COMPARE, is_whole=False):
             if sharded is not undisturbed:
                 self._gang(sharded)
             exactly = self._exactly(plan)
-        return partial(bodies.compare, bodies.Pair(sharded, self.places.run("alone", alone(plan), quiet=True)), exactly)
+        return partial(
+            child_tasks.compare,
+            child_tasks.Pair(sharded, self.paths.run("alone", single_process_plan(plan), quiet=True)),
+            exactly,
+        )
 
-    def _exactly(self, plan: RunPlan) -> bodies.Pair | None:
+    def _exactly(self, plan: RunPlan) -> child_tasks.Pair | None:
         """The same in float32, trained on ranks; None where the job computes so itself, or float32 is what fails."""
-        if computes_in(plan, stored_dtype(self.places.model)).itemsize >= torch.float32.itemsize:
+        if coarsest_dtype(plan, stored_dtype(self.paths.model)).itemsize >= torch.float32.itemsize:
             return None
-        plan = exact(plan)
-        sharded = self.places.run("exact", plan, quiet=True)
+        plan = float32_plan(plan)
+        sharded = self.paths.run("exact", plan, quiet=True)
         try:
             self._gang(sharded)
-        except Problem as problem:
+        except StageFailure as problem:
             self.changes.append(f"gradients are compared in the job's own precision alone: in float32 {problem}")
             return None
-        return bodies.Pair(sharded, self.places.run("exact-alone", alone(plan), quiet=True))
+        return child_tasks.Pair(sharded, self.paths.run("exact-alone", single_process_plan(plan), quiet=True))
 
     def _gang(self, context: RunContext, killed_in_step: int | None = None) -> None:
         """Train on all ranks; with `killed_in_step` the first is killed then, and with it the others."""
         world_size = context.plan.parallelism.world_size
         name = context.claims_root.name
-        store = self.places.root / f"{name}-{'killed' if killed_in_step else 'whole'}.store"
+        store = self.paths.root / f"{name}-{'killed' if killed_in_step else 'whole'}.store"
         ended = self._children(
             {
                 f"{name}-rank-{rank}": partial(
-                    bodies.run_rank, context, rank, world_size, f"file://{store}", killed_in_step if rank == 0 else None
+                    child_tasks.run_rank, context, rank, world_size, f"file://{store}", killed_in_step if rank == 0 else None
                 )
                 for rank in range(world_size)
             },
             together=True,
         )
         reports = read_rank_reports(context.workspace.reports(Role.TRAIN.value, context.attempt))
-        # What a rank says of one that was killed on purpose is no failure.
+        # What a rank says of one that was killed on purpose is not a failure.
         is_killed = killed_in_step is not None
         cause = root_cause(report for report in reports if not (is_killed and report.failure is FailureClass.COLLECTIVE))
         if cause is not None:
             self._see_whether_ranks_can_meet(world_size)
-            raise problem_of(self.stage, _said(cause), cause.hint, cause.failure)
+            raise failure_of_stage(self.stage, _message_with_type(cause), cause.hint, cause.failure)
         if not is_killed:
             for each in ended.values():
                 _raise_for(self.stage, each)
 
     def _see_whether_ranks_can_meet(self, world_size: int) -> None:
-        """Raises CannotTell where no two processes of this machine can: then a gang's failure says nothing about the job."""
+        """Raises Inconclusive if no two processes of this machine can: then a gang's failure says nothing about the job."""
         if world_size == 1:
             return
-        store = f"file://{self.places.root / 'meeting.store'}"
+        store = f"file://{self.paths.root / 'meeting.store'}"
         meetings: dict[str, Callable[[], Any]] = {
-            f"meeting-{rank}": partial(bodies.meet, rank, world_size, store) for rank in range(world_size)
+            f"meeting-{rank}": partial(child_tasks.meet, rank, world_size, store) for rank in range(world_size)
         }
         for ended in self._children(meetings, together=True).values():
             if ended.error:
-                raise CannotTell(f"processes of this machine cannot reach each other, as two ranks would have to: {ended.error}")
+                raise Inconclusive(
+                    f"processes of this machine cannot reach each other, as two ranks would have to: {ended.error}"
+                )
 
-    def _children(self, work: dict[str, Callable[[], Any]], *, together: bool = False) -> dict[str, Ended]:
-        return run_children(work, self.places.root, self.bounds, together=together)
+    def _children(self, work: dict[str, Callable[[], Any]], *, together: bool = False) -> dict[str, ChildResult]:
+        return run_children(work, self.paths.root, self.bounds, together=together)
 
     @contextmanager
     def _during(self, stage: Stage, *, is_whole: bool = True) -> Iterator[None]:
@@ -203,27 +224,27 @@ class _Rehearsal:
         started = time.monotonic()
         try:
             yield
-        except (Problem, CannotTell, BoundsExceededError) as error:
-            self._told(stage, time.monotonic() - started, str(error))
+        except (StageFailure, Inconclusive, BoundsExceededError) as error:
+            self._stage_ended(stage, time.monotonic() - started, str(error))
             raise
         if is_whole:
-            self._told(stage, time.monotonic() - started)
+            self._stage_ended(stage, time.monotonic() - started)
 
-    def _told(self, stage: Stage, seconds: float, problem: str = "") -> None:
-        result = StageResult(stage=stage, seconds=round(seconds, 1), problem=problem.replace(str(self.places.root), "."))
+    def _stage_ended(self, stage: Stage, seconds: float, problem: str = "") -> None:
+        result = StageResult(stage=stage, seconds=round(seconds, 1), problem=problem.replace(str(self.paths.root), "."))
         self.stages.append(result)
-        self.told(result)
+        self.on_stage(result)
 
 
-def _raise_for(stage: Stage, ended: Ended) -> None:
+def _raise_for(stage: Stage, ended: ChildResult) -> None:
     if ended.code == -signal.SIGKILL:
-        raise CannotTell(f"{ended.problem}. Nothing but a lack of memory kills it so")
+        raise Inconclusive(f"{ended.problem}. Nothing but a lack of memory kills it so")
     if ended.code != 0:
-        raise problem_of(stage, ended.message or ended.problem, ended.hint, ended.failure)
+        raise failure_of_stage(stage, ended.message or ended.problem, ended.hint, ended.failure)
 
 
-def _said(cause: TerminationReport) -> str:
-    """The message, with the exception's type where it is none of ours."""
+def _message_with_type(cause: TerminationReport) -> str:
+    """The message, with the exception's type if it is not one of ours."""
     last = cause.exception.strip().splitlines()[-1:] or [""]
     kind = last[0].partition(":")[0]
     is_ours = kind.startswith("finetune_trainer.")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.failures import FailureClass
+from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.rules.rule import Finding
-from finetune_trainer.inspection.rehearsal_report import TITLES, Stage
+from finetune_trainer.inspection.report import TITLES, Stage
 
 FAILED, NOT_DONE = "rehearsal-failed", "rehearsal-not-done"
 SKIP = "set spec.preflight.rehearsal: Skip"
@@ -17,7 +17,7 @@ _FIELD = re.compile(r"^(spec(?:\.[A-Za-z0-9_\[\]]+)+): ")
 _LONGEST_MESSAGE = 600
 
 
-class Problem(Exception):  # noqa: N818 - what was looked for, not an error of this program
+class StageFailure(Exception):  # noqa: N818 - what was looked for, not an error of this program
     """The job would fail in this stage, or go wrong silently."""
 
     def __init__(self, stage: Stage, message: str, hint: str = "") -> None:
@@ -25,18 +25,18 @@ class Problem(Exception):  # noqa: N818 - what was looked for, not an error of t
         self.stage, self.hint = stage, hint
 
 
-class CannotTell(Exception):  # noqa: N818 - see Problem
-    """What happened says nothing about the job: no twin could be made, or this machine does not let it run."""
+class Inconclusive(Exception):  # noqa: N818 - see StageFailure
+    """What happened says nothing about the job: no scaled-down model could be made, or this machine does not let it run."""
 
 
-def problem_of(stage: Stage, message: str, hint: str, failure: FailureClass | None) -> Exception:
-    """Problem, or CannotTell where this machine's memory or disk is what ran out."""
+def failure_of_stage(stage: Stage, message: str, hint: str, failure: FailureClass | None) -> Exception:
+    """StageFailure, or Inconclusive if this machine's memory or disk ran out."""
     if failure in (FailureClass.HOST_OUT_OF_MEMORY, FailureClass.DISK_FULL):
-        return CannotTell(message)
-    return Problem(stage, message, hint)
+        return Inconclusive(message)
+    return StageFailure(stage, message, hint)
 
 
-def failed(problem: Problem, plan: RunPlan, root: Path) -> Finding:
+def failed_finding(problem: StageFailure, plan: RunPlan, root: Path) -> Finding:
     """The refusal. A message of ours names the field itself."""
     message = _shortened(str(problem), root)
     named = _FIELD.match(message)
@@ -44,19 +44,19 @@ def failed(problem: Problem, plan: RunPlan, root: Path) -> Finding:
         FAILED,
         field=named[1] if named else "spec.method",
         value=plan.method.type.value,
-        message=f"tried on a small twin of the model, the stage '{TITLES[problem.stage]}' ({problem.stage.value}) fails: "
+        message=f"tried on a scaled-down model, the stage '{TITLES[problem.stage]}' ({problem.stage.value}) fails: "
         f"{message.removeprefix(named[0]) if named else message}",
-        fix=problem.hint or f"change the settings that this names; where they are right and only the twin is at fault, {SKIP}",
+        fix=problem.hint or f"change the settings that this names; if only the scaled-down model is at fault, {SKIP}",
     )
 
 
-def not_done(reason: str, root: Path) -> Finding:
-    """A warning: the job goes on without having been tried."""
+def not_done_finding(reason: str, root: Path) -> Finding:
+    """A warning: the job continues without having been tried."""
     return make_finding(
         NOT_DONE,
         field="spec.preflight.rehearsal",
         value="Run",
-        message=f"the job could not be tried to the end on a small twin of the model: {_shortened(reason, root)}",
+        message=f"the job could not be tried to the end on a scaled-down model: {_shortened(reason, root)}",
         fix=f"nothing needs to change; to do without the attempt, {SKIP}",
         changes={"spec.preflight.rehearsal": "Skip"},
     )

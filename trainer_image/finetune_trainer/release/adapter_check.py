@@ -1,12 +1,16 @@
-"""The trained adapter is what was trained, in the layout that PEFT reads; checked on headers, before it is published.
+"""Checks the trained adapter before it is published: it is what was trained, PEFT finds its base, and whether vLLM serves it.
 
-Its bytes are proven by their digests, and its values were finite when they were written (train/export.py).
+Checked on headers and settings: its bytes are proven by their digests, and its values were finite when they were written. The
+rules of serving are vLLM's, read in 0.22 (vllm/lora/peft_helper.py, lora_model.py, utils.py, vllm/config/lora.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +19,21 @@ import torch
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import MANIFEST_FILE
-from finetune_trainer.release.serving import PEFT_PREFIX, ServingReport, serving_report
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_header
 from finetune_trainer.weights.rounding import READ_DTYPES
 
 TENSORS_KEY = "tensors"
 """In the manifest of a trained adapter: element type and shape by name, as training knew them."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that --max-lora-rank takes."""
+PEFT_PREFIX = "base_model."
+"""How every stored name of a PeftModel begins; names of one module's tensors continue with `model.`."""
+_FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.(lora_(?P<side>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")
+_SHOWN = 3
 _HINT = "delete it and train again: training resumes from the last checkpoint"
 
 
-def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+def tensor_descriptions(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
     """What the manifest says of tensors by name."""
     names = {dtype: name for name, dtype in READ_DTYPES.items()}
     return {name: {"dtype": names[tensor.dtype], "shape": list(tensor.shape)} for name, tensor in sorted(tensors.items())}
@@ -42,7 +51,8 @@ def check_adapter(directory: Path, plan: RunPlan) -> ServingReport:
     wrong = sorted(name for name in {*found, *trained} if found.get(name) != trained.get(name))
     if wrong or not found:
         raise CheckpointError(
-            f"{directory / ADAPTER_FILE}: holds {len(found)} tensors, {len(trained)} were trained; first that differ: {wrong[:3]}",
+            f"{directory / ADAPTER_FILE}: holds {len(found)} tensors, {len(trained)} were trained; first that differ: "
+            f"{wrong[:3]}",
             _HINT,
         )
     if strange := sorted(name for name in found if not name.startswith(PEFT_PREFIX)):
@@ -56,3 +66,101 @@ def check_adapter(directory: Path, plan: RunPlan) -> ServingReport:
                 f"{directory / ADAPTER_CONFIG_FILE}: {name} is {settings.get(name)!r}, the plan has {expected!r}", _HINT
             )
     return serving_report(settings, {tensor.name: tensor.shape for tensor in header})
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """Whether vLLM loads the adapter and computes what was trained."""
+
+    reasons: tuple[str, ...]
+    """Why it does not; empty: it does."""
+    max_lora_rank: int | None
+    """What --max-lora-rank must be at least; None where it does not load."""
+    notes: tuple[str, ...] = ()
+    """What it depends on besides."""
+
+    @property
+    def is_served(self) -> bool:
+        return not self.reasons
+
+    def text(self) -> str:
+        """One line for reports."""
+        if self.is_served:
+            return f"loads with --max-lora-rank {self.max_lora_rank}"
+        return f"does not load: {'; '.join(self.reasons)}"
+
+
+def serving_report(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ServingReport:
+    """`settings`: adapter_config.json; `shapes`: of the tensors of adapter_model.safetensors by their names."""
+    if settings.get("peft_type") != "LORA":
+        return ServingReport((f"it takes LoRA alone, and this is {settings.get('peft_type')}",), None)
+    ranks = _ranks(shapes)
+    reasons = [*_features(settings), *_names(shapes), *_scaling(settings, ranks)]
+    largest = max((*ranks.values(), settings.get("r", 0)))
+    needed = next((rank for rank in VLLM_RANKS if rank >= largest), None)
+    if needed is None:
+        reasons.append(f"its rank is {largest}, and the highest --max-lora-rank is {VLLM_RANKS[-1]}")
+    if reasons:
+        return ServingReport(tuple(reasons), None)
+    return ServingReport((), needed, tuple(_notes(shapes)))
+
+
+def _features(settings: Mapping[str, Any]) -> list[str]:
+    found = []
+    if settings.get("use_dora"):
+        found.append("it has no DoRA")
+    if settings.get("modules_to_save"):
+        found.append(f"it replaces no whole modules, and modules_to_save names {', '.join(settings['modules_to_save'])}")
+    if settings.get("bias", "none") != "none":
+        found.append(f"it takes no biases, and bias is {settings['bias']}")
+    return found
+
+
+def _names(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    matches = {name: _FACTOR.fullmatch(name) for name in shapes}
+    unknown = sorted(name for name, match in matches.items() if match is None and not name.endswith("lora_magnitude_vector"))
+    found = []
+    if unknown:
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        found.append(f"it knows no tensors called {', '.join(unknown[:_SHOWN])}{more}")
+    sides: dict[str, set[str]] = {}
+    for match in matches.values():
+        if match is not None:
+            sides.setdefault(match["module"], set()).add(match["side"] or match["embedding"])
+    alone = sorted(module for module, both in sides.items() if len(both) == 1)
+    if alone:
+        found.append(f"{alone[0]} has one of lora_A and lora_B alone")
+    return found
+
+
+def _ranks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Rank by module: rows of A."""
+    matches = ((match, shape) for name, shape in shapes.items() if (match := _FACTOR.fullmatch(name)) is not None)
+    return {match["module"]: shape[0] for match, shape in matches if "A" in (match["side"], match["embedding"]) and shape}
+
+
+def _scaling(settings: Mapping[str, Any], ranks: Mapping[str, int]) -> list[str]:
+    """It scales every module by lora_alpha and r of the settings, whatever the patterns say."""
+    if not settings.get("rank_pattern") and not settings.get("alpha_pattern"):
+        return []
+    rank = settings["r"]
+    root = math.sqrt if settings.get("use_rslora") else float
+    common = settings["lora_alpha"] / root(rank)
+    for module, own in ranks.items():
+        alpha = _first_match(settings.get("alpha_pattern") or {}, module, settings["lora_alpha"])
+        if not math.isclose(alpha / root(own), common):
+            own_scale = f"rank_pattern or alpha_pattern make it {alpha / root(own):g} for {module}"
+            return [f"it scales all modules by {common:g}, and {own_scale}"]
+    return []
+
+
+def _first_match(pattern: Mapping[str, int], module: str, otherwise: int) -> int:
+    """As PEFT looks settings up by the end of a module's name."""
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+
+
+def _notes(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    found = ["the engine's class of the base model must take adapters on every module that has one"]
+    if any("lora_embedding_" in name for name in shapes):
+        found.append("adapters on embeddings are taken where the model's class names its embedding modules")
+    return found

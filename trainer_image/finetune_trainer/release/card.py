@@ -1,6 +1,6 @@
 """README.md: the model card, from what is known of the run. Front matter as the Hub reads it, then text for people.
 
-Names that users choose stand in code spans and YAML scalars, so that none of them is taken for markup.
+Names that users choose are in code spans and YAML scalars, so that none of them is taken for markup.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from finetune_trainer.release.card_sections import (
     verification,
 )
 from finetune_trainer.release.facts import RunFacts
-from finetune_trainer.release.licence import OTHER
-from finetune_trainer.release.places import ADAPTER, MERGED
+from finetune_trainer.release.files import ADAPTER, MERGED
+from finetune_trainer.release.licence import OTHER_LICENCE
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _SECTIONS: tuple[tuple[str, Callable[[RunFacts], list[str]]], ...] = (
@@ -42,7 +42,13 @@ _SECTIONS: tuple[tuple[str, Callable[[RunFacts], list[str]]], ...] = (
 
 def model_card(facts: RunFacts) -> str:
     """The card of everything that is published together."""
-    lines = [*_front_matter(facts, is_adapter=not facts.places.has_merged), f"# {code(facts.plan.job.name)}", "", *_what(facts), ""]
+    lines = [
+        *_front_matter(facts, is_adapter=not facts.layout.has_merged),
+        f"# {code(facts.plan.job.name)}",
+        "",
+        *_what(facts),
+        "",
+    ]
     lines += ["## How to load it", "", *_loading(facts)]
     for title, section in _SECTIONS:
         if body := section(facts):
@@ -53,12 +59,14 @@ def model_card(facts: RunFacts) -> str:
 def adapter_card(facts: RunFacts) -> str:
     """A short card for the adapter's own directory, with what the Hub and PEFT look for."""
     base = code(facts.plan.model.name)
-    text = f"An adapter for {base}, made by {facts.plan.method.type.value}. The model card beside this directory says all about it."
+    text = (
+        f"An adapter for {base}, made by {facts.plan.method.type.value}. The model card in the directory above says all about it."
+    )
     return "\n".join([*_front_matter(facts, is_adapter=True), f"# {code(facts.plan.job.name)}", "", text]) + "\n"
 
 
 def front_matter(facts: RunFacts, *, is_adapter: bool) -> dict[str, Any]:
-    """What the Hub reads. It refuses names of models, data sets and licences that it does not know, so only the Hub's own go in."""
+    """What the Hub reads. It refuses models, data sets and licences that it does not know, so only its own names are in it."""
     plan = facts.plan
     found: dict[str, Any] = {}
     if _HUB_NAME.fullmatch(plan.model.name):
@@ -68,7 +76,7 @@ def front_matter(facts: RunFacts, *, is_adapter: bool) -> dict[str, Any]:
     found["pipeline_tag"] = "text-generation"
     if facts.licence.identifier:
         found["license"] = facts.licence.identifier
-        if facts.licence.identifier == OTHER:
+        if facts.licence.identifier == OTHER_LICENCE:
             found |= {
                 key: value for key, value in (("license_name", facts.licence.name), ("license_link", facts.licence.link)) if value
             }
@@ -85,26 +93,26 @@ def _front_matter(facts: RunFacts, *, is_adapter: bool) -> list[str]:
 
 def _hub_datasets(plan: RunPlan) -> list[str]:
     held_out = [plan.data.validation] if plan.data.validation is not None else []
-    places = [parse_source(source.source) for source in (*plan.data.train, *held_out)]
-    return sorted({place.repository for place in places if isinstance(place, HubPath) and place.is_dataset})
+    locations = [parse_source(source.source) for source in (*plan.data.train, *held_out)]
+    return sorted({each.repository for each in locations if isinstance(each, HubPath) and each.is_dataset})
 
 
 def _what(facts: RunFacts) -> list[str]:
-    plan, places = facts.plan, facts.places
+    plan, layout = facts.plan, facts.layout
     base = code(plan.model.name) + (f" at {code(plan.model.revision)}" if plan.model.revision else "")
     if not plan.method.trains_adapter:
         return [f"{base}, fine-tuned whole."]
-    if not places.has_merged:
+    if not layout.has_merged:
         return [f"An adapter for {base}, made by {plan.method.type.value}."]
-    more = " The adapter alone is here as well." if places.has_adapter else ""
+    more = " The adapter alone is here as well." if layout.has_adapter else ""
     return [f"{base}, fine-tuned by {plan.method.type.value} and merged: it needs no adapter to be loaded.{more}"]
 
 
 def _loading(facts: RunFacts) -> list[str]:
     lines: list[str] = []
-    if facts.places.has_merged:
+    if facts.layout.has_merged:
         lines += _load_merged(facts)
-    if facts.places.has_adapter:
+    if facts.layout.has_adapter:
         lines += ([""] if lines else []) + _load_adapter(facts)
     return lines
 
@@ -132,7 +140,7 @@ def _load_adapter(facts: RunFacts) -> list[str]:
     where = _address(facts, ADAPTER)
     base, revision = _base_address(facts), facts.plan.model.revision
     at = f", revision={revision!r}" if revision else ""
-    folder = f", subfolder={ADAPTER!r}" if _is_on_hub(facts) and facts.places.top != ADAPTER else ""
+    folder = f", subfolder={ADAPTER!r}" if _is_on_hub(facts) and facts.layout.top != ADAPTER else ""
     script = (
         "from peft import PeftModel\n"
         "from transformers import AutoModelForCausalLM\n\n"
@@ -142,9 +150,9 @@ def _load_adapter(facts: RunFacts) -> list[str]:
     return [
         "The adapter:"
         if base == facts.plan.model.name
-        else f"The adapter, beside a copy of {code(facts.plan.model.name)} in `{base}`:",
+        else f"The adapter, with a copy of {code(facts.plan.model.name)} in `{base}`:",
         "",
-        *([] if facts.places.has_merged else _pulling(facts)),
+        *([] if facts.layout.has_merged else _pulling(facts)),
         *block(script, "python"),
         "",
         *_serving(facts),
@@ -166,19 +174,19 @@ def _serving(facts: RunFacts) -> list[str]:
         return [f"vLLM does not serve the adapter as it is: {code(reasons)}."]
     command = (
         f"vllm serve {_quoted(_base_address(facts))} --enable-lora --max-lora-rank {report.max_lora_rank} \\\n"
-        f"  --lora-modules {_quoted(facts.plan.job.name)}=./{ADAPTER if facts.places.top != ADAPTER else ''}"
+        f"  --lora-modules {_quoted(facts.plan.job.name)}=./{ADAPTER if facts.layout.top != ADAPTER else ''}"
     )
     notes = [f"* {note}" for note in report.notes]
     return ["With vLLM, from a local copy of these files:", "", *block(command, "sh"), *(["", *notes] if notes else [])]
 
 
 def _address(facts: RunFacts, part: str) -> str:
-    """What loaders are given: the repository on the Hub, or a directory below the place where these files are."""
+    """What loaders are given: the repository on the Hub, or a directory below the one with these files."""
     if _is_on_hub(facts) and facts.plan.publish is not None:
-        place = parse_destination(facts.plan.publish.destination)
-        if isinstance(place, HubPath):
-            return place.repository
-    return "." if facts.places.top == part else f"./{part}"
+        destination = parse_destination(facts.plan.publish.destination)
+        if isinstance(destination, HubPath):
+            return destination.repository
+    return "." if facts.layout.top == part else f"./{part}"
 
 
 def _is_on_hub(facts: RunFacts) -> bool:
@@ -188,10 +196,10 @@ def _is_on_hub(facts: RunFacts) -> bool:
 def _pulling(facts: RunFacts) -> list[str]:
     if facts.plan.publish is None:
         return []
-    place = parse_destination(facts.plan.publish.destination)
-    if isinstance(place, RegistryPath):
-        return [*block(f"oras pull {place.registry}/{place.repository}:{place.tag}", "sh"), ""]
-    if isinstance(place, BucketPath):
+    destination = parse_destination(facts.plan.publish.destination)
+    if isinstance(destination, RegistryPath):
+        return [*block(f"oras pull {destination.registry}/{destination.repository}:{destination.tag}", "sh"), ""]
+    if isinstance(destination, BucketPath):
         return [*block(f"aws s3 cp --recursive {_quoted(facts.plan.publish.destination)} .", "sh"), ""]
     return []
 

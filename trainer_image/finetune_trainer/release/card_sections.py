@@ -8,13 +8,11 @@ from typing import Any
 from finetune_job.api.output import MergeBase
 from finetune_job.names import MANAGED_BY
 from finetune_trainer.markdown import block, code, table
-from finetune_trainer.release.curves import chosen, sparkline
-from finetune_trainer.release.facts import DataSource, RunFacts
-from finetune_trainer.release.places import CHECKSUMS, PROVENANCE, VERIFICATION_PAGE
+from finetune_trainer.release.facts import DataSource, RunFacts, sparkline, table_points
+from finetune_trainer.release.files import CHECKSUMS, PROVENANCE, VERIFICATION_PAGE
 
-_SHOWN_FILES = 5
+_SHOWN_FILES, _SHOWN_LICENCE_FILES = 5, 10
 _BASES = {MergeBase.ORIGINAL: "as it is stored", MergeBase.DEQUANTIZED: "as it was packed in training"}
-_SHOWN_LICENCE_FILES = 10
 
 
 def training_data(facts: RunFacts) -> list[str]:
@@ -34,8 +32,8 @@ def training_data(facts: RunFacts) -> list[str]:
         lines += _digests(source)
     for split, counts in facts.splits.items():
         dropped = counts.get("num_dropped", 0)
-        said = f"{_count(counts, 'num_sequences')} sequences with {_count(counts, 'num_tokens')} tokens in one pass"
-        lines += ["", f"Split {code(split)}: {said}; {dropped:,} records were too long and left out."]
+        size = f"{_count(counts, 'num_sequences')} sequences with {_count(counts, 'num_tokens')} tokens in one pass"
+        lines += ["", f"Split {code(split)}: {size}; {dropped:,} records were too long and left out."]
     return [*lines, "", f"SHA-256 over everything prepared: {code(facts.data_hash)}."]
 
 
@@ -52,16 +50,17 @@ def settings(facts: RunFacts) -> list[str]:
     plan = facts.plan
     chosen_settings: dict[str, Any] = {"method": plan.method.type.value}
     if plan.method.lora is not None:
-        chosen_settings |= _told(plan.method.lora.model_dump(mode="json"))
+        chosen_settings |= _without_unset(plan.method.lora.model_dump(mode="json"))
     if plan.method.adapter is not None:
-        chosen_settings |= _told(plan.method.adapter.settings)
+        chosen_settings |= _without_unset(plan.method.adapter.settings)
     if plan.method.quantization is not None:
         chosen_settings |= {
-            f"quantization.{name}": value for name, value in _told(plan.method.quantization.model_dump(mode="json")).items()
+            f"quantization.{name}": value
+            for name, value in _without_unset(plan.method.quantization.model_dump(mode="json")).items()
         }
     named = ("format", "loss_on", "max_sequence_length", "packing")
     chosen_settings |= {name: value for name, value in plan.data.model_dump(mode="json").items() if name in named}
-    left_out = {
+    not_shown = {
         "micro_batch_size",
         "gradient_accumulation_steps",
         "trackers",
@@ -69,11 +68,11 @@ def settings(facts: RunFacts) -> list[str]:
         "compile",
         "activation_checkpointing",
     }
-    chosen_settings |= _told(plan.training.model_dump(mode="json", exclude=left_out))
+    chosen_settings |= _without_unset(plan.training.model_dump(mode="json", exclude=not_shown))
     return table(("setting", "value"), [(code(name), code(_value(value))) for name, value in chosen_settings.items()])
 
 
-def _told(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
     """Zeros are settings; what was left open or switched off is not worth a line."""
     return {name: value for name, value in values.items() if value is not None and value is not False and value not in ({}, [])}
 
@@ -88,11 +87,13 @@ def _value(value: Any) -> str:
 
 def training(facts: RunFacts) -> list[str]:
     """How far it went, and the curves."""
-    course = facts.course
-    last = course.points[-1].step if course.points else facts.trained_step
+    history = facts.history
+    last = history.points[-1].step if history.points else facts.trained_step
     exported = "" if last == facts.trained_step else f" The weights are those after step {facts.trained_step}."
-    lines = [f"{last:,} optimizer steps over {course.tokens:,} tokens, {course.supervised_tokens:,} of them supervised.{exported}"]
-    losses, evaluations = course.losses, course.evaluations
+    lines = [
+        f"{last:,} optimizer steps over {history.tokens:,} tokens, {history.supervised_tokens:,} of them supervised.{exported}"
+    ]
+    losses, evaluations = history.losses, history.evaluations
     curves = []
     if len(losses) > 1:
         curves.append(f"loss           {sparkline([loss for _, loss in losses])}  {losses[0][1]:.4g} -> {losses[-1][1]:.4g}")
@@ -102,15 +103,15 @@ def training(facts: RunFacts) -> list[str]:
         )
     if curves:
         lines += ["", *block("\n".join(curves), "text")]
-    if course.points:
-        rows = [(f"{point.step:,}", _loss(point.loss), _loss(point.eval_loss)) for point in chosen(course.points)]
+    if history.points:
+        rows = [(f"{point.step:,}", _loss(point.loss), _loss(point.eval_loss)) for point in table_points(history.points)]
         lines += ["", *table(("step", "loss", "held-out loss"), rows)]
     return lines
 
 
 def evaluation(facts: RunFacts) -> list[str]:
     """Held-out loss: of the base, the best and the last."""
-    evaluations = facts.course.evaluations
+    evaluations = facts.history.evaluations
     if not evaluations:
         return ["Nothing was held out."] if facts.plan.data.validation is None else []
     rows = [("base model", "0", _loss(evaluations[0][1]))] if evaluations[0][0] == 0 else []
@@ -172,12 +173,12 @@ def provenance(facts: RunFacts) -> list[str]:
 
 
 def licence(facts: RunFacts) -> list[str]:
-    """Whose terms go on."""
+    """The base model's licence, which still applies."""
     found = facts.licence
     if not found.is_known:
         return [f"{code(facts.base_source)} states no licence in its files. Ask its owner before you pass this model on."]
     named = found.identifier or "the terms in its files"
-    lines = [f"This is a derivative of {code(facts.base_source)}, whose licence goes on: {code(found.name or named)}."]
+    lines = [f"This is a derivative of {code(facts.base_source)}, whose licence still applies: {code(found.name or named)}."]
     if found.link:
         lines.append(f"Its terms: {code(found.link)}.")
     if found.files:

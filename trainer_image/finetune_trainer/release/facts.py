@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.base import ClaimPath
+from finetune_job.plan.launch_plan import FetchItem
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.plan.transfers import FetchItem
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shards import TRAIN, VALIDATION, read_manifest
 from finetune_trainer.inspection.report import ModelReport
-from finetune_trainer.observe.lines import read_lines
-from finetune_trainer.release.curves import Course, course
+from finetune_trainer.observe.run_files import read_lines
+from finetune_trainer.release.adapter_check import ServingReport
+from finetune_trainer.release.files import ReleaseLayout, release_layout
 from finetune_trainer.release.licence import Licence, read_licence
-from finetune_trainer.release.places import Places, places_of
-from finetune_trainer.release.serving import ServingReport
 
 if TYPE_CHECKING:
     from finetune_trainer.verify.report import VerificationReport
+
+CURVE_WIDTH = 60
+"""Most characters of a curve."""
+TABLE_ROWS = 12
+"""Most rows of the table."""
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class RunFacts:
     plan: RunPlan
     plan_sha256: str
     learning_sha256: str
-    places: Places
+    layout: ReleaseLayout
     base_source: str
     """Where the base came from, as the user wrote it."""
     model_digest: str | None
@@ -63,7 +69,7 @@ class RunFacts:
     sources: tuple[DataSource, ...]
     splits: Mapping[str, Mapping[str, Any]]
     """Counts of each split, as SplitFacts names them."""
-    course: Course
+    history: TrainingHistory
     trained_step: int
     """Optimizer step whose weights were exported."""
     verification: VerificationReport | None
@@ -82,21 +88,21 @@ def run_facts(
     """Read what is not given. Raises OSError, PreparedDataError."""
     plan, workspace = context.plan, context.workspace
     prepared = read_manifest(workspace.prepared)
-    history = workspace.history.read_text(errors="replace") if workspace.history.is_file() else ""
+    lines = workspace.history.read_text(errors="replace") if workspace.history.is_file() else ""
     fetched = {item.target: item for item in plan.fetch.items} if plan.fetch is not None else {}
     splits = prepared["splits"]
     return RunFacts(
         plan=plan,
         plan_sha256=context.plan_sha256,
         learning_sha256=context.learning_sha256,
-        places=places_of(plan),
+        layout=release_layout(plan),
         base_source=fetched[plan.model.location].source if plan.model.location in fetched else plan.model.name,
         model_digest=None if preflight is None else preflight.model_digest,
         licence=read_licence(context.base_model),
         data_hash=prepared["data_hash"],
         sources=_sources(plan, prepared, fetched),
         splits=splits if isinstance(splits, dict) else {},
-        course=course(read_lines(history)),
+        history=training_history(read_lines(lines)),
         trained_step=trained_step,
         verification=verification,
         serving=serving,
@@ -125,3 +131,66 @@ def _sources(plan: RunPlan, prepared: Mapping[str, Any], fetched: Mapping[ClaimP
             )
         )
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One optimizer step, or the state before the first."""
+
+    step: int
+    loss: float | None
+    """Mean over the supervised tokens of the step; None before the first."""
+    eval_loss: float | None
+    """Mean over the supervised held-out tokens; None where nothing was held out or evaluated."""
+
+
+@dataclass(frozen=True)
+class TrainingHistory:
+    """What the history file says of the run."""
+
+    points: tuple[Point, ...]
+    tokens: int
+    supervised_tokens: int
+
+    @property
+    def evaluations(self) -> list[tuple[int, float]]:
+        """Step and held-out loss."""
+        return [(point.step, point.eval_loss) for point in self.points if point.eval_loss is not None]
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """Step and training loss."""
+        return [(point.step, point.loss) for point in self.points if point.loss is not None]
+
+
+def training_history(lines: Sequence[Mapping[str, Any]]) -> TrainingHistory:
+    """The last line of a step counts: a run that went back has written it again."""
+    by_step = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
+    kept = [by_step[step] for step in sorted(by_step)]
+    points = tuple(Point(line["step"], _number(line.get("loss")), _number(line.get("eval_loss"))) for line in kept)
+    return TrainingHistory(
+        points, sum(line.get("tokens", 0) for line in kept), sum(line.get("supervised_tokens", 0) for line in kept)
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
+    """One character for each value, or for the mean of neighbours where there are more than `width`."""
+    if len(values) > width:
+        edges = [round(number * len(values) / width) for number in range(width + 1)]
+        values = [sum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]
+    lowest, highest = min(values), max(values)
+    span = (highest - lowest) or 1.0
+    return "".join(_BARS[min(int((value - lowest) / span * len(_BARS)), len(_BARS) - 1)] for value in values)
+
+
+def table_points(points: Sequence[Point], most: int = TABLE_ROWS) -> list[Point]:
+    """Points for the table: those with a held-out loss, or all where there are none; evenly thinned, first and last kept."""
+    evaluated = [point for point in points if point.eval_loss is not None]
+    from_these = evaluated if len(evaluated) > 1 else list(points)
+    if len(from_these) <= most:
+        return from_these
+    return [from_these[round(number * (len(from_these) - 1) / (most - 1))] for number in range(most)]

@@ -1,10 +1,74 @@
-"""The files of a release, as a destination is given them."""
+"""The files of a release: which name each has at its destination, by kind of destination, and what a destination is given.
+
+A directory (`pvc://`, `s3://`) has `adapter/` and `merged/` with the model card next to them. A repository (`hf://`,
+`oci://`) is a model itself: the merged one, or the adapter if that is the only result, is at its top, because that is where
+loaders look.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from finetune_job.api.base import HubPath, RegistryPath, parse_destination
+from finetune_job.layout import OutputLayout
+from finetune_job.plan.run_plan import RunPlan
+
+_NAMES = OutputLayout(Path())
+ADAPTER, MERGED = _NAMES.adapter.name, _NAMES.merged.name
+CARD, PROVENANCE, CHECKSUMS = _NAMES.model_card.name, _NAMES.provenance.name, _NAMES.checksums.name
+VERIFICATION, VERIFICATION_PAGE = _NAMES.verification.name, _NAMES.verification_page.name
+BESIDE = (CARD, PROVENANCE, VERIFICATION, VERIFICATION_PAGE)
+"""Files next to the directories of weights, which the checksums name; the last two only where something was merged."""
+WEIGHT_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class ReleaseLayout:
+    """Which results there are, and which of them is at the top of the destination."""
+
+    has_adapter: bool
+    has_merged: bool
+    is_repository: bool
+
+    @property
+    def top(self) -> str | None:
+        """Directory of the results whose files are at the top; None: all keep their directories."""
+        if not self.is_repository:
+            return None
+        return MERGED if self.has_merged else ADAPTER
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Of weights, in the order in which they are published."""
+        return tuple(name for name, is_there in ((ADAPTER, self.has_adapter), (MERGED, self.has_merged)) if is_there)
+
+    @property
+    def needs_adapter_card(self) -> bool:
+        """Whether the adapter is in a directory of its own, where the model card is not seen."""
+        return self.has_adapter and self.top != ADAPTER
+
+    def at_destination(self, local: str) -> str:
+        """Name at the destination of a file of the results, both with slashes and relative to their roots."""
+        first, _, rest = local.partition("/")
+        return rest if rest and first == self.top else local
+
+    def in_results(self, name: str) -> str:
+        """The other way round."""
+        first, slash, _ = name.partition("/")
+        keeps_name = name in BESIDE or (bool(slash) and first in self.directories and first != self.top)
+        return name if self.top is None or keeps_name else f"{self.top}/{name}"
+
+
+def release_layout(plan: RunPlan) -> ReleaseLayout:
+    """What the plan publishes, and in which form."""
+    destination = parse_destination(plan.publish.destination) if plan.publish else plan.output
+    return ReleaseLayout(
+        has_adapter=plan.has_adapter,
+        has_merged=plan.has_merged,
+        is_repository=isinstance(destination, HubPath | RegistryPath),
+    )
 
 
 @dataclass(frozen=True)
@@ -24,6 +88,6 @@ class Release:
 
     files: tuple[ReleaseFile, ...]
     manifest: ReleaseFile
-    """SHA256SUMS: whoever sees it at the destination may rely on every other file being there."""
+    """SHA256SUMS: anyone who sees it at the destination may rely on every other file being there."""
     facts: Mapping[str, str]
     """For annotations and commit messages: job, base model and its revision, plan digest."""

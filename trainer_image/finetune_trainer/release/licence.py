@@ -1,4 +1,4 @@
-"""The base model's licence, as its own files state it: a tuned model is a derivative, so its terms go on."""
+"""The base model's licence, as its own files state it: a tuned model is a derivative, so its terms still apply."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CARD_FILE = "README.md"
 _MAX_FRONT_MATTER = 1 << 20
 _IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
 """The Hub's names of licences."""
-_LONGEST_TEXT = 200
-OTHER = "other"
+OTHER_LICENCE = "other"
 """The Hub's word for a licence that is not in its list."""
+_LONGEST_TEXT = 200
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Licence:
     name: str = ""
     link: str = ""
     files: tuple[str, ...] = ()
-    """Terms that lie in the base's directory."""
+    """Terms in the base's directory."""
 
     @property
     def is_known(self) -> bool:
@@ -40,14 +40,14 @@ class Licence:
 def read_licence(model: Path) -> Licence:
     """What the base's card, its configuration and its files say; in this order where they differ. Raises OSError."""
     files = tuple(path.name for path in licence_files(model))
-    card = front_matter(_text(model / CARD_FILE))
+    card = read_front_matter(_text(model / CARD_FILE))
     identifier = _identifier(card.get("license")) or _identifier(_settings(model).get("license"))
     if not identifier:
         return Licence(files=files)
     return Licence(identifier, _line(card.get("license_name")), _line(card.get("license_link")), files)
 
 
-def front_matter(text: str) -> dict[str, Any]:
+def read_front_matter(text: str) -> dict[str, Any]:
     """The mapping at the head of a card; empty where there is none that can be read."""
     match = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
     if match is None:

@@ -1,39 +1,59 @@
-"""Writes what goes with the weights, in an order that lets a reader trust SHA256SUMS: it is there only when all else is."""
+"""Writes what goes with the weights; SHA256SUMS is written last, so it is there only when all else is.
+
+provenance.json is an in-toto statement (https://in-toto.io/Statement/v1) with a SLSA provenance predicate
+(https://slsa.dev/provenance/v1) over every published weight file. It is not signed: it proves nothing against somebody who
+can replace files and statement together.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from finetune_job.layout import OutputLayout
+from finetune_job.names import GROUP, JOB_KIND
 from finetune_trainer.files import file_sha256, write_durably
-from finetune_trainer.release.build import hashed_weights, is_sealed_with, unseal, write_checksums
 from finetune_trainer.release.card import adapter_card, model_card
-from finetune_trainer.release.facts import RunFacts
-from finetune_trainer.release.places import CARD, Places
-from finetune_trainer.release.provenance import encode, stated_plan, statement
+from finetune_trainer.release.checksums import checksums_match, hashed_weights, remove_checksums, write_checksums
+from finetune_trainer.release.facts import DataSource, RunFacts
+from finetune_trainer.release.files import CARD, ReleaseLayout
+
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
+BUILD_TYPE = f"https://{GROUP}/{JOB_KIND}/v1"
+"""The build: a plan, resolved from a FineTuneJob, carried out on a base model and data."""
+BUILDER = f"https://{GROUP}/trainer"
+PACKAGE = "finetune-operator"
+LIBRARIES = ("torch", "transformers", "peft", "safetensors")
+_PLAN = "planSha256"
+_LEARNT_FROM = ("model", "data", "method", "training", "evaluation", "merge")
+_IMAGE_DIGEST = re.compile(r"@sha256:([0-9a-f]{64})$")
 
 
 def write_release_files(output: OutputLayout, facts: RunFacts) -> dict[str, str]:
-    """Card, provenance and checksums beside the weights; their digests, by the names of the report's facts.
+    """Card, provenance and checksums next to the weights; their digests, by the names of the report's facts.
 
-    What stands there already is left alone. Raises OSError, CheckpointError.
+    What is there already is left alone. Raises OSError, CheckpointError.
     """
-    places = facts.places
-    if places.needs_adapter_card:
+    layout = facts.layout
+    if layout.needs_adapter_card:
         _write(output, output.adapter / CARD, adapter_card(facts))
     _write(output, output.model_card, model_card(facts))
-    weights = {places.at_destination(name): sha256 for name, sha256 in hashed_weights(output, places).items()}
-    _write(output, output.provenance, encode(statement(facts, weights)).decode())
-    write_checksums(output, places)
+    weights = {layout.at_destination(name): sha256 for name, sha256 in hashed_weights(output, layout).items()}
+    _write(output, output.provenance, encode_statement(provenance_statement(facts, weights)).decode())
+    write_checksums(output, layout)
     return release_digests(output)
 
 
-def is_complete(output: OutputLayout, places: Places, plan_sha256: str, digests: Mapping[str, str]) -> bool:
+def is_complete(output: OutputLayout, layout: ReleaseLayout, plan_sha256: str, digests: Mapping[str, str]) -> bool:
     """Whether the results of this very plan are complete and hold files of these digests, by their names in the results."""
-    if not is_sealed_with(output, places, digests):
+    if not checksums_match(output, layout, digests):
         return False
-    return output.provenance.is_file() and stated_plan(output.provenance.read_bytes()) == plan_sha256
+    return output.provenance.is_file() and plan_sha256_of_statement(output.provenance.read_bytes()) == plan_sha256
 
 
 def release_digests(output: OutputLayout) -> dict[str, str]:
@@ -46,5 +66,92 @@ def _write(output: OutputLayout, path: Path, text: str) -> None:
     content = text.encode()
     if path.is_file() and path.read_bytes() == content:
         return
-    unseal(output)
+    remove_checksums(output)
     write_durably(path, content)
+
+
+def provenance_statement(facts: RunFacts, weights: Mapping[str, str]) -> dict[str, Any]:
+    """The statement. `weights`: SHA-256 by name at the destination."""
+    plan = facts.plan
+    return {
+        "_type": STATEMENT_TYPE,
+        "subject": [{"name": name, "digest": {"sha256": weights[name]}} for name in sorted(weights)],
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": BUILD_TYPE,
+                "externalParameters": plan.model_dump(mode="json", include=set(_LEARNT_FROM)),
+                "internalParameters": {
+                    _PLAN: facts.plan_sha256,
+                    "learningSha256": facts.learning_sha256,
+                    "trainedStep": facts.trained_step,
+                    "parallelism": plan.parallelism.model_dump(mode="json"),
+                },
+                "resolvedDependencies": _dependencies(facts),
+            },
+            "runDetails": {
+                "builder": {"id": BUILDER, "version": _versions()},
+                "metadata": {"invocationId": f"{plan.job.namespace}/{plan.job.name}/{plan.job.uid}"},
+                "byproducts": [{"name": "prepared data", "digest": {"sha256": facts.data_hash}}],
+            },
+        },
+    }
+
+
+def encode_statement(document: Mapping[str, Any]) -> bytes:
+    """Equal statements give equal bytes."""
+    return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n").encode()
+
+
+def plan_sha256_of_statement(encoded: bytes) -> str | None:
+    """SHA-256 of the plan that a statement of `encode_statement` is about; None for anything else."""
+    try:
+        return str(json.loads(encoded)["predicate"]["buildDefinition"]["internalParameters"][_PLAN])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _dependencies(facts: RunFacts) -> list[dict[str, Any]]:
+    found = [_base(facts)]
+    for source in facts.sources:
+        found += _files(source)
+    image = facts.plan.placement.trainer_image if facts.plan.placement is not None else None
+    if image is not None:
+        match = _IMAGE_DIGEST.search(image)
+        entry: dict[str, Any] = {"name": "trainer image", "uri": f"oci://{image}"}
+        found.append(entry | ({"digest": {"sha256": match[1]}} if match else {}))
+    return found
+
+
+def _base(facts: RunFacts) -> dict[str, Any]:
+    digest = {"gitCommit": facts.plan.model.revision} if facts.plan.model.revision else {}
+    if facts.model_digest is not None:
+        digest["modelDigest"] = facts.model_digest
+    entry: dict[str, Any] = {"name": "base model", "uri": facts.base_source}
+    if digest:
+        entry["digest"] = digest
+    if facts.model_digest is not None:
+        entry["annotations"] = {"modelDigest": "SHA-256 over configuration, index, headers and file sizes"}
+    return entry
+
+
+def _files(source: DataSource) -> list[dict[str, Any]]:
+    about: dict[str, Any] = {"name": f"{source.split} data", "annotations": {"weight": source.weight}}
+    if not source.files:
+        return [about | {"uri": source.source}]
+    commit = {"gitCommit": source.revision} if source.revision else {}
+    return [
+        about
+        | {"uri": "/".join(filter(None, (source.source.rstrip("/"), file.name))), "digest": {"sha256": file.sha256} | commit}
+        for file in source.files
+    ]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in (PACKAGE, *LIBRARIES):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a checkout, where the package itself is not installed
+            continue
+    return found

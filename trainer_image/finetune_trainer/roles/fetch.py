@@ -14,34 +14,40 @@ from pathlib import Path
 from finetune_job.api.base import BucketPath, HubPath, parse_source
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
-from finetune_job.plan.sources import input_locations
-from finetune_job.plan.transfers import FetchItem, FetchPlan
+from finetune_job.plan.inputs import input_locations
+from finetune_job.plan.launch_plan import FetchItem, FetchPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials
 from finetune_trainer.data.read import KNOWN_EXTENSIONS
 from finetune_trainer.errors import DataError, InvariantError, ModelError, TrainerError
 from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
-from finetune_trainer.fetch.errors import NoRoomError, source_given_up
 from finetune_trainer.fetch.hub import HubRepository
-from finetune_trainer.fetch.manifest import FetchedFile, FetchManifest, manifest_path, proven, write_manifest
-from finetune_trainer.fetch.remote import Remote, RemoteFile, listing_problem
-from finetune_trainer.fetch.selection import data_files, has_weights, model_files
-from finetune_trainer.fetch.staging import Staging
-from finetune_trainer.fetch.transfer import Conduct, take
+from finetune_trainer.fetch.source import (
+    NoRoomError,
+    RemoteFile,
+    RemoteSource,
+    data_files,
+    has_weights,
+    listing_problem,
+    model_files,
+    source_unavailable,
+)
+from finetune_trainer.fetch.staging import FetchedFile, FetchManifest, FetchStaging, manifest_path, verified_fetch, write_manifest
+from finetune_trainer.fetch.transfer import TransferOptions, fetch_file
 from finetune_trainer.files import file_sha256
-from finetune_trainer.network.errors import StoppedError
-from finetune_trainer.network.retry import Patience, retried
-from finetune_trainer.network.s3_service import s3_service
+from finetune_trainer.network.environment import s3_service
+from finetune_trainer.network.retry import RetryPolicy, StoppedError, with_retries
 
 log = logging.getLogger(__name__)
+
 FILES_AT_ONCE = 8
-TELL_SECONDS = 10.0
+PROGRESS_SECONDS = 10.0
 """Between two lines of progress."""
 _MB = 1e6
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedSource:
     """One source of the plan."""
 
     item: FetchItem
@@ -61,19 +67,19 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedSource:
     """A source whose files are known."""
 
-    wanted: Wanted
-    remote: Remote
+    wanted: WantedSource
+    remote: RemoteSource
     files: tuple[RemoteFile, ...]
-    staging: Staging
+    staging: FetchStaging
 
 
 def fetch(
     context: RunContext,
     credentials: Credentials,
-    patience: Patience | None = None,
+    retry_policy: RetryPolicy | None = None,
     free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
 ) -> TerminationReport:
     """Bring everything that the plan names. Raises SourceUnavailableError, NoRoomError, ModelError, DataError, OSError."""
@@ -81,23 +87,25 @@ def fetch(
     if plan is None:
         raise InvariantError("the plan names nothing to fetch", "start preflight instead")
     started = time.monotonic()
-    patience = patience or Patience()
+    retry_policy = retry_policy or RetryPolicy()
     manifests: dict[str, FetchManifest] = {}
-    missing: list[Wanted] = []
+    missing: list[WantedSource] = []
     for wanted in wanted_sources(context, plan):
-        whole = proven(wanted.target, wanted.item)
+        whole = verified_fetch(wanted.target, wanted.item)
         if whole is None:
             missing.append(wanted)
         else:
             log.info("%s: %s is there already, byte for byte", wanted.name, wanted.item.source)
-            Staging(wanted.target).discard()
+            FetchStaging(wanted.target).discard()
             manifests[wanted.name] = whole
-    listed = [_list(wanted, _open(wanted, plan, credentials), context.plan.model.allow_remote_code, patience) for wanted in missing]
+    listed = [
+        _list(wanted, _open(wanted, plan, credentials), context.plan.model.allow_remote_code, retry_policy) for wanted in missing
+    ]
     _check_room(context.workspace.sources, listed, free_bytes)
     received = 0
     for source in listed:
         counter = _Counter(source)
-        manifests[source.wanted.name] = _bring(source, patience, counter)
+        manifests[source.wanted.name] = _bring(source, retry_policy, counter)
         received += counter.received
     seconds = time.monotonic() - started
     facts = {
@@ -113,38 +121,38 @@ def fetch(
     return TerminationReport(role=Role.FETCH, attempt=context.attempt, outcome=Outcome.SUCCEEDED, time=time.time(), facts=facts)
 
 
-def wanted_sources(context: RunContext, plan: FetchPlan) -> list[Wanted]:
+def wanted_sources(context: RunContext, plan: FetchPlan) -> list[WantedSource]:
     """The plan's items with the fields that name them; the model first."""
     fields = {location: field for field, location in reversed(input_locations(context.plan))}
     found = [
-        Wanted(item, fields[item.target], item.target == context.plan.model.location, context.path(item.target))
+        WantedSource(item, fields[item.target], item.target == context.plan.model.location, context.path(item.target))
         for item in plan.items
     ]
     return sorted(found, key=lambda wanted: not wanted.is_model)
 
 
-def _open(wanted: Wanted, plan: FetchPlan, credentials: Credentials) -> Remote:
-    place = parse_source(wanted.item.source)
-    if isinstance(place, HubPath):
+def _open(wanted: WantedSource, plan: FetchPlan, credentials: Credentials) -> RemoteSource:
+    location = parse_source(wanted.item.source)
+    if isinstance(location, HubPath):
         if wanted.item.revision is None:
-            raise InvariantError(f"{wanted.item.source} has no revision", "write the commit beside the source")
+            raise InvariantError(f"{wanted.item.source} has no revision", "give the source a revision in the plan")
         return HubRepository(
-            place,
+            location,
             wanted.item.revision,
             token=credentials.hub_token(),
             endpoint=plan.hub_endpoint,
             field=wanted.field,
             refusal=wanted.refusal,
         )
-    if isinstance(place, BucketPath):
+    if isinstance(location, BucketPath):
         keys = credentials.s3_keys()
-        store = open_bucket(place.bucket, s3_service(plan.s3_endpoint, plan.s3_region), keys)
-        return BucketPrefix(store, place, wanted.field, wanted.refusal, signed=keys is not None)
-    raise InvariantError(f"{wanted.item.source} lies on a claim", "it needs no fetching")
+        store = open_bucket(location.bucket, s3_service(plan.s3_endpoint, plan.s3_region), keys)
+        return BucketPrefix(store, location, wanted.field, wanted.refusal, signed=keys is not None)
+    raise InvariantError(f"{wanted.item.source} is on a claim already", "leave it out of plan.fetch")
 
 
-def _list(wanted: Wanted, remote: Remote, allow_remote_code: bool, patience: Patience) -> Listed:
-    found = retried(wanted.item.source, patience, threading.Event(), source_given_up, remote.files)
+def _list(wanted: WantedSource, remote: RemoteSource, allow_remote_code: bool, retry_policy: RetryPolicy) -> ListedSource:
+    found = with_retries(wanted.item.source, retry_policy, threading.Event(), source_unavailable, remote.files)
     problem = listing_problem(found)
     if problem is not None:
         raise wanted.refusal(f"{wanted.field}: {wanted.item.source} cannot be copied: {problem}", "rename it at the source")
@@ -159,10 +167,10 @@ def _list(wanted: Wanted, remote: Remote, allow_remote_code: bool, patience: Pat
             f"{wanted.field}: {wanted.item.source} holds no file of records; it holds {_shown(found)}",
             f"give files whose names end in {', '.join(KNOWN_EXTENSIONS)}",
         )
-    staging = Staging(wanted.target)
+    staging = FetchStaging(wanted.target)
     staging.open(files)
     log.info("%s: %s, %d files, %.1f MB", wanted.name, wanted.item.source, len(files), sum(file.size for file in files) / _MB)
-    return Listed(wanted, remote, tuple(files), staging)
+    return ListedSource(wanted, remote, tuple(files), staging)
 
 
 def _shown(files: list[RemoteFile]) -> str:
@@ -170,7 +178,7 @@ def _shown(files: list[RemoteFile]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _check_room(directory: Path, listed: list[Listed], free_bytes: Callable[[Path], int]) -> None:
+def _check_room(directory: Path, listed: list[ListedSource], free_bytes: Callable[[Path], int]) -> None:
     if not listed:
         return
     needed = sum(sum(file.size for file in source.files) - source.staging.held_bytes() for source in listed)
@@ -185,7 +193,7 @@ def _check_room(directory: Path, listed: list[Listed], free_bytes: Callable[[Pat
 class _Counter:
     """Bytes that came over the network for one source."""
 
-    def __init__(self, source: Listed) -> None:
+    def __init__(self, source: ListedSource) -> None:
         self._name, self._total = source.wanted.name, sum(file.size for file in source.files)
         self._before = source.staging.held_bytes()
         self._lock, self.received, self._started = threading.Lock(), 0, time.monotonic()
@@ -194,19 +202,19 @@ class _Counter:
         with self._lock:
             self.received += number
 
-    def tell(self) -> None:
+    def log_progress(self) -> None:
         rate = self.received / _MB / max(time.monotonic() - self._started, 1e-3)
         done = min(self._before + self.received, self._total)
         log.info("%s: %.0f of %.0f MB, %.0f MB/s", self._name, done / _MB, self._total / _MB, rate)
 
 
-def _bring(source: Listed, patience: Patience, counter: _Counter) -> FetchManifest:
+def _bring(source: ListedSource, retry_policy: RetryPolicy, counter: _Counter) -> FetchManifest:
     wanted, stop = source.wanted, threading.Event()
-    conduct = Conduct(patience, stop, counter.count)
+    options = TransferOptions(retry_policy, stop, counter.count)
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix=wanted.name) as executor:
         # The largest first, so that none of them is alone at the end.
         running = [
-            executor.submit(take, source.remote, file, source.staging, conduct)
+            executor.submit(fetch_file, source.remote, file, source.staging, options)
             for file in sorted(source.files, key=lambda file: -file.size)
         ]
         try:
@@ -222,18 +230,18 @@ def _bring(source: Listed, patience: Patience, counter: _Counter) -> FetchManife
         shutil.rmtree(wanted.target)
     write_manifest(wanted.target, manifest)
     source.staging.publish(wanted.target)
-    counter.tell()
+    counter.log_progress()
     return manifest
 
 
 def _await(running: list[Future[FetchedFile]], counter: _Counter) -> list[FetchedFile]:
     """The files, once all are there. Raises the first failure."""
     while True:
-        done, pending = wait(running, timeout=TELL_SECONDS, return_when=FIRST_EXCEPTION)
+        done, pending = wait(running, timeout=PROGRESS_SECONDS, return_when=FIRST_EXCEPTION)
         failures = [error for future in done if (error := future.exception()) is not None]
         causes = [error for error in failures if not isinstance(error, StoppedError)]
         if failures:
             raise causes[0] if causes else failures[0]
         if not pending:
             return [future.result() for future in running]
-        counter.tell()
+        counter.log_progress()

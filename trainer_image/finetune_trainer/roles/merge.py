@@ -1,6 +1,6 @@
 """The `merge` role: keep the trained adapter, merge it into the base, verify the merged model, describe what is released.
 
-A merged model that fails its verification is quarantined. Where the results go on from here is not this role's matter.
+A merged model that fails its verification is quarantined. Sending the results anywhere is the matter of the publish role.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from finetune_trainer.files import (
 )
 from finetune_trainer.inspection.report import ModelReport, read_report
 from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.quantized_base import packed_in_training
-from finetune_trainer.merge.run import MergeOptions, merge_adapter
 from finetune_trainer.release.adapter_check import check_adapter
-from finetune_trainer.release.build import unseal
+from finetune_trainer.release.checksums import remove_checksums
 from finetune_trainer.release.facts import run_facts
-from finetune_trainer.release.places import places_of
+from finetune_trainer.release.files import release_layout
 from finetune_trainer.release.write import is_complete, release_digests, write_release_files
-from finetune_trainer.verify.element_types import gate_of
-from finetune_trainer.verify.gate import Gate
-from finetune_trainer.verify.naming import verify_and_name
+from finetune_trainer.verify.gate import VerificationGate
 from finetune_trainer.verify.report import VerificationReport
+from finetune_trainer.verify.verification import gate_of_merge, verify_and_name
 
 log = logging.getLogger(__name__)
 
@@ -48,22 +47,22 @@ log = logging.getLogger(__name__)
 def merge(context: RunContext) -> TerminationReport:
     """Do what the plan's method needs; may be run again after it was killed. Raises VerificationError, MergeError, OSError.
 
-    The trained adapter is safe at its place before the merge begins, and SHA256SUMS is written last: it says that all is there.
+    The trained adapter has its final name before the merge begins, and SHA256SUMS is written last: it says that all is there.
     """
     plan, trained, output = context.plan, context.workspace.adapter, context.output
     step = check_trained(trained, context.plan_sha256)
     serving = check_adapter(trained, plan) if plan.method.trains_adapter else None
     output.root.mkdir(parents=True, exist_ok=True)
-    places, digest = places_of(plan), file_sha256(trained / MANIFEST_FILE)
-    # Of the merged model: what stands there, because a model under that name has been verified.
-    expected = {output.adapter: digest} if places.has_adapter else {}
-    expected |= {output.merged: _merged_digest(context, digest)} if places.has_merged else {}
+    layout, digest = release_layout(plan), file_sha256(trained / MANIFEST_FILE)
+    # Of the merged model: the one that is there, because a model under that name has been verified.
+    expected = {output.adapter: digest} if layout.has_adapter else {}
+    expected |= {output.merged: _merged_digest(context, digest)} if layout.has_merged else {}
     digests = {f"{path.name}/{MANIFEST_FILE}": sha256 for path, sha256 in expected.items()}
-    was_complete = is_complete(output, places, context.plan_sha256, digests)
+    was_complete = is_complete(output, layout, context.plan_sha256, digests)
     if not was_complete:
-        unseal(output)
+        remove_checksums(output)
     facts: dict[str, str] = {}
-    if places.has_adapter:
+    if layout.has_adapter:
         publish_copy(trained, output.adapter)
         facts["adapter_sha256"] = digest
     elif not plan.method.trains_adapter:
@@ -128,7 +127,7 @@ def _merge_and_verify(context: RunContext, preflight: ModelReport | None, *, was
 
 def _withdraw(output: OutputLayout, failed: MergedPaths) -> None:
     """The results are not complete any more, and their report is the one of the verification that failed."""
-    unseal(output)
+    remove_checksums(output)
     shown = output.merged_paths()
     for found, kept in ((failed.report, shown.report), (failed.page, shown.page)):
         if found != kept:
@@ -153,10 +152,10 @@ def _figures(report: VerificationReport) -> dict[str, str]:
     }
 
 
-def _gate(context: RunContext) -> Gate:
+def _gate(context: RunContext) -> VerificationGate:
     """The thresholds of the element types, with the plan's own in their place."""
     merge = context.plan.merge
-    gate = gate_of(context.base_model, merge.dtype.value if merge.dtype else None)
+    gate = gate_of_merge(context.base_model, merge.dtype.value if merge.dtype else None)
     if merge.max_kl_divergence is not None:
         gate = dataclasses.replace(gate, max_mean_kl=merge.max_kl_divergence)
     if merge.min_top1_agreement is not None:
@@ -174,7 +173,9 @@ def check_trained(directory: Path, plan_sha256: str) -> int:
             raise CheckpointError(f"{directory}: was trained by plan {manifest['plan_sha256']}, this is {plan_sha256}", hint)
         for name, entry in manifest["files"].items():
             if file_sha256(directory / name) != entry["sha256"]:
-                raise CheckpointError(f"{directory / name}: is not what was trained, its sha256 differs from {MANIFEST_FILE}", hint)
+                raise CheckpointError(
+                    f"{directory / name}: is not what was trained, its sha256 differs from {MANIFEST_FILE}", hint
+                )
         return int(manifest["step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory}: {MANIFEST_FILE} or a file it names cannot be read ({error})", hint) from error

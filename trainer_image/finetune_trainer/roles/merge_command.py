@@ -1,7 +1,7 @@
 """`python -m finetune_trainer.roles.merge_command`: adapters and a base -> a merged model, verified before it takes its name.
 
-Standard output: JSON lines {"written": n, "total": n}, at most one per second, and at the end {"report": {...}}. What goes wrong is
-one message on standard error; the exit code is that of its failure class. A run that was stopped goes on where it was when it is
+Standard output: JSON lines {"written": n, "total": n}, at most one per second, and at the end {"report": {...}}. What goes wrong
+is one message on standard error; the exit code is that of its failure class. A run that was stopped continues when it is
 started again.
 """
 
@@ -22,15 +22,15 @@ from finetune_job.api.method import QuantizationSpec
 from finetune_job.api.output import MergeBase, MergeSpec
 from finetune_job.failures import EXIT_CODES
 from finetune_job.layout import MergedPaths
-from finetune_job.plan.choices import Choices
-from finetune_job.plan.resolve_method import quantization_plan
+from finetune_job.plan.resolve_model import quantization_plan
+from finetune_job.plan.run_plan import Choices
 from finetune_trainer.errors import ConfigError, classify
 from finetune_trainer.merge.plan import OUTPUT_DTYPES
 from finetune_trainer.processes.start import end, preload
 
 if TYPE_CHECKING:
     from finetune_trainer.merge.changes import Quantization
-    from finetune_trainer.merge.run import MergeOptions
+    from finetune_trainer.merge.merge_adapter import MergeOptions
 
 SECONDS_BETWEEN_LINES = 1.0
 
@@ -40,7 +40,11 @@ def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.merge_command", description=__doc__)
     arguments.add_argument("--base", type=Path, required=True, help="directory of the base model (safetensors)")
     arguments.add_argument(
-        "--adapter", type=Path, required=True, action="append", help="directory of a PEFT adapter; several are merged in this order"
+        "--adapter",
+        type=Path,
+        required=True,
+        action="append",
+        help="directory of a PEFT adapter; several are merged in this order",
     )
     arguments.add_argument("--output", type=Path, required=True, help="directory that will hold the merged model")
     arguments.add_argument("--dtype", choices=sorted(OUTPUT_DTYPES), help="element type of the result; unset: the base's own")
@@ -75,8 +79,8 @@ class ProgressLines:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Merge and verify. Raises MergeError, TrainerError, OSError."""
-    preload("finetune_trainer.merge.run")
-    from finetune_trainer.merge.run import MergeOptions, merge_adapter
+    preload("finetune_trainer.merge.merge_adapter")
+    from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 
     output: Path = arguments.output
     quantization = _quantization(arguments)
@@ -100,17 +104,16 @@ def _verify(
 ) -> dict[str, Any]:
     """What the verification adds to the report. Raises VerificationError, and as `verify_and_name` does."""
     # Imports transformers, which takes more memory than the merge itself.
-    preload("finetune_trainer.verify.naming")
-    from finetune_trainer.verify.element_types import gate_of
-    from finetune_trainer.verify.naming import verify_and_name
+    preload("finetune_trainer.verify.verification")
     from finetune_trainer.verify.prompts import default_prompts
+    from finetune_trainer.verify.verification import gate_of_merge, verify_and_name
 
     verify_and_name(
         paths,
         base=options.base,
         adapters=options.adapters,
         prompts=default_prompts(options.base) if arguments.prompts is None else read_prompts(arguments.prompts, options.output),
-        gate=gate_of(options.base, options.dtype),
+        gate=gate_of_merge(options.base, options.dtype),
         quantization=quantization,
         merged_onto=arguments.base_form,
         # Nobody has recorded what the adapter was trained on, and no option lets the base's own code run.

@@ -1,4 +1,5 @@
-"""The order of preflight: storage, model files, tokenizer, structure, data, and whether they fit; then data and report are written.
+"""The order of preflight: storage, model files, tokenizer, structure, data, and whether they fit; then data and report are
+written.
 
 Every check runs that can, so that a user sees all findings at once; a check is left out only if what it looks at does not exist.
 A refusal leaves nothing on the workspace but reports. Called by `python -m finetune_trainer preflight`.
@@ -10,19 +11,18 @@ import logging
 import time
 from collections.abc import Iterable
 
-from finetune_job.failures import FailureClass, Outcome, ReportedFinding, TerminationReport
+from finetune_job.failures import FailureClass, Outcome, TerminationReport
+from finetune_job.finding import Finding
 from finetune_job.names import Role
-from finetune_job.rules.changes import changes_text
-from finetune_job.rules.rule import Finding
+from finetune_job.rules.rule import changes_text
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.prepare import Preparation
 from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.files import write_durably
 from finetune_trainer.inspection.model_files import file_digests
 from finetune_trainer.inspection.report import ModelReport
-from finetune_trainer.preflight.expressions import check_expressions
-from finetune_trainer.preflight.fit import check_fit
-from finetune_trainer.preflight.job_inspection import (
+from finetune_trainer.preflight.checks import (
+    CheckStep,
     JobInspection,
     expressions_compile,
     files_are_whole,
@@ -30,10 +30,14 @@ from finetune_trainer.preflight.job_inspection import (
     has_structure,
     has_tokenizer,
     has_training_data,
+    nothing_refused,
+    run_steps,
     storage_is_ready,
     trains_input_rows_alone,
 )
-from finetune_trainer.preflight.job_parts import (
+from finetune_trainer.preflight.expressions import check_expressions
+from finetune_trainer.preflight.fit import check_fit
+from finetune_trainer.preflight.job_steps import (
     check_data,
     check_files,
     check_memory,
@@ -41,12 +45,10 @@ from finetune_trainer.preflight.job_parts import (
     check_tokenizer,
     check_trackers,
 )
-from finetune_trainer.preflight.rows_read import check_rows_read
-from finetune_trainer.preflight.steps import Step, nothing_refused, run_steps
 from finetune_trainer.preflight.storage import check_room, check_storage
-from finetune_trainer.preflight.token_rows import check_token_rows
+from finetune_trainer.preflight.token_rows import check_token_rows, check_trained_rows
 from finetune_trainer.roles.rehearse import rehearse_in_own_process
-from finetune_trainer.train.schedule import total_steps
+from finetune_trainer.train.policy import total_steps
 
 log = logging.getLogger(__name__)
 
@@ -61,20 +63,20 @@ def rehearse(seen: JobInspection) -> Iterable[Finding]:
     return seen.rehearsal.findings
 
 
-CHECKS: tuple[Step[JobInspection], ...] = (
-    Step(check_storage),
-    Step(check_trackers),
-    Step(check_files),
-    Step(check_tokenizer, (files_can_be_opened,)),
-    Step(check_expressions),
-    Step(check_structure, (files_are_whole, expressions_compile)),
-    Step(check_data),
-    Step(check_fit),
-    Step(check_token_rows, (has_structure, has_tokenizer)),
-    Step(check_rows_read, (trains_input_rows_alone, has_training_data, storage_is_ready)),
-    Step(check_room, (has_structure, storage_is_ready)),
-    Step(check_memory, (has_structure,)),
-    Step(rehearse, (has_structure, nothing_refused, asks_for_rehearsal)),
+CHECKS: tuple[CheckStep[JobInspection], ...] = (
+    CheckStep(check_storage),
+    CheckStep(check_trackers),
+    CheckStep(check_files),
+    CheckStep(check_tokenizer, (files_can_be_opened,)),
+    CheckStep(check_expressions),
+    CheckStep(check_structure, (files_are_whole, expressions_compile)),
+    CheckStep(check_data),
+    CheckStep(check_fit),
+    CheckStep(check_token_rows, (has_structure, has_tokenizer)),
+    CheckStep(check_trained_rows, (trains_input_rows_alone, has_training_data, storage_is_ready)),
+    CheckStep(check_room, (has_structure, storage_is_ready)),
+    CheckStep(check_memory, (has_structure,)),
+    CheckStep(rehearse, (has_structure, nothing_refused, asks_for_rehearsal)),
 )
 """In the order in which findings are shown; those of the model are listed in preflight/model_checks.py."""
 
@@ -133,10 +135,11 @@ def _accepted(seen: JobInspection, report: ModelReport) -> TerminationReport:
         attempt=seen.context.attempt,
         outcome=Outcome.SUCCEEDED,
         message=(
-            f"{report.train_sequences} training sequences, {report.total_steps} steps, {report.trainable_parameters} trained values"
+            f"{report.train_sequences} training sequences, {report.total_steps} steps, {report.trainable_parameters} trained "
+            "values"
         ),
         time=time.time(),
-        findings=_reported(report.warnings),
+        findings=list(report.warnings),
         findings_total=len(report.warnings),
         facts={
             "data_hash": report.data_hash,
@@ -164,7 +167,7 @@ def _refused(seen: JobInspection) -> TerminationReport:
         message=f"{len(errors)} error{'s' if len(errors) > 1 else ''}; first: {first.field}: {first.message}",
         hint=first.fix,
         time=time.time(),
-        findings=_reported([*errors, *(finding for finding in seen.findings if finding.severity != "error")]),
+        findings=[*errors, *(finding for finding in seen.findings if finding.severity != "error")],
         findings_total=len(seen.findings),
         facts=seen.memory.facts if seen.memory is not None else {},
     )
@@ -176,17 +179,3 @@ def _failure(finding: Finding) -> FailureClass:
     if finding.field.startswith("spec.model."):
         return FailureClass.USER_MODEL
     return FailureClass.USER_CONFIG
-
-
-def _reported(findings: list[Finding] | tuple[Finding, ...]) -> list[ReportedFinding]:
-    return [
-        ReportedFinding(
-            rule=finding.rule,
-            severity=finding.severity,
-            field=finding.field,
-            value=finding.value,
-            message=finding.message,
-            fix=finding.fix,
-        )
-        for finding in findings
-    ]

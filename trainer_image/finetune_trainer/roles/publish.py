@@ -13,31 +13,30 @@ from dataclasses import dataclass, field
 from finetune_job.api.base import BucketPath, ClaimPath, HubPath, RegistryPath, parse_destination
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
-from finetune_job.plan.transfers import PublishPlan
+from finetune_job.plan.launch_plan import PublishPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import InvariantError, PreemptedError
-from finetune_trainer.network.errors import StoppedError
-from finetune_trainer.network.retry import Patience
-from finetune_trainer.network.s3_service import s3_service
+from finetune_trainer.network.environment import s3_service
+from finetune_trainer.network.retry import RetryPolicy, StoppedError
 from finetune_trainer.publish.destination import Destination
-from finetune_trainer.publish.journal import Journal
 from finetune_trainer.publish.oci import RegistryDestination
+from finetune_trainer.publish.resumable import UploadJournal
 from finetune_trainer.publish.s3 import BucketDestination
-from finetune_trainer.release.build import read_release
+from finetune_trainer.release.checksums import read_release
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class _End:
+class _StopSignal:
     """SIGTERM, as the threads that send see it."""
 
     stop: threading.Event = field(default_factory=threading.Event)
     came: bool = False
 
 
-def publish(context: RunContext, credentials: Credentials, patience: Patience | None = None) -> TerminationReport:
+def publish(context: RunContext, credentials: Credentials, patience: RetryPolicy | None = None) -> TerminationReport:
     """Bring the release.
 
     Raises DestinationRefusedError, DestinationUnavailableError, CheckpointError where the results are not what the merge left,
@@ -45,13 +44,13 @@ def publish(context: RunContext, credentials: Credentials, patience: Patience | 
     """
     plan = context.plan.publish
     if plan is None:
-        raise InvariantError("the plan publishes nothing", "the results lie on the claim of spec.output.destination already")
+        raise InvariantError("the plan publishes nothing", "the results are on the claim of spec.output.destination already")
     started = time.monotonic()
     release = read_release(context)
     total = sum(file.size for file in (*release.files, release.manifest))
     with _sigterm() as end:
         log.info("%s: %d files, %d bytes", plan.destination, len(release.files) + 1, total)
-        destination = _open(plan, context, credentials, patience or Patience(), end.stop)
+        destination = _open(plan, context, credentials, patience or RetryPolicy(), end.stop)
         try:
             publication = destination.publish(release)
         except StoppedError:
@@ -69,28 +68,28 @@ def publish(context: RunContext, credentials: Credentials, patience: Patience | 
 
 
 def _open(
-    plan: PublishPlan, context: RunContext, credentials: Credentials, patience: Patience, stop: threading.Event
+    plan: PublishPlan, context: RunContext, credentials: Credentials, patience: RetryPolicy, stop: threading.Event
 ) -> Destination:
-    place = parse_destination(plan.destination)
-    match place:
+    location = parse_destination(plan.destination)
+    match location:
         case RegistryPath():
             return RegistryDestination(
-                place,
-                credentials.registry_login(place.registry),
-                Journal(context.workspace.publication),
+                location,
+                credentials.registry_login(location.registry),
+                UploadJournal(context.workspace.publication),
                 stop,
-                plain_http=place.registry in plan.plain_http_registries,
+                plain_http=location.registry in plan.plain_http_registries,
                 patience=patience,
             )
         case BucketPath():
             service = s3_service(plan.s3_endpoint, plan.s3_region)
-            journal = Journal(context.workspace.publication)
-            return BucketDestination(place, service, credentials.s3_keys(), journal, stop, patience=patience)
+            journal = UploadJournal(context.workspace.publication)
+            return BucketDestination(location, service, credentials.s3_keys(), journal, stop, patience=patience)
         case HubPath():
             from finetune_trainer.publish.hub import HubDestination
 
             return HubDestination(
-                place,
+                location,
                 token=credentials.hub_token(),
                 endpoint=plan.hub_endpoint,
                 private=plan.private,
@@ -98,13 +97,13 @@ def _open(
                 stop=stop,
             )
         case ClaimPath():
-            raise InvariantError(f"{plan.destination} lies on a claim", "it needs no publishing")
+            raise InvariantError(f"{plan.destination} is on a claim already", "leave it out of plan.publish")
 
 
 @contextmanager
-def _sigterm() -> Iterator[_End]:
+def _sigterm() -> Iterator[_StopSignal]:
     """SIGTERM stops what is being sent; a container's first process would otherwise not notice it at all."""
-    end = _End()
+    end = _StopSignal()
 
     def came(_number: int, _frame: object) -> None:
         end.came = True

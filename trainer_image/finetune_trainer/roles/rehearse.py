@@ -1,7 +1,7 @@
 """`python -m finetune_trainer.roles.rehearse`: the rehearsal in a process of its own, so that torch leaves memory with it.
 
 Standard input: the plan. Standard output: one JSON object per line, `{"finding": ...}` and `{"stage": ...}` as they come and
-`{"report": ...}` last. What libraries print goes to standard error. Called by preflight, and by the command line as a program.
+`{"report": ...}` last. What libraries print goes to standard error. Called by preflight, and by finetune_cli.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pydantic import BaseModel, TypeAdapter
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import TEMPORARY_MARK, temporary_beside
-from finetune_trainer.inspection.rehearsal_report import RehearsalReport, Verdict
-from finetune_trainer.processes.child import answer_of, parsed, start_answering, written
+from finetune_trainer.inspection.report import RehearsalReport, Verdict
+from finetune_trainer.processes.child import encode_answer, parse_answer, start_answering, wait_for_answer
 from finetune_trainer.processes.start import NO_ADVICE, die_with, end, preload
-from finetune_trainer.rehearsal.verdicts import not_done
+from finetune_trainer.rehearsal.verdicts import not_done_finding
 
 log = logging.getLogger(__name__)
 SECONDS = 55.0
@@ -37,13 +37,13 @@ NAME = "rehearsal"
 """Of the temporary directory on the workspace."""
 
 
-class _Line(BaseModel):
+class _AnswerLine(BaseModel):
     """A line of the answer; only the report is of interest here."""
 
     report: RehearsalReport | None = None
 
 
-_LINE = TypeAdapter(_Line)
+_LINE = TypeAdapter(_AnswerLine)
 
 
 def rehearse_in_own_process(context: RunContext) -> RehearsalReport:
@@ -66,17 +66,17 @@ def _run(context: RunContext, scratch: Path) -> RehearsalReport:
     command = [sys.executable, "-m", __spec__.name, "--parent", str(os.getpid()), "--model", str(context.base_model)]
     command += ["--scratch", str(scratch)]
     child = start_answering(command, environment | on_cpu(), context.plan.model_dump_json().encode(), ANSWER_BYTES)
-    ended = answer_of(child, SECONDS + ENDING_SECONDS)
+    ended = wait_for_answer(child, SECONDS + ENDING_SECONDS)
     if ended.exceeded is not None:
-        return _broken_off(f"it {ended.exceeded.value}", time.monotonic() - started, scratch)
+        return _not_finished(f"it {ended.exceeded.value}", time.monotonic() - started, scratch)
     for line in reversed(ended.answer.splitlines()):
         try:
-            answer = parsed(line, _LINE)
+            answer = parse_answer(line, _LINE)
         except ValueError:
             break
         if answer.report is not None:
             return answer.report
-    return _broken_off(f"its process ended with status {ended.code}; its log says why", time.monotonic() - started, scratch)
+    return _not_finished(f"its process ended with status {ended.code}; its log says why", time.monotonic() - started, scratch)
 
 
 def on_cpu() -> dict[str, str]:
@@ -84,8 +84,8 @@ def on_cpu() -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _broken_off(reason: str, seconds: float, scratch: Path) -> RehearsalReport:
-    return RehearsalReport(verdict=Verdict.NOT_DONE, seconds=round(seconds, 1), findings=(not_done(reason, scratch),))
+def _not_finished(reason: str, seconds: float, scratch: Path) -> RehearsalReport:
+    return RehearsalReport(verdict=Verdict.NOT_DONE, seconds=round(seconds, 1), findings=(not_done_finding(reason, scratch),))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.check_model and not _is_accepted(plan, arguments.model, answer):
             return 0
         preload("finetune_trainer.rehearsal.run", "finetune_trainer.roles.merge")
-        from finetune_trainer.processes.forked import Bounds
+        from finetune_trainer.processes.forked import ResourceBounds
         from finetune_trainer.rehearsal.run import rehearse
         from finetune_trainer.roles.merge import merge
 
@@ -115,11 +115,11 @@ def main(argv: list[str] | None = None) -> int:
             plan,
             arguments.model.absolute(),
             arguments.scratch.absolute(),
-            Bounds(started + arguments.seconds, MEMORY_BYTES),
+            ResourceBounds(started + arguments.seconds, MEMORY_BYTES),
             merge=merge,
-            told=lambda stage: _tell(answer, stage=stage.model_dump(mode="json")),
+            on_stage=lambda stage: _write_line(answer, stage=stage.model_dump(mode="json")),
         )
-        _tell(answer, report=report.model_dump(mode="json"))
+        _write_line(answer, report=report.model_dump(mode="json"))
     return 0
 
 
@@ -139,12 +139,12 @@ def _is_accepted(plan: RunPlan, model: Path, answer: IO[str]) -> bool:
         finally:
             del sys.modules["torch"]
     for finding in findings:
-        _tell(answer, finding=finding.model_dump(mode="json"))
+        _write_line(answer, finding=finding.model_dump(mode="json"))
     return not any(finding.severity == "error" for finding in findings)
 
 
-def _tell(answer: IO[str], **said: Any) -> None:
-    answer.write(written(said).decode() + "\n")
+def _write_line(answer: IO[str], **values: Any) -> None:
+    answer.write(encode_answer(values).decode() + "\n")
     answer.flush()
 
 

@@ -1,6 +1,6 @@
 """The `train` role in each pod: wait for the master's name, run torchrun, pass SIGTERM on, report the root cause.
 
-The rendezvous is static, so torchrun never restarts ranks; a gang is restarted as a whole by who started this.
+The rendezvous is static, so torchrun never restarts ranks; a gang is restarted as a whole by the operator.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from finetune_trainer.ranks.reports import (
     root_cause,
     silent_failures,
 )
-from finetune_trainer.ranks.stalls import patience, read_record, read_stall, record_name, remove_traces
+from finetune_trainer.ranks.stalls import heartbeat_file_name, read_heartbeat, read_stall, remove_traces, stall_timeouts
 
 log = logging.getLogger(__name__)
 RESOLVE_SECONDS = 600.0
@@ -80,7 +80,12 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     if exit_status == 0:
         facts = next((report.facts for report in reports if report.rank == 0), {})
         return TerminationReport(
-            role=role, attempt=context.attempt, outcome=Outcome.SUCCEEDED, node_rank=launch.node_rank, time=time.time(), facts=facts
+            role=role,
+            attempt=context.attempt,
+            outcome=Outcome.SUCCEEDED,
+            node_rank=launch.node_rank,
+            time=time.time(),
+            facts=facts,
         )
     codes = failed_ranks(output)
     reports += silent_failures(
@@ -172,7 +177,9 @@ def _run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event)
         signal.signal(signal.SIGTERM, forward)
         if stopped.is_set():
             forward(signal.SIGTERM, None)
-        guard = threading.Thread(target=end_after_verdict, args=(context, _local_ranks(context, launch), agent, ended), daemon=True)
+        guard = threading.Thread(
+            target=end_after_verdict, args=(context, _local_ranks(context, launch), agent, ended), daemon=True
+        )
         guard.start()
         try:
             output = _read_output(agent, logs / f"torchrun-{launch.node_rank}.log")
@@ -196,7 +203,7 @@ def end_after_verdict(context: RunContext, ranks: range, agent: subprocess.Popen
     An agent sees nothing wrong with a process that is only stopped, and gives it all the time for saving that it cannot use.
     """
     directory = context.workspace.stacks(context.attempt)
-    allowed = patience(context.plan.training.step_timeout_seconds)
+    allowed = stall_timeouts(context.plan.training.step_timeout_seconds)
     while (stall := read_stall(directory)) is None:
         if ended.wait(allowed.turn):
             return
@@ -206,7 +213,7 @@ def end_after_verdict(context: RunContext, ranks: range, agent: subprocess.Popen
         if ended.wait(1.0):
             return
     for rank in set(stall.silent) & set(ranks):
-        record = read_record(directory / record_name(rank))
+        record = read_heartbeat(directory / heartbeat_file_name(rank))
         if record is not None and is_rank(record.pid):
             log.error("killing rank %d, which gives no sign of life", rank)
             os.kill(record.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """What the fields of a model's configuration mean, by the names that architectures give them.
 
-Only sizes are listed. What is not listed stays as it is, so that activation, norm, position encoding, biases, scalings and special
-modules of the twin are those of the model.
+Only sizes are listed. What is not listed stays as it is, so that activation, norm, position encoding, biases, scalings and
+special modules of the twin are those of the model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _MEANINGS: dict[Meaning, frozenset[str]] = {
     ),
     Meaning.HEADS: _names(
         "num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads attention_heads "
-        "swa_num_attention_heads linear_num_heads num_decoder_attention_heads num_encoder_attention_heads conf_num_attention_heads"
+        "swa_num_attention_heads linear_num_heads num_decoder_attention_heads num_encoder_attention_heads "
+        "conf_num_attention_heads"
     ),
     Meaning.KEY_VALUE_HEADS: _names("num_key_value_heads num_kv_heads kv_n_heads n_kv_heads swa_num_key_value_heads"),
     Meaning.HEAD_SIZE: _names(

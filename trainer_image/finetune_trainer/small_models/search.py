@@ -1,7 +1,7 @@
 """Finds the smallest twin of a model that can be built and computed.
 
-Tries the smallest configuration first. One that cannot be built or computed is given some of the model's own sizes back, until one
-works or time is up.
+Tries the smallest configuration first. One that cannot be built or computed is given some of the model's own sizes back, until
+one works or time is up.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.model.load import attention_of
 from finetune_trainer.small_models.fields import MEANING_OF, TOKEN_ID
-from finetune_trainer.small_models.named_tokens import named_tokens
-from finetune_trainer.small_models.shrink import Shrunken, shrink
+from finetune_trainer.small_models.shrink import SmallConfig, shrink, trained_token_ids
 
 log = logging.getLogger(__name__)
 MOST_PARAMETERS = 40_000_000
@@ -27,15 +26,15 @@ SEARCH_SECONDS = 12.0
 _TRIED_TOKENS = 16
 
 
-class NoTwinError(Exception):
+class NoSmallModelError(Exception):
     """No small model that works could be made of this one; the message says why."""
 
 
-def search(plan: RunPlan, config: PreTrainedConfig, described: dict[str, Any]) -> tuple[Shrunken, PreTrainedModel]:
+def find_small_model(plan: RunPlan, config: PreTrainedConfig, described: dict[str, Any]) -> tuple[SmallConfig, PreTrainedModel]:
     """The smallest twin that works, with random weights in float32. Raises NoTwinError."""
     deadline = time.monotonic() + SEARCH_SECONDS
     first_problem = ""
-    for shrunken in _candidates(described, named_tokens(plan.method)):
+    for shrunken in _candidates(described, trained_token_ids(plan.method)):
         try:
             return shrunken, _build(plan, config, shrunken)
         except Exception as error:  # noqa: BLE001 - code of any model; another size may do
@@ -44,10 +43,10 @@ def search(plan: RunPlan, config: PreTrainedConfig, described: dict[str, Any]) -
             first_problem = first_problem or problem
         if time.monotonic() > deadline:
             break
-    raise NoTwinError(f"no small model of this architecture could be built; the first that was tried: {first_problem}")
+    raise NoSmallModelError(f"no small model of this architecture could be built; the first that was tried: {first_problem}")
 
 
-def _candidates(described: dict[str, Any], named: list[int]) -> Iterator[Shrunken]:
+def _candidates(described: dict[str, Any], named: list[int]) -> Iterator[SmallConfig]:
     """The smallest first; then with more of the model's own sizes."""
     smallest = shrink(described, named)
     yield smallest
@@ -66,7 +65,7 @@ def _candidates(described: dict[str, Any], named: list[int]) -> Iterator[Shrunke
         yield shrink(described, named, kept=kept)
 
 
-def _build(plan: RunPlan, config: PreTrainedConfig, shrunken: Shrunken) -> PreTrainedModel:
+def _build(plan: RunPlan, config: PreTrainedConfig, shrunken: SmallConfig) -> PreTrainedModel:
     """The twin with random weights in float32, after a forward and a backward pass of it. Raises whatever its code raises."""
 
     def made(seeded: bool) -> PreTrainedModel:
@@ -82,7 +81,7 @@ def _build(plan: RunPlan, config: PreTrainedConfig, shrunken: Shrunken) -> PreTr
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in made(seeded=False).parameters())
     if size > MOST_PARAMETERS:
-        raise NoTwinError(f"it still has {size} parameters")
+        raise NoSmallModelError(f"it still has {size} parameters")
     model = made(seeded=True)
     model.train()
     allowed = sorted(set(range(shrunken.tokens.size)) - special_tokens(shrunken.config))

@@ -1,7 +1,8 @@
-"""The configuration of a model -> that of its twin, and what was changed.
+"""The configuration of a model -> that of its scaled-down model, and what was changed.
 
-Works on any configuration whose fields have names that `fields` knows, parts of composite models included. Whether the result can
-be built is for the libraries to say (search.py), which may ask again with some fields left as they are.
+Works on any configuration whose fields have names that `fields` knows, parts of composite models included. Tokens that the
+job names keep a row each. Whether the result can be built is for the libraries to say (search.py), which may ask again with some
+fields kept.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune_job.plan.run_plan import MethodPlan
 from finetune_trainer.small_models.fields import MEANING_OF, TOKEN_ID, Meaning
 from finetune_trainer.small_models.layers import KeptLayers, choose_layers, cut_layers
 from finetune_trainer.small_models.sizes import small_rope, small_sizes, width_of
@@ -19,10 +21,13 @@ _ODD = 64
 """The rest of the vocabulary's size by this stays: whether rows divide evenly among ranks matters."""
 _ROPE = ("rope_parameters", "rope_scaling")
 _LONGEST_SHOWN = 60
+_LAYER_FIELDS = {name for name, meaning in MEANING_OF.items() if meaning is Meaning.LAYERS}
+TRAINED_ROWS_SETTING = "tokenIndices"
+"""Setting of methods that train rows of an embedding."""
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """One thing that differs between the job and its rehearsal."""
 
     field: str
@@ -36,24 +41,24 @@ class Change:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Where token ids of the model lie in the twin."""
+    """Where token ids of the model are in the scaled-down one."""
 
     size: int
     moved: Mapping[int, int] = field(default_factory=dict)
 
     def twin_of(self, token: int) -> int:
-        """A token of the twin; tokens that the configuration or the job names have one of their own."""
+        """A token of the scaled-down model; tokens that the configuration or the job names have one of their own."""
         if token in self.moved:
             return self.moved[token]
         return token if 0 <= token < self.size else token % self.size
 
 
 @dataclass(frozen=True)
-class Shrunken:
-    """A twin's configuration."""
+class SmallConfig:
+    """The configuration of a scaled-down model."""
 
     config: dict[str, Any]
-    changes: tuple[Change, ...]
+    changes: tuple[ConfigChange, ...]
     layers: KeptLayers | None
     """Of the part that predicts text."""
     tokens: Tokens
@@ -61,8 +66,8 @@ class Shrunken:
 
 def shrink(
     config: Mapping[str, Any], named_tokens: Collection[int] = (), kept: Collection[str] = (), of_each_kind: int = 1
-) -> Shrunken:
-    """The twin of a configuration.
+) -> SmallConfig:
+    """The scaled-down form of a configuration.
 
     `named_tokens`: ids that the job names; `kept`: fields, by path, that stay as they are; `of_each_kind`: layers, at least.
     """
@@ -74,7 +79,7 @@ def shrink(
         width = width_of(parts[path])
         if width is not None:
             widths.setdefault(width, small_sizes(parts[path], {}).get(_width_field(parts[path]), width))
-    changes: list[Change] = []
+    changes: list[ConfigChange] = []
     for path, part in parts.items():
         layers = choose_layers(part, of_each_kind)
         small = small_sizes(part, widths)
@@ -84,7 +89,7 @@ def shrink(
         small |= _moved_tokens(part, tokens)
         prefix = f"{path}." if path else ""
         changes += [
-            Change(f"{prefix}{name}", part[name], value)
+            ConfigChange(f"{prefix}{name}", part[name], value)
             for name, value in small.items()
             if value != part[name] and f"{prefix}{name}" not in kept
         ]
@@ -96,12 +101,11 @@ def shrink(
             target = target[parent]
         target[last] = change.after
     layers = choose_layers(parts[text], of_each_kind)
-    if layers is not None and any(change.field.rpartition(".")[2] in _LAYER_FIELDS and change.field in kept for change in changes):
+    if layers is not None and any(
+        change.field.rpartition(".")[2] in _LAYER_FIELDS and change.field in kept for change in changes
+    ):
         layers = None
-    return Shrunken(changed, tuple(changes), layers, tokens)
-
-
-_LAYER_FIELDS = {name for name, meaning in MEANING_OF.items() if meaning is Meaning.LAYERS}
+    return SmallConfig(changed, tuple(changes), layers, tokens)
 
 
 def without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,3 +213,11 @@ def _copied(value: Any) -> Any:
 def _shown(value: Any) -> str:
     text = str(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def trained_token_ids(method: MethodPlan) -> list[int]:
+    """Token ids that the method trains."""
+    if method.lora is not None:
+        return list(method.lora.trainable_token_indices)
+    found = method.adapter.settings.get(TRAINED_ROWS_SETTING, []) if method.adapter is not None else []
+    return [token for token in found if type(token) is int] if isinstance(found, list) else []

@@ -20,7 +20,7 @@ FEED_FORWARD, EXPERT_FEED_FORWARD = 192, 64
 HEADS, GROUPED_HEADS, KEY_VALUE_HEADS = 4, 2, 2
 STATE, STATE_GROUPS, CHUNK, WINDOW = 16, 2, 16, 16
 LEARNED_POSITIONS = 512
-"""Where positions are learned, or masks of all of them kept."""
+"""If positions are learned, or masks of all of them kept."""
 FEWEST_EXPERTS, EXPERT_GROUPS, CHOSEN_GROUPS = 4, 4, 2
 STATE_RANK_DIVISOR = 16
 """Of Mamba's `dt` rank: the channels over this, rounded up."""
@@ -30,7 +30,9 @@ _SMALL_COUNTS = {"index_n_heads": 2, "index_topk": 16, "index_block_size": 16, "
 
 
 def small_sizes(config: Mapping[str, Any], widths: Mapping[int, int]) -> dict[str, Any]:
-    """The fields to change. `widths`: sizes of other parts of the model and what became of them, for fields that speak of those."""
+    """The fields to change. `widths`: sizes of other parts of the model -> their small ones, for fields that speak of
+    those.
+    """
     found = _Sizes(config, widths)
     return {name: value for name, value in found.small().items() if value != config[name]}
 
@@ -104,7 +106,7 @@ class _Sizes:
         return changed
 
     def _of_layer(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of a single layer. Where each of its heads has keys of its own, each still does."""
+        """Settings of a single layer. If each of its heads has keys of its own, each still does."""
         small = {name: self._field(name, value) if _is_count(value) else value for name, value in own.items()}
         heads = _first(own, Meaning.HEADS)
         if heads is not None and heads == _first(own, Meaning.KEY_VALUE_HEADS):

@@ -1,17 +1,46 @@
-"""Which sequences a rank sees in a micro-step."""
+"""Which sequences a rank sees in a micro-step, and the next batch built while the current one is computed."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 from finetune_trainer.data.permutation import position
 
 
 def global_batch(step: int, global_batch_size: int, seed: int, num_sequences: int) -> list[int]:
-    """The sequences of optimizer step `step`: the next ones of the endless sequence of permuted epochs, whatever the world size."""
-    places = range(step * global_batch_size, (step + 1) * global_batch_size)
-    return [position(seed, place // num_sequences, place % num_sequences, num_sequences) for place in places]
+    """The sequences of optimizer step `step`: the next ones of the endless sequence of permuted epochs. No rank matters here."""
+    positions = range(step * global_batch_size, (step + 1) * global_batch_size)
+    return [position(seed, number // num_sequences, number % num_sequences, num_sequences) for number in positions]
 
 
 def micro_batch(sequences: list[int], micro_step: int, rank: int, world_size: int, micro_batch_size: int) -> list[int]:
     """This rank's part of a global batch in micro-step `micro_step`."""
     start = (micro_step * world_size + rank) * micro_batch_size
     return sequences[start : start + micro_batch_size]
+
+
+B = TypeVar("B")
+BatchPosition = tuple[int, int]
+"""Step and micro-step."""
+
+
+class Prefetch(Generic[B]):
+    """Batches by position. What is built depends on the position alone, so asking out of order only costs time."""
+
+    def __init__(self, build: Callable[[int, int], B], micro_steps: int) -> None:
+        """`build`: step and micro-step -> batch. `micro_steps`: of each step."""
+        self._build, self._micro_steps = build, micro_steps
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._next: tuple[BatchPosition, Future[B]] | None = None
+
+    def take(self, step: int, micro_step: int) -> tuple[B, float]:
+        """The batch, and the seconds that it was waited for. Raises what building it raised."""
+        started = time.monotonic()
+        batch = self._next[1].result() if self._next and self._next[0] == (step, micro_step) else self._build(step, micro_step)
+        waited = time.monotonic() - started
+        after = (step, micro_step + 1) if micro_step + 1 < self._micro_steps else (step + 1, 0)
+        self._next = after, self._thread.submit(self._build, *after)
+        return batch, waited

@@ -1,14 +1,14 @@
 """The final checkpoint -> the trained adapter, or the trained model, in the formats that PEFT and transformers read.
 
-Reads the checkpoint's files instead of gathering from ranks: one path for every kind of sharding, and what is exported is what was
-verified. Done by rank 0 alone.
+Reads the checkpoint's files instead of gathering from ranks: one path for every kind of sharding, and what is exported is
+what was verified. Done by rank 0 alone. A whole model is written one tensor at a time, in the layout of merge/plan.py.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +19,55 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from finetune_job.api.method import MethodType
 from finetune_job.layout import OutputLayout
-from finetune_trainer.checkpoint.load import PieceReader, full_parameters
+from finetune_trainer.checkpoint.load import RangeReader, full_parameters
 from finetune_trainer.checkpoint.manifest import Manifest
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import InvariantError
-from finetune_trainer.files import MANIFEST_FILE, file_sha256, publish_directory, sync_file, temporary_beside, write_durably
+from finetune_trainer.files import (
+    MANIFEST_FILE,
+    TEMPORARY_MARK,
+    file_sha256,
+    publish_directory,
+    sync_file,
+    temporary_beside,
+    write_durably,
+)
 from finetune_trainer.licence_files import licence_files
+from finetune_trainer.merge.plan import MergePlan, OutputTensor, shard_layout
 from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, second_names, stored_names
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_saved
-from finetune_trainer.model.load import build_on_meta, build_unwritten, stored_dtype
-from finetune_trainer.model.load_shards import stored_by_name
-from finetune_trainer.release.adapter_check import TENSORS_KEY, described
-from finetune_trainer.train.model_writer import write_model
-from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from finetune_trainer.model.load import SAFETENSORS_DTYPES, build_on_meta, build_with_lazy_zeros, stored_dtype
+from finetune_trainer.model.load_shards import read_into, stored_by_name
+from finetune_trainer.release.adapter_check import TENSORS_KEY, tensor_descriptions
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, TensorHeader
 
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _RESULTS = OutputLayout(Path())
 NOT_COPIED = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "generation_config.json"),
     *(".*", "README*", _RESULTS.provenance.name, _RESULTS.checksums.name, f"{_RESULTS.verification.stem}.*"),
 )
-"""Of the base model's files, those that are weights, are written anew, or tell of the base and not of what is made of it."""
+"""Of the base model's files, those that are weights, are written again, or describe the base and not what is made of it."""
 
 
 def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]) -> str:
-    """Write the trained result to the workspace; the SHA-256 of its manifest. A result that stands there already is replaced.
+    """Write the trained result to the workspace; the SHA-256 of its manifest. A result that is there already is replaced.
 
-    `fixed`: by stored name, what the adapter or the model holds beside its trained parameters.
+    `fixed`: by stored name, what the adapter or the model holds besides its trained parameters.
     """
     final = context.workspace.adapter
-    for leftover in final.parent.glob(f"{final.name}.tmp-*"):
+    for leftover in final.parent.glob(f"{final.name}{TEMPORARY_MARK}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     temporary = temporary_beside(final)
     temporary.mkdir(parents=True)
     try:
         facts: dict[str, Any] = {"plan_sha256": context.plan_sha256, "step": manifest.step}
         if context.plan.method.type is MethodType.FULL:
-            _write_model(context, temporary, checkpoint, manifest, fixed)
+            _export_model(context, temporary, checkpoint, manifest, fixed)
         else:
-            # As they lie in memory, so that the file is compared with what was trained and not with itself.
-            facts[TENSORS_KEY] = described(_write_adapter(context, temporary, checkpoint, manifest, fixed))
+            # As they are in memory, so that the file is compared with what was trained and not with itself.
+            facts[TENSORS_KEY] = tensor_descriptions(_export_adapter(context, temporary, checkpoint, manifest, fixed))
         digest = _write_manifest(temporary, facts)
         if final.exists():
             shutil.rmtree(final)
@@ -69,17 +78,19 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Map
     return digest
 
 
-def _write_adapter(
+def _export_adapter(
     context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The adapter's tensors by name."""
-    model = attach(build_unwritten(context.plan, context.base_model), context.plan)
+    model = attach(build_with_lazy_zeros(context.plan, context.base_model), context.plan)
     names = stored_names(model)
     shapes = {names[name]: tuple(parameter.shape) for name, parameter in model.named_parameters() if name in names}
     tensors = {names[name]: tensor for name, tensor in full_parameters(checkpoint, manifest)}
     check_saved(tensors, shapes)
     if set(fixed) != set(fixed_tensors(model)):
-        raise InvariantError(f"the adapter's fixed tensors are {sorted(fixed)[:3]}, PEFT writes {sorted(fixed_tensors(model))[:3]}")
+        raise InvariantError(
+            f"the adapter's fixed tensors are {sorted(fixed)[:3]}, PEFT writes {sorted(fixed_tensors(model))[:3]}"
+        )
     tensors |= {name: tensor.contiguous() for name, tensor in fixed.items()}
     tensors |= {second: tensors[first].clone() for second, first in second_names(model).items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -94,7 +105,7 @@ def _write_adapter(
     return tensors
 
 
-def _write_model(
+def _export_model(
     context: RunContext, directory: Path, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]
 ) -> None:
     dtype = resolve_dtypes(context.plan, stored_dtype(context.base_model)).save
@@ -103,11 +114,11 @@ def _write_model(
     if (context.base_model / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(context.base_model)
     headers = None if context.plan.model.allow_remote_code else stored_by_name(model, context.base_model)
-    reader, max_shard_bytes = PieceReader(checkpoint, manifest), context.plan.merge.max_shard_bytes
+    reader, max_shard_bytes = RangeReader(checkpoint, manifest), context.plan.merge.max_shard_bytes
     if headers is None:
         _write_converted(model, reader, fixed, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
     else:
-        write_model(model, reader, fixed, headers, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        write_tensor_by_tensor(model, reader, fixed, headers, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
     ignored = shutil.ignore_patterns(*NOT_COPIED)(str(context.base_model), [path.name for path in context.base_model.iterdir()])
     for path in context.base_model.iterdir():
         if path.is_file() and path.name not in ignored:
@@ -116,7 +127,7 @@ def _write_model(
 
 def _write_converted(
     model: PreTrainedModel,
-    reader: PieceReader,
+    reader: RangeReader,
     fixed: Mapping[str, torch.Tensor],
     directory: Path,
     *,
@@ -150,3 +161,59 @@ def _write_manifest(directory: Path, facts: dict[str, Any]) -> str:
     content = json.dumps(facts | {"files": files}, indent=2, sort_keys=True) + "\n"
     write_durably(directory / MANIFEST_FILE, content.encode())
     return file_sha256(directory / MANIFEST_FILE)
+
+
+def write_tensor_by_tensor(
+    model: PreTrainedModel,
+    trained: RangeReader,
+    fixed: Mapping[str, torch.Tensor],
+    base: Mapping[str, TensorHeader],
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+) -> None:
+    """Configuration and weights of `model`, which is on the meta device; stored buffers from `base`.
+
+    `trained`, `fixed`: the parameters. `dtype`: element type of the trained ones in the files; the others keep theirs in `base`.
+    Raises InvariantError where a tensor is missing, has another shape or is not finite, CheckpointError, and OSError as the file
+    system does.
+    """
+    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    buffers = {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in base}
+    check_names([*trained.names, *fixed], parameters)
+    outputs = [_output(name, shape, base[name].dtype if name in fixed else _NAMES[dtype]) for name, shape in parameters.items()]
+    outputs += [_output(name, shape, base[name].dtype) for name, shape in buffers.items()]
+    plan = MergePlan(shards=shard_layout(outputs, max_shard_bytes))
+    for shard in plan.shards:
+        with (directory / shard.file_name).open("wb") as file:
+            file.write(shard.header)
+            for output in shard.tensors:
+                if output.name in parameters:
+                    values = fixed[output.name] if output.name in fixed else trained.whole(output.name)
+                    tensor = values.to(SAFETENSORS_DTYPES[output.dtype])
+                    check_saved({output.name: tensor}, {output.name: parameters[output.name]})
+                else:
+                    kept = SAFETENSORS_DTYPES[output.dtype]
+                    tensor = torch.empty(output.shape, dtype=kept)
+                    read_into(base[output.name], 0, tensor.view(-1), kept)
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    index = plan.index()
+    if index is not None and plan.index_file is not None:
+        (directory / plan.index_file).write_text(json.dumps(index, indent=2) + "\n")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def check_names(found: Iterable[str], expected: Iterable[str]) -> None:
+    """The checkpoint holds exactly the model's parameters. Raises InvariantError."""
+    # Shapes and values are looked at tensor by tensor; here every name stands for an empty one.
+    nothing = torch.empty(0)
+    check_saved(dict.fromkeys(found, nothing), dict.fromkeys(expected, (0,)))
+
+
+def _output(name: str, shape: tuple[int, ...], dtype: str) -> OutputTensor:
+    source = TensorHeader(name, dtype, shape, Path(), 0)
+    return OutputTensor(name=name, dtype=dtype, shape=shape, source=source, compute_dtype=dtype)

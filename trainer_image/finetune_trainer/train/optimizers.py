@@ -1,7 +1,7 @@
 """The plan's optimizer over the trainable parameters.
 
-AdamW is torch's fused one on every device: on a CPU it takes a quarter of the time of the others, lies as near to a computation in
-float64, and does not depend on where a tensor was cut. The others have no fused form and update all tensors at once.
+AdamW is torch's fused one on every device: on a CPU it takes a quarter of the time of the others, is as near to a computation
+in float64, and does not depend on where a tensor was cut. The others have no fused form and update all tensors at once.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import torch
 
 from finetune_job.api.training import OptimizerName
 from finetune_job.plan.run_plan import RunPlan, TrainingPlan
-from finetune_trainer.checkpoint.optimizer_state import create_state
-from finetune_trainer.checkpoint.state import Piece
+from finetune_trainer.checkpoint.state import ParameterRange, create_state
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.model.learning_rates import learning_rate_scale
+from finetune_trainer.model.adapters import learning_rate_scale
 
 _NORMALISATION = re.compile(r"(^|[._])(ln|[a-z]*norm)(\d*|_\w+)([.]|$)")
 _SCALE, _DECOUPLED = "learning_rate_scale", "decoupled_weight_decay_rate"
 
 
-def build_optimizer(pieces: list[Piece], plan: RunPlan) -> torch.optim.Optimizer:
+def build_optimizer(pieces: list[ParameterRange], plan: RunPlan) -> torch.optim.Optimizer:
     """An optimizer that already has its (zero) state. Call after sharding, with all pieces of this rank.
 
     Raises ConfigError where FSDP 1 has put parameters into one that are to be treated differently.
@@ -41,7 +40,8 @@ def build_optimizer(pieces: list[Piece], plan: RunPlan) -> torch.optim.Optimizer
                 "set parallelism.fsdp.useOrigParams: true, or version: 2, or leave weightDecay and loraPlusRatio unset",
             )
     optimizer = _optimizer(
-        [{"params": members, _SCALE: scale, "weight_decay": decay} for (scale, decay), members in sorted(groups.items())], training
+        [{"params": members, _SCALE: scale, "weight_decay": decay} for (scale, decay), members in sorted(groups.items())],
+        training,
     )
     create_state(optimizer)
     return optimizer

@@ -14,15 +14,12 @@ from transformers.utils import logging as transformers_logging
 
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import OBSERVE_PORT, Role
-from finetune_trainer.arguments import add_run_arguments, run_context
-from finetune_trainer.context import RunContext
+from finetune_trainer.context import RunContext, add_run_arguments, run_context
 from finetune_trainer.ranks.gang import ENVIRONMENT, joined, launched_rank
-from finetune_trainer.ranks.heartbeat import Heartbeat
-from finetune_trainer.ranks.reports import ECHO_SECONDS, dated, write_rank_report
-from finetune_trainer.ranks.watchdog import Watchdog
+from finetune_trainer.ranks.reports import ECHO_SECONDS, date_echo, write_rank_report
+from finetune_trainer.ranks.watchdog import Heartbeat, Watchdog
 from finetune_trainer.termination import exit_code, failure_report
-from finetune_trainer.train.run import train
-from finetune_trainer.train.stop import StopRequest
+from finetune_trainer.train.run import StopRequest, train
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +61,8 @@ def run_rank(
 ) -> TerminationReport:
     """Train as this rank and keep its report on the workspace; a rank that is only an echo waits before it returns.
 
-    Call in the main thread: SIGTERM is taken from the moment at which all ranks have joined. Until then it ends the process, which
-    has nothing to save, and would wait for ranks that the same signal has ended before they could take it.
+    Call in the main thread: SIGTERM is taken from the moment at which all ranks have joined. Until then it ends the process,
+    which has nothing to save, and would wait for ranks that the same signal has ended before they could take it.
     """
     role = Role.TRAIN.value
     directory = context.workspace.reports(role, context.attempt)
@@ -89,7 +86,7 @@ def run_rank(
         )
     except BaseException as error:
         log.exception("rank %d failed", rank)
-        report = dated(failure_report(error, role, context.attempt, rank, node_rank, finished_steps=heartbeat.latest.step))
+        report = date_echo(failure_report(error, role, context.attempt, rank, node_rank, finished_steps=heartbeat.latest.step))
     write_rank_report(directory, report)
     if report.failure is FailureClass.COLLECTIVE:
         _wait_for_the_cause(stop)

@@ -1,37 +1,38 @@
 """The training run of one rank: build, resume, loop, export.
 
-The loop asks pure functions what to do (`schedule`, `evaluation_policy`), does it together with the other ranks, and tells the
-observer. All that a decision depends on is the plan, the step, and `RunState`, so a resumed run decides as an undisturbed one.
+The loop asks pure functions what to do (`policy`), does it together with the other ranks, and tells the observer. All that a
+decision depends on is the plan, the step, and `RunState`, so a resumed run decides as an undisturbed one.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
+from types import FrameType
 
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.manifest import RunState
-from finetune_trainer.checkpoint.optimizer_state import described
+from finetune_trainer.checkpoint.state import optimizer_entry
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
 from finetune_trainer.errors import DataError, InvariantError, NonFiniteError, PreemptedError
 from finetune_trainer.model.invariants import has_learnt
 from finetune_trainer.model.sharded import TrainedModel, build
 from finetune_trainer.objective.next_token import NextToken
-from finetune_trainer.observe.accounts import Stopwatch, process_age_seconds
 from finetune_trainer.observe.goodput import Activity
 from finetune_trainer.observe.observer import ObservedRun, Observer, StepDone, observing, peak_memory_bytes
+from finetune_trainer.observe.run_files import Stopwatch, process_age_seconds
 from finetune_trainer.ranks.gang import Gang
-from finetune_trainer.ranks.heartbeat import STEP, Heartbeat
-from finetune_trainer.ranks.stalls import patience
-from finetune_trainer.train import evaluation_policy, loss_scale
+from finetune_trainer.ranks.stalls import stall_timeouts
+from finetune_trainer.ranks.watchdog import STEP, Heartbeat
+from finetune_trainer.train import policy
 from finetune_trainer.train import step as one_step
-from finetune_trainer.train.evaluate import held_out_loss
 from finetune_trainer.train.export import export
 from finetune_trainer.train.optimizers import build_optimizer
-from finetune_trainer.train.schedule import learning_rate, total_steps
-from finetune_trainer.train.stop import StopRequest
+from finetune_trainer.train.policy import learning_rate, total_steps
+from finetune_trainer.train.step import held_out_loss
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def train(context: RunContext, gang: Gang, stop: StopRequest, observe_port: int,
         is_resumed=loop.is_resumed,
         checkpoints=loop.checkpoints,
     )
-    limits = patience(context.plan.training.step_timeout_seconds)
+    limits = stall_timeouts(context.plan.training.step_timeout_seconds)
 
     def is_stalled() -> bool:
         beat = heartbeat.latest
@@ -85,7 +86,7 @@ class _Loop:
 
     @property
     def has_ended(self) -> bool:
-        return self.step >= self.total or evaluation_policy.is_exhausted(self.state, self.plan.evaluation)
+        return self.step >= self.total or policy.is_stopped_early(self.state, self.plan.evaluation)
 
     def run(self, observer: Observer) -> None:
         """All steps that are left."""
@@ -98,7 +99,7 @@ class _Loop:
     def _step(self, observer: Observer) -> None:
         training, evaluation = self.plan.training, self.plan.evaluation
         rate = learning_rate(self.step, self.total, training)
-        scale = (self.state.loss_scale or loss_scale.FIRST) if self.model.scales_loss else None
+        scale = (self.state.loss_scale or policy.FIRST_LOSS_SCALE) if self.model.scales_loss else None
         started = time.monotonic()
         with observer.during(Activity.STEPS):
             result = one_step.optimizer_step(
@@ -113,17 +114,17 @@ class _Loop:
                 autocast=self.model.autocast,
                 stop_requested=self.stop.requested,
                 reduction=self.model.reduction,
-                loss_scale=scale.factor if scale else loss_scale.UNSCALED,
+                loss_scale=scale.factor if scale else policy.UNSCALED,
             )
         if scale:
-            self.state = self.state.model_copy(update={"loss_scale": loss_scale.following(scale, result.loss_scale)})
+            self.state = self.state.model_copy(update={"loss_scale": policy.next_loss_scale(scale, result.loss_scale)})
         seconds = time.monotonic() - started
         self.step += 1
         self.heartbeat.beat(STEP, self.step)
         if self.step == 1:
             self._check_first_step(result.gradient_norm)
         is_evaluated = is_best = False
-        if self.data.validation is not None and evaluation_policy.is_due(self.step, self.total, evaluation):
+        if self.data.validation is not None and policy.is_evaluation_due(self.step, self.total, evaluation):
             is_evaluated, is_best = True, self._evaluate(observer, self.data.validation)
         # Kept at once: no later moment has these weights.
         is_kept = is_best and evaluation.load_best_model_at_end
@@ -165,7 +166,7 @@ class _Loop:
             raise NonFiniteError(
                 f"the loss on the held-out records is {loss} after step {self.step}", one_step.NON_FINITE_HINT, step=self.step
             )
-        self.state, is_best = evaluation_policy.judged(self.state, self.step, loss, self.plan.evaluation)
+        self.state, is_best = policy.after_evaluation(self.state, self.step, loss, self.plan.evaluation)
         return is_best
 
     def _save(self, observer: Observer, *, is_best: bool, is_last: bool) -> None:
@@ -176,7 +177,7 @@ class _Loop:
         observer.saved()
 
     def _check_first_step(self, gradient_norm: float) -> None:
-        described(self.optimizer)
+        optimizer_entry(self.optimizer)
         if self.plan.method.lora is None or gradient_norm == 0:
             return
         if not any(self.gang.gather(has_learnt((piece.name, piece.parameter_values()) for piece in self.model.pieces))):
@@ -205,3 +206,17 @@ class _Loop:
         if self.gang.is_first and self.step < self.total:
             facts["stopped_early_at"] = str(self.step)
         return facts | observer.facts()
+
+
+class StopRequest:
+    """Set by SIGTERM. Ranks agree on it together with the loss, so none stops in the middle of a collective."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def install(self) -> None:
+        """Take SIGTERM; call in the main thread."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.requested = True

@@ -1,10 +1,17 @@
-"""One optimizer step."""
+"""One optimizer step, and the loss on the held-out sequences: what all ranks compute together.
+
+Each forward pass of training is seeded by its step, micro-step and rank, so a resumed run draws what the first would have drawn.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+import random
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,15 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from finetune_job.plan.run_plan import TrainingPlan
 from finetune_trainer.errors import NonFiniteError
+from finetune_trainer.model.fsdp_versions import Reduction, reducing
 from finetune_trainer.model.objective import Objective, Split
-from finetune_trainer.model.reduction import Reduction, reducing
-from finetune_trainer.observe.step_result import StepResult
+from finetune_trainer.observe.steps import StepResult
 from finetune_trainer.ranks.gang import Gang
-from finetune_trainer.train.batches import global_batch, micro_batch
-from finetune_trainer.train.loss_scale import UNSCALED, halved
+from finetune_trainer.train.batches import Prefetch, global_batch, micro_batch
 from finetune_trainer.train.optimizers import set_learning_rate
-from finetune_trainer.train.prefetch import Prefetch
-from finetune_trainer.train.randomness import seed_forward_pass
+from finetune_trainer.train.policy import UNSCALED, halved_loss_scale
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +61,7 @@ class StepBatches:
 
 
 @dataclass
-class _Passes:
+class _StepTotals:
     """What the forward and backward passes of one step did on this rank."""
 
     loss: torch.Tensor
@@ -82,7 +87,7 @@ def optimizer_step(
 ) -> StepResult:
     """Do step `step` (counted from 0). Raises NonFiniteError on all ranks alike, before any weight is touched.
 
-    `loss_scale`: where gradients overflow with it, they are computed again with half of it.
+    `loss_scale`: if gradients overflow with it, they are computed again with half of it.
     """
     clock = _Clock(gang.device)
     terms = objective.num_terms(batches.data, batches.sequences(step))
@@ -111,7 +116,7 @@ def optimizer_step(
         )
         mean_loss = total_loss / gang.world_size / scale
         norm = math.sqrt(total_squares) / scale if total_squares >= 0 else math.nan
-        smaller = halved(scale)
+        smaller = halved_loss_scale(scale)
         if math.isfinite(norm) or not math.isfinite(mean_loss) or smaller is None:
             break
         optimizer.zero_grad(set_to_none=True)
@@ -150,9 +155,9 @@ def _passes(
     gang: Gang,
     autocast: torch.dtype | None,
     reduction: Reduction,
-) -> _Passes:
+) -> _StepTotals:
     """Forward and backward for each micro-step; `weight`: of each term."""
-    done = _Passes(torch.zeros((), dtype=torch.float64, device=gang.device))
+    done = _StepTotals(torch.zeros((), dtype=torch.float64, device=gang.device))
     for micro_step in range(training.gradient_accumulation_steps):
         batch, waited = batches.take(step, micro_step)
         done.data_seconds += waited
@@ -194,3 +199,52 @@ class _Clock:
     def seconds(self, waited: float) -> float:
         """So far; `waited`: seconds of it that were spent waiting for batches."""
         return self._now() - self._started - (waited if self._waits_count else 0.0)
+
+
+def held_out_loss(
+    model: nn.Module,
+    objective: Objective[Any, Any],
+    data: Split[Any],
+    micro_batch_size: int,
+    *,
+    gang: Gang,
+    autocast: torch.dtype | None,
+    after_batch: Callable[[], None] = lambda: None,
+) -> float:
+    """Mean over all held-out terms; the model is left in training mode. Called by all ranks together."""
+    rounds = math.ceil(data.num_sequences / (micro_batch_size * gang.world_size))
+    terms = objective.num_terms(data, range(data.num_sequences))
+    local = torch.zeros((), dtype=torch.float64, device=gang.device)
+    with _evaluation_mode(model), torch.no_grad():
+        for number in range(rounds):
+            first = (number * gang.world_size + gang.rank) * micro_batch_size
+            sequences = list(range(first, min(first + micro_batch_size, data.num_sequences)))
+            # A rank without sequences computes one all the same, because gathering parameters takes all ranks.
+            loss = objective.weighted_loss(model, data.batch(sequences or [0]), 1.0, gang.device, autocast)
+            if sequences:
+                local += loss
+            after_batch()
+    (total,) = gang.sum([float(local)])
+    return total / max(terms, 1)
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def seed_of(seed: int, step: int, micro_step: int, rank: int) -> int:
+    """A seed of 63 bits; neighbouring arguments give unrelated seeds."""
+    text = f"{seed}/{step}/{micro_step}/{rank}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def seed_forward_pass(seed: int, step: int, micro_step: int, rank: int) -> None:
+    """Seed what a forward pass may draw from: torch on all devices, and Python."""
+    value = seed_of(seed, step, micro_step, rank)
+    torch.manual_seed(value)
+    random.seed(value)

@@ -1,7 +1,8 @@
 """Rows of one merged matrix in fp64, with the error that rounding explains. Deliberately shares no arithmetic with the merge.
 
-The formulas are PEFT's as documented: W + scaling * B@A, DoRA's m * (W + scaling * B@A) / ||W + scaling * B@A||, sums and replaced
-rows. What only PEFT's own layers can merge (ModuleMerge) has no formula here; such tensors rest on the comparison of logits.
+The formulas are PEFT's as documented: W + scaling * B@A, DoRA's m * (W + scaling * B@A) / ||W + scaling * B@A||, sums and
+replaced rows. What only PEFT's own layers can merge (ModuleMerge) has no formula here; such tensors rest on the comparison of
+logits.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class ExactMatrix:
         if not isinstance(change, Quantization):
             return self._after(count - 1, chosen)
         if self._unpacked is None:
-            # Imports bitsandbytes, so only where a base was packed.
+            # Imports bitsandbytes, so only if a base was packed.
             from finetune_trainer.merge.steps.quantization import dequantized
 
             whole = read_rows(self._source, self._index, self._shape, range(self._shape[0]))
@@ -93,7 +94,9 @@ class ExactMatrix:
         values = self._unpacked[list(chosen)].to(self._held).double()
         return values, torch.zeros_like(values)
 
-    def _low_rank(self, change: LowRank, count: int, chosen: Sequence[int], values: torch.Tensor, errors: torch.Tensor) -> _Values:
+    def _low_rank(
+        self, change: LowRank, count: int, chosen: Sequence[int], values: torch.Tensor, errors: torch.Tensor
+    ) -> _Values:
         summed, summed_errors = self._sum(change, chosen, values, errors)
         if change.magnitude is None:
             return summed, summed_errors
@@ -171,6 +174,6 @@ def is_zero(tensor: TensorHeader) -> bool:
     return not bool(_load(tensor).any())
 
 
-def forget_adapter() -> None:
+def clear_adapter_cache() -> None:
     """Let go of the tensors that are kept, whose files may change."""
     _load.cache_clear()

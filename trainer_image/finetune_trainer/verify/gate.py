@@ -1,6 +1,6 @@
 """How far a merged model's logits may be from base + adapter, and the verdict over measured figures.
 
-In: figures and a Gate. Out: the reasons why it fails, empty when it passes. Called by run.py.
+In: figures and a VerificationGate. Out: the reasons why it fails, empty when it passes. Called by verification.py.
 
 Where the thresholds come from. Base + adapter keeps B@A apart in fp32; the merged weight is rounded once to its dtype,
 a relative error of at most u per weight (bfloat16 2**-8, float16 2**-11, float32 2**-24), and both models round their
@@ -8,10 +8,10 @@ activations to the same u. Logits are sums over thousands of such terms, so thei
 largest logit, times a factor for depth: 24 u for bfloat16 and float16. The Kullback-Leibler divergence grows with the square
 of the error, hence by 64 between bfloat16 and float16.
 
-Single positions can be far worse conditioned than that: where what a layer adds nearly cancels what it is added to, or what a norm
-then divides by is small, rounding alone changes the logits by much. So nine of ten positions are judged, not all, by difference and
-by divergence: a merge that is wrong is wrong nearly everywhere. And one position with another most likely token is excused, which
-may be more than 1% of them.
+Single positions can be far worse conditioned than that: where what a layer adds nearly cancels what it is added to, or what a
+norm then divides by is small, rounding alone changes the logits by much. So nine of ten positions are judged, not all, by
+difference and by divergence: a merge that is wrong is wrong nearly everywhere. And one position with another most likely token is
+excused, which may be more than 1% of them.
 
 Measured with merges into random models (Llama, Qwen2, GPT-2, 256 wide; LoRA and DoRA on all linear layers; 2,000 tokens, 384
 positions, two seeds of LoRA), as a range over the models of that depth:
@@ -30,18 +30,18 @@ positions, two seeds of LoRA), as a range over the models of that depth:
     bfloat16, in u, nine positions of ten
                                30 to 84       64 to 178      147 to 214
 
-and with an ill-conditioned one (Qwen3 of 2 layers, after 3 steps of LoRA+ in float16; 204 positions): base + adapter in float16 and
-the same in float32 are up to 0.08 of the largest logit apart, 0.0006 (1.2 u) at nine positions of ten; its right merge into
+and with an ill-conditioned one (Qwen3 of 2 layers, after 3 steps of LoRA+ in float16; 204 positions): base + adapter in float16
+and the same in float32 are up to 0.08 of the largest logit apart, 0.0006 (1.2 u) at nine positions of ten; its right merge into
 bfloat16 0.5, and 0.005 (1.4 u).
 
 So a right merge uses at most two fifths of the first threshold and a seventh of the second, which leaves room for models of more
-layers and for the larger extremes of more tokens. Eight-bit quantisation, which users see as lossless, has a mean divergence around
-1e-3.
+layers and for the larger extremes of more tokens. Eight-bit quantisation, which users see as lossless, has a mean divergence
+around 1e-3.
 
-Where layers choose experts for each token, rounding sends one that is near a tie elsewhere, and its logits change by as much as
-those experts differ. So the median position is judged there, by two thirds of the threshold. Measured in the same way (Mixtral with
-8 experts, 2 of them chosen; GPT-OSS with 16 and 4; random routers, which have far more ties than trained ones; 384 positions;
-bfloat16), right merges, and merges of half the adapter, as a range over 2 and 16 layers:
+If layers choose experts for each token, rounding sends one that is near a tie elsewhere, and its logits change by as much as
+those experts differ. So the median position is judged there, by two thirds of the threshold. Measured in the same way (Mixtral
+with 8 experts, 2 of them chosen; GPT-OSS with 16 and 4; random routers, which have far more ties than trained ones; 384
+positions; bfloat16), right merges, and merges of half the adapter, as a range over 2 and 16 layers:
 
                                right            half the adapter
     largest difference         0.06 to 0.72     0.21 to 0.68    of the largest logit
@@ -53,9 +53,9 @@ from dataclasses import dataclass
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of rounding to nearest, by dtype."""
 JUDGED_SHARE, JUDGED_SHARE_OF_EXPERTS = 0.9, 0.5
-"""Share of positions within the difference that is judged; the other where layers choose experts."""
+"""Share of positions within the difference that is judged; the other if layers choose experts."""
 EXPERTS_ALLOWANCE = 2 / 3
-"""Of max_relative_difference that is allowed where layers choose experts."""
+"""Of max_relative_difference that is allowed if layers choose experts."""
 TIE_UNITS = 4
 """Tokens whose logits are this many unit roundoffs of the position's largest logit apart count as tied."""
 
@@ -108,7 +108,7 @@ def judged_share(*, chooses_experts: bool) -> float:
 
 
 @dataclass(frozen=True)
-class Gate:
+class VerificationGate:
     """A merged model passes when all of it holds. Relative difference: that of LogitFigures."""
 
     max_relative_difference: float
@@ -125,34 +125,29 @@ class Gate:
 
 
 GATES = {
-    "bfloat16": Gate(max_relative_difference=24 * UNIT_ROUNDOFF["bfloat16"], max_mean_kl=5e-3, min_top1_agreement=0.97),
-    "float16": Gate(max_relative_difference=24 * UNIT_ROUNDOFF["float16"], max_mean_kl=1e-4, min_top1_agreement=0.99),
+    "bfloat16": VerificationGate(
+        max_relative_difference=24 * UNIT_ROUNDOFF["bfloat16"], max_mean_kl=5e-3, min_top1_agreement=0.97
+    ),
+    "float16": VerificationGate(max_relative_difference=24 * UNIT_ROUNDOFF["float16"], max_mean_kl=1e-4, min_top1_agreement=0.99),
     # Not 24 u: with so little rounding the order of summation, which kernels choose, is what remains.
-    "float32": Gate(max_relative_difference=1e-4, max_mean_kl=1e-7, min_top1_agreement=0.999),
+    "float32": VerificationGate(max_relative_difference=1e-4, max_mean_kl=1e-7, min_top1_agreement=0.999),
 }
-
-
 LARGEST_MEASURED_KL = {"bfloat16": 7e-4, "float16": 1.1e-5, "float32": 3e-12}
 """Mean divergence of right merges, by dtype: the largest of the table above."""
 
 
-def coarsest(*dtypes: str) -> str:
+def coarsest_dtype(*dtypes: str) -> str:
     """The element type whose gate holds: the coarsest of all that either model is stored in or runs in.
 
     Raises ValueError for another dtype than bfloat16, float16 or float32.
     """
     for dtype in dtypes:
         if dtype not in GATES:
-            raise ValueError(f"dtype {dtype!r}: gates are known for {sorted(GATES)}; pass a Gate of your own.")
+            raise ValueError(f"dtype {dtype!r}: gates are known for {sorted(GATES)}; pass a VerificationGate of your own.")
     return max(dtypes, key=UNIT_ROUNDOFF.__getitem__)
 
 
-def gate_for(*dtypes: str) -> Gate:
-    """The gate of the coarsest of these element types. Raises ValueError as `coarsest` does."""
-    return GATES[coarsest(*dtypes)]
-
-
-def failures(figures: LogitFigures, gate: Gate) -> tuple[str, ...]:
+def gate_failures(figures: LogitFigures, gate: VerificationGate) -> tuple[str, ...]:
     """One sentence per threshold that is exceeded; NaN exceeds every threshold."""
     found = []
     relative, allowed = figures.relative_difference, gate.allowed_difference(figures)

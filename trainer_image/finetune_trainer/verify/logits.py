@@ -1,8 +1,8 @@
 """Logits of base + adapters through PEFT against the merged model, on given prompts, in bounded memory.
 
-In: directories and token ids. Out: LogitFigures. Called by run.py. Nothing of the merge's arithmetic takes part: this also catches
-what merge and tensor check might get wrong in the same way: names, orientation, scaling, ties. Prompts go through in waves, so that
-neither activations nor the logits, which wait on disk, grow with their number.
+In: directories and token ids. Out: LogitFigures. Called by verification.py. Nothing of the merge's arithmetic takes part: this
+also catches what merge and tensor check might get wrong in the same way: names, orientation, scaling, ties. Prompts go through
+in waves, so that neither activations nor the logits, which wait on disk, grow with their number.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.verify.allocator import return_large_blocks
-from finetune_trainer.verify.chain import MergedWeights, Weights
-from finetune_trainer.verify.errors import UnverifiableModelError
 from finetune_trainer.verify.gate import TIE_UNITS, UNIT_ROUNDOFF, LogitFigures, judged_share
-from finetune_trainer.verify.hollow import hollow_model, model_class, needs_base_weights
-from finetune_trainer.verify.streaming import NotStreamableError, Prompt, StreamedModels, logits_of, write_logits
-from finetune_trainer.verify.weights import StoredWeights
+from finetune_trainer.verify.skeleton import MergedWeights, WeightSource, model_class, needs_base_weights, skeleton_model
+from finetune_trainer.verify.stored_weights import StoredWeights, return_freed_memory
+from finetune_trainer.verify.streaming import (
+    NotStreamableError,
+    Prompt,
+    StreamedModels,
+    UnverifiableModelError,
+    logits_of,
+    write_logits,
+)
 from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 VALUES_AT_ONCE = 1 << 20
@@ -55,7 +59,7 @@ class Reference:
     allow_remote_code: bool = False
 
 
-class Models(Protocol):
+class LogitModels(Protocol):
     """What gives logits of one or more models."""
 
     dtype: torch.dtype
@@ -69,20 +73,21 @@ def compare_logits(
 ) -> list[LogitFigures]:
     """Figures of the merged model against each reference.
 
-    prompts: token ids, each at least one token. scratch: where logits are kept meanwhile. Raises ValueError without prompts or with
-    an empty one, UnverifiableModelError for a model that can neither be streamed nor fits into memory, MergeError for a broken one.
+    prompts: token ids, each at least one token. scratch: where logits are kept meanwhile. Raises ValueError without prompts or
+    with an empty one, UnverifiableModelError for a model that can neither be streamed nor fits into memory, MergeError for a
+    broken one.
     """
     if not prompts or not all(prompts):
         raise ValueError(f"prompts: {len(prompts)} given, each must hold at least one token id, or nothing is compared.")
-    return_large_blocks()
+    return_freed_memory()
     allow_remote_code = any(reference.allow_remote_code for reference in references)
     start, chooses = _decoder_start(merged, allow_remote_code=allow_remote_code), chooses_experts(read_json(merged / CONFIG_FILE))
     chosen = [_prompt(prompt[:MAX_PROMPT_POSITIONS], start) for prompt in prompts]
-    sums = [_Sums(chooses) for _ in references]
+    sums = [_FigureSums(chooses) for _ in references]
     with tempfile.TemporaryDirectory(prefix="verify-", dir=scratch) as name:
         directory = Path(name)
-        models = [_models(reference, (BASE, ADAPTED), directory) for reference in references]
-        result = _models(Reference(merged, (), allow_remote_code=allow_remote_code), (MERGED,), directory)
+        models = [_models_of(reference, (BASE, ADAPTED), directory) for reference in references]
+        result = _models_of(Reference(merged, (), allow_remote_code=allow_remote_code), (MERGED,), directory)
         for wave in _waves(chosen):
             expected = []
             for number, model in enumerate(models):
@@ -94,9 +99,9 @@ def compare_logits(
                     expected[number][ADAPTED], expected[number][BASE], found, wave, strict=True
                 ):
                     sums[number].add(
-                        _Logits(adapted, prompt.num_positions, model.dtype),
-                        _Logits(base, prompt.num_positions, model.dtype),
-                        _Logits(other, prompt.num_positions, result.dtype),
+                        _LogitsFile(adapted, prompt.num_positions, model.dtype),
+                        _LogitsFile(base, prompt.num_positions, model.dtype),
+                        _LogitsFile(other, prompt.num_positions, result.dtype),
                     )
         del models, result
     gc.collect()
@@ -104,7 +109,7 @@ def compare_logits(
 
 
 @dataclass(frozen=True)
-class _Logits:
+class _LogitsFile:
     """On disk: (positions, vocabulary)."""
 
     file: Path
@@ -128,7 +133,7 @@ def chooses_experts(config: Mapping[str, Any]) -> bool:
     return any(count > 1 for count in counts) or any(chooses_experts(part) for part in config.values() if isinstance(part, dict))
 
 
-class _Sums:
+class _FigureSums:
     def __init__(self, chooses_experts: bool) -> None:
         self._chooses_experts = chooses_experts
         self._differences: list[torch.Tensor] = []
@@ -138,7 +143,7 @@ class _Sums:
         self._num_positions = self._num_agreeing = 0
         self._max_abs_difference = self._max_abs_logit = torch.tensor(0.0)
 
-    def add(self, reference: _Logits, base: _Logits, merged: _Logits) -> None:
+    def add(self, reference: _LogitsFile, base: _LogitsFile, merged: _LogitsFile) -> None:
         """One prompt, block by block. A vocabulary of another size leaves NaN, which passes no gate."""
         tolerance = TIE_UNITS * max(UNIT_ROUNDOFF[str(logits.dtype).removeprefix("torch.")] for logits in (reference, merged))
         self._num_positions += reference.num_positions
@@ -220,7 +225,7 @@ def _decoder_start(directory: Path, *, allow_remote_code: bool = False) -> int |
     return int(start if start is not None else config.pad_token_id or 0)
 
 
-class _StreamedModels:
+class _StreamedOrWholeModels:
     """Module by module; from the first time on that this turns out to be impossible, layer by layer, and then whole."""
 
     def __init__(self, reference: Reference, labels: Sequence[str], scratch: Path) -> None:
@@ -232,15 +237,15 @@ class _StreamedModels:
     def _made(self) -> list[StreamedModels]:
         reference, labels = self._reference, self._labels
         stored = StoredWeights(reference.base, reference.quantized)
-        weights: Weights = stored
+        weights: WeightSource = stored
         allow = reference.allow_remote_code
         for adapter in reference.adapters[:-1]:
             weights = MergedWeights(stored, weights, adapter, allow_remote_code=allow)
         last = {label: reference.adapters[-1] if label == ADAPTED else None for label in labels}
-        hollow = {label: hollow_model(stored, adapter, allow_remote_code=allow) for label, adapter in last.items()}
-        self.dtype = hollow[labels[0]].dtype
+        skeletons = {label: skeleton_model(stored, adapter, allow_remote_code=allow) for label, adapter in last.items()}
+        self.dtype = skeletons[labels[0]].dtype
         # The base alone is read together with base + adapter, except where other adapters come between the two.
-        groups = [hollow] if weights is stored else [{label: model} for label, model in hollow.items()]
+        groups = [skeletons] if weights is stored else [{label: model} for label, model in skeletons.items()]
         return [
             StreamedModels(weights if ADAPTED in group else stored, group, self._scratch, by_layer=self._by_layer)
             for group in groups
@@ -265,8 +270,8 @@ def require_whole(base: Path, num_bytes: int, reason: str) -> None:
     """A base that cannot be streamed can be loaded whole. Raises UnverifiableModelError; preflight asks, too."""
     if num_bytes > MAX_WHOLE_BYTES:
         raise UnverifiableModelError(
-            f"{base}: cannot be verified layer by layer ({reason}), and {num_bytes} bytes are more than the {MAX_WHOLE_BYTES} that "
-            "are loaded whole. Publish the adapter alone (merge.enabled: false)."
+            f"{base}: cannot be verified layer by layer ({reason}), and {num_bytes} bytes are more than the {MAX_WHOLE_BYTES} "
+            "that are loaded whole. Publish the adapter alone (merge.enabled: false)."
         )
 
 
@@ -308,7 +313,7 @@ def _with_adapters(model: nn.Module, adapters: Sequence[Path]) -> nn.Module:
     return adapted
 
 
-def _models(reference: Reference, labels: Sequence[str], scratch: Path) -> Models:
+def _models_of(reference: Reference, labels: Sequence[str], scratch: Path) -> LogitModels:
     if any(needs_base_weights(adapter) for adapter in reference.adapters):
         return _WholeModels(reference, labels, FROM_BASE_WEIGHTS)
-    return _StreamedModels(reference, labels, scratch)
+    return _StreamedOrWholeModels(reference, labels, scratch)

@@ -1,17 +1,20 @@
-"""What a verification found: as data, as JSON beside the model, and as a few lines for logs. The page for people: page.py."""
+"""What a verification found: as data, as JSON next to the model, as a few lines for logs, and as a page in Markdown."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune_trainer.verify.gate import Gate, LogitFigures
+from finetune_trainer.markdown import code, table
+from finetune_trainer.verify.gate import LogitFigures, VerificationGate
 from finetune_trainer.verify.tensors import TensorFigures
 
 MAX_FAULTS_IN_TEXT = 5
+MAX_FAULTS_ON_PAGE = 50
+_OTHER_BASE = {"Original": "Dequantized", "Dequantized": "Original"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class VerificationReport:
     faults: tuple[str, ...]
     tensors: TensorFigures
     logits: LogitFigures | None
-    gate: Gate | None
+    gate: VerificationGate | None
     seconds: float
     merged_onto: str
     other_logits: LogitFigures | None
@@ -76,3 +79,124 @@ class VerificationReport:
             if figures.num_untouched or figures.num_changed
         }
         return json.dumps({**dataclasses.asdict(self), "tensors": tensors}, indent=2) + "\n"
+
+
+def verification_page(report: VerificationReport) -> str:
+    """The report in Markdown, for people."""
+    lines = [
+        f"# Verification of the merge: {'passed' if report.passed else 'FAILED'}",
+        "",
+        _summary(report),
+        *_faults(report),
+        *_gate(report),
+        *_other(report),
+        *_tensors(report),
+        *_compared(report),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(report: VerificationReport) -> str:
+    tensors = report.tensors
+    done = (
+        f"{tensors.num_changed + tensors.num_untouched:,} tensors were compared with base and adapter: {tensors.num_untouched:,} "
+        f"that the adapter does not touch byte for byte, {tensors.num_changed:,} that it changes against a computation in fp64."
+    )
+    if report.logits is None:
+        return f"{done} Logits were not compared, because tensors were wrong already."
+    return (
+        f"{done} Logits were compared at {report.logits.num_positions:,} positions of {report.logits.num_prompts:,} prompts. It "
+        f"took {report.seconds:,.0f} s and {report.peak_memory_bytes / 2**30:.1f} GiB of memory at most."
+    )
+
+
+def _faults(report: VerificationReport) -> Iterator[str]:
+    if not report.faults:
+        return
+    yield from ("", "## What is wrong", "")
+    yield from (f"* {fault}" for fault in report.faults[:MAX_FAULTS_ON_PAGE])
+    if len(report.faults) > MAX_FAULTS_ON_PAGE:
+        yield f"* and {len(report.faults) - MAX_FAULTS_ON_PAGE:,} more in the JSON report"
+
+
+def _gate(report: VerificationReport) -> Iterator[str]:
+    if report.logits is None or report.gate is None:
+        return
+    yield from ("", "## Logits: merged model against base + adapter", "")
+    yield from table(("figure", "measured", "allowed"), _gate_rows(report.logits, report.gate))
+    yield from ("", f"The base that the adapter was added to: {report.merged_onto}.")
+
+
+def _gate_rows(logits: LogitFigures, gate: VerificationGate) -> list[Sequence[str]]:
+    share = f"{logits.mean_kl / logits.effect_mean_kl:.2%}" if logits.effect_mean_kl else "no effect"
+    return [
+        (
+            f"{logits.judged}, of the largest logit",
+            f"{logits.relative_difference:.3g}",
+            f"at most {gate.allowed_difference(logits):.3g}",
+        ),
+        ("largest difference", f"{logits.max_abs_difference:.4g}", f"largest logit {logits.max_abs_logit:.4g}"),
+        (f"mean KL divergence of {logits.judged_positions}, nats", f"{logits.mean_kl:.3g}", f"at most {gate.max_mean_kl:.3g}"),
+        ("same most likely token", f"{logits.top1_agreement:.3%}", f"at least {gate.min_top1_agreement:.2%}"),
+        ("KL divergence of the base, nats (the adapter's effect)", f"{logits.effect_mean_kl:.3g}", ""),
+        (
+            "mean KL divergence, of the adapter's effect",
+            share,
+            f"at most {gate.max_kl_share_of_effect:.0%} where the effect exceeds {gate.max_mean_kl:.3g}",
+        ),
+    ]
+
+
+def _other(report: VerificationReport) -> Iterator[str]:
+    if report.other_logits is None:
+        return
+    other = report.other_logits
+    yield from ("", f"## Against the other base: {_OTHER_BASE[report.merged_onto]}", "")
+    yield (
+        "The adapter was trained on a quantised base. These are the same figures against base + adapter with the base that the "
+        "merge did not use. They show what the choice of the base changes, and no threshold applies to them."
+    )
+    yield ""
+    rows = [
+        (f"{other.judged}, of the largest logit", f"{other.relative_difference:.3g}"),
+        (f"mean KL divergence of {other.judged_positions}, nats", f"{other.mean_kl:.3g}"),
+        ("same most likely token", f"{other.top1_agreement:.3%}"),
+        ("KL divergence of the base, nats (the adapter's effect)", f"{other.effect_mean_kl:.3g}"),
+    ]
+    yield from table(("figure", "measured"), rows)
+
+
+def _tensors(report: VerificationReport) -> Iterator[str]:
+    yield from ("", "## Tensors", "")
+    rows = [
+        (
+            name,
+            f"{figures.num_untouched:,}",
+            f"{figures.num_changed:,}",
+            f"{figures.num_values_sampled:,}",
+            f"{figures.worst_rounding:.2f}" if figures.num_values_sampled else "",
+            f"{figures.relative_change:.2e}" if figures.num_values_sampled else "",
+        )
+        for name, figures in report.tensors.classes.items()
+        if figures.num_untouched or figures.num_changed
+    ]
+    header = ("class", "untouched", "changed", "values against fp64", "largest error, of what rounding allows", "relative change")
+    yield from table(header, rows)
+    if report.tensors.num_by_logits_only:
+        yield ""
+        yield (
+            f"{report.tensors.num_by_logits_only:,} changed tensors can be merged by PEFT's own layers only, so no formula "
+            "outside of them was there to compare with: for these the comparison of logits decides alone."
+        )
+
+
+def _compared(report: VerificationReport) -> Iterator[str]:
+    yield from ("", "## What was compared, SHA-256", "")
+    numbered = len(report.compared.adapters) > 1
+    groups: list[tuple[str, Mapping[str, str]]] = [("base", report.compared.base)]
+    groups += [
+        (f"adapter {number}" if numbered else "adapter", files) for number, files in enumerate(report.compared.adapters, start=1)
+    ]
+    groups.append(("merged", report.compared.merged))
+    rows = [(role, code(name), code(sha256)) for role, files in groups for name, sha256 in files.items()]
+    yield from table(("role", "file", "digest"), rows)

@@ -1,11 +1,8 @@
-"""Forward passes of a model whose weights are in memory one module at a time, each read once for all prompts.
+"""Forward passes of a model whose weights are in memory one unit at a time, each read once for all prompts.
 
-A unit is an outermost module that owns weights itself, or a whole layer of PEFT's, since some of those look at their base layer's
-weight outside of its forward. Where a model's own code does that (short convolutions of LFM 2, experts of JetMoE), each member of
-its lists of modules is a unit: a decoder layer. Prompts run as lanes (lanes.py) that meet at every unit. So each prompt is computed
-alone, with the bits of the whole model, and memory is the largest unit, the adapter, and the lanes' activations between two units.
-Two matrices are in memory only in part: of the input embeddings the rows that the prompts need, of an output head blocks of its
-rows.
+A unit is an outermost module that owns weights, a whole layer of PEFT's, or a decoder layer if a model's own code reads weights
+of other modules. Prompts run as cooperative threads that meet at every unit, so memory is the largest unit, the adapter and the
+activations between two units.
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
-from finetune_trainer.verify.chain import Weights
-from finetune_trainer.verify.hollow import HollowModel, Place, empty_again
-from finetune_trainer.verify.lanes import Lanes
+from finetune_trainer.verify.cooperative_threads import CooperativeThreads
+from finetune_trainer.verify.skeleton import ParameterSlot, SkeletonModel, WeightSource, offload
+from finetune_trainer.weights.errors import MergeError
 
 HEAD_BLOCK_BYTES = 64 << 20
 """Of an output head that are in memory at a time."""
@@ -35,8 +32,12 @@ class NotStreamableError(Exception):
     """The model uses weights elsewhere than in the module that owns them."""
 
 
+class UnverifiableModelError(MergeError):
+    """The model's class allows no verification in bounded memory; it is not that the merge is wrong."""
+
+
 @dataclass(frozen=True)
-class Part:
+class LoadUnit:
     """What is loaded at a time: parameters by their paths; of embeddings needed rows only, of a head one block."""
 
     paths: tuple[str, ...]
@@ -59,13 +60,15 @@ class Prompt:
 class StreamedModels:
     """Models over the same weights, for instance with an adapter and without."""
 
-    def __init__(self, weights: Weights, models: Mapping[str, HollowModel], scratch: Path, *, by_layer: bool = False) -> None:
+    def __init__(
+        self, weights: WeightSource, models: Mapping[str, SkeletonModel], scratch: Path, *, by_layer: bool = False
+    ) -> None:
         """scratch: a directory, where a large head's blocks of logits wait. by_layer: the larger units."""
         self._weights, self._models, self._scratch, self._by_layer = weights, models, scratch, by_layer
-        self._places: dict[Part, list[Place]] = {}
+        self._slots: dict[LoadUnit, list[ParameterSlot]] = {}
         self._ids: frozenset[int] = frozenset()
         self._block: torch.Tensor | None = None
-        self._lanes: Lanes[Part] = Lanes(self._load, self._release)
+        self._threads: CooperativeThreads[LoadUnit] = CooperativeThreads(self._load, self._release)
         for model in models.values():
             self._attach(model)
 
@@ -75,62 +78,66 @@ class StreamedModels:
         """
         self._ids = frozenset(token for prompt in prompts for token in (*prompt.ids, *(prompt.decoder_ids or ())))
         files = {label: [directory / f"{label}-{number}" for number in range(len(prompts))] for label in self._models}
-        self._lanes.run(
+        self._threads.run(
             [
-                lambda hollow=hollow, prompt=prompt, path=path: write_logits(  # type: ignore[misc]
-                    _complete(logits_of(hollow.model, prompt, hollow.dtype)), path
+                lambda skeleton=skeleton, prompt=prompt, path=path: write_logits(  # type: ignore[misc]
+                    _complete(logits_of(skeleton.model, prompt, skeleton.dtype)), path
                 )
-                for label, hollow in self._models.items()
+                for label, skeleton in self._models.items()
                 for prompt, path in zip(prompts, files[label], strict=True)
             ]
         )
         return files
 
-    def _attach(self, hollow: HollowModel) -> None:
-        by_module: dict[int, list[Place]] = {}
-        for place in hollow.places:
-            by_module.setdefault(id(place.module), []).append(place)
-        head = _blocked_head(hollow, by_module)
+    def _attach(self, skeleton: SkeletonModel) -> None:
+        by_module: dict[int, list[ParameterSlot]] = {}
+        for slot in skeleton.slots:
+            by_module.setdefault(id(slot.module), []).append(slot)
+        head = _blocked_head(skeleton, by_module)
         if head is not None:
-            of_head = {place.name: place for place in by_module.pop(id(head))}
+            of_head = {slot.name: slot for slot in by_module.pop(id(head))}
             bias = self._weights.whole(of_head["bias"].path, of_head["bias"].dtype) if "bias" in of_head else head.bias
             head.forward = _HeadInBlocks(self, head, of_head["weight"], bias).forward  # type: ignore[method-assign, assignment]
-        for unit, places in _units(hollow.model, by_module, _layers(hollow.model) if self._by_layer else frozenset()):
-            part = Part(tuple(place.path for place in places))
-            if hollow.looked_up.issuperset(part.paths) and _looks_rows_up(unit) and self._weights.is_one_tensor(part.paths[0]):
-                part = Part(part.paths, needs_rows=True)
-                _inner(unit).register_forward_pre_hook(self._check_ids)
-            self._places.setdefault(part, []).extend(places)
-            unit.register_forward_pre_hook(lambda _module, _arguments, part=part: self._lanes.enter(part))
+        for module, slots in _units(skeleton.model, by_module, _layers(skeleton.model) if self._by_layer else frozenset()):
+            unit = LoadUnit(tuple(slot.path for slot in slots))
+            if (
+                skeleton.looked_up.issuperset(unit.paths)
+                and _looks_rows_up(module)
+                and self._weights.is_one_tensor(unit.paths[0])
+            ):
+                unit = LoadUnit(unit.paths, needs_rows=True)
+                _inner(module).register_forward_pre_hook(self._check_ids)
+            self._slots.setdefault(unit, []).extend(slots)
+            module.register_forward_pre_hook(lambda _module, _arguments, unit=unit: self._threads.enter(unit))
 
     def _check_ids(self, _module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         if not arguments or not set(torch.unique(arguments[0]).tolist()) <= self._ids:
             raise NotStreamableError("the model looks up embeddings of other tokens than the prompts hold")
 
-    def _load(self, part: Part) -> None:
-        if part.block is not None:
+    def _load(self, unit: LoadUnit) -> None:
+        if unit.block is not None:
             return
         values: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-        for place in self._places[part]:
-            key = place.path, place.dtype
+        for slot in self._slots[unit]:
+            key = slot.path, slot.dtype
             if key not in values:
                 values[key] = (
-                    self._weights.some_rows(place.path, self._ids, place.dtype)
-                    if part.needs_rows
-                    else self._weights.whole(place.path, place.dtype)
+                    self._weights.some_rows(slot.path, self._ids, slot.dtype)
+                    if unit.needs_rows
+                    else self._weights.whole(slot.path, slot.dtype)
                 )
-            place.module._parameters[place.name] = nn.Parameter(values[key], requires_grad=False)  # noqa: SLF001
+            slot.module._parameters[slot.name] = nn.Parameter(values[key], requires_grad=False)  # noqa: SLF001
 
-    def _release(self, part: Part) -> None:
+    def _release(self, unit: LoadUnit) -> None:
         self._block = None
-        for place in self._places.get(part, ()):
-            empty_again(place)
+        for slot in self._slots.get(unit, ()):
+            offload(slot)
 
-    def head_block(self, place: Place, number: int, first: int, last: int) -> torch.Tensor:
-        """Rows of an output head, once it is this lane's turn; for use before the next `enter` only."""
-        self._lanes.enter(Part((place.path,), block=number))
+    def head_block(self, slot: ParameterSlot, number: int, first: int, last: int) -> torch.Tensor:
+        """Rows of an output head, once it is this thread's turn; for use before the next `enter` only."""
+        self._threads.enter(LoadUnit((slot.path,), block=number))
         if self._block is None:
-            self._block = self._weights.rows(place.path, first, last, place.dtype)
+            self._block = self._weights.rows(slot.path, first, last, slot.dtype)
         return self._block
 
     @property
@@ -139,21 +146,21 @@ class StreamedModels:
 
 
 class _HeadInBlocks:
-    """Stands in for the forward of a linear layer."""
+    """Replaces the forward of a linear layer."""
 
-    def __init__(self, models: StreamedModels, head: nn.Linear, place: Place, bias: torch.Tensor | None) -> None:
-        self._models, self._place = models, place
+    def __init__(self, models: StreamedModels, head: nn.Linear, slot: ParameterSlot, bias: torch.Tensor | None) -> None:
+        self._models, self._slot = models, slot
         self._shape = head.out_features, head.in_features
         self._bias = bias
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: (..., in) -> (..., out)."""
         num_out, num_in = self._shape
-        step = max(1, HEAD_BLOCK_BYTES // (num_in * self._place.dtype.itemsize))
+        step = max(1, HEAD_BLOCK_BYTES // (num_in * self._slot.dtype.itemsize))
         bounds = [(first, min(first + step, num_out)) for first in range(0, num_out, step)]
         with tempfile.TemporaryFile(dir=self._models.scratch) as file:
             for number, (first, last) in enumerate(bounds):
-                weight = self._models.head_block(self._place, number, first, last)
+                weight = self._models.head_block(self._slot, number, first, last)
                 bias = None if self._bias is None else self._bias[first:last]
                 part = nn.functional.linear(hidden, weight, bias)
                 file.write(_bytes(part))
@@ -199,13 +206,13 @@ def _layers(model: nn.Module) -> frozenset[int]:
 
 
 def _units(
-    module: nn.Module, by_module: Mapping[int, list[Place]], layers: frozenset[int]
-) -> Iterator[tuple[nn.Module, list[Place]]]:
+    module: nn.Module, by_module: Mapping[int, list[ParameterSlot]], layers: frozenset[int]
+) -> Iterator[tuple[nn.Module, list[ParameterSlot]]]:
     if id(module) in by_module or id(module) in layers or isinstance(module, BaseTunerLayer | TrainableTokensWrapper):
         within = {id(part): part for part in module.modules()}
-        places = [place for key in within for place in by_module.get(key, ())]
-        if places:
-            yield module, places
+        slots = [slot for key in within for slot in by_module.get(key, ())]
+        if slots:
+            yield module, slots
         return
     for child in {id(child): child for child in module.children()}.values():
         yield from _units(child, by_module, layers)
@@ -226,15 +233,15 @@ def _looks_rows_up(unit: nn.Module) -> bool:
     return not any(layer.use_dora.values())
 
 
-def _blocked_head(hollow: HollowModel, by_module: Mapping[int, list[Place]]) -> nn.Linear | None:
-    """The output head where it is a large linear layer of which only the product is used."""
-    unit = hollow.base.get_output_embeddings()
+def _blocked_head(skeleton: SkeletonModel, by_module: Mapping[int, list[ParameterSlot]]) -> nn.Linear | None:
+    """The output head if it is a large linear layer of which only the product is used."""
+    unit = skeleton.base.get_output_embeddings()
     head = _inner(unit) if unit is not None else None
     if type(head) is not nn.Linear or id(head) not in by_module:
         return None
     if unit is not head and (type(unit) is not LoraLinear or any(unit.use_dora.values())):
         return None
-    place = next((place for place in by_module[id(head)] if place.name == "weight"), None)
-    if place is None or head.weight.numel() * place.dtype.itemsize <= HEAD_BLOCK_BYTES:
+    slot = next((slot for slot in by_module[id(head)] if slot.name == "weight"), None)
+    if slot is None or head.weight.numel() * slot.dtype.itemsize <= HEAD_BLOCK_BYTES:
         return None
     return head

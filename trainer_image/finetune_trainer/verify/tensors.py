@@ -1,7 +1,7 @@
-"""Merged tensors against base and adapters, without a model: untouched ones byte for byte, changed ones against fp64 (exact.py).
+"""Merged tensors against base and adapters, without a model: untouched ones byte for byte, changed ones against fp64.
 
-In: directories. Out: TensorFigures with every fault found. Called by run.py. Which tensors may differ, and by what, is the plan's
-word; whether they do is found here, and by the logits whether the plan is right.
+In: directories. Out: TensorFigures by class of tensor, with every fault found. Which tensors may differ, and by what, the plan
+says; whether they do is found here, with the formulas of exact.py, and by the logits whether the plan is right.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,7 @@ from finetune_trainer.files import MANIFEST_FILE, file_sha256
 from finetune_trainer.merge.changes import LowRank, Quantization, TokenRows
 from finetune_trainer.merge.inputs import plan_merge
 from finetune_trainer.merge.plan import MergePlan, OutputTensor
-from finetune_trainer.verify.exact import ExactMatrix, forget_adapter, has_formula, is_zero, read_rows
-from finetune_trainer.verify.tensor_classes import ORDER, class_of
+from finetune_trainer.verify.exact import ExactMatrix, clear_adapter_cache, has_formula, is_zero, read_rows
 from finetune_trainer.weights.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.weights.rounding import TORCH_DTYPES
 
@@ -36,9 +36,31 @@ _UNBOUNDED = 1 << 62
 _WRITTEN_BY_MERGE = frozenset({"dtype", "torch_dtype"})
 """Fields of config.json that follow from the merge's options rather than from the model."""
 
+TENSOR_CLASSES = (
+    "attention q", "attention k", "attention v", "attention o", "attention q+k+v", "mlp gate", "mlp up", "mlp down",
+    "experts", "router", "embeddings", "output head", "norms", "other",
+)  # fmt: skip
+"""In the order in which reports list them."""
+_MODULES = {
+    "attention q": {"q_proj", "q", "query", "wq", "q_a_proj", "q_b_proj"},
+    "attention k": {"k_proj", "k", "key", "wk"},
+    "attention v": {"v_proj", "v", "value", "wv"},
+    "attention o": {"o_proj", "o", "wo", "out_proj", "dense"},
+    "attention q+k+v": {"c_attn", "qkv_proj", "query_key_value", "Wqkv"},
+    "mlp gate": {"gate_proj", "wi_0", "w1"},
+    "mlp up": {"up_proj", "wi", "wi_1", "c_fc", "w3", "gate_up_proj", "dense_h_to_4h", "fc1"},
+    "mlp down": {"down_proj", "w2", "dense_4h_to_h", "fc2"},
+    "embeddings": {"embed_tokens", "wte", "wpe", "shared", "word_embeddings", "embed_in", "tok_embeddings", "tokens_embed"},
+    "output head": {"lm_head", "embed_out", "output"},
+}
+_CLASSES = {module: name for name, modules in _MODULES.items() for module in modules}
+_ROUTERS = {"gate", "router", "classifier"}
+_NORM = re.compile(r"norm|(^|\.)ln_?\w*$", re.IGNORECASE)
+_MLP_BLOCK = re.compile(r"(^|\.)(mlp|ff|feed_forward|DenseReluDense)$")
+
 
 @dataclass
-class ClassFigures:
+class TensorClassFigures:
     """Tensors of one class. worst_rounding: largest error over what rounding allows. relative_change: ||W' - W||/||W||, sampled.
 
     num_by_logits_only: changed tensors that have no formula outside of PEFT, so that only the comparison of logits covers them.
@@ -59,9 +81,11 @@ class ClassFigures:
 
 @dataclass
 class TensorFigures:
-    """What was compared, by class in the order of tensor_classes.ORDER, and sentences about what is wrong."""
+    """What was compared, by class in the order of TENSOR_CLASSES, and sentences about what is wrong."""
 
-    classes: dict[str, ClassFigures] = field(default_factory=lambda: {name: ClassFigures() for name in ORDER})
+    classes: dict[str, TensorClassFigures] = field(
+        default_factory=lambda: {name: TensorClassFigures() for name in TENSOR_CLASSES}
+    )
     num_changed_tensors_with_base_bytes: int = 0
     is_zero_adapter: bool = False
     faults: list[str] = field(default_factory=list)
@@ -88,7 +112,7 @@ class TensorFigures:
 
 
 def check_tensors(base: Path, adapters: Sequence[Path], merged: Path, quantization: Quantization | None = None) -> TensorFigures:
-    """Compares all tensors. quantization: what the merge added to, where that was not the base as stored.
+    """Compares all tensors. quantization: what the merge added to, if that was not the base as stored.
 
     Raises MergeError only when a directory cannot be read as what it should be.
     """
@@ -99,7 +123,7 @@ def check_tensors(base: Path, adapters: Sequence[Path], merged: Path, quantizati
     figures.faults += _config_faults(base, merged, plan)
     planned = {tensor.name: tensor for tensor in plan.tensors}
     figures.faults += (f"tensor {name} is missing in the merged model" for name in sorted(planned.keys() - found.keys()))
-    figures.faults += (f"tensor {name} is no tensor of this model" for name in sorted(found.keys() - planned.keys()))
+    figures.faults += (f"tensor {name} is not a tensor of this model" for name in sorted(found.keys() - planned.keys()))
     originals = read_checkpoint(base).tensors
     changed = [tensor for tensor in planned.values() if tensor.is_changed_by_adapter]
     figures.is_zero_adapter = all(_is_zero_change(tensor, originals) for tensor in changed)
@@ -118,7 +142,7 @@ def check_tensors(base: Path, adapters: Sequence[Path], merged: Path, quantizati
             of_class.num_untouched += 1
             if not _is_cast_of(tensor.source, result, tensor.compute_dtype):
                 figures.faults.append(f"tensor {name} differs from the base, although the adapter does not touch it")
-    forget_adapter()
+    clear_adapter_cache()
     if figures.num_changed and figures.num_changed == figures.num_changed_tensors_with_base_bytes and not figures.is_zero_adapter:
         figures.faults.append(
             "the merged model has the base model's weights in every tensor that the adapter changes: the adapter was not "
@@ -161,11 +185,12 @@ def _is_zero_change(tensor: OutputTensor, originals: Mapping[str, TensorHeader])
         return False
     changes = [change for matrix in tensor.changes for change in matrix]
     return all(
-        isinstance(change, LowRank) and change.magnitude is None and (is_zero(change.b) or is_zero(change.a)) for change in changes
+        isinstance(change, LowRank) and change.magnitude is None and (is_zero(change.b) or is_zero(change.a))
+        for change in changes
     )
 
 
-def _faults_of_changed(tensor: OutputTensor, result: TensorHeader, figures: ClassFigures) -> Iterator[str]:
+def _faults_of_changed(tensor: OutputTensor, result: TensorHeader, figures: TensorClassFigures) -> Iterator[str]:
     """At most one: the first row that rounding does not explain."""
     if not tensor.changes:
         if not _is_cast_of(tensor.source, result, tensor.compute_dtype):
@@ -207,7 +232,7 @@ def _sample(count: int, size: int, tokens: Sequence[int], sampler: random.Random
 
 
 def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> bool:
-    """True when `result` has the values of `source`, held in the wider of `held_as` and its own dtype, then cast to the latter."""
+    """True when `result` has the values of `source`, held in the wider of `held_as` and its own dtype, then cast to it."""
     if source.dtype != result.dtype and not {source.dtype, result.dtype} <= TORCH_DTYPES.keys():
         return False
     num_elements = math.prod(source.shape)
@@ -229,3 +254,20 @@ def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> boo
             if not torch.equal(held.to(out_dtype), torch.frombuffer(right, dtype=out_dtype)):
                 return False
     return True
+
+
+def class_of(name: str) -> str:
+    """One of TENSOR_CLASSES. Biases and further parameters belong to the class of their module."""
+    module = name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
+    parent, _, last = module.rpartition(".")
+    if last in _ROUTERS:
+        return "router"
+    if ".experts." in f".{module}.":
+        return "experts"
+    if _NORM.search(last):
+        return "norms"
+    if last in ("c_proj", "wo") and _MLP_BLOCK.search(parent):
+        return "mlp down"
+    if last == "c_proj":
+        return "attention o"
+    return _CLASSES.get(last, "other")

@@ -69,7 +69,7 @@ class NotFiniteError(MergeError):
 
 
 class StorageError(MergeError):
-    """A file could not be read or written for a reason that lies in the storage; what was finished is kept for the next try."""
+    """A file could not be read or written because of the storage; what was finished is kept for the next try."""
 
 
 class NoSpaceError(StorageError):

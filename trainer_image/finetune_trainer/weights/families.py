@@ -1,7 +1,7 @@
-"""How model types of transformers 5.23 name their parameters in files, and which of them share memory.
+"""How model types of transformers name their parameters in files, and which of them share memory.
 
 Importing transformers takes seconds and hundreds of megabytes, which a plain merge must not pay. So the common types are written
-down here (a test holds them against the library), and library_names.py asks the library about every other.
+down here (a test holds them against the library), and the library is imported only to ask it about any other.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune_trainer.weights.name_rules import ExpertStack, NameRule, Renaming
+from finetune_trainer.weights.name_rules import ExpertStack, NameRule, Renaming, Unreadable
+
+TIE_FIELD = "tie_word_embeddings"
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """What StoredModel has to know of a model type."""
 
     prefix: str = "model"
     """Name of the model inside the one with a head, which files saved without the head leave out. Empty: there is none."""
     ties: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
-    """Parameter -> the one that it shares its memory with, where config.json has tie_word_embeddings."""
+    """Parameter -> the one that it shares its memory with, if config.json has tie_word_embeddings."""
     ties_by_default: bool = False
     """What a config.json without tie_word_embeddings means."""
     always_tied: bool = False
@@ -32,7 +34,7 @@ class Family:
     has_transposed_experts: bool = False
     """Whether parameters of experts are (experts, in, out) rather than (experts, out, in)."""
     part: frozenset[str] | None = None
-    """Parameters of the part that is trained, where files hold a model of more than text."""
+    """Parameters of the part that is trained, if files hold a model of more than text."""
     peft_fuses_experts: bool = False
     """Whether PEFT 0.21 turns adapters on single experts, as older versions saved them, into adapters on the fused parameters."""
 
@@ -42,7 +44,7 @@ class Family:
         return self.always_tied or bool(self.ties_by_default if stated is None else stated)
 
 
-LEGACY: tuple[NameRule, ...] = (
+LEGACY_NAME_RULES: tuple[NameRule, ...] = (
     Renaming(("LayerNorm.gamma",), "LayerNorm.weight"),
     Renaming(("LayerNorm.beta",), "LayerNorm.bias"),
     Renaming((".weight_g",), ".parametrizations.weight.original0"),
@@ -69,33 +71,153 @@ _SHARED = {
     "lm_head.weight": "shared.weight",
 }
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, ModelFamily] = {
     **dict.fromkeys(
         ("apertus", "arcee", "exaone4", "glm", "glm4", "granite", "helium", "llama", "ministral3", "mistral",
          "olmo", "olmo2", "olmo3", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "stablelm"),
-        Family(),
+        ModelFamily(),
     ),
     **dict.fromkeys(
-        ("cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2"), Family(ties_by_default=True)
+        ("cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2"),
+        ModelFamily(ties_by_default=True),
     ),
-    **dict.fromkeys(("gpt2", "gpt_bigcode", "mpt"), Family("transformer", _WTE, ties_by_default=True)),
-    **dict.fromkeys(("codegen", "gptj"), Family("transformer", _WTE)),
-    **dict.fromkeys(("bloom", "falcon"), Family("transformer", _WORD_EMBEDDINGS, ties_by_default=True)),
-    "gpt_neox": Family(
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "mpt"), ModelFamily("transformer", _WTE, ties_by_default=True)),
+    **dict.fromkeys(("codegen", "gptj"), ModelFamily("transformer", _WTE)),
+    **dict.fromkeys(("bloom", "falcon"), ModelFamily("transformer", _WORD_EMBEDDINGS, ties_by_default=True)),
+    "gpt_neox": ModelFamily(
         "gpt_neox", {"lm_head.weight": "gpt_neox.embed_in.weight"}, rules=(Renaming((r"^embed_out\.",), "lm_head."),)
     ),
-    "opt": Family(ties={"lm_head.weight": "model.decoder.embed_tokens.weight"}, ties_by_default=True),
+    "opt": ModelFamily(ties={"lm_head.weight": "model.decoder.embed_tokens.weight"}, ties_by_default=True),
     **dict.fromkeys(
         ("longt5", "mt5", "t5", "umt5"),
-        Family("", _SHARED, ties_by_default=True, always_tied=True, held_in_fp32=frozenset({"wo"})),
+        ModelFamily("", _SHARED, ties_by_default=True, always_tied=True, held_in_fp32=frozenset({"wo"})),
     ),
-    "gpt_oss": Family(has_transposed_experts=True),
-    "mixtral": Family(rules=MIXTRAL_EXPERTS, peft_fuses_experts=True),
-    "phimoe": Family(rules=(MIXTRAL_EXPERTS[0], Renaming((".gate.weight",), ".router.weight"), *MIXTRAL_EXPERTS[1:])),
+    "gpt_oss": ModelFamily(has_transposed_experts=True),
+    "mixtral": ModelFamily(rules=MIXTRAL_EXPERTS, peft_fuses_experts=True),
+    "phimoe": ModelFamily(rules=(MIXTRAL_EXPERTS[0], Renaming((".gate.weight",), ".router.weight"), *MIXTRAL_EXPERTS[1:])),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "flex_olmo", "glm4_moe", "olmoe", "qwen3_moe"),
-        Family(rules=QWEN_EXPERTS, peft_fuses_experts=True),
+        ModelFamily(rules=QWEN_EXPERTS, peft_fuses_experts=True),
     ),
-    "qwen2_moe": Family(rules=QWEN_EXPERTS),
+    "qwen2_moe": ModelFamily(rules=QWEN_EXPERTS),
 }  # fmt: skip
-"""By model_type. What is not here, library_names.py finds out."""
+"""By model_type. What is not here, the library is asked about (library_family)."""
+
+
+def tie_settings(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, Any]:
+    """What says in config.json whether the embeddings are tied."""
+    changes: dict[str, Any] = {TIE_FIELD: is_tied}
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and TIE_FIELD in text:
+        changes["text_config"] = {**text, TIE_FIELD: is_tied}
+    return changes
+
+
+def family_of(config: Mapping[str, Any], stored: Mapping[str, Any]) -> ModelFamily:
+    """The family of a model with this config.json and stored tensors of these names. Raises ImportError without transformers."""
+    model_type = config.get("model_type")
+    if model_type in FAMILIES:
+        return FAMILIES[str(model_type)]
+    found = library_family(config) if model_type else None
+    # If nobody knows the type, a file without an output embedding says that it is tied.
+    return found or ModelFamily(ties_by_default="lm_head.weight" not in stored)
+
+
+def library_family(config: Mapping[str, Any]) -> ModelFamily | None:
+    """What the library says; None where it does not have this model type, and the model brings its own code."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    model_type = str(config["model_type"])
+    if model_type not in CONFIG_MAPPING:
+        return None
+    plain = _with_floats({name: value for name, value in config.items() if name != "quantization_config"})
+    model_config = CONFIG_MAPPING[model_type].from_dict(plain)
+    # Of a model of more than text its text part is trained, which may be a class of its own, with names of its own.
+    is_part = model_config.get_text_config() is not model_config and type(model_config) in AutoModelForCausalLM._model_mapping  # noqa: SLF001
+    model = _structure(plain, is_part=is_part)
+    found = _ties(model)
+    # A configuration without ties separates all that the model shares: in Zamba 2 whole layers, which nobody asked to be
+    # written twice.
+    can_part = len(found) == 1 and not _ties(_structure(plain | tie_settings(plain, is_tied=False), is_part=is_part))
+    inner = getattr(model, model.base_model_prefix, None)
+    return ModelFamily(
+        prefix=model.base_model_prefix if inner is not None and inner is not model else "",
+        # If nothing is tied, and a configuration could ask for it: which embeddings they would be.
+        ties=found or (_embeddings(model) if not config.get(TIE_FIELD) else {}),
+        ties_by_default=bool(found),
+        always_tied=bool(found) and (not can_part or config.get(TIE_FIELD) is False),
+        rules=(
+            *(_rule(transform) for transform in get_model_conversion_mapping(model, add_legacy=False)),
+            *([Renaming((rf"^{model.base_model_prefix}\.",), "")] if is_part and inner is None else []),
+        ),
+        part=frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)) if is_part else None,
+        has_transposed_experts=any(getattr(module, "is_transposed", False) for module in model.modules()),
+        peft_fuses_experts=_peft_fuses_experts(model_type),
+    )
+
+
+def _structure(config: Mapping[str, Any], *, is_part: bool) -> Any:
+    """The model that transformers makes of config.json, without weights."""
+    import torch
+    import transformers
+    from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+
+    model_config = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    architecture = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    with torch.device("meta"):
+        if architecture is not None and not is_part:
+            return architecture(model_config)
+        kinds = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText, AutoModel)
+        kind = next(kind for kind in kinds if type(model_config) in kind._model_mapping)  # noqa: SLF001 - no public name
+        return kind.from_config(model_config)
+
+
+def _ties(model: Any) -> dict[str, str]:
+    """Parameter -> the one that it shares its memory with."""
+    return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
+
+
+def _embeddings(model: Any) -> dict[str, str]:
+    """The same of output and input embeddings that could be tied, as long as the model has both."""
+    names = {id(module): name for name, module in model.named_modules()}
+    parts = [names.get(id(module)) for module in (model.get_output_embeddings(), model.get_input_embeddings())]
+    return {f"{parts[0]}.weight": f"{parts[1]}.weight"} if None not in parts else {}
+
+
+def _with_floats(value: Any) -> Any:
+    """JSON has no infinity: transformers 5 writes {"__float__": "Infinity"} instead."""
+    if isinstance(value, Mapping):
+        if len(value) == 1 and value.get("__float__") in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {name: _with_floats(each) for name, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
+
+
+def _rule(transform: Any) -> NameRule:
+    """A WeightTransform of the library as plain data; see transformers.core_model_loading for what its fields mean."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
+
+    sources, targets = tuple(transform.source_patterns), tuple(transform.target_patterns)
+    scopes: tuple[str, ...] = ()
+    if transform.scope_prefix is not None:
+        scope = f"{transform.scope_prefix}." if transform.scope_prefix else ""
+        base = f"{transform.base_model_prefix}." if transform.base_model_prefix else ""
+        scopes = (base + scope, scope)
+    if type(transform) in (WeightRenaming, PrefixChange) and len(targets) == 1:
+        return Renaming(sources, targets[0], scopes)
+    if type(transform) is WeightConverter and len(targets) == 1 and all(source.count("*.") == 1 for source in sources):
+        steps = [(type(step), getattr(step, "dim", None)) for step in transform.operations]
+        if steps == [(MergeModulelist, 0), (Concatenate, 1)] or (steps == [(MergeModulelist, 0)] and len(sources) == 1):
+            return ExpertStack(sources, targets[0], scopes)
+    steps_text = ", ".join(type(step).__name__ for step in getattr(transform, "operations", ())) or type(transform).__name__
+    operations = [(type(step), getattr(step, "dim", None)) for step in getattr(transform, "operations", ())]
+    joins_rows = operations == [(Concatenate, 0)] and len(targets) == 1 and not any("*" in source for source in sources)
+    return Unreadable(sources, targets, steps_text, scopes, joins_rows)
+
+
+def _peft_fuses_experts(model_type: str) -> bool:
+    """Whether PEFT adapts old adapters of this type when it loads them; it does so by these tables of its own."""
+    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_FUSED_TARGETS
+
+    return _MODEL_TO_CONVERSION_PATTERN.get(model_type) in _MOE_FUSED_TARGETS

@@ -1,7 +1,7 @@
 """Safetensors headers of a base model or an adapter: names, dtypes, shapes and byte positions. Never weights, never pickle.
 
-Invariant: every position handed out lies inside its file, and a tensor's byte count equals
-its shape times its dtype, so that later reads need no further checks. What the tensors mean: merge/plan.py.
+Invariant: every position handed out is inside its file, and a tensor's byte count equals its shape times its dtype, so that later
+reads need no further checks. What the tensors mean: stored.py.
 Format: 8 bytes little-endian header length, a JSON header, then the data (https://huggingface.co/docs/safetensors).
 """
 
@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses larger headers; a larger number here means that the file is something else."""
 
 MAX_JSON_BYTES = 256 << 20
-"""Of a configuration or an index: what is cut there is no JSON any more."""
+"""Of a configuration or an index: what is cut there is not JSON any more."""
 
 MAX_DIMENSIONS = 64
 """Of a tensor; the most that torch knows."""
@@ -41,7 +41,7 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Where one tensor lies. `offset` counts bytes from the start of `file`, header included."""
+    """Where one tensor is. `offset` counts bytes from the start of `file`, header included."""
 
     name: str
     dtype: str
@@ -56,7 +56,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All tensors of a directory, in the order in which they lie on disk (file by file, then by offset)."""
+    """All tensors of a directory, in the order in which they are on disk (file by file, then by offset)."""
 
     directory: Path
     tensors: Mapping[str, TensorHeader]
@@ -75,11 +75,13 @@ def read_header(path: Path) -> list[TensorHeader]:
             if header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > size:
                 raise BrokenCheckpointError(
                     f"{path}: the header should take {header_bytes} bytes but the file has {size}: it is truncated or "
-                    "no safetensors file. Fetch it again."
+                    "not a safetensors file. Fetch it again."
                 )
             parsed = json.loads(file.read(header_bytes))
             if not isinstance(parsed, dict):
-                raise BrokenCheckpointError(f"{path}: the header is a JSON {type(parsed).__name__}, not an object. Fetch it again.")
+                raise BrokenCheckpointError(
+                    f"{path}: the header is a JSON {type(parsed).__name__}, not an object. Fetch it again."
+                )
     except FileNotFoundError as error:
         raise BrokenCheckpointError(f"{path}: the file is missing. Fetch the model again.") from error
     except SpecialFileError as error:

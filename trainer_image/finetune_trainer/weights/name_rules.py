@@ -24,7 +24,7 @@ class Renaming:
 class ExpertStack:
     """Matrices of single experts become one parameter (experts, rows, columns), those of several sources below each other.
 
-    sources: regular expressions in which `*.` stands for the expert's number.
+    sources: regular expressions in which `*.` is the place of the expert's number.
     """
 
     sources: tuple[str, ...]
@@ -48,7 +48,7 @@ NameRule = Renaming | ExpertStack | Unreadable
 
 
 @dataclass(frozen=True)
-class Found:
+class RuleMatch:
     """Where a rule matched a name."""
 
     before: str
@@ -73,7 +73,7 @@ def _pattern(sources: tuple[str, ...], counts_experts: bool) -> re.Pattern[str]:
     return re.compile("|".join(branches))
 
 
-def match(rule: NameRule, name: str) -> Found | None:
+def match_rule(rule: NameRule, name: str) -> RuleMatch | None:
     """Where the rule applies to a name; None: it does not."""
     scope = next((scope for scope in rule.scopes if name.startswith(scope)), None)
     if rule.scopes and scope is None:
@@ -91,4 +91,4 @@ def match(rule: NameRule, name: str) -> Found | None:
     group = (found.group(inner) or "") if inner <= pattern.groups else ""
     # The library replaces the first occurrence of the matched text, which a look-behind may place before the match.
     before, _, after = rest.partition(found.group(0))
-    return Found((scope or "") + before, found.group(0), after, source, expert, group)
+    return RuleMatch((scope or "") + before, found.group(0), after, source, expert, group)

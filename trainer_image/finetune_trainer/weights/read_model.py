@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune_trainer.weights.errors import BrokenCheckpointError
+from finetune_trainer.weights.families import family_of
 from finetune_trainer.weights.headers import Checkpoint, TensorHeader
-from finetune_trainer.weights.library_names import family_of
 from finetune_trainer.weights.stored import StoredModel
 
 BLOCK_BYTES = 8 << 20
 
 
 def read_stored_model(base: Checkpoint, config: Mapping[str, Any]) -> StoredModel:
-    """config: the parsed config.json. Raises BrokenCheckpointError where the files are incomplete.
+    """config: the parsed config.json. Raises BrokenCheckpointError if the files are incomplete.
 
-    Like transformers, does not tie stored copies that differ, whatever config.json says (T5 1.1 says one thing and means another).
+    Like transformers, does not tie stored copies that differ, whatever config.json says (T5 1.1 says one thing and means
+    another).
     """
     family = family_of(config, base.tensors)
     model = StoredModel(base.tensors, config, family)

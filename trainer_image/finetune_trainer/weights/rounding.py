@@ -12,8 +12,6 @@ READ_DTYPES = TORCH_DTYPES | {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 """Those and what else adapters hold: indices, masks."""
-
-
 FINITE_VALUES = 4 << 20
 """Looked at in one go for NaN and infinity, which takes their size in fp32."""
 

@@ -15,7 +15,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def naming_file(path: Path, what: str) -> Iterator[None]:
+def translate_os_errors(path: Path, what: str) -> Iterator[None]:
     """Turns an OSError into a StorageError that says which file could not be `what`: read, written, made durable."""
     try:
         yield
@@ -24,12 +24,12 @@ def naming_file(path: Path, what: str) -> Iterator[None]:
         if error.errno in _NO_SPACE:
             raise NoSpaceError(
                 f"{path}: could not be {what} ({reason}). The merged model needs as much space as the base model, or what its "
-                "dtype takes; enlarge the workspace. What is finished is kept beside the output and taken up by the next try."
+                "dtype takes; enlarge the workspace. What is finished is kept; the next try continues from it."
             ) from error
         is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         advice = "Change its owner, its mode or how it is mounted" if is_refused else "Look at the disk and its mount"
         raise StorageError(
-            f"{path}: could not be {what} ({reason}). {advice}; the next try goes on from what is on disk."
+            f"{path}: could not be {what} ({reason}). {advice}; the next try continues from what is on disk."
         ) from error
 
 
@@ -53,5 +53,5 @@ def write_all(descriptor: int, data: memoryview, position: int) -> None:
 
 def sync(path: Path) -> None:
     """Makes a file's bytes, or a directory's names, durable."""
-    with naming_file(path, "made durable"):
+    with translate_os_errors(path, "made durable"):
         sync_file(path)

@@ -1,9 +1,7 @@
-"""Where the parameters of a model, as transformers and PEFT name them, stand in its safetensors files.
+"""Where the parameters of a model, as transformers and PEFT name them, are stored in its safetensors files.
 
 In: headers, config.json and the rules of the model type (families.py). Out: StoredModel, which the planner and verify ask for the
-stored tensors of a parameter and the other way round. Most parameters are one stored tensor of their own name. Names differ where
-transformers 5 renamed modules, where a file leaves out the model's prefix, and where experts are stored one by one but held as one
-parameter (experts, rows, columns). Parameters that share memory are one stored tensor with several names.
+stored tensors of a parameter and the other way round.
 """
 
 from __future__ import annotations
@@ -14,17 +12,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_trainer.weights.errors import BrokenCheckpointError, UnsupportedBaseError
-from finetune_trainer.weights.expert_part import ExpertPart
-from finetune_trainer.weights.families import LEGACY, Family
+from finetune_trainer.weights.families import LEGACY_NAME_RULES, ModelFamily
 from finetune_trainer.weights.headers import TensorHeader
-from finetune_trainer.weights.name_rules import ExpertStack, Renaming, Unreadable, match
+from finetune_trainer.weights.name_rules import ExpertStack, Renaming, Unreadable, match_rule
 
 EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """How config.json calls the number of experts of a layer, depending on the model type."""
-
-
 LAYER_COUNT_FIELDS = ("num_hidden_layers", "n_layer")
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """Which part of PEFT's factors, which hold all experts of a parameter, belongs to one stored matrix."""
+
+    expert: int
+    num_experts: int
+    first_row: int
+    """Row of the expert's whole matrix, as the model holds it, at which the stored one begins: up after gate, for instance."""
+    zeros_before: int = 0
+    """Ranks of zeros that PEFT puts before the factors' own, fusing an adapter of one projection with those of its neighbours."""
+    zeros_after: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Tie:
     paths: tuple[str, ...]
     """The one that the library ties the others to comes first."""
     stored: tuple[str, ...]
-    """Which of them stand in the files, as paths. More than one: they are equal there, or else they are no Tie."""
+    """Which of them the files hold, as paths. More than one: they are equal there, or else they are not a Tie."""
 
     @property
     def source(self) -> str:
@@ -101,7 +109,7 @@ class ExpertProjection:
 
     @property
     def part(self) -> StoredPart | None:
-        """Where it is stored by itself; None: it is stored within a stack."""
+        """The stored tensor, if it is stored by itself; None: it is stored within a stack."""
         parts = self.parameter.parts
         is_stored = len(parts) == self.parameter.shape[0] * self.count and self.expert < self.parameter.shape[0]
         return parts[self.expert * self.count + self.index] if is_stored else None
@@ -111,15 +119,15 @@ class StoredModel:
     """All parameters of a checkpoint."""
 
     def __init__(
-        self, headers: Mapping[str, TensorHeader], config: Mapping[str, Any], family: Family, differing: Collection[str] = ()
+        self, headers: Mapping[str, TensorHeader], config: Mapping[str, Any], family: ModelFamily, differing: Collection[str] = ()
     ) -> None:
         """differing: paths whose stored values differ from those of the parameter that they are tied to (read_model.py).
 
-        Raises BrokenCheckpointError where tensors of experts are missing or do not fit each other, naming them.
+        Raises BrokenCheckpointError if tensors of experts are missing or do not fit each other, naming them.
         """
         self.family = family
         self._headers = headers
-        self._rules = (*family.rules, *LEGACY)
+        self._rules = (*family.rules, *LEGACY_NAME_RULES)
         self._prefix = f"{family.prefix}." if family.prefix else ""
         self._unreadable: dict[str, Unreadable] = {}
         self._joined: dict[str, dict[int, TensorHeader]] = {}
@@ -137,15 +145,16 @@ class StoredModel:
     def parameter(self, path: str) -> StoredParameter | None:
         """The parameter that PEFT would call so, which may be stored under the name of one tied to it; None: the files lack it.
 
-        path: without PEFT's `base_model.model.`; names of older library versions are understood. Raises UnsupportedBaseError where
-        transformers computes the parameter from what is stored.
+        path: without PEFT's `base_model.model.`; names of older library versions are understood. Raises UnsupportedBaseError
+        where transformers computes the parameter from what is stored.
         """
         for candidate in self._spellings(path):
             if candidate in self._unreadable:
+                operation = self._unreadable[candidate].operation
                 raise UnsupportedBaseError(
-                    f"base parameter {path}: transformers makes it from stored tensors by {self._unreadable[candidate].operation}, "
-                    "which cannot be merged into as stored. Load the model with transformers, save it with "
-                    "save_original_format=False, and give that copy as the base."
+                    f"base parameter {path}: transformers makes it from stored tensors by {operation}, which cannot be merged "
+                    "into as stored. Load the model with transformers, save it with save_original_format=False, and give that "
+                    "copy as the base."
                 )
             if candidate in self.parameters:
                 return self.parameters[candidate]
@@ -155,7 +164,7 @@ class StoredModel:
         return None
 
     def readable(self, path: str) -> StoredParameter | None:
-        """The same for who reads values alone: they may be joined from several tensors, and a model with code of its own may have
+        """The same for reading values alone: they may be joined from several tensors, and a model with code of its own may have
         single experts where transformers' has a stack. Raises UnsupportedBaseError.
         """
         joined = next((candidate for candidate in self._spellings(path) if candidate in self._joined), None)
@@ -191,14 +200,14 @@ class StoredModel:
         return self._num_layers is not None and number is not None and int(number[1]) >= self._num_layers
 
     def owner(self, stored: str) -> tuple[StoredParameter, StoredPart] | None:
-        """The parameter and the part of it that a stored tensor holds; None where transformers computes several things from it."""
+        """The parameter and the part of it that a stored tensor holds; None: transformers computes several things from it."""
         return self._owners.get(stored)
 
     def projection(self, path: str) -> ExpertProjection | None:
-        """What `path` of a single expert, as `...experts.3.w1.weight`, is in this model; None: it is no such path."""
+        """What `path` of a single expert, as `...experts.3.w1.weight`, is in this model; None: it is not such a path."""
         renamed = self._renamed(path)
         for rule in self._rules:
-            found = match(rule, renamed) if isinstance(rule, ExpertStack) else None
+            found = match_rule(rule, renamed) if isinstance(rule, ExpertStack) else None
             parameter = self.parameter(found.with_target(rule.target)) if found and isinstance(rule, ExpertStack) else None
             if found and parameter:
                 return ExpertProjection(parameter, found.expert, found.source, len(rule.sources))
@@ -216,7 +225,7 @@ class StoredModel:
     def _renamed(self, name: str) -> str:
         for rule in self._rules:
             if isinstance(rule, Renaming):
-                found = match(rule, name)
+                found = match_rule(rule, name)
                 name = found.with_target(rule.target) if found else name
         return name
 
@@ -229,7 +238,7 @@ class StoredModel:
         order: dict[str, None] = {}
         for name, header in headers.items():
             renamed = self._renamed(name)
-            applying = ((rule, match(rule, renamed)) for rule in self._rules if not isinstance(rule, Renaming))
+            applying = ((rule, match_rule(rule, renamed)) for rule in self._rules if not isinstance(rule, Renaming))
             rule, found = next(((rule, found) for rule, found in applying if found), (None, None))
             if found is None:
                 path = self._model_path(renamed)
@@ -249,7 +258,7 @@ class StoredModel:
         counts = {value for key in EXPERT_COUNT_FIELDS if isinstance(value := config.get(key), int)}
         return {path: single[path] if path in single else _stack(path, *stacks[path], counts) for path in order}
 
-    def _find_ties(self, family: Family, differing: Collection[str]) -> tuple[Tie, ...]:
+    def _find_ties(self, family: ModelFamily, differing: Collection[str]) -> tuple[Tie, ...]:
         groups: dict[str, list[str]] = {}
         for target, source in family.ties.items():
             while source in family.ties:
@@ -264,15 +273,19 @@ class StoredModel:
         return tuple(ties)
 
 
-def _stack(path: str, rule: ExpertStack, found: Mapping[tuple[int, int], TensorHeader], counts: Collection[int]) -> StoredParameter:
+def _stack(
+    path: str, rule: ExpertStack, found: Mapping[tuple[int, int], TensorHeader], counts: Collection[int]
+) -> StoredParameter:
     """One parameter of stored matrices of single experts. Raises BrokenCheckpointError naming what is missing or does not fit."""
     num_experts = 1 + max(expert for expert, _ in found)
     sources = range(len(rule.sources))
-    missing = next(((expert, source) for expert in range(num_experts) for source in sources if (expert, source) not in found), None)
+    missing = next(
+        ((expert, source) for expert in range(num_experts) for source in sources if (expert, source) not in found), None
+    )
     if missing is not None:
         expert, source = missing
         raise BrokenCheckpointError(
-            f"base parameter {path}: expert {expert} of {num_experts} has no tensor named like {rule.sources[source]!r} beside "
+            f"base parameter {path}: expert {expert} of {num_experts} has no tensor named like {rule.sources[source]!r} next to "
             f"{next(iter(found.values())).name}. The model was saved or fetched incompletely; fetch it again."
         )
     first = [found[0, source] for source in sources]
@@ -284,8 +297,8 @@ def _stack(path: str, rule: ExpertStack, found: Mapping[tuple[int, int], TensorH
             )
         if header.dtype != first[0].dtype:
             raise BrokenCheckpointError(
-                f"base tensor {header.name}: dtype {header.dtype}, but {first[0].name} has {first[0].dtype}, and both are parts of "
-                f"{path}. Save the model in one dtype."
+                f"base tensor {header.name}: dtype {header.dtype}, but {first[0].name} has {first[0].dtype}, and both are "
+                f"parts of {path}. Save the model in one dtype."
             )
     if counts and num_experts not in counts:
         raise BrokenCheckpointError(
@@ -293,5 +306,7 @@ def _stack(path: str, rule: ExpertStack, found: Mapping[tuple[int, int], TensorH
             "configuration are of different models; fetch them again."
         )
     starts = [sum(header.shape[0] for header in first[:source]) for source in sources]
-    parts = tuple(StoredPart(found[expert, source], expert, starts[source]) for expert in range(num_experts) for source in sources)
+    parts = tuple(
+        StoredPart(found[expert, source], expert, starts[source]) for expert in range(num_experts) for source in sources
+    )
     return StoredParameter(path, (num_experts, sum(header.shape[0] for header in first), first[0].shape[1]), parts)

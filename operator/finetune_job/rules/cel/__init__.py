@@ -7,16 +7,14 @@ Conditions stay cheap: the API server counts the cost of the longest lists and t
 
 from __future__ import annotations
 
-from finetune_job.rules.cel import inputs, methods, results, run
-from finetune_job.rules.cel.condition import Condition
-from finetune_job.rules.cel.transition import CANCELLED, FROZEN, TRANSITIONS, Transition
+from finetune_job.rules.cel.condition import CelCondition
+from finetune_job.rules.cel.inputs_and_results import INPUT_CONDITIONS, RESULT_CONDITIONS
+from finetune_job.rules.cel.method_and_training import METHOD_CONDITIONS, RUN_CONDITIONS
 from finetune_job.rules.rule import Rule
 
-__all__ = ["CANCELLED", "CONDITIONS", "FROZEN", "TRANSITIONS", "Condition", "Transition", "conditions_of"]
-
-CONDITIONS: tuple[Condition, ...] = (*inputs.CONDITIONS, *methods.CONDITIONS, *run.CONDITIONS, *results.CONDITIONS)
+CONDITIONS: tuple[CelCondition, ...] = (*INPUT_CONDITIONS, *METHOD_CONDITIONS, *RUN_CONDITIONS, *RESULT_CONDITIONS)
 
 
-def conditions_of(rule: Rule) -> tuple[Condition, ...]:
+def conditions_of(rule: Rule) -> tuple[CelCondition, ...]:
     """The conditions by which the API server refuses some of what the rule refuses."""
     return tuple(condition for condition in CONDITIONS if condition.rule == rule.id)

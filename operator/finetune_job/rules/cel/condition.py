@@ -1,4 +1,4 @@
-"""A condition that the API server judges, and the ways in which many of them are written."""
+"""What the API server judges: conditions over an object, and transitions, which compare it with what it was before."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from finetune_job.methods import METHODS, Family
-from finetune_job.rules.ranges import Range
+from finetune_job.rules.rule_tables import Range
 
 
 @dataclass(frozen=True)
-class Condition:
+class CelCondition:
     """A condition that a part of the spec has to meet."""
 
     rule: str
@@ -29,18 +29,36 @@ class Condition:
         return f"{self.rule}: {self.says}"
 
 
-def words(words: list[str]) -> str:
+def cel_list(words: list[str]) -> str:
     return "[" + ", ".join(f"'{word}'" for word in words) + "]"
 
 
-def kinds(*families: Family) -> str:
-    return words([str(kind) for kind, method in METHODS.items() if method.family in families])
+def cel_methods(*families: Family) -> str:
+    return cel_list([str(kind) for kind, method in METHODS.items() if method.family in families])
 
 
-def within(rows: Iterable[Range]) -> tuple[Condition, ...]:
+def range_conditions(rows: Iterable[Range]) -> tuple[CelCondition, ...]:
     """The conditions of ranges, of one for each field."""
-    return tuple(_within(row, *path.rpartition(".")[::2]) for row in rows for path in row.fields)
+    return tuple(_range_condition(row, *path.rpartition(".")[::2]) for row in rows for path in row.fields)
 
 
-def _within(row: Range, at: str, name: str) -> Condition:
-    return Condition(row.rule, at, f"!has(self.{name}) || {row.bounds.cel(f'self.{name}')}", f"{name} {row.says}", name)
+def _range_condition(row: Range, at: str, name: str) -> CelCondition:
+    return CelCondition(row.rule, at, f"!has(self.{name}) || {row.bounds.cel(f'self.{name}')}", f"{name} {row.says}", name)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A condition over an object and what it was before, which only the API server knows."""
+
+    rule: str
+    title: str
+    fix: str
+
+
+FROZEN = Transition(
+    "frozen-after-start",
+    "The settings of a job that has started are final; only spec.run can change, without its queueName and priorityClassName",
+    "create a new job for other settings",
+)
+CANCELLED = Transition("cancel-is-final", "A cancelled job cannot be revived", "create a new job")
+TRANSITIONS = (FROZEN, CANCELLED)

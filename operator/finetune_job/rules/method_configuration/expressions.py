@@ -1,26 +1,25 @@
 r"""Regular expressions on module names. Nothing here compiles one.
 
 32 kB of `(?i:[\u0080-\uffff]...)` take 23 seconds of CPU to compile, and a page of text can take hours to match. The operator's
-event loop serves all tenants, so that rules see only faults that one look at each character shows, and preflight, which runs in the
-tenant's own pod and with bounds, compiles what is left and reports it under the same ids (`expression_findings`).
+event loop serves all tenants, so that rules see only faults that one look at each character shows, and preflight, which runs in
+the tenant's own pod and with bounds, compiles what is left and reports it under the same ids (`expression_findings`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from finetune_job.finding import Finding
 from finetune_job.module_expressions import is_plainly_malformed, key_expression
 from finetune_job.plan.run_plan import MethodPlan
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import Problem, finding_of, rule
-from finetune_job.rules.method_configuration.written import LISTS, LORA, PATTERNS, SETTINGS, Written, written_settings
-from finetune_job.rules.rule import Finding, Reproduction, Rule
+from finetune_job.rules.method_configuration.modules import LISTS, LORA, PATTERNS, SETTINGS, AdapterSettings, adapter_settings
+from finetune_job.rules.rule import Problem, Reproduction, Rule, RuleContext, finding_from, rule
 
 _NEVER_COMPILED = "whatever else re.compile refuses; the operator never compiles an expression of a manifest"
 Malformed = Callable[[str], bool]
 
 
-def _wrong_text(written: Written, is_malformed: Malformed) -> Problem | None:
+def _malformed_text(written: AdapterSettings, is_malformed: Malformed) -> Problem | None:
     wrong = {setting: text for setting in LISTS if isinstance(text := written.values.get(setting), str) and is_malformed(text)}
     if not wrong:
         return None
@@ -28,13 +27,14 @@ def _wrong_text(written: Written, is_malformed: Malformed) -> Problem | None:
     return Problem(
         field=written.field(setting),
         value=f"{setting}: {text}",
-        message=f'"{text}" is a text, not a list, so PEFT takes it for a regular expression on whole module names, which it is not',
+        message=f'"{text}" is a text, not a list, so PEFT takes it for a regular expression on whole module names, which it '
+        "is not",
         fix="write a list of names, as in [q_proj, v_proj]",
         changes={written.path(name): None for name in wrong},
     )
 
 
-def _wrong_key(written: Written, is_malformed: Malformed) -> Problem | None:
+def _malformed_key(written: AdapterSettings, is_malformed: Malformed) -> Problem | None:
     held = {setting: written.values.get(setting) for setting in PATTERNS}
     patterns = {setting: pattern for setting, pattern in held.items() if isinstance(pattern, dict)}
     rest = {
@@ -67,7 +67,7 @@ def _wrong_key(written: Written, is_malformed: Malformed) -> Problem | None:
     in_preflight=_NEVER_COMPILED,
 )
 def module_expression_malformed(context: RuleContext) -> Problem | None:
-    return _wrong_text(written_settings(context), is_plainly_malformed)
+    return _malformed_text(adapter_settings(context), is_plainly_malformed)
 
 
 @rule(
@@ -83,19 +83,19 @@ def module_expression_malformed(context: RuleContext) -> Problem | None:
     in_preflight=_NEVER_COMPILED,
 )
 def adapter_pattern_malformed(context: RuleContext) -> Problem | None:
-    return _wrong_key(written_settings(context), is_plainly_malformed)
+    return _malformed_key(adapter_settings(context), is_plainly_malformed)
 
 
 RULES = (module_expression_malformed, adapter_pattern_malformed)
-_CHECKS: tuple[tuple[Rule, Callable[[Written, Malformed], Problem | None]], ...] = (
-    (module_expression_malformed, _wrong_text),
-    (adapter_pattern_malformed, _wrong_key),
+_CHECKS: tuple[tuple[Rule, Callable[[AdapterSettings, Malformed], Problem | None]], ...] = (
+    (module_expression_malformed, _malformed_text),
+    (adapter_pattern_malformed, _malformed_key),
 )
 
 
 def expressions_of(method: MethodPlan) -> list[str]:
     """Every regular expression that a plan holds, as PEFT compiles it."""
-    written = _written_in(method)
+    written = _settings_of_plan(method)
     texts = [text for setting in LISTS if isinstance(text := written.values.get(setting), str)]
     held = [pattern for setting in PATTERNS if isinstance(pattern := written.values.get(setting), dict)]
     return [*texts, *(key_expression(key) for pattern in held for key in pattern)]
@@ -103,12 +103,12 @@ def expressions_of(method: MethodPlan) -> list[str]:
 
 def expression_findings(method: MethodPlan, is_malformed: Malformed) -> list[Finding]:
     """What the two rules find with `is_malformed` in the place of their own look at the characters."""
-    written = _written_in(method)
+    written = _settings_of_plan(method)
     found = [(each, check(written, is_malformed)) for each, check in _CHECKS]
-    return [finding_of(each, problem) for each, problem in found if problem is not None]
+    return [finding_from(each, problem) for each, problem in found if problem is not None]
 
 
-def _written_in(method: MethodPlan) -> Written:
+def _settings_of_plan(method: MethodPlan) -> AdapterSettings:
     if method.lora is not None:
-        return Written(LORA, {"rankPattern": method.lora.rank_pattern, "alphaPattern": method.lora.alpha_pattern})
-    return Written(SETTINGS, method.adapter.settings if method.adapter is not None else {})
+        return AdapterSettings(LORA, {"rankPattern": method.lora.rank_pattern, "alphaPattern": method.lora.alpha_pattern})
+    return AdapterSettings(SETTINGS, method.adapter.settings if method.adapter is not None else {})

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from finetune_job.api.method import ALL_LINEAR, LoraInit, LoraSpec
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.ranges import AT_LEAST_1, BELOW_1, Range, range_rules
-from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
+from finetune_job.rules.rule_tables import AT_LEAST_1, BELOW_1, Range, range_rules
 
 _LORA = "method.lora"
 _RANKS = f"{_LORA}.rankPattern"
@@ -111,7 +109,10 @@ def _lora(context: RuleContext) -> LoraSpec:
     reads=(_INIT,),
     sources=("peft: peft/tuners/lora/layer.py, LoraLayer.pissa_init, olora_init, corda_init, loftq_init", "peft: LoraConfig"),
     reproduction=Reproduction(
-        "tests/pitfalls/test_initialisation.py::test_the_adapter_belongs_to_a_changed_base",
+        "tests/pitfalls/test_initialisation.py::test_the_adapter_belongs_to_a_changed_base "
+        "tests/pitfalls/test_initialisation.py::test_eva_starts_like_any_other_where_nobody_measures "
+        "tests/pitfalls/test_initialisation.py::test_corda_wants_what_was_measured_before "
+        "tests/pitfalls/test_initialisation.py::test_loftq_quantises_the_base_itself",
         "no error: the base's weights are others than the stored ones; corda raises ValueError, loftq an error of its own",
     ),
     holds_for=_PEFT,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family, supported
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 
 _TYPE = "method.type"
 _LORA = "method.lora"
 _SETTINGS = "method.settings"
-_MEASURED = "this product: tests/unit/trainer_train/test_methods.py"
+_MEASURED = "this product: tests/unit/finetune_trainer/model/test_adapters_every_method.py"
 _PEFT = "peft 0.21"
 
 
@@ -21,7 +19,13 @@ _PEFT = "peft 0.21"
     reads=(_TYPE,),
     sources=(_MEASURED, "peft: docs/source/package_reference"),
     reproduction=Reproduction(
-        "tests/pitfalls/test_refused_methods.py",
+        "tests/pitfalls/test_refused_methods.py::test_prompts_shift_the_labels_or_miss_the_second_document "
+        "tests/pitfalls/test_refused_methods.py::test_methods_that_want_a_task_with_each_record "
+        "tests/pitfalls/test_refused_methods.py::test_clustering_wants_another_library "
+        "tests/pitfalls/test_refused_methods.py::test_other_objects_than_tensors_go_from_layer_to_layer "
+        "tests/pitfalls/test_refused_methods.py::test_a_mixture_wants_trained_adapters_and_computes_every_batch_twice "
+        "tests/pitfalls/test_refused_methods.py::test_attention_of_pefts_own_is_there_for_few_models_and_for_no_merge "
+        "tests/pitfalls/test_refused_methods.py::test_methods_that_two_ranks_train_to_other_weights",
         "of each method its own: logits of prompts are longer or the second packed document has others, task_ids "
         "are wanted, scikit-learn or a trained adapter is, the adapter has no merge, or two ranks end on other weights than one",
     ),
@@ -51,7 +55,7 @@ def method_not_supported(context: RuleContext) -> Problem | None:
         "tests/pitfalls/test_adapter_units.py::test_layers_that_share_a_parameter_are_no_units",
         "no error: no layer is a unit, and the model is one; torch alone fails on two units that share a parameter",
     ),
-    is_weighed=True,
+    needs_human=True,
     holds_for=_PEFT,
 )
 def method_in_one_unit(context: RuleContext) -> Problem | None:
@@ -61,8 +65,8 @@ def method_in_one_unit(context: RuleContext) -> Problem | None:
     return Problem(
         field=_TYPE,
         value=kind,
-        message=f"{METHODS[kind].one_unit}: the model is one unit, each rank holds all of it during every step, and sharding saves "
-        "no peak memory",
+        message=f"{METHODS[kind].one_unit}: the model is one unit, each rank holds all of it during every step, and sharding "
+        "saves no peak memory",
         fix=f"nothing, where the model fits on one rank; otherwise set {_TYPE} to LoRA and remove {_SETTINGS}",
         changes={_TYPE: MethodType.LORA, _SETTINGS: None},
     )

@@ -1,20 +1,55 @@
-"""Which modules get adapters: targets, layers, patterns, of every method."""
+"""Which modules get adapters: the names in adapter settings, read in one way for every method, and the rules on them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from finetune_job.api.method import ALL_LINEAR
-from finetune_job.methods import METHODS
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import Problem, rule
-from finetune_job.rules.method_configuration.written import LISTS, LORA, SETTINGS, Written, written_settings
-from finetune_job.rules.rule import Reproduction
+from finetune_job.api.method import ALL_LINEAR, LoraSpec
+from finetune_job.methods import METHODS, Family
+from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
 
+LORA = "method.lora"
+SETTINGS = "method.settings"
+LISTS = ("targetModules", "excludeModules", "modulesToSave", "feedforwardModules")
+"""Lists of names of modules. Methods other than LoRA also take a text, which is a regular expression on whole names."""
+PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
+"""Mappings whose keys are regular expressions on the end of a name."""
 _TARGETS = f"{LORA}.targetModules"
 _LAYERS = f"{LORA}.layersToTransform"
 _SAVED = f"{LORA}.modulesToSave"
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Names that adapter settings of any method hold, as they are written."""
+
+    place: str
+    """Path of the settings: method.lora or method.settings."""
+    values: Mapping[str, Any]
+
+    def names(self, setting: str) -> list[str]:
+        """A list of names; empty where it is unset, or a regular expression."""
+        found = self.values.get(setting)
+        return [each for each in found if isinstance(each, str)] if isinstance(found, list | tuple) else []
+
+    def path(self, setting: str) -> str:
+        """Path of a setting under `spec`."""
+        return f"{self.place}.{setting}"
+
+    def field(self, setting: str) -> str:
+        """Field that a finding names: method.settings as a whole, because the schema knows no more of it."""
+        return self.path(setting) if self.place == LORA else SETTINGS
+
+
+def adapter_settings(context: RuleContext) -> AdapterSettings:
+    """Those of the method that the manifest names."""
+    method = context.spec.method
+    if METHODS[method.type].family is Family.OTHER:
+        return AdapterSettings(SETTINGS, method.settings or {})
+    return AdapterSettings(LORA, (method.lora or LoraSpec()).model_dump(mode="json", by_alias=True))
 
 
 @rule(
@@ -29,7 +64,7 @@ _SAVED = f"{LORA}.modulesToSave"
     holds_for="peft >= 0.8",
 )
 def all_linear_beside_names(context: RuleContext) -> Problem | None:
-    written = written_settings(context)
+    written = adapter_settings(context)
     targets = written.names("targetModules")
     if ALL_LINEAR not in targets or len(targets) == 1:
         return None
@@ -53,7 +88,7 @@ def all_linear_beside_names(context: RuleContext) -> Problem | None:
     holds_for="every version of peft",
 )
 def module_name_malformed(context: RuleContext) -> Problem | None:
-    written = written_settings(context)
+    written = adapter_settings(context)
     for setting in LISTS:
         names = written.names(setting)
         wrong = [name for name in names if not name.strip() or re.search(r"[\s,]", name)]
@@ -68,7 +103,7 @@ def module_name_malformed(context: RuleContext) -> Problem | None:
     return None
 
 
-def _well_formed(written: Written) -> dict[str, Any]:
+def _well_formed(written: AdapterSettings) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for setting in LISTS:
         names = written.names(setting)
@@ -90,7 +125,7 @@ def _well_formed(written: Written) -> dict[str, Any]:
     holds_for="peft <= 0.21",
 )
 def module_adapted_and_saved(context: RuleContext) -> Problem | None:
-    written = written_settings(context)
+    written = adapter_settings(context)
     targets, saved = written.names("targetModules"), written.names("modulesToSave")
     both = [name for name in targets if name in saved]
     if not both:
@@ -118,7 +153,7 @@ def module_adapted_and_saved(context: RuleContext) -> Problem | None:
     holds_for="peft >= 0.14",
 )
 def module_adapted_and_excluded(context: RuleContext) -> Problem | None:
-    written = written_settings(context)
+    written = adapter_settings(context)
     targets, excluded = written.names("targetModules"), written.names("excludeModules")
     both = [name for name in targets if name in excluded]
     if not both:
@@ -140,13 +175,13 @@ def module_adapted_and_excluded(context: RuleContext) -> Problem | None:
     sources=("peft: __post_init__ of the configuration classes; peft/tuners/tuners_utils.py, check_target_module_exists",),
     reproduction=Reproduction(
         "tests/pitfalls/test_adapters.py::test_layers_are_chosen_among_named_modules",
-        "ValueError: `layers_to_transform` cannot be used when `target_modules` is a str; of some methods no error, and all layers "
-        "are adapted",
+        "ValueError: `layers_to_transform` cannot be used when `target_modules` is a str; of some methods no error, and all "
+        "layers are adapted",
     ),
     holds_for="every version of peft",
 )
 def layers_without_targets(context: RuleContext) -> Problem | None:
-    written = written_settings(context)
+    written = adapter_settings(context)
     layers, targets = written.values.get("layersToTransform"), written.values.get("targetModules")
     if layers in (None, []) or written.values.get("targetParameters") or (isinstance(targets, list) and targets != [ALL_LINEAR]):
         return None
@@ -162,7 +197,7 @@ def layers_without_targets(context: RuleContext) -> Problem | None:
     )
 
 
-def _without_pattern(written: Written) -> dict[str, Any]:
+def _without_pattern(written: AdapterSettings) -> dict[str, Any]:
     """LayersPattern means nothing without the layers."""
     return {written.path("layersPattern"): None} if written.values.get("layersPattern") else {}
 

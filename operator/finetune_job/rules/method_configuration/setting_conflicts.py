@@ -13,7 +13,7 @@ _M = MethodType
 
 
 @dataclass(frozen=True)
-class Conflict:
+class SettingConflict:
     """Settings of a method that contradict each other."""
 
     methods: tuple[MethodType, ...]
@@ -31,8 +31,8 @@ class Conflict:
 _LAYERED = tuple(kind for kind, method in METHODS.items() if method.family is Family.OTHER)
 
 
-CONFLICTS: tuple[Conflict, ...] = (
-    Conflict(
+SETTING_CONFLICTS: tuple[SettingConflict, ...] = (
+    SettingConflict(
         (_M.OFT,),
         lambda has: has["r"] != 0 and has["oftBlockSize"] != 0,
         "r",
@@ -41,7 +41,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         {"r": None},
         ({"r": 8}, {"r": 8, "oftBlockSize": 16}),
     ),
-    Conflict(
+    SettingConflict(
         (_M.OFT,),
         lambda has: has["r"] == 0 and has["oftBlockSize"] == 0,
         "oftBlockSize",
@@ -50,17 +50,17 @@ CONFLICTS: tuple[Conflict, ...] = (
         {"oftBlockSize": None},
         ({"oftBlockSize": 0},),
     ),
-    Conflict(
+    SettingConflict(
         (_M.OFT,),
         lambda has: has["useCayleyNeumann"] and has["numCayleyNeumannTerms"] < 2,
         "numCayleyNeumannTerms",
-        "with less than two terms of its series every rotation is the identity, whatever is learnt: the first backward pass finds "
-        "no gradient at all",
+        "with less than two terms of its series every rotation is the identity, whatever is learnt: the first backward pass "
+        "finds no gradient at all",
         "write a whole number of at least 2 (PEFT's default is 5), or set useCayleyNeumann: false",
         {"numCayleyNeumannTerms": None},
         ({"oftBlockSize": 8, "numCayleyNeumannTerms": 1},),
     ),
-    Conflict(
+    SettingConflict(
         (_M.BOFT,),
         lambda has: has["boftBlockSize"] != 0 and has["boftBlockNum"] != 0,
         "boftBlockNum",
@@ -69,7 +69,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         {"boftBlockNum": None},
         ({"boftBlockNum": 4},),
     ),
-    Conflict(
+    SettingConflict(
         (_M.BOFT,),
         lambda has: has["boftBlockSize"] == 0 and has["boftBlockNum"] == 0,
         "boftBlockSize",
@@ -78,7 +78,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         {"boftBlockSize": None},
         ({"boftBlockSize": 0},),
     ),
-    Conflict(
+    SettingConflict(
         (_M.GRALORA,),
         lambda has: has["graloraK"] > 0 and has["r"] % has["graloraK"] != 0,
         "r",
@@ -87,7 +87,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         {"r": None, "graloraK": None},
         ({"r": 5}, {"r": 4, "graloraK": 3}),
     ),
-    Conflict(
+    SettingConflict(
         (_M.VBLORA,),
         lambda has: has["topk"] > has["numVectors"],
         "topk",
@@ -96,17 +96,17 @@ CONFLICTS: tuple[Conflict, ...] = (
         {"topk": None, "numVectors": None},
         ({"r": 2, "numVectors": 4, "vectorLength": 8, "topk": 5},),
     ),
-    Conflict(
+    SettingConflict(
         (_M.HRA,),
         lambda has: has["applyGS"] and has["initWeights"] and has["r"] >= 2 and has["r"] % 2 == 0,
         "applyGS",
-        "HRA starts with pairs of equal reflections, which cancel; made orthogonal, the second of each pair is 0 divided by 0, or "
-        "what rounding left over: training starts at noise or NaN",
+        "HRA starts with pairs of equal reflections, which cancel; made orthogonal, the second of each pair is 0 divided by "
+        "0, or what rounding left over: training starts at noise or NaN",
         "remove applyGS, or set initWeights: false",
         {"applyGS": None},
         ({"r": 4, "applyGS": True},),
     ),
-    Conflict(
+    SettingConflict(
         (_M.SUPERTUNING,),
         lambda has: has["loraAlpha"] is not None and has["r"] is None,
         "loraAlpha",
@@ -115,7 +115,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         {"loraAlpha": None},
         ({"loraAlpha": "16"},),
     ),
-    Conflict(
+    SettingConflict(
         (_M.PSOFT,),
         lambda has: has["useCayleyNeumann"] and has["numCayleyNeumannTerms"] < 1,
         "numCayleyNeumannTerms",
@@ -124,7 +124,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         {"numCayleyNeumannTerms": None},
         ({"r": 4, "useCayleyNeumann": True, "numCayleyNeumannTerms": 0},),
     ),
-    Conflict(
+    SettingConflict(
         (_M.PSOFT,),
         lambda has: has["useCayleyNeumann"] and not (has["cayleyNeumannEps"] is None or 0 < has["cayleyNeumannEps"] < 1),
         "cayleyNeumannEps",
@@ -133,7 +133,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         {"cayleyNeumannEps": None},
         ({"r": 4, "useCayleyNeumann": True, "cayleyNeumannEps": "1.5"},),
     ),
-    Conflict(
+    SettingConflict(
         (_M.IA3,),
         lambda has: (
             isinstance(has["feedforwardModules"], list)
@@ -147,7 +147,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         {"feedforwardModules": []},
         ({"targetModules": ["q_proj"], "feedforwardModules": ["down_proj"]},),
     ),
-    Conflict(
+    SettingConflict(
         _LAYERED,
         lambda has: bool(has.get("layersPattern")) and has.get("layersToTransform") is None,
         "layersPattern",

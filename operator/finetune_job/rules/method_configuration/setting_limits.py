@@ -14,7 +14,7 @@ from finetune_job.api.method import MethodType
 
 
 @dataclass(frozen=True)
-class Limit:
+class SettingLimit:
     """Values that a setting takes."""
 
     settings: tuple[str, ...]
@@ -28,7 +28,7 @@ class Limit:
     examples: tuple[Any, ...] = ()
     """Values that are refused."""
 
-    def speaks_of(self, method: MethodType, setting: str) -> bool:
+    def applies_to(self, method: MethodType, setting: str) -> bool:
         """Whether this is a limit of that method's setting."""
         return setting in self.settings and (not self.methods or method in self.methods)
 
@@ -72,14 +72,14 @@ _ANY_BIAS = (
 """Methods whose bias PEFT declares as any text, and which take `lora_only` besides their own word."""
 
 
-def _bias_limit(kind: MethodType) -> Limit:
+def _bias_limit(kind: MethodType) -> SettingLimit:
     words = ("none", "all", "lora_only", f"{kind.name.lower()}_only")
-    return Limit(("bias",), lambda value: value in words, f"none, all or {words[-1]}", _RAISES, (kind,), ("some",))
+    return SettingLimit(("bias",), lambda value: value in words, f"none, all or {words[-1]}", _RAISES, (kind,), ("some",))
 
 
-LIMITS: tuple[Limit, ...] = (
-    Limit(("r",), lambda value: value >= 0, "0 (not used) or a whole number above it", _RAISES, (_M.OFT,), (-1,)),
-    Limit(
+SETTING_LIMITS: tuple[SettingLimit, ...] = (
+    SettingLimit(("r",), lambda value: value >= 0, "0 (not used) or a whole number above it", _RAISES, (_M.OFT,), (-1,)),
+    SettingLimit(
         ("r",),
         _positive,
         "a whole number above 0",
@@ -87,60 +87,66 @@ LIMITS: tuple[Limit, ...] = (
         tuple(kind for kind in MethodType if kind is not _M.OFT),
         (0,),
     ),
-    Limit(
+    SettingLimit(
         DROPOUTS,
         lambda value: 0 <= value < 1,
         'a probability below 1, such as "0.1"',
         "at 1 the adapter sees nothing and learns nothing, or what is left over is divided by zero; above 1 PEFT refuses it",
         examples=("1",),
     ),
-    Limit(("alpha",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.LOHA, _M.LOKR, _M.GRALORA), (0,)),
-    Limit(("psoftAlpha",), _not_zero, "another number than 0", "no error: the output is NaN from the first step on", examples=(0,)),
-    Limit(("loraAlpha",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.SUPERTUNING,), ("0",)),
-    Limit(("deloraLambda",), _not_zero, "another number than 0", _NOTHING_LEARNT, examples=(0,)),
-    Limit(("scaling",), _not_zero, "another number than 0", _NOTHING_LEARNT, examples=("0",)),
-    Limit(("dInitial",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.VERA,), ("0",)),
-    Limit(("initVectorBankBound",), _not_zero, "a number above 0", _NOTHING_LEARNT, examples=("0",)),
-    Limit(("initThetaDBound",), _positive, "a number above 0", _RAISES, examples=("0",)),
-    Limit(
+    SettingLimit(("alpha",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.LOHA, _M.LOKR, _M.GRALORA), (0,)),
+    SettingLimit(
+        ("psoftAlpha",), _not_zero, "another number than 0", "no error: the output is NaN from the first step on", examples=(0,)
+    ),
+    SettingLimit(("loraAlpha",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.SUPERTUNING,), ("0",)),
+    SettingLimit(("deloraLambda",), _not_zero, "another number than 0", _NOTHING_LEARNT, examples=(0,)),
+    SettingLimit(("scaling",), _not_zero, "another number than 0", _NOTHING_LEARNT, examples=("0",)),
+    SettingLimit(("dInitial",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.VERA,), ("0",)),
+    SettingLimit(("initVectorBankBound",), _not_zero, "a number above 0", _NOTHING_LEARNT, examples=("0",)),
+    SettingLimit(("initThetaDBound",), _positive, "a number above 0", _RAISES, examples=("0",)),
+    SettingLimit(
         ("nFrequency", "blockSize", "thetaDLength", "u", "topk"),
         _positive,
         "a whole number above 0",
         _RAISES,
         examples=(0,),
     ),
-    Limit(
-        ("numVectors", "vectorLength"), _positive, "a whole number above 0", "PEFT divides by it, or finds no vector", examples=(0,)
+    SettingLimit(
+        ("numVectors", "vectorLength"),
+        _positive,
+        "a whole number above 0",
+        "PEFT divides by it, or finds no vector",
+        examples=(0,),
     ),
-    Limit(
+    SettingLimit(
         ("oftBlockSize",),
         lambda value: value == 0 or value >= 2,
         "a whole number of at least 2, or 0 where r is given",
         "no error at 1: a block of one channel cannot turn, and the adapter is of size 0; below 0 PEFT refuses it",
         examples=(1,),
     ),
-    Limit(
+    SettingLimit(
         ("boftBlockSize",),
         lambda value: value == 0 or value >= 2,
         "a whole number of at least 2, or 0 where boftBlockNum is given",
         "no error at 1: a block of one channel cannot turn, so only the scales are trained; below 0 PEFT refuses it",
         examples=(1,),
     ),
-    Limit(("boftBlockNum",), lambda value: value >= 0, "0 (not used) or a whole number above it", _RAISES, examples=(-1,)),
-    Limit(
+    SettingLimit(("boftBlockNum",), lambda value: value >= 0, "0 (not used) or a whole number above it", _RAISES, examples=(-1,)),
+    SettingLimit(
         ("boftNButterflyFactor",),
         lambda value: value == 1,
         "1",
         "no error: without a compiler for its CUDA extension PEFT takes 1, and the adapter's settings still say otherwise",
         examples=(2,),
     ),
-    Limit(("graloraK",), _positive, "a whole number above 0", _RAISES, examples=(0,)),
-    Limit(("hybridR", "depth"), lambda value: value >= 0, "0 or a whole number above it", _RAISES, examples=(-1,)),
-    Limit(("groupSize",), lambda value: value >= 2 and value % 2 == 0, "an even number above 0", _RAISES, examples=(3,)),
-    Limit(("sparsity",), lambda value: 0 <= value < 1, 'a part below 1, such as "0.99"', _RAISES, examples=("1",)),
-    Limit(("weightTying",), lambda value: 0 <= value <= 1, 'a part of at most 1, such as "1"', _RAISES, examples=("1.5",)),
-    Limit(("projSeed",), lambda value: value >= 0, "0 or a whole number above it", _RAISES, examples=(-1,)),
-    Limit(
+    SettingLimit(("graloraK",), _positive, "a whole number above 0", _RAISES, examples=(0,)),
+    SettingLimit(("hybridR", "depth"), lambda value: value >= 0, "0 or a whole number above it", _RAISES, examples=(-1,)),
+    SettingLimit(("groupSize",), lambda value: value >= 2 and value % 2 == 0, "an even number above 0", _RAISES, examples=(3,)),
+    SettingLimit(("sparsity",), lambda value: 0 <= value < 1, 'a part below 1, such as "0.99"', _RAISES, examples=("1",)),
+    SettingLimit(("weightTying",), lambda value: 0 <= value <= 1, 'a part of at most 1, such as "1"', _RAISES, examples=("1.5",)),
+    SettingLimit(("projSeed",), lambda value: value >= 0, "0 or a whole number above it", _RAISES, examples=(-1,)),
+    SettingLimit(
         ("randomLocSeed",),
         lambda value: value is not None,
         "a whole number",
@@ -148,7 +154,7 @@ LIMITS: tuple[Limit, ...] = (
         (_M.FOURIERFT,),
         (None,),
     ),
-    Limit(
+    SettingLimit(
         ("generatorSeed",),
         lambda value: value is None,
         "nothing: training.seed seeds the noise, too",
@@ -156,7 +162,7 @@ LIMITS: tuple[Limit, ...] = (
         "resumed run ends on other weights, and recomputed activations have other noise than those that gave the loss",
         examples=(3,),
     ),
-    Limit(
+    SettingLimit(
         ("initWeights",),
         lambda value: value is not None,
         "true, false, gaussian, kaiming_uniform or xavier_uniform",
@@ -164,7 +170,7 @@ LIMITS: tuple[Limit, ...] = (
         (_M.C3A,),
         (None,),
     ),
-    Limit(
+    SettingLimit(
         ("initWeights",),
         lambda value: value is True or value == "uniform",
         "true or uniform",
@@ -172,14 +178,14 @@ LIMITS: tuple[Limit, ...] = (
         (_M.TINYLORA,),
         (False,),
     ),
-    Limit(
+    SettingLimit(
         ("saveOnlyTopkWeights",),
         lambda value: not value,
         "false",
         "the adapter would lack the weights that are trained; PEFT cannot load it for training again",
         examples=(True,),
     ),
-    Limit(
+    SettingLimit(
         ("variant",),
         lambda value: value in ("road_1", "road_2", "road_4"),
         "road_1, road_2 or road_4",
@@ -187,7 +193,7 @@ LIMITS: tuple[Limit, ...] = (
         examples=("road_3",),
     ),
     *(_bias_limit(kind) for kind in _ANY_BIAS),
-    Limit(
+    SettingLimit(
         ("bias",),
         lambda value: value in ("none", "all", "unilora_only"),
         "none, all or unilora_only",
@@ -195,10 +201,14 @@ LIMITS: tuple[Limit, ...] = (
         (_M.UNILORA,),
         ("lora_only",),
     ),
-    Limit(
-        ("layersToTransform",), _layers, "numbers of layers, from 0", "PEFT finds no such layer, or leaves it out", examples=([-1],)
+    SettingLimit(
+        ("layersToTransform",),
+        _layers,
+        "numbers of layers, from 0",
+        "PEFT finds no such layer, or leaves it out",
+        examples=([-1],),
     ),
-    Limit(
+    SettingLimit(
         ("rankPattern", "nFrequencyPattern", "blockSizePattern"),
         _each(lambda item: _whole(item) and item > 0),
         "a mapping of names to whole numbers above 0",
@@ -206,14 +216,14 @@ LIMITS: tuple[Limit, ...] = (
         tuple(kind for kind in MethodType if kind is not _M.HIRA),
         ({"q_proj": 0}, {"q_proj": "4"}, None),
     ),
-    Limit(
+    SettingLimit(
         ("alphaPattern", "lambdaPattern"),
         _each(lambda item: _number(item) and item != 0),
         "a mapping of names to whole numbers other than 0",
         f"{_RAISES}; at 0 the layer learns nothing",
         examples=({"q_proj": 0}, None),
     ),
-    Limit(
+    SettingLimit(
         ("tokenIndices",),
         lambda value: bool(value) and min(value) >= 0 and len(set(value)) == len(value),
         "the ids of the tokens to train, each once",
@@ -221,18 +231,19 @@ LIMITS: tuple[Limit, ...] = (
         "two copies are trained, and which of them counts is not defined",
         examples=([3, 3],),
     ),
-    Limit(
+    SettingLimit(
         ("targetModules",),
         lambda value: value not in ("", []),
         "names of modules, or all-linear",
         "PEFT finds nothing to adapt",
         examples=([],),
     ),
-    Limit(
+    SettingLimit(
         ("modulesToSave",),
         lambda value: not isinstance(value, str),
         "a list of names",
-        "PEFT declares a text, too, and takes it apart: every module whose name ends in one of its letters would be trained whole",
+        "PEFT declares a text, too, and takes it apart: every module whose name ends in one of its letters would be trained "
+        "whole",
         (_M.LN_TUNING,),
         ("lm_head",),
     ),

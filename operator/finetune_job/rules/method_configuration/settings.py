@@ -8,11 +8,9 @@ from typing import Any
 from finetune_job.api.method import MethodType
 from finetune_job.method_settings import effective_settings, known_settings
 from finetune_job.methods import METHODS, Family
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import Problem, rule, shown
-from finetune_job.rules.method_configuration.setting_conflicts import CONFLICTS
-from finetune_job.rules.method_configuration.setting_limits import LIMITS
-from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.method_configuration.setting_conflicts import SETTING_CONFLICTS
+from finetune_job.rules.method_configuration.setting_limits import SETTING_LIMITS
+from finetune_job.rules.rule import Problem, Reproduction, RuleContext, format_value, rule
 
 _TYPE = "method.type"
 _SETTINGS = "method.settings"
@@ -34,8 +32,8 @@ def _settings(context: RuleContext) -> dict[str, Any]:
     return effective_settings(method.type, method.settings or {})
 
 
-def _written(name: str, value: Any) -> str:
-    return shown({name: value})[1:-1]
+def _format_setting(name: str, value: Any) -> str:
+    return format_value({name: value})[1:-1]
 
 
 @rule(
@@ -57,7 +55,9 @@ def method_setting_unknown(context: RuleContext) -> Problem | None:
         if each.near is not None and each.near not in written:
             changes[f"{_SETTINGS}.{each.near}"] = each.value
     first = unknown[0]
-    return Problem(field=_SETTINGS, value=_written(first.name, first.value), message=first.reason, fix=first.fix, changes=changes)
+    return Problem(
+        field=_SETTINGS, value=_format_setting(first.name, first.value), message=first.reason, fix=first.fix, changes=changes
+    )
 
 
 @rule(
@@ -78,7 +78,7 @@ def method_setting_type(context: RuleContext) -> Problem | None:
     first = wrong[0]
     return Problem(
         field=_SETTINGS,
-        value=_written(first.name, first.value),
+        value=_format_setting(first.name, first.value),
         message=first.reason,
         fix=first.fix,
         changes={f"{_SETTINGS}.{each.name}": _as_meant(each.value, known[each.name].types) for each in wrong},
@@ -113,7 +113,10 @@ def _as_meant(value: Any, types: tuple[str, ...]) -> Any:
 def method_setting_range(context: RuleContext) -> Problem | None:
     kind, settings = context.spec.method.type, _settings(context)
     beyond = [
-        (name, limit) for name in settings for limit in LIMITS if limit.speaks_of(kind, name) and not limit.accepts(settings[name])
+        (name, limit)
+        for name in settings
+        for limit in SETTING_LIMITS
+        if limit.applies_to(kind, name) and not limit.accepts(settings[name])
     ]
     if not beyond:
         return None
@@ -121,7 +124,7 @@ def method_setting_range(context: RuleContext) -> Problem | None:
     name, limit = beyond[0]
     return Problem(
         field=_SETTINGS,
-        value=_written(name, written[name]) if name in written else f"{name} unset",
+        value=_format_setting(name, written[name]) if name in written else f"{name} unset",
         message=f"{name} of {kind}: {limit.otherwise}",
         fix=f"write {limit.wanted}" + ("" if name == _TOKENS else f", or remove {_SETTINGS}.{name}"),
         changes={f"{_SETTINGS}.{name}": _within(name, settings[name]) for name, _ in beyond},
@@ -154,12 +157,12 @@ def method_settings_conflict(context: RuleContext) -> Problem | None:
     kind, settings = context.spec.method.type, _settings(context)
     if not settings or method_setting_range.check(context) is not None:
         return None
-    found = [each for each in CONFLICTS if kind in each.methods and each.exists(settings)]
+    found = [each for each in SETTING_CONFLICTS if kind in each.methods and each.exists(settings)]
     if not found:
         return None
     written = context.spec.method.settings or {}
     first = found[0]
-    value = _written(first.setting, written[first.setting]) if first.setting in written else f"{first.setting} unset"
+    value = _format_setting(first.setting, written[first.setting]) if first.setting in written else f"{first.setting} unset"
     return Problem(
         field=_SETTINGS,
         value=value,
@@ -178,7 +181,9 @@ def method_settings_conflict(context: RuleContext) -> Problem | None:
         "peft: peft/tuners/lycoris_utils.py and lokr/layer.py (module_dropout), oft/layer.py (coft)",
     ),
     reproduction=Reproduction(
-        "tests/pitfalls/test_sharded_settings.py", "the gang breaks, or ends on other weights than a single rank"
+        "tests/pitfalls/test_sharded_settings.py::test_modules_dropped_on_one_rank_only "
+        "tests/pitfalls/test_sharded_settings.py::test_parameters_that_are_projected_in_the_forward_pass",
+        "the gang breaks, or ends on other weights than a single rank",
     ),
     holds_for="torch >= 2.6, peft 0.21",
 )
@@ -193,7 +198,7 @@ def method_setting_on_one_rank_only(context: RuleContext) -> Problem | None:
     written = (context.spec.method.settings or {})[found.name]
     return Problem(
         field=_SETTINGS,
-        value=_written(found.name, written),
+        value=_format_setting(found.name, written),
         message=f"{found.name} of {kind} works on one rank only: {found.reason}",
         fix=f"remove {_SETTINGS}.{found.name}, or set {_NODES} and {_PROCESSES} to 1",
         changes={f"{_SETTINGS}.{found.name}": None},
@@ -224,7 +229,7 @@ def no_effect_method_setting(context: RuleContext) -> Problem | None:
         return None
     return Problem(
         field=_SETTINGS,
-        value=_written(name, written[name]),
+        value=_format_setting(name, written[name]),
         message=f"{name} of {kind} has no effect: {reason}",
         fix=f"remove {_SETTINGS}.{name}",
         changes={f"{_SETTINGS}.{name}": None},
@@ -247,7 +252,7 @@ def method_setting_not_mergeable(context: RuleContext) -> Problem | None:
         return None
     return Problem(
         field=_SETTINGS,
-        value=_written(name, value=True),
+        value=_format_setting(name, value=True),
         message=f"with {name} every pass draws new weights, and merged weights cannot; verification would refuse the result",
         fix=f"remove {_SETTINGS}.{name}, or set {_MERGE}: false",
         changes={f"{_SETTINGS}.{name}": None},

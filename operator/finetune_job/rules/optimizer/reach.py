@@ -7,9 +7,7 @@ import math
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import OptimizerName
 from finetune_job.plan.run_plan import RunPlan, TrainingPlan
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.rule import Reproduction
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 
 _RATE, _NORM, _EPSILON = "training.learningRate", "training.maxGradNorm", "training.adamEpsilon"
 _DECAY, _STEPS = "training.weightDecay", "training.maxSteps"
@@ -65,7 +63,8 @@ def training_moves_nothing(context: RuleContext) -> Problem | None:
         value=written.get(field),
         message=f"with these steps, rate and gradients no trained value can change by more than {reach:.0e} in the whole run, "
         "which is lost where weights are stored: the result would be the base model, and its merge may fail its verification",
-        fix=f'remove {" and ".join(changes)}, or write usual values: a rate such as "2e-4", a norm of "1.0", an epsilon of "1e-8"',
+        fix=f'remove {" and ".join(changes)}, or write usual values: a rate such as "2e-4", a norm of "1.0", an epsilon of '
+        '"1e-8"',
         changes=changes,
     )
 
@@ -73,7 +72,9 @@ def training_moves_nothing(context: RuleContext) -> Problem | None:
 def _reach(plan: RunPlan, training: TrainingPlan) -> float:
     """Most by which a run changes a value of a weight: a bound, not an estimate. An adapter's values are multiplied by alpha."""
     lora, is_full = plan.method.lora, plan.method.type is MethodType.FULL
-    factor = 1.0 if lora is None else max(lora.lora_alpha, *lora.alpha_pattern.values(), 1) * max(lora.lora_plus_ratio or 1.0, 1.0)
+    factor = (
+        1.0 if lora is None else max(lora.lora_alpha, *lora.alpha_pattern.values(), 1) * max(lora.lora_plus_ratio or 1.0, 1.0)
+    )
     steps = training.max_steps or _LONGEST_RUN
     return steps * training.learning_rate * (_largest_step(training) * factor + (training.weight_decay if is_full else 0.0))
 

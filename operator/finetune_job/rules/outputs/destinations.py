@@ -1,17 +1,87 @@
-"""Which destinations a profile lets through, and what a destination must not be."""
+"""Destinations: which a profile lets through, what a destination must not overwrite, and names that are free for it."""
 
 from __future__ import annotations
 
-from finetune_job.api.base import BucketPath, ClaimPath, HubPath, parse_source
-from finetune_job.plan.sources import named_sources
-from finetune_job.rules.allowed import is_allowed
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.outputs.places import free_directory, free_prefix, lies_below, place_of, same_service, writes_into
-from finetune_job.rules.rule import Reproduction
+from collections.abc import Callable
+from itertools import chain, count
+from typing import Literal
+
+from finetune_job.api.base import BucketPath, ClaimPath, HubPath, RegistryPath, parse_destination, parse_source
+from finetune_job.api.profile import is_allowed
+from finetune_job.plan.inputs import NamedSource, named_sources
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 from finetune_job.rules.sources import SOURCES
 
+_NAME = "finetune-output"
+"""Of a directory in a fix, if only the user can know the name."""
+_CLAIM = "results"
+"""The same of a claim."""
 _DESTINATION = "output.destination"
+
+
+def same_service(context: RuleContext, endpoint: Literal["hub_endpoint", "s3_endpoint"]) -> bool:
+    """Whether what is read and what is written are in one service, where one name means one place."""
+    profile = context.profile
+    return profile is None or getattr(profile.fetch, endpoint) == getattr(profile.publish, endpoint)
+
+
+def destination_of(context: RuleContext) -> ClaimPath | HubPath | BucketPath | RegistryPath:
+    return parse_destination(context.spec.output.destination)
+
+
+def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:
+    """`name`, or the first of `name-1`, `name-2` and so on that is free."""
+    names = chain([name], (f"{name}-{number}" for number in count(1)))
+    return next(each for each in names if not is_taken(each))
+
+
+def is_within(inner: ClaimPath, outer: ClaimPath) -> bool:
+    """Whether `inner` is `outer` or is inside it."""
+    if inner.claim != outer.claim:
+        return False
+    return outer.path in ("", inner.path) or inner.path.startswith(outer.path + "/")
+
+
+def overwrites_input(target: ClaimPath, named: NamedSource) -> bool:
+    """Whether results would change an input: of a model at the top of its directory, of records anywhere below."""
+    place = parse_source(named.source)
+    if not isinstance(place, ClaimPath):
+        return False
+    return target == place if named.is_model else is_within(target, place)
+
+
+def free_directory(context: RuleContext, claim: str = _CLAIM) -> str:
+    """A directory that is not part of an input, on this claim, or on another if all of this one is records."""
+    inputs = named_sources(context.spec)
+
+    def is_taken(claim: str, name: str) -> bool:
+        return any(overwrites_input(ClaimPath(claim=claim, path=name), each) for each in inputs)
+
+    def is_all_records(claim: str) -> bool:
+        # Of a claim's root alone: no directory that a manifest names has this name.
+        return is_taken(claim, "*")
+
+    claim = claim if not is_all_records(claim) else _first_free(_CLAIM, is_all_records)
+    return f"pvc://{claim}/{_first_free(_NAME, lambda name: is_taken(claim, name))}"
+
+
+def free_prefix(bucket: str, inputs: list[BucketPath]) -> str:
+    """A prefix that overlaps with no input; in another bucket if an input is the whole one."""
+    if any(place.bucket == bucket and place.prefix == "" for place in inputs):
+        bucket = _first_free(f"{bucket[:40]}-tuned", lambda name: any(place.bucket == name for place in inputs))
+    prefixes = [place.prefix for place in inputs if place.bucket == bucket]
+    return f"s3://{bucket}/{_first_free(_NAME, lambda name: any(prefixes_overlap(name, each) for each in prefixes))}"
+
+
+def is_below(inner: str, outer: str) -> bool:
+    """Whether a prefix is another or is inside it; segments count, not characters."""
+    first, second = [part for part in inner.split("/") if part], [part for part in outer.split("/") if part]
+    return first[: len(second)] == second
+
+
+def prefixes_overlap(one: str, other: str) -> bool:
+    """Whether one prefix is inside the other."""
+    return is_below(one, other) or is_below(other, one)
 
 
 @rule(
@@ -20,17 +90,18 @@ _DESTINATION = "output.destination"
     reads=(_DESTINATION, *SOURCES),
     sources=("this product: a model is the files at the top of its directory, records are all files below theirs",),
     reproduction=Reproduction(
-        "tests/pitfalls/test_destinations.py",
+        "tests/pitfalls/test_destinations.py::test_results_replace_the_models_own_files "
+        "tests/pitfalls/test_destinations.py::test_the_next_run_would_read_results_as_records",
         "no error: the model's own card and checksums are replaced, and the next run reads the results' files as records",
     ),
     holds_for=OURS,
 )
 def output_inside_input(context: RuleContext) -> Problem | None:
-    target = place_of(context)
+    target = destination_of(context)
     if not isinstance(target, ClaimPath):
         return None
     for named in named_sources(context.spec):
-        if not writes_into(target, named):
+        if not overwrites_input(target, named):
             continue
         done = "replace files of that model" if named.is_model else "be read as records by the next run"
         written = free_directory(context, target.claim)
@@ -50,14 +121,15 @@ def output_inside_input(context: RuleContext) -> Problem | None:
     reads=(_DESTINATION, *SOURCES),
     sources=("this product: records in a bucket are all objects below their prefix, and results are added to no others",),
     reproduction=Reproduction(
-        "tests/pitfalls/test_destinations.py",
+        "tests/pitfalls/test_destinations.py::test_a_prefix_that_holds_inputs_takes_no_results "
+        "tests/pitfalls/test_destinations.py::test_the_next_run_would_fetch_results_as_records",
         "DestinationRefusedError after the training: the prefix 'holds what does not belong to this release'; below a prefix of "
         "records no error: the next run fetches the results' files as records",
     ),
     holds_for=OURS,
 )
 def output_overlaps_bucket_input(context: RuleContext) -> Problem | None:
-    target = place_of(context)
+    target = destination_of(context)
     if not isinstance(target, BucketPath) or not same_service(context, "s3_endpoint"):
         return None
     places = [(named, parse_source(named.source)) for named in named_sources(context.spec)]
@@ -65,9 +137,9 @@ def output_overlaps_bucket_input(context: RuleContext) -> Problem | None:
     for named, place in places:
         if not isinstance(place, BucketPath) or place.bucket != target.bucket:
             continue
-        if lies_below(place.prefix, target.prefix):
+        if is_below(place.prefix, target.prefix):
             why = "publishing would refuse to add to it, and this would show only after the training"
-        elif lies_below(target.prefix, place.prefix) and not named.is_model:
+        elif is_below(target.prefix, place.prefix) and not named.is_model:
             why = "the next run would read the results as records"
         else:
             continue
@@ -94,7 +166,7 @@ def output_overlaps_bucket_input(context: RuleContext) -> Problem | None:
     holds_for=OURS,
 )
 def output_replaces_model(context: RuleContext) -> Problem | None:
-    target, model = place_of(context), parse_source(context.spec.model.source)
+    target, model = destination_of(context), parse_source(context.spec.model.source)
     if not isinstance(target, HubPath) or not isinstance(model, HubPath) or model.is_dataset:
         return None
     # The Hub does not tell capitals from small letters.
@@ -104,8 +176,8 @@ def output_replaces_model(context: RuleContext) -> Problem | None:
     return Problem(
         field=_DESTINATION,
         value=context.spec.output.destination,
-        message=f"it is the repository of model.source ({context.spec.model.source}): publishing would refuse to replace it, after "
-        "the training, or replace it where it is a result of this operator itself",
+        message=f"it is the repository of model.source ({context.spec.model.source}): publishing would refuse to replace it, "
+        "after the training, or replace it where it is a result of this operator itself",
         fix=f"name a repository of its own, such as {written}",
         changes={_DESTINATION: written},
     )
@@ -121,7 +193,7 @@ def output_replaces_model(context: RuleContext) -> Problem | None:
 def destination_not_allowed(context: RuleContext) -> Problem | None:
     allowed = None if context.profile is None else context.profile.publish.allowed_destinations
     destination = context.spec.output.destination
-    if allowed is None or isinstance(place_of(context), ClaimPath) or is_allowed(destination, allowed):
+    if allowed is None or isinstance(destination_of(context), ClaimPath) or is_allowed(destination, allowed):
         return None
     listed = ", ".join(allowed) or "no destination outside the cluster"
     return Problem(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from finetune_job.api.base import ClaimPath, HubPath, RegistryPath, parse_source
 from finetune_job.api.method import MethodType
-from finetune_job.plan.sources import named_sources
-from finetune_job.rules.context import RuleContext
-from finetune_job.rules.define import OURS, Problem, rule
-from finetune_job.rules.no_effect import SAME_PLAN, NoEffect, no_effect_rules
-from finetune_job.rules.outputs.places import free_directory, place_of
-from finetune_job.rules.rule import Reproduction
+from finetune_job.plan.inputs import named_sources
+from finetune_job.rules.outputs.destinations import destination_of, free_directory
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
+from finetune_job.rules.rule_tables import SAME_PLAN, NoEffect, no_effect_rules
 from finetune_job.rules.sources import SOURCES
 
 _DESTINATION = "output.destination"
@@ -34,7 +32,7 @@ def hub_destination_without_token(context: RuleContext) -> Problem | None:
     output, profile = context.spec.output, context.profile
     if profile is None or profile.publish.hub_endpoint is not None:
         return None
-    if not isinstance(place_of(context), HubPath) or output.secret_ref is not None:
+    if not isinstance(destination_of(context), HubPath) or output.secret_ref is not None:
         return None
     return Problem(
         field=_SECRET,
@@ -76,10 +74,12 @@ def output_adapter_is_the_result(context: RuleContext) -> Problem | None:
     reads=(_SECRET, _DESTINATION, _TOKEN, *SOURCES),
     sources=("RFC 7617: basic authentication is as secret as the connection it is sent over",),
     reproduction=Reproduction(
-        "tests/pitfalls/test_destinations.py",
+        "tests/pitfalls/test_destinations.py::test_a_hubs_token_can_be_read_on_the_way "
+        "tests/pitfalls/test_destinations.py::test_the_token_that_reads_can_be_read_on_the_way "
+        "tests/pitfalls/test_destinations.py::test_a_registrys_password_can_be_read_on_the_way",
         "no error: the token, or user name and password, are in the request as it was sent",
     ),
-    is_weighed=True,
+    needs_human=True,
     holds_for=OURS,
 )
 def credentials_without_tls(context: RuleContext) -> Problem | None:
@@ -87,7 +87,7 @@ def credentials_without_tls(context: RuleContext) -> Problem | None:
     spec, profile = context.spec, context.profile
     if profile is None:
         return None
-    place, secret, token = place_of(context), spec.output.secret_ref, spec.fetch.hub_token_secret_ref
+    place, secret, token = destination_of(context), spec.output.secret_ref, spec.fetch.hub_token_secret_ref
     writes_in_clear = (isinstance(place, HubPath) and _is_in_clear(profile.publish.hub_endpoint)) or (
         isinstance(place, RegistryPath) and place.registry in profile.publish.plain_http_registries
     )
@@ -125,7 +125,7 @@ NO_EFFECT = (
         "full fine-tuning changes the weights themselves and makes no adapter",
         Reproduction(
             "tests/pitfalls/test_evaluation.py::test_full_fine_tuning_has_no_adapter_to_leave_out",
-            "no error: there is no adapter with it or without it",
+            "no error: no adapter is published with it or without it",
         ),
     ),
     NoEffect(
@@ -133,7 +133,7 @@ NO_EFFECT = (
         "A claim needs no Secret",
         (_SECRET,),
         (_DESTINATION,),
-        lambda context: isinstance(place_of(context), ClaimPath),
+        lambda context: isinstance(destination_of(context), ClaimPath),
         "results on a claim are written by a pod that mounts it, and no credentials are asked for",
         SAME_PLAN,
     ),
@@ -142,7 +142,7 @@ NO_EFFECT = (
         "Only a repository on the Hub is private or public",
         ("output.private",),
         (_DESTINATION,),
-        lambda context: not isinstance(place_of(context), HubPath),
+        lambda context: not isinstance(destination_of(context), HubPath),
         "who may read a claim, a bucket or a registry is decided there",
         SAME_PLAN,
     ),

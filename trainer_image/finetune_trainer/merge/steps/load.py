@@ -1,20 +1,24 @@
-"""Change -> Step: reads the adapter's tensors and hands them to the module that carries out this kind of change."""
+"""Change -> Step: reads the adapter's tensors and hands them to what carries out this kind of change.
+
+The kinds with arithmetic of their own have a module each; adding a tensor (the bias on lora_B) and replacing rows are here.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from finetune_trainer.merge.changes import Addition, Change, LowRank, ModuleMerge, Orientation, TokenRows
-from finetune_trainer.merge.steps.addition import AdditionStep
-from finetune_trainer.merge.steps.low_rank import Factors, LowRankStep
-from finetune_trainer.merge.steps.step import Read, Step
-from finetune_trainer.merge.steps.token_rows import TokenRowsStep
+from finetune_trainer.merge.steps.low_rank import Factors, LowRankStep, part_of_factors, row_blocks
+from finetune_trainer.merge.steps.step import ReadTensor, Scratch, Step
+from finetune_trainer.weights.rounding import all_finite, round_into
 
 
-def load_step(change: Change, num_rows: int, num_columns: int, compute: torch.dtype, read: Read) -> Step:
+def load_step(change: Change, num_rows: int, num_columns: int, compute: torch.dtype, read: ReadTensor) -> Step:
     """The step for one matrix of (num_rows, num_columns), which PEFT would hold in `compute`.
 
-    read: loads a tensor as its header says, in its own dtype and shape. Raises MergeError where the change does not fit.
+    read: loads a tensor as its header says, in its own dtype and shape. Raises MergeError if the change does not fit.
     """
     match change:
         case LowRank():
@@ -24,7 +28,7 @@ def load_step(change: Change, num_rows: int, num_columns: int, compute: torch.dt
         case TokenRows():
             return TokenRowsStep(change.indices, read(change.tensor), compute)
         case ModuleMerge():
-            # Imports transformers and PEFT, which take more memory than the merge itself: only where they are needed.
+            # Imports transformers and PEFT, which take more memory than the merge itself: only if they are needed.
             from finetune_trainer.merge.steps.peft_layer import ModuleStep
 
             return ModuleStep(change, compute, read)
@@ -34,13 +38,50 @@ def load_step(change: Change, num_rows: int, num_columns: int, compute: torch.dt
             return QuantizationStep(change, compute)
 
 
-def _factors(change: LowRank, num_rows: int, num_columns: int, read: Read) -> Factors:
+def _factors(change: LowRank, num_rows: int, num_columns: int, read: ReadTensor) -> Factors:
     a, b = read(change.a), read(change.b)
     if change.part is not None:
-        from finetune_trainer.merge.steps.experts import part_of_factors
-
         a, b = part_of_factors(a, b, change.part, change.orientation, (num_rows, num_columns))
     magnitude = read(change.magnitude).float() if change.magnitude else None
     rounds_product = change.orientation is Orientation.EMBEDDING or change.part is not None
     # After the part was taken: widening the factors of all experts again for each would take longer than the merge.
     return Factors(a.float(), b.float(), magnitude, change.scaling, change.orientation, rounds_product)
+
+
+@dataclass(frozen=True)
+class AdditionStep:
+    """tensor: (rows, columns) of the matrix, fp32."""
+
+    tensor: torch.Tensor
+    scaling: float
+    compute: torch.dtype
+
+    def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
+        """Any rows can be computed alone; the blocks are those of matrix products, so that they fit a low-rank step's."""
+        return row_blocks(num_rows, num_columns)
+
+    def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:  # noqa: ARG002 - the protocol's
+        changed = values.to(self.compute) + self.tensor[rows[0] : rows[1]] * self.scaling
+        round_into(changed, self.compute, out)
+        return all_finite(out)
+
+
+@dataclass(frozen=True)
+class TokenRowsStep:
+    """tokens: (number of indices, columns), in the adapter file's dtype."""
+
+    indices: tuple[int, ...]
+    tokens: torch.Tensor
+    compute: torch.dtype
+
+    def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
+        """Any rows can be computed alone; the blocks are those of matrix products, so that they fit a low-rank step's."""
+        return row_blocks(num_rows, num_columns)
+
+    def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:  # noqa: ARG002 - the protocol's
+        first, last = rows
+        round_into(values, self.compute, out)
+        inside = [number for number, index in enumerate(self.indices) if first <= index < last]
+        for number in inside:  # in order: where an index comes twice, the last row wins
+            round_into(self.tokens[number], self.compute, out[self.indices[number] - first])
+        return all(all_finite(out[self.indices[number] - first]) for number in inside)

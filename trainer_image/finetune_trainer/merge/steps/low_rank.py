@@ -1,10 +1,7 @@
-"""W + scaling * B@A, with PEFT's bits: what peft 0.21.2 does on a CPU, cut into blocks of rows.
+"""W + scaling * B@A, with PEFT's bits: what peft 0.21.2 does on a CPU, cut into blocks of rows, for a weight or for one expert.
 
-PEFT widens the factors to fp32, multiplies them whole, scales the product, adds it to the weight (which promotes 16-bit values to
-fp32) and rounds once. DoRA divides by the norms of the sum and rounds once as well. Embeddings and expert parameters round twice:
-the product to the weight's dtype and then the sum (sources: peft tuners/lora/layer.py `merge`, `get_delta_weight`; variants.py
-`Dora...Variant.merge_unsafe`). Elementwise work may be cut anywhere. A matrix product may not: its bits depend on the kernel that
-the library picks for its shape. So products are cut into blocks only where `blocks_are_exact` has seen equal bits on this machine.
+A matrix product's bits depend on the kernel that the library picks for its shape, so products are cut into blocks, and experts
+multiplied one by one, only where this machine was seen to give equal bits.
 """
 
 from __future__ import annotations
@@ -15,7 +12,9 @@ import torch
 
 from finetune_trainer.merge.changes import Orientation
 from finetune_trainer.merge.steps.step import Scratch
+from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.rounding import all_finite, round_into
+from finetune_trainer.weights.stored import ExpertPart
 
 BLOCK_ROWS = 256
 """Rows of one matrix product. Measured: blocks of 64 rows and more had PEFT's bits, of 1 and 7 rows had not."""
@@ -24,9 +23,13 @@ BLOCK_BYTES = 8 << 20
 """Wider weights than 8,192 columns get fewer rows per block, so that an fp32 block stays near this."""
 SELF_CHECK_BYTES = 32 << 20
 """The whole product that blocks are compared with is cut to this many fp32 bytes, because memory is bounded."""
+EXPERT_CHECK_BYTES = 32 << 20
+"""fp32 bytes of the batch that single products are compared with, because memory is bounded."""
 
 _exact_shapes: dict[tuple[object, ...], bool] = {}
 """What the self-check has seen in this process, by the shapes that decide which kernels the library picks."""
+_equal_experts: set[tuple[int, ...]] = set()
+"""Shapes (experts, rank, in, out) whose single products were found equal in this process."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,53 @@ def _merge_whole_transposed_dora(base: torch.Tensor, factors: Factors, compute: 
     the strides of the sum, and those on the order of the operands.
     """
     if factors.magnitude is None:
-        raise ValueError("factors without a magnitude are no DoRA adapter")
+        raise ValueError("factors without a magnitude are not a DoRA adapter")
     weight = base.to(compute)
     delta = (factors.b @ factors.a).T * factors.scaling
     norm = torch.linalg.norm(weight.T + 1 * delta.T, dim=1)
     merged = (factors.magnitude / norm).view(1, -1) * (weight + delta)
     round_into(merged, compute, out)
+
+
+def part_of_factors(
+    a: torch.Tensor, b: torch.Tensor, part: ExpertPart, orientation: Orientation, shape: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a: (experts * r, in), b: (out, r * experts) -> (r, in') and (out', r) of a stored matrix of `shape`, in their dtype.
+
+    in' and out' are the matrix's columns and rows, or rows and columns where it is stored as (in, out). Raises MergeError if
+    this machine would not give PEFT's bits.
+    """
+    if part.num_experts > 1:
+        require_equal_products(a, b, part.num_experts)
+    rank = a.shape[0] // part.num_experts
+    a = a[part.expert * rank : (part.expert + 1) * rank]
+    b = b[:, part.expert :: part.num_experts]
+    rows, columns = slice(part.first_row, part.first_row + shape[0]), slice(shape[1])
+    outs, ins = (rows, columns) if orientation is Orientation.LINEAR else (columns, rows)
+    a, b = a[:, ins], b[outs]
+    if part.zeros_before or part.zeros_after:
+        # The zeros take part in the product, as in PEFT's, so that its kernel sees the same rank.
+        before, after = part.zeros_before, part.zeros_after
+        a = torch.cat([a.new_zeros(before, a.shape[1]), a, a.new_zeros(after, a.shape[1])])
+        b = torch.cat([b.new_zeros(b.shape[0], before), b, b.new_zeros(b.shape[0], after)], dim=1)
+    return a.contiguous(), b.contiguous()
+
+
+def require_equal_products(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> None:
+    """Compare products of single experts with PEFT's one product over as many as EXPERT_CHECK_BYTES allow. Raises MergeError."""
+    rank, num_in, num_out = a.shape[0] // num_experts, a.shape[1], b.shape[0]
+    shape = (num_experts, rank, num_in, num_out)
+    if shape in _equal_experts:
+        return
+    a, b = a.float(), b.float()
+    stacked_a, stacked_b = a.reshape(num_experts, rank, num_in), b.reshape(num_out, rank, num_experts)
+    num_checked = min(num_experts, max(2, EXPERT_CHECK_BYTES // (4 * num_in * num_out)))
+    whole = torch.einsum("ore,eri->eoi", stacked_b[:, :, :num_checked], stacked_a[:num_checked])
+    for expert in range(num_checked):
+        if not torch.equal(whole[expert], stacked_b[:, :, expert].contiguous() @ stacked_a[expert]):
+            raise MergeError(
+                f"adapter factors of {num_experts} experts, rank {rank}, {num_in} to {num_out} features: this machine's matrix "
+                "library multiplies experts one by one with other bits than together, so the merge would differ from PEFT's. "
+                "Merge on a machine with another processor type."
+            )
+    _equal_experts.add(shape)

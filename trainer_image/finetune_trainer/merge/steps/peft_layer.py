@@ -1,12 +1,13 @@
 """One module merged by PEFT's own layer of the adapter's method: for what no formula of this package covers.
 
-A model is made that has this one module only, under its own name, so that PEFT's settings find it as they would in the whole model;
-the adapter is attached to it and filled as `PeftModel.from_pretrained` does it, and merged as `merge_and_unload(safe_merge=False)`
-does it. That gives the bits of the whole model's merge where a layer depends on nothing outside it but shared tensors of the
-adapter file. Measured for every method that methods.py of the contract says merges (tests/unit/trainer_merge/test_methods.py).
+A model is made that has this one module only, under its own name, so that PEFT's settings find it as they would in the whole
+model; the adapter is attached to it and filled as `PeftModel.from_pretrained` does it, and merged as
+`merge_and_unload(safe_merge=False)` does it. That gives the bits of the whole model's merge where a layer depends on nothing
+outside it but shared tensors of the adapter file. Measured for every method that finetune_job.methods says merges
+(tests/unit/finetune_trainer/merge/test_non_lora.py).
 Memory: the module's parameters in PEFT's dtype, the adapter's tensors for it, and PEFT's temporaries, which are fp32 products of
-the weight's shape, one to three of them; for PSOFT decompositions of the weight. One module at a time, whatever the
-threads.
+the weight's shape, one to three of them; for PSOFT decompositions of the weight. One module at a time, however
+many threads.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from finetune_trainer.merge.changes import ModuleMerge
-from finetune_trainer.merge.steps.step import Read, Scratch, WholeMatrix
-from finetune_trainer.model.without_values import without_values
+from finetune_trainer.merge.steps.step import ReadTensor, Scratch, WholeMatrix
+from finetune_trainer.model.meta_device import on_meta_device
 from finetune_trainer.weights.errors import (
     AdapterTensorMisshapedError,
     AdapterTensorMissingError,
@@ -38,7 +39,7 @@ ADAPTER = "default"
 ALIGNMENT = 64
 """Bytes: addresses that agree modulo this are one to the processor's vector instructions."""
 _COMPANION = "shared_extent"
-"""Module beside the merged one, of the size of the shared projections; its weight takes no room."""
+"""Module next to the merged one, of the size of the shared projections; its weight takes no room."""
 _CONVOLUTIONS = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}
 _one_at_a_time = threading.Lock()
 
@@ -49,7 +50,7 @@ class ModuleStep(WholeMatrix):
 
     change: ModuleMerge
     compute: torch.dtype
-    read: Read
+    read: ReadTensor
 
     def apply(
         self,
@@ -70,7 +71,7 @@ class ModuleStep(WholeMatrix):
 
 
 def _placed(values: torch.Tensor, offset: int) -> torch.Tensor:
-    """A copy that lies in memory as the base's mapped file would: products with a vector have other bits at other alignments."""
+    """A copy placed in memory as in the base's mapped file: products with a vector have other bits at other alignments."""
     buffer = torch.empty(values.nbytes + ALIGNMENT, dtype=torch.uint8)
     start = (offset - buffer.data_ptr()) % ALIGNMENT
     return buffer[start : start + values.nbytes].view(values.dtype).view(values.shape).copy_(values)
@@ -82,7 +83,8 @@ def merged_parameter(
     """`change.parameter` as PEFT merges it; of its own shape and dtype.
 
     parameters: all of the module's, by name, in the dtype that PEFT would hold them in; they may be changed. adapter: the tensors
-    of the file. Raises UnsupportedAdapterError, AdapterTensorMissingError, AdapterTensorUnknownError, AdapterTensorMisshapedError.
+    of the file. Raises UnsupportedAdapterError, AdapterTensorMissingError, AdapterTensorUnknownError,
+    AdapterTensorMisshapedError.
     """
     model = _adapted(change, parameters)
     _compare(change, _tensors(model), {name: tuple(tensor.shape) for name, tensor in adapter.items()})
@@ -97,13 +99,13 @@ def merged_parameter(
     return merged.get_parameter(change.parameter).detach()
 
 
-def check_module(change: ModuleMerge) -> None:
+def require_tensors_of_module(change: ModuleMerge) -> None:
     """That the adapter holds for this module the tensors that PEFT's layer has, in their shapes. Reads no tensor.
 
     Raises what `merged_parameter` raises.
     """
     shapes = {name: header.shape for name, header in change.adapter.items()}
-    with without_values():
+    with on_meta_device():
         nothing = {name: torch.empty(header.shape) for name, header in change.base.items()}
         _compare(change, _tensors(_adapted(change, nothing)), shapes)
 
@@ -122,8 +124,8 @@ def _compare(change: ModuleMerge, wanted: Mapping[str, tuple[int, ...]], given: 
         )
     for name in sorted(given.keys() - wanted.keys()):
         raise AdapterTensorUnknownError(
-            f"adapter tensor {name}: {method} as adapter_config.json describes it has no such tensor on {change.module}. The file "
-            "and its configuration belong to different adapters."
+            f"adapter tensor {name}: {method} as adapter_config.json describes it has no such tensor on {change.module}. The "
+            "file and its configuration belong to different adapters."
         )
     for name, shape in given.items():
         if shape != wanted[name]:
@@ -149,8 +151,8 @@ def _adapted(change: ModuleMerge, parameters: Mapping[str, torch.Tensor]) -> Pef
         return PeftModel(root, config, adapter_name=ADAPTER)
     except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         raise UnsupportedAdapterError(
-            f"{change.module}: PEFT's {change.config['peft_type']} does not take this {change.layer}: {error}. Publish the adapter "
-            "alone (merge.enabled: false)."
+            f"{change.module}: PEFT's {change.config['peft_type']} does not take this {change.layer}: {error}. Publish the "
+            "adapter alone (merge.enabled: false)."
         ) from error
 
 
@@ -202,7 +204,9 @@ def _base_layer(change: ModuleMerge, parameters: Mapping[str, torch.Tensor]) -> 
         # Stride and padding say how the layer is used, not what is merged; groups are refused by PEFT's merge.
         layer = _without_values(_CONVOLUTIONS[change.layer], shape[1], shape[0], tuple(shape[2:]), bias=has_bias)
     else:
-        raise UnsupportedAdapterError(f"{change.module}: adapters on a {change.layer} cannot be merged. Publish the adapter alone.")
+        raise UnsupportedAdapterError(
+            f"{change.module}: adapters on a {change.layer} cannot be merged. Publish the adapter alone."
+        )
     for name, values in parameters.items():
         setattr(layer, name, nn.Parameter(values, requires_grad=False))
     return layer

@@ -1,11 +1,11 @@
 """W becomes what a 4-bit layer of bitsandbytes, made from it, computes with: packed and unpacked again, on the CPU.
 
-bitsandbytes 0.50 packs 64 values after each other, whatever rows they lie in, as a 4-bit code each and their largest absolute
+bitsandbytes 0.50 packs 64 values after each other, whatever rows they are in, as a 4-bit code each and their largest absolute
 value, which double quantisation packs once more: mean taken off, 256 to a block of 8-bit codes. A layer unpacks straight into the
 type that it computes in (bitsandbytes/functional.py quantize_4bit, backends/default/ops.py gemm_4bit). So values can be packed
 piece by piece, but with double quantisation none can be unpacked before the last of the matrix is packed: memory is the matrix, a
-quarter of it in codes, and a piece's temporaries. Its own layers on a CPU with AVX-512 unpack rows wrong of which 64 is no divisor,
-in every step of a training; here they come out as they were packed, as on a GPU.
+quarter of it in codes, and a piece's temporaries. Its own layers on a CPU with AVX-512 unpack rows wrong whose width 64 does
+not divide, in every step of a training; here they come out as they were packed, as on a GPU.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from finetune_trainer.merge.steps.step import Scratch, WholeMatrix
 from finetune_trainer.weights.rounding import all_finite, round_into
 
 BLOCK_VALUES = 64
-"""Values with one largest absolute value: what bitsandbytes' layers take where nothing is said, and transformers says nothing."""
+"""Values with one largest absolute value: what bitsandbytes' layers take if nothing is said, and transformers says nothing."""
 PIECE_VALUES = 1 << 20
 """Packed at once: a whole number of blocks."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def dequantized(weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-    """What a layer with these settings, made from `weight` as it is stored, computes with; its shape, in the layer's compute dtype.
+    """What a layer with these settings, made from `weight` as it is stored, computes with.
 
-    weight: (rows, columns), any floating dtype.
+    weight: (rows, columns), any floating dtype. The result has its shape and the layer's compute dtype.
     """
     out = torch.empty(weight.shape, dtype=_DTYPES[quantization.compute_dtype])
     _unpack_into(weight, quantization, out)

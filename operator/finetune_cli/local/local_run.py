@@ -1,0 +1,167 @@
+"""The roles of a plan one after the other, each retried within the limits that the operator has, too.
+
+While training runs, its progress is asked of rank 0 as the operator asks it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.local.launch import Interruption, RoleArguments, launch
+from finetune_cli.local.run_directory import RunDirectory, RunRecord, write_record
+from finetune_job.api.status import Restarts
+from finetune_job.failures import FailureClass, Outcome, TerminationReport
+from finetune_job.layout import WorkspaceLayout
+from finetune_job.names import Role
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.progress import Progress
+from finetune_operator.decide.restart_policy import counters_after, pause_seconds, restart_decision
+
+OBSERVE_FILE = "observe.json"
+"""In the job's directory on the workspace: the port on which rank 0 answers."""
+ANSWER_SECONDS = 2.0
+
+
+def roles_of(plan: RunPlan) -> tuple[Role, ...]:
+    """The roles that this plan needs, in order; what is on claims is not fetched, and results for a claim are not published."""
+    fetch = () if plan.fetch is None else (Role.FETCH,)
+    publish = () if plan.publish is None else (Role.PUBLISH,)
+    return (*fetch, Role.PREFLIGHT, Role.TRAIN, Role.MERGE, *publish)
+
+
+class RunListener(Protocol):
+    """What is told of the events of a run."""
+
+    def started(self, role: Role, attempt: int, output: Path) -> None: ...
+
+    def progressed(self, progress: Progress) -> None: ...
+
+    def ended(self, report: TerminationReport, seconds: float) -> None: ...
+
+    def restarting(self, report: TerminationReport, pause_seconds: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """What follows the end of a role."""
+
+    record: RunRecord
+    again_after_seconds: float | None = None
+    """Pause before the same role is retried."""
+    exit_code: ExitCode | None = None
+    """If the run ends here."""
+
+
+def next_step(
+    record: RunRecord, report: TerminationReport, role: Role, max_restarts: int, *, interrupted: bool, now: datetime
+) -> NextStep:
+    """What follows this end of a role at `now`."""
+    if report.outcome is Outcome.SUCCEEDED:
+        return NextStep(
+            record.model_copy(update={"finished": [*record.finished, role], "facts": {**record.facts, role: report.facts}})
+        )
+    if report.outcome is Outcome.REFUSED:
+        return NextStep(record, exit_code=ExitCode.REFUSED)
+    if interrupted:
+        return NextStep(record, exit_code=ExitCode.INTERRUPTED)
+    failure = report.failure or FailureClass.UNKNOWN
+    restarts = record.restarts.get(role, Restarts())
+    decision = restart_decision(failure, restarts, max_restarts, now)
+    if not decision.restarts:
+        return NextStep(record, exit_code=ExitCode.FAILED)
+    following = counters_after(decision, restarts, now)
+    pause = pause_seconds(failure, following, role, record.plan_sha256)
+    return NextStep(record.model_copy(update={"restarts": {**record.restarts, role: following}}), again_after_seconds=pause)
+
+
+class LocalRun:
+    """One command's work on a job."""
+
+    def __init__(self, place: RunDirectory, plan: RunPlan, record: RunRecord, lock: int, audience: RunListener) -> None:
+        """`lock`: descriptor that keeps the job taken."""
+        self.place, self.plan, self.record, self.lock, self.audience = place, plan, record, lock, audience
+        workspace = plan.workspace
+        self.workspace = WorkspaceLayout(place.claims / workspace.claim / workspace.path)
+
+    def execute(self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None) -> ExitCode:
+        """Run the roles that have not ended with success yet. `roles`: these of them; None: all that the plan needs."""
+        for role in roles_of(self.plan) if roles is None else roles:
+            while role not in self.record.finished:
+                report = self._attempt(role, interruption)
+                step = next_step(
+                    self.record, report, role, max_restarts, interrupted=interruption.requested, now=datetime.now(UTC)
+                )
+                self._keep(step.record)
+                if step.exit_code is not None:
+                    return step.exit_code
+                if step.again_after_seconds is not None:
+                    self.audience.restarting(report, step.again_after_seconds)
+                    interruption.pause(step.again_after_seconds)
+                if interruption.requested:
+                    return ExitCode.INTERRUPTED
+        return ExitCode.DONE
+
+    def _attempt(self, role: Role, interruption: Interruption) -> TerminationReport:
+        attempt = self.record.next_attempt.get(role, 0)
+        # The number is used up before anything runs under it: two processes never share an attempt.
+        self._keep(self.record.model_copy(update={"next_attempt": {**self.record.next_attempt, role: attempt + 1}}))
+        output = self.place.output(role, attempt)
+        self.audience.started(role, attempt, output)
+        started = time.monotonic()
+        report = launch(
+            RoleArguments(
+                role=role,
+                attempt=attempt,
+                plan=self.place.plan,
+                plan_sha256=self.record.plan_sha256,
+                claims_root=self.place.claims,
+                termination_log=self.place.termination_log(role, attempt),
+                lock=self.lock,
+            ),
+            output,
+            interruption,
+            lambda: self._look(role, attempt),
+        )
+        seconds = time.monotonic() - started
+        self._keep(
+            self.record.model_copy(
+                update={"seconds": {**self.record.seconds, role: self.record.seconds.get(role, 0.0) + seconds}}
+            )
+        )
+        self.audience.ended(report, seconds)
+        return report
+
+    def _look(self, role: Role, attempt: int) -> None:
+        progress = read_progress(self.workspace.root, attempt) if role is Role.TRAIN else None
+        if progress is not None:
+            self.audience.progressed(progress)
+
+    def _keep(self, record: RunRecord) -> None:
+        self.record = record
+        write_record(self.place.record, record)
+
+
+def read_progress(workspace: Path, attempt: int) -> Progress | None:
+    """The latest progress of this attempt; None while nobody answers."""
+    try:
+        address = json.loads((workspace / OBSERVE_FILE).read_bytes())
+        if address.get("attempt") != attempt:
+            return None
+        connection = http.client.HTTPConnection("127.0.0.1", int(address["port"]), timeout=ANSWER_SECONDS)
+        try:
+            connection.request("GET", "/progress")
+            answer = connection.getresponse().read(65_536)
+        finally:
+            connection.close()
+        progress = Progress.model_validate_json(answer)
+    except (OSError, ValueError, KeyError, AttributeError, http.client.HTTPException):
+        return None
+    return progress if progress.attempt == attempt else None

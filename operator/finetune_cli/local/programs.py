@@ -1,0 +1,171 @@
+"""The merge and the rehearsal as processes of the trainer, which report progress and findings as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.local.launch import Interruption
+from finetune_job.api.output import MergeBase
+from finetune_job.failures import CLASS_OF_EXIT_CODE, USER_FAILURES
+from finetune_job.plan.run_plan import RunPlan
+
+_TAIL_BYTES = 4096
+"""Of what the process said on its standard error, where it ended without a word of its own."""
+_WRONG_ARGUMENTS = 2
+_PROCESS = "finetune_trainer.roles.rehearse"
+
+
+@dataclass(frozen=True)
+class MergeOrder:
+    """What is merged, and how."""
+
+    base: Path
+    adapters: Sequence[Path]
+    """Merged one after the other."""
+    output: Path
+    dtype: str | None
+    max_shard_size: str
+    verify: bool
+    prompts: Path | None
+    device: str
+    base_form: MergeBase = MergeBase.ORIGINAL
+    quantization: str | None = None
+    """How a QLoRA training packed its base, as JSON of spec.method.quantization; None: it did not, or by default."""
+
+    def command(self) -> list[str]:
+        """Arguments of the process."""
+        command = [sys.executable, "-m", "finetune_trainer.roles.merge_command", "--base", str(self.base)]
+        for adapter in self.adapters:
+            command += ["--adapter", str(adapter)]
+        command += ["--output", str(self.output), "--max-shard-size", self.max_shard_size, "--device", self.device]
+        if self.dtype is not None:
+            command += ["--dtype", self.dtype]
+        if self.prompts is not None:
+            command += ["--prompts", str(self.prompts)]
+        if self.base_form is not MergeBase.ORIGINAL:
+            command += ["--base-form", self.base_form]
+        if self.quantization is not None:
+            command += ["--quantization", self.quantization]
+        return command if self.verify else [*command, "--no-verify"]
+
+
+@dataclass(frozen=True)
+class MergeEnd:
+    """How it ended."""
+
+    exit_code: ExitCode
+    report: Mapping[str, Any]
+    """Empty where the process ended before it had one."""
+    said: str
+    """What went wrong, in the words of the process."""
+
+
+def merge_directories(
+    command: Sequence[str], interruption: Interruption, progressed: Callable[[int, int], None], ended_writing: Callable[[], None]
+) -> MergeEnd:
+    """Run a merge to its end. `progressed`: bytes written, and in all. `ended_writing`: what follows is the verification."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        interruption.watch(process)
+        report: Mapping[str, Any] = {}
+        try:
+            for line in process.stdout or ():
+                said = _parsed(line)
+                if isinstance(said.get("report"), dict):
+                    report = said["report"]
+                elif isinstance(said.get("written"), int) and isinstance(said.get("total"), int):
+                    progressed(said["written"], said["total"])
+                    if said["written"] == said["total"]:
+                        ended_writing()
+            code = process.wait()
+        finally:
+            interruption.watch(None)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        return MergeEnd(_exit_code_of_merge(code, interrupted=interruption.requested), report, _tail(errors) if code else "")
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """A line of progress or the report; anything else that a library may print is none."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _exit_code_of_merge(code: int, *, interrupted: bool) -> ExitCode:
+    if code == 0:
+        return ExitCode.DONE
+    if interrupted:
+        return ExitCode.INTERRUPTED
+    if code == _WRONG_ARGUMENTS:
+        return ExitCode.UNUSABLE
+    return ExitCode.REFUSED if CLASS_OF_EXIT_CODE.get(code) in USER_FAILURES else ExitCode.FAILED
+
+
+def _tail(errors: IO[bytes]) -> str:
+    end = errors.seek(0, os.SEEK_END)
+    errors.seek(max(end - _TAIL_BYTES, 0))
+    return errors.read().decode(errors="replace").strip()
+
+
+@dataclass(frozen=True)
+class RehearsalOrder:
+    """What is tried."""
+
+    plan: RunPlan
+    model: Path
+    scratch: Path
+    """Made, and removed by the caller."""
+    log: Path
+    seconds: float
+    """Of the whole attempt; what is not tried by then is not tried."""
+
+    def command(self) -> list[str]:
+        """Arguments of the process."""
+        command = [sys.executable, "-m", _PROCESS, "--parent", str(os.getpid()), "--check-model"]
+        return [*command, "--model", str(self.model), "--scratch", str(self.scratch), "--seconds", str(self.seconds)]
+
+
+def run_rehearsal(order: RehearsalOrder, interruption: Interruption, said: Callable[[Mapping[str, Any]], None]) -> int:
+    """Run it to its end; the exit status. `said`: each line, with one of `finding`, `stage`, `report`, `shown`."""
+    with order.log.open("wb") as log:
+        process = subprocess.Popen(
+            order.command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True, env=_environment()
+        )
+        interruption.watch(process)
+        try:
+            if process.stdin is not None:
+                process.stdin.write(order.plan.model_dump_json().encode())
+                process.stdin.close()
+            for line in process.stdout or ():
+                said(json.loads(line))
+            return process.wait()
+        finally:
+            interruption.watch(None)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def _environment() -> dict[str, str]:
+    """No accelerator, and one thread for each rank."""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,160 @@
+"""A local run on a terminal: a bar for training, a line for each role that ended, and the last words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.local.summary import Summary
+from finetune_cli.render.verdicts import finding_text
+from finetune_job.failures import Outcome, TerminationReport
+from finetune_job.names import Role
+from finetune_job.progress import Progress
+
+_WORDS = {
+    Role.FETCH: "fetching model and data",
+    Role.PREFLIGHT: "checking model and data",
+    Role.TRAIN: "training",
+    Role.MERGE: "merging and verifying",
+    Role.PUBLISH: "publishing",
+}
+_HEADS = {
+    ExitCode.DONE: "Done.",
+    ExitCode.REFUSED: "Refused: nothing was trained.",
+    ExitCode.FAILED: "Failed.",
+    ExitCode.INTERRUPTED: "Interrupted. Run the same command again to continue.",
+}
+
+
+class LiveView:
+    """A `RunListener` on a terminal; in a file only the lines appear."""
+
+    def __init__(self, console: Console, job: str) -> None:
+        self._console, self._job = console, job
+        self._bars = Bars(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> LiveView:
+        if self._console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bars.stop()
+
+    def started(self, role: Role, attempt: int, output: Path) -> None:
+        """A role begins; its output goes to a file."""
+        again = f", attempt {attempt}" if attempt else ""
+        self._console.print(f"{self._job}: {_WORDS[role]}{again} (output: {output})", markup=False, soft_wrap=True)
+        if self._console.is_terminal:
+            self._task = self._bars.add_task(_WORDS[role], total=None, facts="")
+
+    def progressed(self, progress: Progress) -> None:
+        """Rank 0 has answered."""
+        if self._task is not None:
+            self._bars.update(self._task, completed=progress.step, total=progress.total_steps, facts=_facts(progress))
+
+    def ended(self, report: TerminationReport, seconds: float) -> None:
+        """A role has ended."""
+        if self._task is not None:
+            self._bars.remove_task(self._task)
+            self._task = None
+        said = f": {report.message}" if report.message else ""
+        kind = f" ({report.failure})" if report.failure else ""
+        self._console.print(
+            f"{self._job}: {report.role} {_ending(report.outcome)}{kind} after {seconds:.1f} s{said}",
+            markup=False,
+            soft_wrap=True,
+        )
+        for finding in report.findings:
+            self._console.print(finding_text(finding), markup=False, soft_wrap=True)
+        # Findings carry their own fixes; the hint repeats the first.
+        if report.outcome is not Outcome.SUCCEEDED and report.hint and not report.findings:
+            self._console.print(f"  {report.hint}", markup=False, soft_wrap=True)
+
+    def restarting(self, report: TerminationReport, pause_seconds: float) -> None:
+        """The same role is tried again."""
+        pause = f" in {pause_seconds:.0f} s" if pause_seconds else ""
+        self._console.print(f"{self._job}: {report.role} starts again{pause}", markup=False, soft_wrap=True)
+
+
+def _ending(outcome: Outcome) -> str:
+    return {Outcome.SUCCEEDED: "succeeded", Outcome.REFUSED: "refused the job", Outcome.FAILED: "failed"}[outcome]
+
+
+def _facts(progress: Progress) -> str:
+    parts = []
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.3f}")
+    if progress.eval_loss is not None:
+        parts.append(f"held out {progress.eval_loss:.3f}")
+    if progress.tokens_per_second is not None:
+        parts.append(f"{progress.tokens_per_second:.0f} tokens/s")
+    if progress.seconds_left:
+        parts.append(f"{timedelta(seconds=round(progress.seconds_left))} left")
+    return "  ".join(parts)
+
+
+def summary_text(code: ExitCode, summary: Summary) -> str:
+    """Losses, results, verification and time."""
+    rows: list[tuple[str, str]] = []
+    if summary.losses is not None:
+        kind = "held-out loss" if summary.losses.held_out else "training loss"
+        rows.append((kind, f"{summary.losses.first:.4f} before, {summary.losses.last:.4f} after"))
+    if code is not ExitCode.DONE and summary.step:
+        rows.append(("last step", str(summary.step)))
+    if code is ExitCode.DONE:
+        if summary.address is not None:
+            rows.append(("published at", summary.address))
+        for label, path in (("adapter", summary.adapter), ("merged model", summary.merged)):
+            if path is not None:
+                rows.append((label, str(path)))
+        rows += verification_rows(summary.figures)
+        if summary.verification is not None:
+            rows.append(("report", str(summary.verification)))
+    rows.append(("workspace", str(summary.workspace)))
+    if summary.restarts:
+        rows.append(("restarts", str(summary.restarts)))
+    rows.append(("time", f"{summary.seconds:.1f} s"))
+    return "\n".join(["", _HEADS[code], *row_lines(rows), ""])
+
+
+def row_lines(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Labels and what they stand for, in two columns."""
+    return [f"  {label + ':':<15}{text}" for label, text in rows]
+
+
+def verification_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures that say most; the report has them all."""
+    if "passed" not in figures:
+        return []
+    parts = ["passed" if figures["passed"] else "FAILED"]
+    tensors, logits = figures.get("tensors") or {}, figures.get("logits") or {}
+    if "num_changed" in tensors:
+        parts.append(f"{tensors['num_changed']} tensors changed, {tensors.get('num_untouched', 0)} untouched")
+    if "mean_kl" in logits:
+        parts.append(f"mean KL {logits['mean_kl']:.2g}")
+    if "top1_agreement" in logits:
+        parts.append(f"same token {logits['top1_agreement']:.1%}")
+    rows = [("verification", ", ".join(parts))]
+    other = figures.get("other_logits")
+    if isinstance(other, Mapping) and "mean_kl" in other:
+        # QLoRA: the adapter was trained on other values of the base than those that it was added to, or the other way round.
+        rows.append(("on other base", f"mean KL {other['mean_kl']:.2g}, same token {other.get('top1_agreement', 0):.1%}"))
+    return rows

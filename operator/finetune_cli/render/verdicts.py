@@ -1,0 +1,112 @@
+"""Verdicts, findings and fixes as plain text, which reads the same in a log and on a terminal; verdicts as JSON and YAML."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, Report
+from finetune_job.finding import Finding
+from finetune_job.plan.run_plan import Choice
+from finetune_job.rules.rule import changes_text, format_value
+
+if TYPE_CHECKING:
+    from finetune_cli.checks.fix import FixedFile
+
+
+WIDTH = 100
+"""Columns."""
+
+
+def report_text(report: Report) -> str:
+    """All verdicts; each names its file where there are several."""
+    has_several = len({verdict.file for verdict in report.verdicts}) > 1
+    return "\n".join(_verdict(verdict, has_several) for verdict in report.verdicts) + "\n"
+
+
+def _verdict(verdict: DocumentVerdict, names_file: bool) -> str:
+    subject = " ".join(part for part in (verdict.kind, verdict.name) if part) or "input"
+    place = f"{verdict.file}: " if names_file and verdict.file else ""
+    lines = [f"{place}{subject}: {verdict.outcome}"]
+    lines += [finding_text(finding) for finding in verdict.findings]
+    if verdict.outcome is DocumentOutcome.ACCEPTED and verdict.choices:
+        lines += ["", "  Left open by the manifest, and chosen:", choices_text(verdict.choices)]
+    return "\n".join(lines)
+
+
+def finding_text(finding: Finding) -> str:
+    """One finding: field, value, reason, fix."""
+    return "\n".join(
+        [
+            "",
+            f"  {finding.severity}: {finding.rule}",
+            labelled("field", finding.field),
+            labelled("value", finding.value),
+            labelled("reason", finding.message),
+            labelled("fix", finding.fix),
+            *([labelled("source", finding.source)] if finding.source else []),
+        ]
+    )
+
+
+def choices_text(choices: Iterable[Choice]) -> str:
+    """What the plan chose."""
+    rows = [(choice.field.removeprefix("spec."), _choice_value(choice.value), choice.reason) for choice in choices]
+    fields, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"    {field:{fields}}  {value:{values}}  {reason}" for field, value, reason in rows)
+
+
+def _choice_value(value: object) -> str:
+    return format_value(value)
+
+
+def fixes_text(files: Sequence[FixedFile]) -> str:
+    """What was changed, by rule."""
+    lines = []
+    for file in files:
+        for job, finding in file.made:
+            lines.append(f"fixed {job}: {changes_text(finding.changes)} ({finding.rule})\n")
+    return "".join(lines)
+
+
+def labelled(label: str, text: str) -> str:
+    """A line `label: text`, indented and wrapped."""
+    lead = f"    {label + ':':<8}"
+    indent = " " * len(lead)
+    return textwrap.fill(
+        text, WIDTH, initial_indent=lead, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def report_document(report: Report) -> dict[str, Any]:
+    """A whole file as plain data."""
+    return {
+        "accepted": report.exit_code == 0,
+        "documents": [
+            {
+                "file": verdict.file,
+                "document": verdict.document,
+                "kind": verdict.kind,
+                "name": verdict.name,
+                "outcome": str(verdict.outcome),
+                "findings": [finding.model_dump(mode="json") for finding in verdict.findings],
+                "choices": [choice.model_dump(mode="json") for choice in verdict.choices],
+                "plan": verdict.plan.model_dump(mode="json", exclude={"choices"}) if verdict.plan is not None else None,
+            }
+            for verdict in report.verdicts
+        ],
+    }
+
+
+def as_json(content: dict[str, Any]) -> str:
+    """Indented, keys in the order given."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def as_yaml(content: dict[str, Any]) -> str:
+    """Block style, keys in the order given."""
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

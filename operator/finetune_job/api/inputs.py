@@ -1,0 +1,121 @@
+"""`spec.model`, `spec.data` and `spec.fetch`: what a job reads, and the credentials for sources outside the cluster."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from finetune_job.api.base import ApiModel, DecimalString, Dtype, Revision, SecretName, Source
+
+
+class Attention(StrEnum):
+    """Attention implementations that keep packed documents apart on every device."""
+
+    SDPA = "sdpa"
+    EAGER = "eager"
+
+
+class ModelSpec(ApiModel):
+    """Which base model, and how it is loaded."""
+
+    source: Source
+    """Directory with config.json, safetensors weights and the tokenizer: `pvc://<claim>/<path>`, `hf://<org>/<name>` or
+    `s3://<bucket>/<prefix>`. The latter two are copied to the workspace first."""
+    revision: Revision | None = None
+    """Commit of an `hf://` source; required there and not allowed elsewhere."""
+    dtype: Dtype | None = None
+    """Element type in which the base model is held. Unset: the type its weights are stored in, as config.json says."""
+    attention: Attention | None = None
+    """Attention implementation. Unset: sdpa."""
+    allow_remote_code: bool = False
+    """Whether Python code in the model directory may run. The profile must allow it too."""
+
+
+class DataFormat(StrEnum):
+    """What one record holds."""
+
+    CHAT = "Chat"
+    PROMPT_COMPLETION = "PromptCompletion"
+    TEXT = "Text"
+
+
+class LossOn(StrEnum):
+    """Which tokens are supervised."""
+
+    ASSISTANT = "Assistant"
+    """Every turn of the assistant in a chat, with the token that ends it."""
+    COMPLETION = "Completion"
+    """The completion; in a chat the last turn, which must be the assistant's."""
+    ALL = "All"
+
+
+class ValidationData(ApiModel):
+    """Held-out records, never trained on."""
+
+    source: Source
+    """File or directory of records in the same format."""
+    revision: Revision | None = None
+    """Commit of an `hf://` source; required there and not allowed elsewhere."""
+
+
+class Dataset(ApiModel):
+    """One of several training data sets."""
+
+    source: Source
+    """File or directory of records in the same format."""
+    revision: Revision | None = None
+    """Commit of an `hf://` source; required there and not allowed elsewhere."""
+    weight: DecimalString = "1"
+    """How often each record occurs in one pass, above 0 and up to 100: "2" twice, "0.5" every other record, evenly spread."""
+
+
+class DataSpec(ApiModel):
+    """The training records and how they become token sequences."""
+
+    source: Source | None = None
+    """File or directory of training records: JSON Lines (.jsonl), JSON (.json, a list of records), CSV (.csv) or Parquet
+    (.parquet). Exactly one of source and datasets."""
+    revision: Revision | None = None
+    """Commit of an `hf://` source; required there and not allowed elsewhere."""
+    datasets: Annotated[list[Dataset], Field(min_length=1, max_length=64)] | None = None
+    """Several sources with weights. Exactly one of source and datasets."""
+    validation: ValidationData | None = None
+    """Held-out records for the evaluation loss and the verification prompts.
+    Unset: no evaluation, and verification takes training prompts."""
+    format: DataFormat = DataFormat.PROMPT_COMPLETION
+    """Chat: key `messages`, a list of objects with `role` and `content`, and optionally `tools`. PromptCompletion: keys `prompt`
+    and `completion`. Text: key `text`."""
+    chat_template: Annotated[str, StringConstraints(min_length=1, max_length=65_536)] | None = None
+    """Jinja template that renders a chat; only with Chat. Unset: the tokenizer's own."""
+    max_sequence_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
+    """Longest sequence, in tokens. Longer records are dropped and counted, never cut."""
+    packing: bool = True
+    """Fill each sequence with whole records; their boundaries are kept, so that no record sees another."""
+    loss_on: LossOn | None = None
+    """Supervised tokens. Unset: Assistant for Chat, Completion for PromptCompletion, All for Text."""
+
+
+class SecretKeyRef(ApiModel):
+    """One key of a Secret of the job's namespace."""
+
+    name: SecretName
+    """Secret."""
+    key: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$", max_length=253)] = "token"
+    """Key in it."""
+
+
+class SecretRef(ApiModel):
+    """A Secret of the job's namespace."""
+
+    name: SecretName
+    """Secret."""
+
+
+class FetchSpec(ApiModel):
+    """What the fetch pod may show to a hub or an object store. No other pod sees these, and the operator never reads them."""
+
+    hub_token_secret_ref: SecretKeyRef | None = None
+    """Access token for `hf://` sources. Unset: public repositories only."""
+    s3_secret_ref: SecretRef | None = None
+    """Secret with the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and optionally AWS_SESSION_TOKEN, for `s3://` sources.
+    Unset: public buckets only."""

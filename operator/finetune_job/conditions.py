@@ -1,0 +1,98 @@
+"""Conditions, and the phase that is derived from them: one word for `kubectl get`, which nothing reads back.
+
+`lastTransitionTime` moves only when the status of a condition changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from finetune_job.api.status import Condition
+from finetune_job.reasons import ConditionType, Reason
+
+ConditionValue = bool | None
+"""True, False, or None for Unknown."""
+_ORDER = {kind: place for place, kind in enumerate(ConditionType)}
+_WORDS = {True: "True", False: "False", None: "Unknown"}
+_NEXT = {
+    ConditionType.VALIDATED: "Pending",
+    ConditionType.FETCHED: "Fetching",
+    ConditionType.PREPARED: "Preflight",
+    ConditionType.TRAINED: "Training",
+    ConditionType.MERGED: "Merging",
+    ConditionType.PUBLISHED: "Publishing",
+}
+_RESTARTING = (Reason.RESTARTING, Reason.BACKING_OFF, Reason.BLOCKED_ON_NODE)
+
+
+def find_condition(conditions: Sequence[Condition], kind: ConditionType) -> Condition | None:
+    """The condition of a type, if it is there."""
+    for condition in conditions:
+        if condition.type is kind:
+            return condition
+    return None
+
+
+def is_condition_true(conditions: Sequence[Condition], kind: ConditionType) -> bool:
+    """Whether the condition is there and True."""
+    condition = find_condition(conditions, kind)
+    return condition is not None and condition.status == "True"
+
+
+def with_condition(
+    conditions: Sequence[Condition],
+    kind: ConditionType,
+    status: ConditionValue,
+    reason: Reason,
+    message: str,
+    *,
+    generation: int,
+    now: str,
+) -> list[Condition]:
+    """The conditions with one of them set, in the order of `ConditionType`. `now`: RFC 3339."""
+    before = find_condition(conditions, kind)
+    word = _WORDS[status]
+    unchanged = before is not None and before.status == word
+    said = (str(reason), message[:4096], generation)
+    if unchanged and before is not None and (before.reason, before.message, before.observed_generation) == said:
+        return list(conditions)
+    after = Condition.model_validate(
+        {
+            "type": kind,
+            "status": word,
+            "reason": said[0],
+            "message": said[1],
+            "observedGeneration": said[2],
+            "lastTransitionTime": before.last_transition_time if before is not None and unchanged else now,
+        }
+    )
+    others = [condition for condition in conditions if condition.type is not kind]
+    return sorted([*others, after], key=lambda condition: _ORDER[condition.type])
+
+
+def initial_conditions(*, generation: int, now: str) -> list[Condition]:
+    """Every condition, Unknown: what a job shows at first sight."""
+    conditions: list[Condition] = []
+    for kind in ConditionType:
+        conditions = with_condition(conditions, kind, None, Reason.NOT_OBSERVED, "", generation=generation, now=now)
+    return conditions
+
+
+def job_phase(conditions: Sequence[Condition]) -> str:
+    """The phase of a job: what it ended as, what holds it up, or the first stage that is not done."""
+    succeeded = find_condition(conditions, ConditionType.SUCCEEDED)
+    if is_condition_true(conditions, ConditionType.FINISHED) and succeeded is not None:
+        if succeeded.status == "True":
+            return "Succeeded"
+        return "Cancelled" if succeeded.reason == Reason.CANCELLED else "Failed"
+    finished = find_condition(conditions, ConditionType.FINISHED)
+    if finished is not None and finished.reason == Reason.STOPPING:
+        return "Stopping"
+    if is_condition_true(conditions, ConditionType.STALLED):
+        return "Stalled"
+    if is_condition_true(conditions, ConditionType.SUSPENDED):
+        return "Suspended"
+    trained = find_condition(conditions, ConditionType.TRAINED)
+    if trained is not None and trained.reason in _RESTARTING:
+        return "Restarting"
+    return next((word for kind, word in _NEXT.items() if not is_condition_true(conditions, kind)), "Finishing")

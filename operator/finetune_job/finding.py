@@ -1,0 +1,58 @@
+"""What a rule or a check has to say about a job: the same object in the rule book, in a report, in status and on a terminal."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
+
+MAX_ID_LENGTH = 128
+MAX_TEXT_LENGTH = 4096
+"""Characters of a text in status."""
+Severity = Literal["error", "warning"]
+TEXTS = ("field", "value", "message", "fix", "source")
+"""Fields of a finding that have any length."""
+
+
+def _known_severity(severity: object) -> object:
+    """A report may come from a release that knows more of them; only errors refuse a job."""
+    return severity if severity == "error" or not isinstance(severity, str) else "warning"
+
+
+# Bounds of the CRD alone: a finding says all that it has to say until it is shortened for status or a report.
+_Id = Annotated[str, Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})]
+_Text = Annotated[str, Field(json_schema_extra={"maxLength": MAX_TEXT_LENGTH})]
+
+
+class FieldChange(BaseModel):
+    """One change of the manifest that would make it acceptable."""
+
+    model_config = ConfigDict(frozen=True)
+    field: str
+    """Path under the object, such as `spec.parallelism.fsdp.useOrigParams`."""
+    value: Any
+    """New value; None removes the field."""
+
+
+class Finding(BaseModel):
+    """What a rule or preflight found."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    rule: _Id
+    severity: Annotated[Severity, BeforeValidator(_known_severity, json_schema_input_type=Severity)]
+    field: _Text = ""
+    value: _Text = ""
+    message: _Text
+    """Why this cannot work, or what it means."""
+    fix: _Text = ""
+    """What to write instead."""
+    source: _Text = ""
+    """What the finding rests on; empty if the input itself is at fault."""
+    changes: SkipJsonSchema[tuple[FieldChange, ...]] = ()
+    """The fix as changes that a program can apply; applying all of them clears this finding. Not part of status."""
+
+    def shortened(self, limit: int) -> Finding:
+        """This finding for status or a report: no text longer than `limit` characters, and no changes."""
+        texts = {name: getattr(self, name)[:limit] for name in TEXTS}
+        return self.model_copy(update={**texts, "rule": self.rule[: min(limit, MAX_ID_LENGTH)], "changes": ()})

@@ -1,0 +1,162 @@
+"""The part of a plan that says what is trained, how the base is packed, and how ranks share the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune_job.api.base import Dtype
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.method import ALL_LINEAR, LoraSpec, MethodType, QuantizationSpec, QuantType
+from finetune_job.api.parallelism import AutoWrapPolicy, FsdpSpec, MixedPrecisionSpec
+from finetune_job.api.training import Precision
+from finetune_job.methods import METHODS, Family
+from finetune_job.plan.run_plan import (
+    AdapterPlan,
+    Choices,
+    FsdpPlan,
+    LoraPlan,
+    MethodPlan,
+    QuantizationPlan,
+    optional_float,
+)
+from finetune_job.sharding import holds_adapters_as_the_base, needs_original_parameters, needs_own_units
+
+DEFAULT_QUANT_TYPE = QuantType.NF4
+DEFAULT_DOUBLE_QUANT = True
+
+
+def method_plan(spec: FineTuneJobSpec, choices: Choices) -> MethodPlan:
+    kind = spec.method.type
+    as_base = holds_adapters_as_the_base(kind, spec.parallelism.fsdp.version, own_units=has_own_units(spec))
+    family = METHODS[kind].family
+    return MethodPlan(
+        type=kind,
+        lora=_lora(spec.method.lora or LoraSpec(), kind, choices, as_base=as_base) if family is Family.LORA else None,
+        adapter=AdapterPlan(
+            settings={name: _sorted_mapping(value) for name, value in (spec.method.settings or {}).items()},
+            autocast_adapter_dtype=not as_base,
+        )
+        if family is Family.OTHER
+        else None,
+        quantization=(
+            quantization_plan(spec.method.quantization or QuantizationSpec(), choices) if kind is MethodType.QLORA else None
+        ),
+    )
+
+
+def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool) -> LoraPlan:
+    pick = choices.pick
+    return LoraPlan(
+        r=lora.r,
+        lora_alpha=pick("method.lora.loraAlpha", lora.lora_alpha, 2 * lora.r, "twice the rank"),
+        lora_dropout=float(pick("method.lora.loraDropout", lora.lora_dropout, "0", "adapters seldom need dropout")),
+        target_modules=tuple(
+            pick("method.lora.targetModules", lora.target_modules, [], "targetParameters alone says what is adapted")
+            if lora.target_parameters
+            else pick("method.lora.targetModules", lora.target_modules, [ALL_LINEAR], "every linear layer but the output head")
+        ),
+        target_parameters=tuple(lora.target_parameters or ()),
+        exclude_modules=tuple(lora.exclude_modules or ()),
+        layers_to_transform=None if lora.layers_to_transform is None else tuple(lora.layers_to_transform),
+        init_lora_weights=lora.init_lora_weights,
+        modules_to_save=tuple(lora.modules_to_save or ()),
+        trainable_token_indices=tuple(lora.trainable_token_indices or ()),
+        rank_pattern=_sorted_mapping(lora.rank_pattern or {}),
+        alpha_pattern=_sorted_mapping(lora.alpha_pattern or {}),
+        lora_plus_ratio=optional_float(lora.lora_plus_ratio),
+        use_rslora=lora.use_rslora,
+        use_dora=kind is MethodType.DORA,
+        bias=lora.bias,
+        autocast_adapter_dtype=pick(
+            "method.lora.autocastAdapterDtype",
+            lora.autocast_adapter_dtype,
+            not as_base,
+            "a flat unit has one element type" if as_base else "small updates vanish in 16 bits",
+        ),
+    )
+
+
+def _sorted_mapping(value: Any) -> Any:
+    """Patterns in the order of the alphabet: the first that matches counts, and neither Kubernetes nor adapter_config.json keeps
+    any other.
+    """
+    return dict(sorted(value.items())) if isinstance(value, dict) else value
+
+
+def quantization_plan(quantization: QuantizationSpec, choices: Choices) -> QuantizationPlan:
+    """How a base is packed; `choices` collects what was left open."""
+    return QuantizationPlan(
+        bits=quantization.bits,
+        quant_type=choices.pick(
+            "method.quantization.quantType", quantization.quant_type, DEFAULT_QUANT_TYPE, "made for normal weights"
+        ),
+        double_quant=choices.pick(
+            "method.quantization.doubleQuant", quantization.double_quant, DEFAULT_DOUBLE_QUANT, "saves 0.4 bits a weight"
+        ),
+        compute_dtype=quantization.compute_dtype,
+        quant_storage=quantization.quant_storage,
+    )
+
+
+def has_own_units(spec: FineTuneJobSpec) -> bool:
+    """Whether PEFT's wrap policy puts adapters into FSDP units of their own: as the user says, otherwise if they need it."""
+    fsdp = spec.parallelism.fsdp
+    if fsdp.peft_wrap_policy is not None:
+        return fsdp.peft_wrap_policy
+    return needs_own_units(spec.method.type, fsdp.version, use_orig_params=fsdp.use_orig_params, trains_rows=_trains_rows(spec))
+
+
+def _trains_rows(spec: FineTuneJobSpec) -> bool:
+    """Whether rows of an embedding are trained."""
+    return spec.method.lora is not None and spec.method.lora.trainable_token_indices is not None
+
+
+def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:
+    fsdp: FsdpSpec = spec.parallelism.fsdp
+    mixed = fsdp.mixed_precision or MixedPrecisionSpec()
+    first, trains_rows = fsdp.version == 1, _trains_rows(spec)
+    peft_policy = (
+        choices.pick("parallelism.fsdp.peftWrapPolicy", fsdp.peft_wrap_policy, has_own_units(spec), "trainable and frozen apart")
+        if first
+        else None
+    )
+    half = spec.training.precision is not Precision.FP32 and spec.model.dtype is not Dtype.FLOAT32
+    param_dtype = mixed.param_dtype
+    if param_dtype is None and spec.training.precision is Precision.BF16 and half:
+        param_dtype = choices.pick("parallelism.fsdp.mixedPrecision.paramDtype", None, Dtype.BFLOAT16, "precision is bf16")
+    return FsdpPlan(
+        version=fsdp.version,
+        auto_wrap_policy=choices.pick(
+            "parallelism.fsdp.autoWrapPolicy", fsdp.auto_wrap_policy, AutoWrapPolicy.TRANSFORMER_BASED_WRAP, "a unit per layer"
+        ),
+        transformer_layer_cls_to_wrap=(
+            None if fsdp.transformer_layer_cls_to_wrap is None else tuple(fsdp.transformer_layer_cls_to_wrap)
+        ),
+        min_num_params=fsdp.min_num_params,
+        peft_wrap_policy=peft_policy,
+        use_orig_params=(
+            choices.pick(
+                "parallelism.fsdp.useOrigParams",
+                fsdp.use_orig_params,
+                needs_original_parameters(own_units=peft_policy, trains_rows=trains_rows),
+                "what is trained next to frozen parameters needs it" if trains_rows else "what the wrap policy needs",
+            )
+            if first
+            else None
+        ),
+        sync_module_states=(
+            choices.pick("parallelism.fsdp.syncModuleStates", fsdp.sync_module_states, True, "all ranks start alike")
+            if first
+            else None
+        ),
+        reshard_after_forward=(
+            None
+            if first
+            else choices.pick("parallelism.fsdp.reshardAfterForward", fsdp.reshard_after_forward, True, "least memory")
+        ),
+        offload_params=fsdp.offload_params,
+        param_dtype=param_dtype,
+        reduce_dtype=choices.pick(
+            "parallelism.fsdp.mixedPrecision.reduceDtype", mixed.reduce_dtype, Dtype.FLOAT32, "sums lose little"
+        ),
+    )

@@ -1,0 +1,179 @@
+"""Conditions on the method and its settings, on training and on parallelism."""
+
+from __future__ import annotations
+
+from finetune_job.api.parallelism import AutoWrapPolicy
+from finetune_job.methods import METHODS, Family
+from finetune_job.rules.cel.condition import CelCondition, cel_list, cel_methods, range_conditions
+from finetune_job.rules.method_configuration import lora
+from finetune_job.rules.optimizer.settings import MOMENT_RANGES, SCHEDULE_RANGES
+from finetune_job.sharding import LEAF_CLASSES
+
+_NOT_SUPPORTED = cel_list([str(kind) for kind, method in METHODS.items() if method.refused])
+_FSDP = "parallelism.fsdp"
+_RANKS = "self.parallelism.nodes * self.parallelism.processesPerNode"
+_WRAP_POLICY, _CLASSES = f"self.{_FSDP}.autoWrapPolicy", f"self.{_FSDP}.transformerLayerClsToWrap"
+_MAY_SEPARATE_ADAPTERS = (
+    f"(has({_WRAP_POLICY}) && {_WRAP_POLICY} == '{AutoWrapPolicy.SIZE_BASED_WRAP}') "
+    f"|| (has({_CLASSES}) && {_CLASSES}.exists(one, one in {cel_list(list(LEAF_CLASSES))}))"
+)
+"""`sharding.may_separate_adapters` over the manifest; it lets classes pass that another wrap policy does not look at."""
+
+
+def _lora(rule: str, name: str, holds: str, says: str) -> CelCondition:
+    """A condition on a setting of `method.lora`, which only the methods that take it are judged by."""
+    field = f"self.lora.{name}"
+    guard = f"!has(self.lora) || !(self.type in {cel_methods(Family.LORA)}) || !has({field})"
+    return CelCondition(rule, "method", f"{guard} || {holds.replace('SETTING', field)}", says, f"lora.{name}")
+
+
+def _module_names(name: str) -> CelCondition:
+    return _lora(
+        "module-name-malformed",
+        name,
+        "SETTING.all(one, !one.matches('^$|[ \\t\\n\\r,]'))",
+        f"{name} holds one module name per item, without blanks and commas",
+    )
+
+
+METHOD_CONDITIONS: tuple[CelCondition, ...] = (
+    CelCondition(
+        "method-not-supported",
+        "method",
+        f"!(self.type in {_NOT_SUPPORTED})",
+        "this method is not supported; `finetune explain method-not-supported` lists those that are",
+        "type",
+    ),
+    CelCondition(
+        "lora-settings-misplaced",
+        "method",
+        f"!has(self.lora) || self.type in {cel_methods(Family.LORA)}",
+        f"only {', '.join(str(kind) for kind, method in METHODS.items() if method.family is Family.LORA)} take lora; "
+        "other methods take settings",
+        "lora",
+    ),
+    CelCondition(
+        "method-settings-misplaced",
+        "method",
+        f"!has(self.settings) || !(self.type in {cel_methods(Family.LORA, Family.FULL)})",
+        "this method takes no settings; LoRA, QLoRA and DoRA take lora",
+        "settings",
+    ),
+    CelCondition(
+        "quantization-without-qlora",
+        "method",
+        "!has(self.quantization) || self.type == 'QLoRA'",
+        "only QLoRA has a quantised base; remove quantization, or set type to QLoRA",
+        "quantization",
+    ),
+    _lora(
+        "lora-init-not-supported",
+        "initLoraWeights",
+        f"!(SETTING in {cel_list([str(init) for init in lora.REFUSED_INITS])})",
+        "this way to start an adapter is not supported; remove initLoraWeights",
+    ),
+    _lora(
+        "orthogonal-odd-rank",
+        "initLoraWeights",
+        "SETTING != 'orthogonal' || self.lora.r % 2 == 0 || has(self.lora.rankPattern)",
+        "an orthogonal start needs an even rank",
+    ),
+    _lora(
+        "all-linear-beside-names",
+        "targetModules",
+        "SETTING.size() == 1 || !('all-linear' in SETTING)",
+        "all-linear means something only alone",
+    ),
+    _lora(
+        "layers-without-targets",
+        "layersToTransform",
+        "has(self.lora.targetParameters) || (has(self.lora.targetModules) && self.lora.targetModules != ['all-linear'])",
+        "layersToTransform needs names in targetModules",
+    ),
+    _module_names("targetModules"),
+    _module_names("modulesToSave"),
+    *(
+        _lora(row.rule, name, row.bounds.cel("SETTING"), f"{name} {row.says}")
+        for row in lora.RANGES
+        for name in (path.rpartition(".")[2] for path in row.fields)
+    ),
+)
+
+
+RUN_CONDITIONS: tuple[CelCondition, ...] = (
+    CelCondition(
+        "epochs-or-max-steps", "training", "has(self.epochs) != has(self.maxSteps)", "set exactly one of epochs and maxSteps"
+    ),
+    *range_conditions(SCHEDULE_RANGES),
+    *range_conditions(MOMENT_RANGES),
+    CelCondition(
+        "compile-with-selective-checkpointing",
+        "training",
+        "!self.compile || !has(self.activationCheckpointing) || self.activationCheckpointing != 'Selective'",
+        "a compiled layer hides its matrix products; set activationCheckpointing to None or Full, or compile to false",
+        "activationCheckpointing",
+    ),
+    CelCondition(
+        "wrap-class-list-empty",
+        _FSDP,
+        "!has(self.transformerLayerClsToWrap) || self.transformerLayerClsToWrap.size() > 0",
+        "an empty list wraps no layer; leave transformerLayerClsToWrap out, or name the classes",
+        "transformerLayerClsToWrap",
+    ),
+    CelCondition(
+        "wrap-class-name-blank",
+        _FSDP,
+        "!has(self.transformerLayerClsToWrap) || self.transformerLayerClsToWrap.all(one, one.trim() != '')",
+        "a blank name matches no class; leave transformerLayerClsToWrap out, or name the classes",
+        "transformerLayerClsToWrap",
+    ),
+    CelCondition(
+        "wrap-class-name-malformed",
+        _FSDP,
+        "!has(self.transformerLayerClsToWrap) "
+        "|| self.transformerLayerClsToWrap.all(one, one.trim() == '' || !one.matches('[ \\t,.]'))",
+        "transformerLayerClsToWrap holds one class name per item, without blanks, commas and dots",
+        "transformerLayerClsToWrap",
+    ),
+    CelCondition(
+        "local-state-dict",
+        _FSDP,
+        "!has(self.stateDictType) || self.stateDictType != 'LOCAL_STATE_DICT'",
+        "a local state dict cannot be read back; remove stateDictType",
+        "stateDictType",
+    ),
+    CelCondition(
+        "fsdp1-lora-mixed-requires-grad",
+        "",
+        f"self.parallelism.fsdp.version != 1 || !(self.method.type in {cel_methods(Family.LORA)}) "
+        "|| !has(self.parallelism.fsdp.useOrigParams) || self.parallelism.fsdp.useOrigParams "
+        "|| !has(self.parallelism.fsdp.peftWrapPolicy) || self.parallelism.fsdp.peftWrapPolicy "
+        f"|| {_MAY_SEPARATE_ADAPTERS}",
+        "one flat parameter cannot hold frozen and trained values; set peftWrapPolicy or useOrigParams to true, or version to 2",
+        "parallelism.fsdp.peftWrapPolicy",
+    ),
+    CelCondition(
+        "global-batch-not-divisible",
+        "",
+        f"self.training.globalBatchSize % ({_RANKS} * (has(self.training.microBatchSize) ? self.training.microBatchSize : 1)) "
+        "== 0",
+        "globalBatchSize must be a multiple of nodes x processesPerNode x microBatchSize",
+        "training.globalBatchSize",
+    ),
+    CelCondition(
+        "nodes-need-read-write-many",
+        "",
+        "self.parallelism.nodes == 1 || !has(self.workspace.volumeClaimTemplate) "
+        "|| self.workspace.volumeClaimTemplate.accessMode == 'ReadWriteMany'",
+        "several nodes share one workspace; set accessMode to ReadWriteMany",
+        "workspace.volumeClaimTemplate.accessMode",
+    ),
+    CelCondition(
+        "quantization-bits",
+        "",
+        "!has(self.method.quantization) || self.method.type != 'QLoRA' || self.method.quantization.bits == 4 "
+        f"|| (self.method.quantization.bits == 8 && {_RANKS} == 1)",
+        "only a 4-bit base can be sharded; set bits to 4",
+        "method.quantization.bits",
+    ),
+)

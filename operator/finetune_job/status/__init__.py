@@ -1,1 +1,0 @@
-"""Pure functions over status: conditions and the derived phase."""

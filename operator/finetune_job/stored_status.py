@@ -1,0 +1,88 @@
+"""The status of a job as the API server holds it: read whichever release wrote it last, and kept small enough for etcd.
+
+An operator is upgraded, or rolled back, while jobs run. What an earlier release left out is read as what it meant there; words
+that a later release invented are left out, or read as the nearest that this one knows, because a job whose status cannot be
+read is a job that nobody looks after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from finetune_job.api.status import Condition, FineTuneJobStatus
+from finetune_job.conditions import find_condition
+from finetune_job.failures import FailureClass
+from finetune_job.finding import TEXTS, Finding
+from finetune_job.names import Role
+from finetune_job.reasons import ConditionType, Reason
+
+_CONDITIONS = frozenset(map(str, ConditionType))
+_ROLES = frozenset(map(str, Role))
+_FAILURES = frozenset(map(str, FailureClass))
+_OUTCOMES = frozenset({"Running", "Succeeded", "Failed", "Suspended"})
+_NOT_BEGUN = (Reason.NOT_OBSERVED, Reason.PENDING)
+MAX_FINDINGS_BYTES = 256 << 10
+"""Of all findings; the attempts, of which only the latest is told at length, take as much again at most."""
+MIN_TEXT_LENGTH = 64
+
+
+def read_status(content: dict[str, Any] | None) -> FineTuneJobStatus:
+    """`status` of a FineTuneJob. Raises pydantic.ValidationError for what no release ever wrote."""
+    content = dict(content or {})
+    if "conditions" in content:
+        content["conditions"] = [one for one in content["conditions"] if one.get("type") in _CONDITIONS]
+    if "attempts" in content:
+        content["attempts"] = [_known_attempt(one) for one in content["attempts"] if one.get("role", Role.TRAIN) in _ROLES]
+    status = FineTuneJobStatus.model_validate(content)
+    return status.model_copy(update={"conditions": [*_implied_fetched(status), *status.conditions]})
+
+
+def _known_attempt(attempt: dict[str, Any]) -> dict[str, Any]:
+    """The record of an attempt with the words of this release."""
+    evidence = [_with_known_failure(one) for one in attempt.get("evidence") or ()]
+    outcome = attempt.get("outcome", "Running")
+    return _with_known_failure(attempt) | {
+        "evidence": evidence,
+        "outcome": outcome if outcome in _OUTCOMES else "Failed",
+    }
+
+
+def _with_known_failure(record: dict[str, Any]) -> dict[str, Any]:
+    failure = record.get("failure")
+    return record if failure is None or failure in _FAILURES else record | {"failure": str(FailureClass.UNKNOWN)}
+
+
+def _implied_fetched(status: FineTuneJobStatus) -> list[Condition]:
+    """The first releases read from claims alone and knew no condition `Fetched`: once the plan was stored, preflight was next."""
+    prepared = find_condition(status.conditions, ConditionType.PREPARED)
+    if prepared is None or find_condition(status.conditions, ConditionType.FETCHED) is not None:
+        return []
+    has_begun = prepared.reason not in _NOT_BEGUN
+    fetched = prepared.model_copy(
+        update={
+            "type": ConditionType.FETCHED,
+            "status": "True" if has_begun else "Unknown",
+            "reason": str(Reason.SKIPPED) if has_begun else prepared.reason,
+            "message": "Model and data are on claims." if has_begun else "",
+        }
+    )
+    return [fetched]
+
+
+def with_short_findings(status: FineTuneJobStatus) -> FineTuneJobStatus:
+    """The status, with shorter texts in its findings where they are too large together."""
+    limit = max((len(text) for finding in status.findings for text in _texts(finding)), default=0)
+    findings: Sequence[Finding] = status.findings
+    while limit > MIN_TEXT_LENGTH and _bytes(findings) > MAX_FINDINGS_BYTES:
+        limit //= 2
+        findings = [finding.shortened(limit) for finding in status.findings]
+    return status if findings is status.findings else status.model_copy(update={"findings": findings})
+
+
+def _texts(finding: Finding) -> tuple[str, ...]:
+    return tuple(getattr(finding, name) for name in TEXTS)
+
+
+def _bytes(findings: Sequence[Finding]) -> int:
+    return sum(len(text.encode(errors="surrogatepass")) for finding in findings for text in _texts(finding))

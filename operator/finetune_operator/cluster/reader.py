@@ -1,0 +1,165 @@
+"""What the cache keeps compressed -> what decisions look at, each version of an object parsed once.
+
+Passes come in groups (a Job, its pods and their states change within seconds), and most of them see the same manifest, status,
+profile and plan as the one before. All of these are immutable once parsed, so they are shared.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from pydantic import ValidationError
+
+from finetune_job.api.job import FineTuneJob, FineTuneJobSpec, parse_job, spec_of_started_job
+from finetune_job.api.profile import FineTuneProfile
+from finetune_job.stored_status import read_status
+from finetune_operator.cluster.kinds import JOBS, PROFILES, Kind
+from finetune_operator.cluster.object_key import Document
+from finetune_operator.cluster.projection import CachedObject
+from finetune_operator.decide.observed import ConfigMapView, JobView, ProfileView
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class LruCache(Generic[K, V]):
+    """Makes each result once; the one that was not asked for longest is given up when there are too many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._results: OrderedDict[K, V] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Results held."""
+        return len(self._results)
+
+    def forget(self, key: K) -> None:
+        """The result of that key does not hold any more."""
+        self._results.pop(key, None)
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """The result of that key, made if it is not held. What `make` raises is not remembered."""
+        if key in self._results:
+            self._results.move_to_end(key)
+            return self._results[key]
+        result = make()
+        self._results[key] = result
+        if len(self._results) > self._most:
+            self._results.popitem(last=False)
+        return result
+
+
+RECENT_JOBS = 48
+"""Jobs whose document and status are kept as they were read; about 120 kB each. Passes over one job follow each other, and there
+are no more workers than this."""
+RECENT_SPECS = 64
+"""About 14 kB each."""
+PROFILES_AT_A_TIME = 64
+LARGEST_KEPT = 64 << 10
+"""Bytes of JSON. What is larger is read again each time: a thousand manifests of a tenant may be a megabyte of objects each."""
+_MOST_LINES, _LONGEST_LINE = 32, 1024
+
+
+class ParsedJob(NamedTuple):
+    """A FineTuneJob as the cache has it."""
+
+    view: JobView
+    raw_spec: dict[str, Any]
+    raw_status: dict[str, Any]
+    """As it is on the server, for the patch."""
+    is_large: bool
+
+
+class _Spec(NamedTuple):
+    raw: Document
+    spec: FineTuneJobSpec | None
+    error: str
+
+
+class Reader:
+    """Reads jobs, profiles and plans out of what is held."""
+
+    def __init__(self) -> None:
+        self._jobs: LruCache[tuple[str, int], ParsedJob] = LruCache(RECENT_JOBS)
+        self._specs: LruCache[str, _Spec] = LruCache(RECENT_SPECS)
+        """By UID of the job; most new versions of a job have the same spec."""
+        self._profiles: LruCache[tuple[str, int], ProfileView] = LruCache(PROFILES_AT_A_TIME)
+        self._plans: LruCache[tuple[str, int], ConfigMapView] = LruCache(RECENT_JOBS)
+
+    def job(self, held: CachedObject) -> ParsedJob:
+        """The job; a manifest that does not parse has no spec, and the reason."""
+        key = (held.key.uid, held.key.version)
+        read = self._jobs.get(key, lambda: self._read_job(held))
+        if read.is_large:
+            self._jobs.forget(key)
+            self._specs.forget(held.key.uid)
+        return read
+
+    def profile(self, held: CachedObject) -> ProfileView:
+        """The profile; one that does not parse has no spec, and the reason."""
+        return self._profiles.get((held.key.uid, held.key.version), lambda: _read_profile(held))
+
+    def plan(self, held: CachedObject) -> ConfigMapView:
+        """The ConfigMap with the frozen plan."""
+        key = (held.key.uid, held.key.version)
+        plan = self._plans.get(
+            key, lambda: ConfigMapView(name=held.key.name, uid=held.key.uid, plan_json=held.document()["plan"])
+        )
+        if held.size > LARGEST_KEPT:
+            self._plans.forget(key)
+        return plan
+
+    def _read_job(self, held: CachedObject) -> ParsedJob:
+        document = held.document()
+        metadata: dict[str, Any] = document["metadata"]
+        raw = document.get("spec") or {}
+        spec = self._specs.get(held.key.uid, lambda: _read_spec(document))
+        if spec.raw != raw:
+            self._specs.forget(held.key.uid)
+            spec = self._specs.get(held.key.uid, lambda: _read_spec(document))
+        status = read_status(document.get("status"))
+        # What a release bounds that an earlier one took must not stop a job that has started: it follows its plan.
+        readable = spec.spec if spec.spec is not None or not status.start_time else spec_of_started_job(raw)
+        view = JobView(
+            namespace=held.key.namespace,
+            name=held.key.name,
+            uid=held.key.uid,
+            generation=metadata.get("generation") or 0,
+            resource_version=str(held.key.version),
+            spec=readable,
+            spec_error=spec.error,
+            status=status,
+            deleting="deletionTimestamp" in metadata,
+        )
+        return ParsedJob(view, raw, document.get("status") or {}, held.size > LARGEST_KEPT)
+
+
+def _read_spec(document: Document) -> _Spec:
+    raw = document.get("spec") or {}
+    try:
+        # Status is read apart: an older operator must not refuse a manifest for what a newer one reported.
+        parsed: FineTuneJob = parse_job({name: value for name, value in _envelope(document, JOBS).items() if name != "status"})
+    except ValidationError as refusal:
+        return _Spec(raw, None, _lines(refusal))
+    return _Spec(raw, parsed.spec, "")
+
+
+def _read_profile(held: CachedObject) -> ProfileView:
+    try:
+        profile = FineTuneProfile.model_validate(_envelope(held.document(), PROFILES))
+    except ValidationError as error:
+        return ProfileView(name=held.key.name, error=_lines(error))
+    return ProfileView(name=held.key.name, spec=profile.spec)
+
+
+def _envelope(document: Document, kind: Kind) -> dict[str, Any]:
+    return {**document, "apiVersion": kind.api_version, "kind": kind.name}
+
+
+def _lines(error: ValidationError) -> str:
+    """One line per wrong field, of the first of them."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"[:_LONGEST_LINE] for item in found[:_MOST_LINES]]
+    return "\n".join(lines if len(found) <= _MOST_LINES else [*lines, f"and {len(found) - _MOST_LINES} more"])

@@ -1,0 +1,94 @@
+"""The stages before training, without an accelerator: fetch copies model and data to the workspace, preflight looks at the
+real model and data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from finetune_job.api.status import MemoryStatus
+from finetune_job.failures import FailureClass, Outcome
+from finetune_job.names import Role
+from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.children.cpu_jobs import fetch_job, preflight_job
+from finetune_operator.children.frozen_run import FrozenRun
+from finetune_operator.children.train_job import gated_train_job
+from finetune_operator.decide.classify import Failure
+from finetune_operator.decide.job_state import JobState, State
+from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.pass_result import PassResult
+from finetune_operator.decide.role_stage import RoleStage
+from finetune_operator.decide.stage import attempt_of
+from finetune_operator.decide.stopped import renewed_resources, stop_for_user, stop_role, with_reported
+
+
+def fetch_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
+    """One pass while something is still to be fetched. Returns whether the next stage may begin."""
+    stage = RoleStage(observed, result, Role.FETCH)
+
+    def succeeded(found: JobState) -> bool:
+        result.condition(ConditionType.FETCHED, True, Reason.COMPLETED, found.report.message if found.report is not None else "")
+        return True
+
+    return stage.drive(
+        lambda: fetch_job(run, stage.attempt), succeeded, lambda failure: stop_for_user(observed, result, stage.role, failure)
+    )
+
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
+"""Bytes, as many as a 64-bit number holds."""
+
+
+def preflight_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
+    """One pass while the job is not prepared. Returns whether the next stage may begin."""
+    stage = RoleStage(observed, result, Role.PREFLIGHT)
+    if _may_queue_training(observed, run) and stage.job_state().state in (State.QUEUED, State.WAITING, State.RUNNING):
+        result.create(gated_train_job(run, attempt_of(observed.job.status, Role.TRAIN)))
+        return False
+    return stage.drive(
+        lambda: preflight_job(run, stage.attempt, renewed_resources(observed, Role.PREFLIGHT)),
+        lambda found: _preflight_succeeded(observed, result, found),
+        lambda failure: _preflight_refused(observed, result, failure),
+    )
+
+
+def _may_queue_training(observed: Observed, run: FrozenRun) -> bool:
+    """Whether training is still to take its place in the queue. If the API server refuses that, training comes to the queue after
+    preflight, and then the refusal is told.
+    """
+    wanted = run.placement.queue_during_preflight and run.placement.pods.train.queue_name is not None
+    is_there = observed.batch_job(Role.TRAIN, attempt_of(observed.job.status, Role.TRAIN)) is not None
+    return wanted and not is_there and observed.refused is None
+
+
+def _preflight_succeeded(observed: Observed, result: PassResult, found: JobState) -> bool:
+    status, report = observed.job.status, found.report
+    if report is not None:
+        _set_memory(result, report.facts)
+    if report is not None and report.outcome is Outcome.REFUSED:
+        refused = Failure(FailureClass.USER_CONFIG, report.message, report.hint, findings=tuple(report.findings))
+        stop_role(observed, result, Role.PREFLIGHT, refused)
+        return False
+    if report is not None and status.plan is not None:
+        facts = report.facts
+        result.set(
+            plan=status.plan.model_copy(
+                update={"model_digest": facts.get("model_digest", ""), "data_hash": facts.get("data_hash", "")}
+            )
+        )
+        result.find(with_reported(observed, report.findings, Role.PREFLIGHT))
+    result.condition(ConditionType.PREPARED, True, Reason.COMPLETED, report.message if report is not None else "")
+    return True
+
+
+def _preflight_refused(observed: Observed, result: PassResult, failure: Failure) -> bool:
+    _set_memory(result, failure.facts)
+    return stop_for_user(observed, result, Role.PREFLIGHT, failure)
+
+
+def _set_memory(result: PassResult, facts: Mapping[str, str]) -> None:
+    """Record what preflight says of it, if anything. Facts are a container's: what should be a number may be none."""
+    estimate, limit = facts.get("memory_estimate", ""), facts.get("memory_limit", "")
+    if _NUMBER.fullmatch(estimate):
+        result.set(memory=MemoryStatus(estimate=int(estimate), limit=int(limit) if _NUMBER.fullmatch(limit) else None))

@@ -1,0 +1,56 @@
+"""Times in status (RFC 3339, UTC, whole seconds), and the deadlines that are counted from them: until all placed pods of a
+role run, without a new step, and for the whole job.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from finetune_job.api.job import RunSpec
+from finetune_job.api.status import FineTuneJobStatus
+from finetune_operator.decide.observed import BatchJobView, PodView
+
+
+def timestamp(moment: datetime) -> str:
+    """A moment as status shows it."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def moment_after(text: str, seconds: float) -> datetime | None:
+    """So many seconds after a moment in status; None for one that `timestamp` did not write: somebody has edited the status, and
+    no pass may end in that.
+    """
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC) + timedelta(seconds=seconds)
+    except (ValueError, OverflowError):
+        return None
+
+
+def startup_deadline(run: RunSpec, batch_job: BatchJobView, pods: tuple[PodView, ...]) -> datetime | None:
+    """When all pods of this Job must run. The time counts from when all of them have a node: no capacity is waited for any more.
+
+    A Job without pods counts from its start; None before it. A queue lets a Job go some moments before the Job controller starts
+    it, and how long the Job has waited there does not count.
+    """
+    times = [pod.scheduled or pod.created for pod in pods]
+    if batch_job.start_time is not None:
+        times.append(batch_job.start_time)
+    return max(times) + timedelta(seconds=run.startup_deadline_seconds) if times else None
+
+
+def stall_deadline(run: RunSpec, status: FineTuneJobStatus, pods: tuple[PodView, ...], nodes: int) -> datetime | None:
+    """When the training must have shown a new step; None without a limit, or while not all pods run."""
+    started = [pod.started for pod in pods if pod.started is not None]
+    if run.stall_deadline_seconds is None or len(started) < nodes:
+        return None
+    seconds = run.stall_deadline_seconds
+    running = max(started) + timedelta(seconds=seconds)
+    advanced = moment_after(status.progress.advanced_time, seconds) if status.progress is not None else None
+    return running if advanced is None else max(running, advanced)
+
+
+def active_deadline(run: RunSpec, status: FineTuneJobStatus) -> datetime | None:
+    """When the whole job must be done; None without a limit or before the start. Time under `run.suspend` does not count."""
+    if run.active_deadline_seconds is None or not status.start_time:
+        return None
+    return moment_after(status.start_time, run.active_deadline_seconds + status.suspended_seconds)

@@ -1,0 +1,190 @@
+"""`finetune estimate`: a manifest and a model's configuration in, a table out; never torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from finetune_cli.app import app
+from finetune_job.finding import FieldChange
+from finetune_job.rules.rule import with_changes
+from tests.support.builders import JobBuilder, a_job
+from tests.unit.finetune_memory.configs import CONFIGS
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "model" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**CONFIGS["Llama-3.1-8B"], "dtype": "bfloat16"}))
+    return path
+
+
+def manifest(tmp_path: Path, job: JobBuilder) -> str:
+    document = {**job.document, "metadata": {"name": "tune", "namespace": "team"}}
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return str(path)
+
+
+def test_a_table_with_total_limit_and_change(tmp_path: Path, config: Path) -> None:
+    job = a_job().spec("training.microBatchSize", 8).spec("data.maxSequenceLength", 4096)
+    result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, job), "--model", str(config), "--gpu-memory", "80Gi"])
+    assert result.exit_code == 1, result.output
+    rows = [line.split("  ") for line in result.output.splitlines()]
+    assert "frozen weights" in result.output
+    assert result.output.count("<- largest") == 1
+    assert any("activations" in line and "<- largest" in line for line in result.output.splitlines())
+    assert "limit                   80.0 GiB  --gpu-memory" in result.output
+    assert "It fits with" in result.output
+    assert rows
+
+
+def test_json_adds_up(tmp_path: Path, config: Path) -> None:
+    result = RUNNER.invoke(
+        app, ["estimate", "-f", manifest(tmp_path, a_job()), "--model", str(config.parent), "-o", "json", "--gpu-memory", "800Gi"]
+    )
+    assert result.exit_code == 0, result.output
+    (job,) = json.loads(result.output)["jobs"]
+    assert job["fits"] is True
+    assert job["alternative"] is None
+    assert sum(term["bytes"] for term in job["terms"]) == job["total"] < job["limit"] == 800 * 2**30
+
+
+FULL = "training.activationCheckpointing"
+TEMPLATE = {"volumeClaimTemplate": {"storage": "10Gi"}}
+EIGHT_BITS = {"method.type": "QLoRA", "method.quantization.bits": 8}
+
+
+@pytest.mark.parametrize(
+    ("written", "gib", "changed"),
+    [
+        # Without the rules it would be Selective, eight nodes alone, and four.
+        ({"training.compile": True, "training.microBatchSize": 1, "training.precision": "bf16"}, 32, FULL),
+        ({"workspace": TEMPLATE}, 14, "workspace.volumeClaimTemplate.accessMode"),
+        (EIGHT_BITS | {"training.microBatchSize": 1, "data.maxSequenceLength": 2048}, 12, "data.maxSequenceLength"),
+    ],
+)
+def test_the_change_that_fits_is_one_that_the_rules_accept(
+    tmp_path: Path, config: Path, written: dict[str, Any], gib: int, changed: str
+) -> None:
+    job = a_job()
+    for field, value in written.items():
+        job = job.spec(field, value)
+    file = manifest(tmp_path, job)
+    options = ["--model", str(config), "--gpu-memory", f"{gib}Gi", "-o", "json"]
+    first = RUNNER.invoke(app, ["estimate", "-f", file, *options])
+    assert first.exit_code == 1, first.output
+    (found,) = json.loads(first.output)["jobs"]
+    changes = [FieldChange.model_validate(change) for change in found["alternative"]["changes"]]
+    assert f"spec.{changed}" in {change.field for change in changes}
+    Path(file).write_text(yaml.safe_dump(with_changes(yaml.safe_load(Path(file).read_text()), changes)))
+    second = RUNNER.invoke(app, ["estimate", "-f", file, *options])
+    assert second.exit_code == 0, second.output
+
+
+@pytest.mark.parametrize(
+    ("written", "said"), [("80", "is 80 B"), ("0", "is 0 B"), ("80GB", "is not a quantity"), ("-1Gi", "is not")]
+)
+def test_a_device_has_a_size_with_a_unit(tmp_path: Path, config: Path, written: str, said: str) -> None:
+    result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, a_job()), "--model", str(config), "--gpu-memory", written])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "--gpu-memory" in result.stderr
+    assert "80Gi" in result.stderr
+
+
+def test_a_model_on_a_claim_is_found(tmp_path: Path, config: Path) -> None:
+    claims = tmp_path / "claims"
+    (claims / "models").mkdir(parents=True)
+    config.parent.rename(claims / "models" / "base")
+    result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, a_job()), "--claims", str(claims)])
+    assert result.exit_code == 0, result.output
+    assert "no limit is known" in result.output
+
+
+def test_a_model_of_the_hub_has_to_be_given(tmp_path: Path) -> None:
+    job = a_job().spec("model", {"source": "hf://org/name", "revision": "0" * 40})
+    result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, job)])
+    assert result.exit_code == 2
+    assert "--model" in result.output
+
+
+def test_a_refused_job_is_not_estimated(tmp_path: Path, config: Path) -> None:
+    job = a_job().spec("training.globalBatchSize", 7).processes_per_node(2)
+    result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, job), "--model", str(config)])
+    assert result.exit_code == 1
+    assert "globalBatchSize" in result.output
+
+
+def test_an_unknown_family_is_read_from_its_weights(tmp_path: Path, config: Path) -> None:
+    settings = {**json.loads(config.read_text()), "model_type": "novel", "num_hidden_layers": 2, "vocab_size": 8}
+    config.write_text(json.dumps(settings))
+    job = manifest(tmp_path, a_job().spec("method.lora", {"targetModules": ["q_proj"]}))
+    refused = RUNNER.invoke(app, ["estimate", "-f", job, "--model", str(config)])
+    assert refused.exit_code == 2
+    assert "'novel'" in refused.output
+    shapes = {
+        "model.embed.weight": [8, 64],
+        "model.layers.0.attn.q_proj.weight": [64, 64],
+        "model.layers.1.attn.q_proj.weight": [64, 64],
+        # A layer after the last predicts further tokens: transformers does not load it.
+        "model.layers.2.attn.q_proj.weight": [64, 64],
+    }
+    header, position = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * shape[0] * shape[1]
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    encoded = json.dumps(header).encode()
+    # The header alone: no weight is read.
+    (config.parent / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+    result = RUNNER.invoke(app, ["estimate", "-f", job, "--model", str(config.parent), "-o", "json"])
+    assert result.exit_code == 0, result.output
+    terms = {term["name"]: term["bytes"] for term in json.loads(result.output)["jobs"][0]["terms"]}
+    assert terms["frozen weights"] == position - 2 * 64 * 64
+    assert terms["trained weights"] == 2 * 4 * 16 * 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe", "cannot be read"),
+        (b"[1]", "model_type"),
+        (b'{"model_type": "llama"}', "num_hidden_layers is None"),
+        (b'{"model_type": "llama", "vocab_size": "x", "hidden_size": 4, "num_attention_heads": 0}', "config.json"),
+        (b'{"model_type": "llama", "vocab_size": 8, "hidden_size": 4, "num_attention_heads": 2}', "num_hidden_layers is None"),
+        (b'{"model_type": "llama", "num_hidden_layers": 1000000000}', "num_hidden_layers is 1000000000"),
+        (b'{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": "4"}', "config.json: a setting of llama"),
+        (b"[" * 100_000, "cannot be read"),
+    ],
+)
+def test_a_broken_configuration_is_named(tmp_path: Path, config: Path, content: bytes, said: str) -> None:
+    config.write_bytes(content)
+    result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, a_job()), "--model", str(config)])
+    assert result.exit_code == 2, result.output
+    assert said in result.output
+    assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
+
+
+def test_torch_is_never_imported(tmp_path: Path, config: Path) -> None:
+    script = (
+        "import sys; from finetune_cli.app import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "sys.exit(9 if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "estimate", "-f", manifest(tmp_path, a_job()), "--model", str(config)], check=False
+    )
+    assert done.returncode == 0

@@ -1,0 +1,41 @@
+"""Claims of a job as directories and links of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune_cli.exit_codes import LocalError
+from finetune_cli.local.claims import claim_directories, claims_of, link_claims, parse_claims
+from tests.unit.finetune_cli.jobs import PLAN
+
+
+def test_claims_are_parsed():
+    assert parse_claims(["models=/srv/a=b", "data=x"]) == {"models": Path("/srv/a=b"), "data": Path("x")}
+    for wrong in ("models", "models=", "=x", "Models=/x"):
+        with pytest.raises(LocalError, match="NAME=PATH"):
+            parse_claims([wrong])
+    with pytest.raises(LocalError, match="once"):
+        parse_claims(["a=1", "a=2"])
+
+
+def test_claims_become_links(tmp_path):
+    models = tmp_path / "elsewhere"
+    models.mkdir()
+    (tmp_path / "claims" / "data").mkdir(parents=True)
+    uses = claims_of(PLAN)
+    assert [(use.name, use.is_input) for use in uses] == [("models", True), ("data", True), ("workspace", False), ("out", False)]
+    places = claim_directories(uses, tmp_path / "claims", {"models": models})
+    view = tmp_path / "view"
+    for _ in range(2):
+        link_claims(uses, places, view)
+        assert (view / "models").resolve() == models.resolve()
+        assert (view / "out").resolve() == (tmp_path / "claims" / "out").resolve()
+        assert {path.name for path in view.iterdir()} == {"models", "data", "workspace", "out"}
+
+
+def test_a_missing_input_claim_is_named(tmp_path):
+    uses = claims_of(PLAN)
+    with pytest.raises(LocalError, match=r"spec.model.source: claim models is .*does not exist.*--claim models=PATH"):
+        link_claims(uses, claim_directories(uses, tmp_path, {}), tmp_path / "view")

@@ -1,0 +1,75 @@
+"""The plan and the record of local runs, and what --fresh removes."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune_cli.exit_codes import LocalError
+from finetune_cli.local.run_directory import RunRecord, freeze, locked, read_record, run_directory_of, start_fresh, write_record
+from finetune_job.names import Role
+from tests.unit.finetune_cli.jobs import PLAN
+
+
+def test_the_budget_in_a_record_of_the_first_release_is_the_gangs():
+    record = RunRecord.model_validate_json('{"plan_sha256": "x", "restarts": {"counted": 2, "uncounted": 1}}')
+    assert (record.restarts[Role.TRAIN].counted, record.restarts[Role.TRAIN].uncounted) == (2, 1)
+
+
+def test_the_plan_is_frozen_until_fresh(tmp_path):
+    place = run_directory_of(tmp_path, PLAN.job)
+    place.claims.mkdir(parents=True)
+    for claim in ("workspace", "out"):
+        (tmp_path / claim).mkdir()
+        (place.claims / claim).symlink_to(tmp_path / claim)
+    record = freeze(place, PLAN).model_copy(update={"next_attempt": {Role.MERGE: 1}})
+    write_record(place.record, record)
+    assert freeze(place, PLAN) == record
+    other = PLAN.model_copy(update={"training": PLAN.training.model_copy(update={"max_steps": 99})})
+    with pytest.raises(LocalError, match=r"changed since its last run \(training\).*--fresh"):
+        freeze(place, other)
+    for path in ("workspace/tuned-local/checkpoints", "workspace/another-job", "out/tuned/merged", "out/tuned/notes"):
+        (tmp_path / path).mkdir(parents=True)
+    for name in ("verification.json", "verification.md", "provenance.json", "README.md", "SHA256SUMS"):
+        (tmp_path / "out/tuned" / name).write_text("of the earlier run")
+    start_fresh(place)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if ".finetune" not in path.parts}
+    assert left == {"workspace", "workspace/another-job", "out", "out/tuned", "out/tuned/notes"}
+    assert freeze(place, other).plan_sha256 != record.plan_sha256
+
+
+def test_fresh_leaves_a_readme_that_no_merge_has_written(tmp_path):
+    place = run_directory_of(tmp_path, PLAN.job)
+    place.claims.mkdir(parents=True)
+    write_record(place.record, freeze(place, PLAN))
+    readme = tmp_path / "out" / "tuned" / "README.md"
+    readme.parent.mkdir(parents=True)
+    readme.write_text("of the user")
+    (place.claims / "out").symlink_to(tmp_path / "out")
+    start_fresh(place)
+    assert readme.exists()
+
+
+def test_fresh_removes_nothing_without_a_record(tmp_path):
+    place = run_directory_of(tmp_path, PLAN.job)
+    place.claims.mkdir(parents=True)
+    (tmp_path / "out" / "tuned" / "merged").mkdir(parents=True)
+    (place.claims / "out").symlink_to(tmp_path / "out")
+    start_fresh(place)
+    assert (tmp_path / "out" / "tuned" / "merged").exists()
+
+
+def test_one_command_at_a_time(tmp_path):
+    place = run_directory_of(tmp_path, PLAN.job)
+    with locked(place), pytest.raises(LocalError, match="another finetune run"), locked(place):
+        pass
+    with locked(place):
+        pass
+
+
+def test_a_damaged_record_is_none(tmp_path):
+    path = tmp_path / "record.json"
+    assert read_record(path) is None
+    write_record(path, RunRecord(plan_sha256="x", finished=[Role.PREFLIGHT], next_attempt={Role.TRAIN: 2}))
+    assert read_record(path).next_attempt == {Role.TRAIN: 2}
+    path.write_text("{")
+    assert read_record(path) is None

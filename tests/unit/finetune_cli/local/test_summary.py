@@ -1,0 +1,55 @@
+"""What a run came to."""
+
+from __future__ import annotations
+
+import json
+
+from finetune_cli.exit_codes import ExitCode
+from finetune_cli.local.run_directory import RunRecord
+from finetune_cli.local.summary import Losses, losses, summarise
+from finetune_cli.render.run import summary_text
+from finetune_job.names import Role
+from tests.unit.finetune_cli.jobs import PLAN
+
+
+def test_losses_come_from_the_held_out_records_or_the_history():
+    assert losses({"initial_eval_loss": "6.9", "eval_loss": "3.1"}, []) == Losses(6.9, 3.1, held_out=True)
+    history = [{"step": 0, "eval_loss": 7.0}, {"step": 1, "loss": 7.0}, {"step": 2, "loss": 5.0}]
+    assert losses({}, history) == Losses(7.0, 5.0, held_out=False)
+    assert losses({}, [*history, {"step": 3, "eval_loss": 4.5}]) == Losses(7.0, 4.5, held_out=True)
+    assert losses({}, []) is None
+
+
+def test_the_summary_tells_where_everything_is(tmp_path):
+    claims = tmp_path / "claims"
+    output = claims / "out" / "tuned"
+    for name in ("adapter", "merged"):
+        (output / name).mkdir(parents=True)
+    figures = {
+        "passed": True,
+        "tensors": {"num_changed": 28, "num_untouched": 11},
+        "logits": {"mean_kl": 1.5e-6, "top1_agreement": 1.0},
+        "other_logits": {"mean_kl": 0.02, "top1_agreement": 0.975},
+    }
+    (output / "verification.json").write_text(json.dumps(figures))
+    workspace = claims / "workspace" / "tuned-local"
+    workspace.mkdir(parents=True)
+    (workspace / "history.jsonl").write_text('{"step": 9, "loss": 1.0}\n{"step": 10, "loss": 0.5}\n{"step": 11, "lo')
+    record = RunRecord(
+        plan_sha256="x",
+        seconds={Role.TRAIN: 20.0, Role.MERGE: 5.0},
+        facts={Role.TRAIN: {"initial_eval_loss": "6.9", "eval_loss": "3.1"}, Role.PUBLISH: {"address": "oci://host/a@sha256:0"}},
+    )
+    summary = summarise(PLAN, record, claims)
+    assert summary.step == 10
+    text = summary_text(ExitCode.DONE, summary)
+    for part in (
+        "held-out loss: 6.9000 before, 3.1000 after",
+        str(output / "adapter"),
+        str(output / "merged"),
+        "published at:  oci://host/a@sha256:0",
+        "passed, 28 tensors changed, 11 untouched, mean KL 1.5e-06, same token 100.0%",
+        "on other base: mean KL 0.02, same token 97.5%",
+        "25.0 s",
+    ):
+        assert part in text

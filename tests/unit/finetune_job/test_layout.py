@@ -1,0 +1,39 @@
+"""Names on the workspace and at the destination, which survive upgrades and which users find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from finetune_job.layout import OutputLayout, WorkspaceLayout
+
+
+def test_names_on_the_workspace() -> None:
+    layout = WorkspaceLayout(Path("/claims/work/run"))
+    assert layout.checkpoints == Path("/claims/work/run/checkpoints")
+    assert layout.adapter == Path("/claims/work/run/trained")
+    assert layout.model_report == Path("/claims/work/run/preflight.json")
+    assert layout.reports("merge", 2) == Path("/claims/work/run/reports/merge-2")
+    assert layout.stacks(1) == Path("/claims/work/run/stacks/train-1")
+
+
+def test_names_at_the_destination() -> None:
+    layout = OutputLayout(Path("/out"))
+    assert (layout.adapter.name, layout.merged.name, layout.model_card.name) == ("adapter", "merged", "README.md")
+    assert (layout.provenance.name, layout.checksums.name) == ("provenance.json", "SHA256SUMS")
+
+
+def test_only_a_verified_model_has_the_name_of_a_result(tmp_path: Path) -> None:
+    paths = OutputLayout(tmp_path).merged_paths()
+    assert paths.current == tmp_path / "merged.unverified"
+    assert paths.quarantined == tmp_path / "merged.quarantined"
+    paths.verified.mkdir()
+    assert paths.current == tmp_path / "merged"
+
+
+def test_reports_may_be_in_another_directory_than_the_model() -> None:
+    paths = OutputLayout(Path("/out")).merged_paths(reports=Path("/reports"))
+    assert (paths.verified, paths.report, paths.page) == (
+        Path("/out/merged"),
+        Path("/reports/verification.json"),
+        Path("/reports/verification.md"),
+    )

@@ -1,0 +1,36 @@
+"""Jobs of well-known models, judged by the planner."""
+
+from __future__ import annotations
+
+from finetune_memory.activations import layer_names
+from finetune_memory.adapters import trained_parameters
+from finetune_memory.estimate import Estimate
+from finetune_memory.families import base_parameters
+from finetune_memory.model_shape import ModelShape, facts_of
+from finetune_memory.sharding import unit_names
+from finetune_memory.verdict import (
+    MemoryLimit,
+    MemoryVerdict,
+    judge_memory,
+)
+from tests.support.builders import JobBuilder, a_job
+from tests.unit.finetune_memory.configs import CONFIGS
+
+GIB = 2**30
+
+
+def judged(job: JobBuilder, name: str = "Llama-3.1-8B", gib: float | None = 80, *, longest: int | None = None) -> MemoryVerdict:
+    plan, config = job.plan(), CONFIGS[name]
+    held = "float32" if plan.method.type.value == "Full" else "bfloat16"
+    parameters = trained_parameters(base_parameters(config, held), plan.method, held, config["model_type"])
+    shape = ModelShape(parameters, unit_names(parameters, plan.parallelism.fsdp, layer_names(parameters)), facts_of(config))
+    limit = None if gib is None else MemoryLimit(int(gib * GIB), is_device=True, source="gpu.memory")
+    return judge_memory(plan, shape, "bfloat16", limit, longest=longest)
+
+
+def term(estimate: Estimate, name: str) -> int:
+    return sum(each.bytes for each in estimate.terms if each.name == name)
+
+
+def small_job() -> JobBuilder:
+    return a_job().spec("training.microBatchSize", 1).spec("data.maxSequenceLength", 2048)

@@ -1,0 +1,108 @@
+"""What PEFT adds to a model, by name, shape and element type, against PEFT itself on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from finetune_memory.adapters import trained_parameters
+from finetune_memory.families import base_parameters
+from finetune_memory.model_shape import UnknownModelError
+from finetune_trainer.model.adapters import attach
+from tests.support.tiny_model import plan_of, tiny_spec
+from tests.unit.finetune_memory.configs import CONFIGS
+
+DENSE = ["Llama-3.2-1B", "Qwen3-0.6B", "Gemma-3-1B", "Phi-3-mini", "GPT-2", "Pythia-1.4B", "StarCoder2-3B"]
+LORA: dict[str, dict[str, Any]] = {
+    "plain": {"r": 16},
+    "odd rank, some modules, some layers": {
+        "r": 7,
+        "targetModules": ["q_proj", "o_proj", "c_attn", "dense", "query_key_value"],
+        "layersToTransform": [0, 3],
+    },
+    "ranks by name": {"rankPattern": {"q_proj": 3, "layers.1.mlp.up_proj": 5}},
+    "excluded": {"excludeModules": ["down_proj", "layers.0.self_attn.k_proj"]},
+    "embedding and head": {"targetModules": ["embed_tokens", "lm_head", "wte", "q_proj"]},
+    "biases": {"bias": "all"},
+    "biases of adapted layers": {"bias": "lora_only", "targetModules": ["q_proj", "c_attn", "query_key_value", "o_proj"]},
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("case", sorted(LORA))
+def test_lora(name: str, case: str) -> None:
+    _compare(name, {"type": "LoRA", "lora": LORA[case]})
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Gemma-2-9B"])
+def test_whole_modules_beside_the_adapter(name: str) -> None:
+    _compare(name, {"type": "LoRA", "lora": {"modulesToSave": ["embed_tokens"]}})
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Llama-3.2-1B"])
+def test_trainable_tokens(name: str) -> None:
+    _compare(name, {"type": "LoRA", "lora": {"trainableTokenIndices": [3, 7, 11], "targetModules": ["q_proj"]}})
+
+
+def test_stacked_weights_of_experts() -> None:
+    _compare(
+        "DeepSeek-V2-Lite", {"type": "LoRA", "lora": {"targetParameters": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]}}
+    )
+
+
+EXPERTS = ["Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen1.5-MoE-A2.7B", "OLMoE-1B-7B", "DeepSeek-V2-Lite", "DeepSeek-V3"]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(
+    "lora",
+    [{"r": 4}, {"r": 4, "rankPattern": {"q_proj": 3, "down_proj": 5}, "excludeModules": ["o_proj"]}, {"useRslora": True}],
+    ids=["plain", "ranks by name", "rslora"],
+)
+def test_all_linear_means_stacked_experts_and_routers_where_peft_knows_them(name: str, lora: dict[str, Any]) -> None:
+    _compare(name, {"type": "LoRA", "lora": lora})
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
+def test_names_of_experts_as_they_once_were(name: str) -> None:
+    _compare(name, {"type": "LoRA", "lora": {"targetModules": ["q_proj", "gate_proj", "up_proj", "mlp.experts.down_proj"]}})
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen2.5-0.5B"])
+def test_dora(name: str) -> None:
+    _compare(name, {"type": "DoRA", "lora": {"r": 5}})
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-70B", "Mixtral-8x7B"])
+def test_full(name: str) -> None:
+    _compare(name, {"type": "Full", "lora": None}, held="float32")
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen1.5-MoE-A2.7B", "DeepSeek-V2-Lite"])
+def test_attention_of_models_with_experts(name: str) -> None:
+    _compare(name, {"type": "LoRA", "lora": {"targetModules": ["q_proj", "kv_b_proj", "o_proj", "lm_head"]}})
+
+
+def test_other_methods_need_peft_itself() -> None:
+    plan = plan_of(tiny_spec(method={"type": "VeRA", "lora": None}))
+    with pytest.raises(UnknownModelError, match=r"spec\.method\.type: what VeRA adds"):
+        trained_parameters(base_parameters(CONFIGS["Llama-3.2-1B"], "float32"), plan.method, "float32", "llama")
+
+
+def _compare(name: str, method: dict[str, Any], held: str = "bfloat16") -> None:
+    config = {**CONFIGS[name], "num_hidden_layers": 4, "n_layer": 4}
+    plan = plan_of(tiny_spec(method=method))
+    settings = {name: value for name, value in config.items() if name != "model_type"}
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**settings), dtype=getattr(torch, held))
+        model = attach(base, plan) if plan.method.trains_adapter else base
+    found = trained_parameters(base_parameters(config, held), plan.method, held, config["model_type"])
+    expected = {
+        name: (tuple(each.shape), str(each.dtype).removeprefix("torch."), each.requires_grad)
+        for name, each in model.named_parameters()
+    }
+    assert {each.name: (each.shape, each.dtype, each.is_trained) for each in found} == expected
+    assert [each.name for each in found] == list(expected)

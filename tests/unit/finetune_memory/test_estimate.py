@@ -1,0 +1,78 @@
+"""The estimate of whole jobs: what it adds up, and what changes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.builders import JobBuilder
+from tests.unit.finetune_memory.jobs import judged, small_job, term
+
+
+def changed(**fields: Any) -> int:
+    job = small_job()
+    for path, value in fields.items():
+        job = job.spec(path.replace("__", "."), value)
+    return judged(job).estimate.total
+
+
+def test_weights_are_two_bytes_a_parameter() -> None:
+    assert term(judged(small_job()).estimate, "frozen weights") == 2 * 8_030_261_248
+
+
+def test_ranks_share_weights_but_not_activations() -> None:
+    one, eight = judged(small_job()).estimate, judged(small_job().processes_per_node(8)).estimate
+    assert term(eight, "frozen weights") * 8 == term(one, "frozen weights")
+    assert term(eight, "activations") == pytest.approx(term(one, "activations"), rel=0.01)
+    assert term(eight, "gathered weights") > 0 == term(one, "gathered weights")
+
+
+def test_each_saving_saves() -> None:
+    plain = changed()
+    assert changed(training__activationCheckpointing="Full") < changed(training__activationCheckpointing="Selective") < plain
+    assert changed(training__precision="bf16") < plain
+    assert changed(data__maxSequenceLength=1024) < plain < changed(data__maxSequenceLength=4096)
+    assert plain < changed(training__microBatchSize=2) < changed(training__microBatchSize=4)
+    assert changed(method__type="QLoRA") < plain < changed(model__attention="eager")
+
+
+def test_gathered_weights_stay_without_resharding() -> None:
+    job = small_job().processes_per_node(8)
+    kept = judged(job.spec("parallelism.fsdp.reshardAfterForward", False)).estimate
+    assert term(kept, "gathered weights") > 2 * 8_030_261_248 > 3 * term(judged(job).estimate, "gathered weights")
+
+
+def test_full_fine_tuning_holds_float32_weights_moments_and_gradients() -> None:
+    job = small_job().spec("method", {"type": "Full"}).spec("training.activationCheckpointing", "Full")
+    estimate = judged(job, "Llama-3.2-1B").estimate
+    weights = 4 * 1_235_814_400
+    assert (term(estimate, "trained weights"), term(estimate, "gradients")) == (weights, weights)
+    assert term(estimate, "optimizer state") == 2 * weights + 4 * 146
+
+
+def test_short_records_need_less() -> None:
+    job = small_job().spec("data.packing", False)
+    assert judged(job, longest=200).estimate.total < judged(job).estimate.total
+    packed = small_job().spec("data.packing", True)
+    assert judged(packed, longest=200).estimate.total == judged(packed).estimate.total
+
+
+def test_attention_that_an_architecture_does_not_have_is_not_counted() -> None:
+    """Gemma 2 has no SDPA, so the trainer takes eager attention where the job leaves it open, and scores are kept."""
+    eager = judged(small_job().spec("model.attention", "eager"), "Gemma-2-9B").estimate
+    assert judged(small_job(), "Gemma-2-9B").estimate == eager
+    assert judged(small_job()).estimate != judged(small_job().spec("model.attention", "eager")).estimate
+
+
+def host(job: JobBuilder, name: str) -> dict[str, int]:
+    return {each.name: each.bytes for each in judged(job, name).estimate.host_terms}
+
+
+def test_ranks_that_load_the_whole_base_hold_it_in_host_memory() -> None:
+    """Experts that the files hold one by one, and a rank alone. Others read their shards; packed weights go to the device."""
+    eight, loaded = small_job().processes_per_node(8), "base while it is loaded"
+    assert host(eight, "Mixtral-8x7B")[loaded] == 2 * 46_702_792_704
+    assert host(small_job(), "Llama-3.1-8B")[loaded] == 2 * 8_030_261_248
+    assert loaded not in host(eight, "Llama-3.1-8B")
+    assert loaded not in host(eight.spec("method.type", "QLoRA"), "Mixtral-8x7B")

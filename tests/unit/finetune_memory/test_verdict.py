@@ -1,0 +1,85 @@
+"""What is said of a job by its limit: whether it fits, the finding, and sizes in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune_memory.adapters import trained_parameters
+from finetune_memory.families import base_parameters
+from finetune_memory.model_shape import ModelShape, facts_of
+from finetune_memory.verdict import (
+    MemoryLimit,
+    format_bytes,
+    judge_memory,
+    limit_of,
+    memory_finding,
+    quantity_bytes,
+)
+from tests.support.builders import a_job
+from tests.unit.finetune_memory.configs import CONFIGS
+from tests.unit.finetune_memory.jobs import GIB, judged, small_job
+
+
+def test_a_job_that_fits_has_no_finding() -> None:
+    verdict = judged(small_job())
+    assert verdict.fits
+    assert memory_finding(verdict) is None
+    assert memory_finding(judged(small_job(), gib=None)) is None
+
+
+def test_a_pod_that_its_ranks_will_not_load_in_is_warned_of() -> None:
+    """Four devices of 80 GiB hold Mixtral 8x7B, and no pod of 64 GiB four copies of it."""
+    job = small_job().processes_per_node(4).spec("training.activationCheckpointing", "Full")
+    verdict = judged(job, "Mixtral-8x7B")
+    finding = memory_finding(verdict)
+    assert verdict.fits
+    assert finding is not None
+    assert (finding.rule, finding.severity) == ("memory-estimate-exceeds-pod", "warning")
+    assert "base while it is loaded 87.0 GiB" in finding.message
+    roomy = job.with_profile(resources={"train": {"memory": "400Gi"}})
+    assert memory_finding(judged(roomy, "Mixtral-8x7B")) is None
+
+
+def test_the_finding_names_terms_limit_and_fix() -> None:
+    finding = memory_finding(judged(small_job().spec("training.microBatchSize", 8), gib=70))
+    assert finding is not None
+    assert (finding.rule, finding.severity, finding.field) == (
+        "memory-estimate-exceeds-gpu",
+        "error",
+        "spec.training.microBatchSize",
+    )
+    assert "of 70.0 GiB (gpu.memory); largest: activations" in finding.message
+    assert finding.fix.startswith("set spec.training.microBatchSize: ")
+    assert finding.changes
+
+
+def test_limits_come_from_the_profile() -> None:
+    assert limit_of(a_job().plan()) == MemoryLimit(80 * GIB, is_device=True, source="gpu.memory of profile default")
+    on_cpu = a_job().with_profile(gpu=None, resources={"train": {"memory": "64Gi"}}).processes_per_node(2).plan()
+    limit = limit_of(on_cpu)
+    assert limit is not None
+    assert (limit.bytes, limit.is_device) == (32 * GIB, False)
+
+
+def test_a_pod_without_gpu_is_only_warned() -> None:
+    plan_job = a_job().with_profile(gpu=None, resources={"train": {"memory": "4Gi"}})
+    plan, config = plan_job.plan(), CONFIGS["Llama-3.1-8B"]
+    parameters = trained_parameters(base_parameters(config, "bfloat16"), plan.method, "bfloat16", "llama")
+    shape = ModelShape(parameters, (), facts_of(config))
+    finding = memory_finding(judge_memory(plan, shape, "bfloat16", limit_of(plan)))
+    assert finding is not None
+    assert (finding.rule, finding.severity) == ("memory-estimate-exceeds-pod", "warning")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("80Gi", 80 * GIB), ("1.5Gi", 3 * GIB // 2), ("80G", 80 * 10**9), ("1000", 1000)])
+def test_quantities(text: str, expected: int) -> None:
+    assert quantity_bytes(text) == expected
+
+
+def test_what_is_no_quantity_is_named() -> None:
+    with pytest.raises(ValueError, match="'80 Gigs' is not a quantity"):
+        quantity_bytes("80 Gigs")
+
+
+def test_sizes_for_people() -> None:
+    assert [format_bytes(size) for size in (12, 2048, 5 * 2**20, 3 * GIB // 2)] == ["12 B", "2.0 KiB", "5.0 MiB", "1.5 GiB"]

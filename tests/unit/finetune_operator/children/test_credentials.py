@@ -1,0 +1,77 @@
+"""Which pods are given which Secrets, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune_job.names import CREDENTIALS_MOUNT, Role
+from finetune_operator.children.cpu_jobs import fetch_job, publish_job
+from tests.unit.finetune_operator.children.building import BUILDERS, ELSEWHERE, pod_spec, run_of
+
+KEYS = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]
+
+
+def credential_sources(body: dict[str, Any]) -> list[tuple[str, bool, dict[str, str]]]:
+    """Secret, whether it is optional, and file by key, of the volume that the container sees at its one place for credentials."""
+    pod = pod_spec(body)
+    (container,) = pod["containers"]
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["mountPath"] == CREDENTIALS_MOUNT]
+    assert mount["readOnly"] is True
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
+    return [
+        (each["secret"]["name"], each["secret"]["optional"], {item["key"]: item["path"] for item in each["secret"]["items"]})
+        for each in volume["projected"]["sources"]
+    ]
+
+
+def test_the_fetch_pod_is_given_its_credentials_as_files() -> None:
+    assert credential_sources(fetch_job(run_of(ELSEWHERE), 0)) == [
+        ("hub", False, {"read": "hub/token"}),
+        ("store", False, {key: f"s3/{key}" for key in KEYS}),
+        ("store", True, {"AWS_SESSION_TOKEN": "s3/AWS_SESSION_TOKEN"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("destination", "expected"),
+    [
+        ("hf://org/tuned", [("writer", False, {"token": "hub/token"})]),
+        (
+            "s3://bucket/tuned",
+            [
+                ("writer", False, {key: f"s3/{key}" for key in KEYS}),
+                ("writer", True, {"AWS_SESSION_TOKEN": "s3/AWS_SESSION_TOKEN"}),
+            ],
+        ),
+        ("oci://registry.example/team/tuned:v1", [("writer", False, {".dockerconfigjson": "registry/config.json"})]),
+    ],
+)
+def test_the_publish_pod_is_given_the_destinations_credentials_as_files(destination: str, expected: list[Any]) -> None:
+    job = ELSEWHERE.spec("output", {"destination": destination, "secretRef": {"name": "writer"}})
+    assert credential_sources(publish_job(run_of(job), 0)) == expected
+    assert "writer" not in str(fetch_job(run_of(job), 0))
+
+
+def test_no_other_pod_sees_a_secret() -> None:
+    run = run_of(ELSEWHERE.spec("output", {"destination": "hf://org/tuned", "secretRef": {"name": "writer"}}))
+    for role in (Role.PREFLIGHT, Role.TRAIN, Role.MERGE):
+        assert "secret" not in str(BUILDERS[role](run, 0)).lower()
+    for role in Role:
+        variables = pod_spec(BUILDERS[role](run, 0))["containers"][0]["env"]
+        assert {variable["name"] for variable in variables} <= {"HOME", "JOB_COMPLETION_INDEX"}
+
+
+@pytest.mark.parametrize("role", [Role.FETCH, Role.PUBLISH])
+def test_without_a_secret_there_is_no_volume_for_one(role: Role) -> None:
+    job = ELSEWHERE.spec("fetch", None).spec("output.destination", "s3://bucket/tuned")
+    assert CREDENTIALS_MOUNT not in str(BUILDERS[role](run_of(job), 0))
+
+
+@pytest.mark.parametrize(("group", "mode"), [(5678, 0o440), (None, 0o444)])
+def test_credentials_are_read_by_the_pods_group_or_where_none_is_known_by_its_user(group: int | None, mode: int) -> None:
+    profile = {} if group is None else {"fsGroup": group}
+    pod = pod_spec(fetch_job(run_of(ELSEWHERE.with_profile(**profile)), 0))
+    (volume,) = [volume for volume in pod["volumes"] if "projected" in volume]
+    assert volume["projected"]["defaultMode"] == mode

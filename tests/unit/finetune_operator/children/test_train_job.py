@@ -1,0 +1,73 @@
+"""The gang's Job and Service: what its pods are told, and the names by which they find each other."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from finetune_job.names import TRAIN_GRACE_PERIOD_SECONDS, Role, master_address
+from finetune_operator.children.cpu_jobs import merge_job, preflight_job
+from finetune_operator.children.train_job import gang_service, train_job
+from tests.support.builders import a_job
+from tests.unit.finetune_operator.children.building import BUILDERS, OWNER, pod_spec, run_of
+
+
+def test_a_gang_lives_and_dies_as_one() -> None:
+    spec = train_job(run_of(a_job().nodes(4)), 2)["spec"]
+    template = spec.pop("template")
+    assert spec == {
+        "completionMode": "Indexed",
+        "completions": 4,
+        "parallelism": 4,
+        "backoffLimit": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+        },
+    }
+    assert template["spec"]["restartPolicy"] == "Never"
+    assert template["spec"]["terminationGracePeriodSeconds"] == TRAIN_GRACE_PERIOD_SECONDS
+
+
+def test_the_arguments_of_a_training_pod() -> None:
+    run = run_of(a_job().nodes(2))
+    pod = pod_spec(train_job(run, 3))
+    container = pod["containers"][0]
+    assert container["args"] == [
+        *("train", "--plan", "/plan/plan.json", "--plan-sha256", run.plan_sha256, "--attempt", "3"),
+        *("--node-rank", "$(JOB_COMPLETION_INDEX)"),
+        *("--master-address", master_address("tune", "team", 3, 2), "--master-port", "29400"),
+    ]
+    declared = {variable["name"]: variable for variable in container["env"]}
+    for name in re.findall(r"\$\((\w+)\)", " ".join(container["args"])):
+        assert name in declared, "an undeclared variable is not expanded"
+    field = declared["JOB_COMPLETION_INDEX"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+@pytest.mark.parametrize("name", ["tune", "a" * 63, "with.dots", "a-" * 30 + "b"])
+@pytest.mark.parametrize("nodes", [1, 12])
+def test_every_pod_of_a_gang_has_the_name_that_the_others_look_up(name: str, nodes: int) -> None:
+    run = run_of(a_job().named(name).nodes(nodes))
+    job, service = train_job(run, 0), gang_service(run.owner)
+    assert pod_spec(job)["subdomain"] == service["metadata"]["name"]
+    host = f"{job['metadata']['name']}-0.{service['metadata']['name']}.team.svc"
+    arguments = pod_spec(job)["containers"][0]["args"]
+    assert arguments[arguments.index("--master-address") + 1] == host
+    assert all(len(label) <= 63 for label in f"{job['metadata']['name']}-{nodes - 1}".split("."))
+
+
+def test_the_service_finds_the_training_pods_before_they_are_ready() -> None:
+    service = gang_service(OWNER)["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    for role in Role:
+        labels = BUILDERS[role](run_of(a_job()), 0)["spec"]["template"]["metadata"]["labels"]
+        assert (service["selector"].items() <= labels.items()) is (role is Role.TRAIN)
+
+
+def test_only_training_pods_are_bound_to_the_profiles_nodes() -> None:
+    run = run_of(a_job().with_profile(nodeSelector={"gpu": "h100"}))
+    assert pod_spec(train_job(run, 0))["nodeSelector"] == {"gpu": "h100"}
+    assert "nodeSelector" not in pod_spec(preflight_job(run, 0))
+    assert "nodeSelector" not in pod_spec(merge_job(run, 0))

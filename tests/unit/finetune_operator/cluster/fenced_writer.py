@@ -1,0 +1,56 @@
+"""A replica of a lease and writes alone: `python -m tests.unit.finetune_operator.cluster.fenced_writer SERVER` writes as fast as
+it can.
+
+It does not end when the lease is lost, so that nothing but the fence stops it: after that each writer tries again and again.
+"""
+
+import asyncio
+import sys
+
+from kubernetes.aio.client.configuration import Configuration
+
+from finetune_operator.cluster.answers import ApiUnreachableError
+from finetune_operator.cluster.api import Api, Document
+from finetune_operator.cluster.kinds import CONFIG_MAPS
+from finetune_operator.cluster.leadership import Candidacy, LeadershipThread, RivalReleases
+from finetune_operator.cluster.lease import Elector, LeaseObject, LeaseTiming
+
+TIMING = LeaseTiming(duration=2, renew_deadline=1.2, retry=0.2)
+WRITERS = 40
+TRIES_AFTER_THE_LOSS = 200
+
+
+async def no_claims() -> list[Document]:
+    return []
+
+
+async def main(server: str) -> None:
+    lost = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def make() -> Candidacy:
+        api = Api(Configuration(host=server), request_timeout=TIMING.renew_deadline / 2)
+        lease = Elector(LeaseObject(api, "system", "release"), "first", TIMING)
+        return Candidacy(lease=lease, claim=lease, rivals=RivalReleases(no_claims, "release", ()), retry=0.2, close=api.close)
+
+    lease = LeadershipThread(make, on_lost=lambda: loop.call_soon_threadsafe(lost.set))
+    api = Api(Configuration(host=server), fence=lease.fence)
+    lease.start()
+    await lease.held.wait()
+
+    async def write() -> None:
+        left = TRIES_AFTER_THE_LOSS
+        while left:
+            left -= lost.is_set()
+            try:
+                await api.create(CONFIG_MAPS, "team", {})
+            except ApiUnreachableError:
+                await asyncio.sleep(0.001)
+
+    await asyncio.gather(*(write() for _ in range(WRITERS)))
+    await api.close()
+    await lease.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,282 @@
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from finetune_job.progress import Progress
+from finetune_operator.cluster import gather as module
+from finetune_operator.cluster.answers import ApiError
+from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.gather import CLAIM_SEEN_SECONDS, MISSING_RETRY_SECONDS, Gathered, Gatherer
+from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, JOBS, PODS, PROFILES, Kind
+from finetune_operator.cluster.projection import project
+from finetune_operator.cluster.warning_events import WarningEvents
+from tests.unit.finetune_operator.cluster import objects
+from tests.unit.finetune_operator.cluster.fakes import Clock, FakeApi
+
+KEY = JobKey("team", "tune")
+NOW = datetime(2026, 1, 2, 3, 5, tzinfo=UTC)
+PLAN = {"hash": "h"}
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.api: Any = FakeApi()
+        self.cache = Cache(Clock())
+        self.warnings = WarningEvents(self.cache)
+        self.gatherer = Gatherer(self.api, self.cache, 5.0, self.warnings)
+
+    def add(self, kind: Kind, document: dict[str, Any], *, seen: bool = True) -> None:
+        made = self.api.put(kind, document)
+        if seen:
+            self.cache.take(kind, made)
+
+    def gather(self, now: datetime = NOW) -> Gathered:
+        self.api.calls.clear()
+        found = asyncio.run(self.gatherer.gather(KEY, now))
+        assert found is not None
+        return found
+
+
+def claim(name: str) -> dict[str, Any]:
+    return {"metadata": objects.metadata(name, f"{name}-uid")}
+
+
+def training(attempt: int) -> dict[str, Any]:
+    done = [
+        {"type": kind, "status": "True", "reason": "Completed", "lastTransitionTime": objects.CREATED}
+        for kind in ("Fetched", "Prepared")
+    ]
+    return {"startTime": objects.CREATED, "plan": PLAN, "attempt": attempt, "conditions": done}
+
+
+def test_absent_job_gives_nothing() -> None:
+    scene = Scene()
+    assert asyncio.run(scene.gatherer.gather(KEY, NOW)) is None
+
+
+def test_malformed_spec_is_told_field_by_field() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(model={"source": "nowhere"}))
+    job = scene.gather().observed.job
+    assert job.spec is None
+    assert "spec.model.source" in job.spec_error
+
+
+def test_profile_missing_malformed_and_good() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    assert scene.gather().observed.profile.spec is None
+    profile = {"metadata": {"name": "default", "uid": "p"}, "spec": {"trainerImage": ""}}
+    scene.add(PROFILES, profile)
+    observed = scene.gather().observed.profile
+    assert (observed.spec, "trainerImage" in observed.error) == (None, True)
+    scene.add(PROFILES, {"metadata": {"name": "default", "uid": "p"}, "spec": {"trainerImage": "image:1"}})
+    good = scene.gather().observed.profile
+    assert good.spec is not None
+    assert good.error == ""
+
+
+def test_claims_are_asked_for_until_seen_and_again_after_a_while() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    for name in ("models", "data", "workspace"):
+        scene.add(CLAIMS, claim(name), seen=False)
+    first = scene.gather()
+    assert first.observed.claims == {"models", "data", "workspace"}
+    assert first.revisit_after_seconds is not None
+    scene.add(CLAIMS, claim("results"), seen=False)
+    second = scene.gather()
+    assert [name for verb, _, name in scene.api.calls if verb == "get"] == ["results"]
+    assert len(second.observed.claims) == 4
+    assert second.revisit_after_seconds is None
+    del scene.api.objects["PersistentVolumeClaim", "team", "models"]
+    assert "models" in scene.gather().observed.claims
+    assert "models" not in scene.gather(NOW + timedelta(seconds=CLAIM_SEEN_SECONDS + 1)).observed.claims
+
+
+def test_live_lists_before_a_later_attempt_see_what_lost_its_labels() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    bare = objects.batch_job(attempt=0)
+    bare["metadata"]["labels"] = {}
+    scene.add(BATCH_JOBS, bare, seen=False)
+    stranger = objects.batch_job(attempt=5)
+    stranger["metadata"]["ownerReferences"][0]["uid"] = "another-job"
+    scene.add(BATCH_JOBS, stranger, seen=False)
+    running = objects.pod(attempt=0, status={"phase": "Running"})
+    running["metadata"]["labels"] = {}
+    scene.add(PODS, running, seen=False)
+    scene.add(PODS, objects.pod(attempt=0, index=1, status={"phase": "Failed"}), seen=False)
+    live = scene.gather().observed.live
+    assert live is not None
+    assert [job.name for job in live.batch_jobs] == ["tune-train-0"]
+    assert [pod.name for pod in live.running_pods] == ["tune-train-0-0"]
+
+
+def test_orphaned_pod_of_a_job_that_is_gone_is_still_seen() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    scene.add(PODS, objects.pod(attempt=0, status={"phase": "Running"}), seen=False)
+    live = scene.gather().observed.live
+    assert live is not None
+    assert [pod.name for pod in live.running_pods] == ["tune-train-0-0"]
+
+
+def test_what_the_live_list_shows_tells_orphans_from_what_others_control() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    orphan, foreign = (objects.pod(attempt=0, status={"phase": "Running"}) for _ in range(2))
+    orphan["metadata"] |= {"name": "orphan", "uid": "orphan-uid", "ownerReferences": []}
+    foreign["metadata"] |= {"name": "foreign", "uid": "foreign-uid"}
+    foreign["metadata"]["ownerReferences"] = [objects.owner("ReplicaSet", "web", "web-uid", "apps/v1")]
+    for pod in (orphan, foreign):
+        scene.add(PODS, pod, seen=False)
+    live = scene.gather().observed.live
+    assert live is not None
+    assert [(pod.name, pod.orphaned) for pod in live.running_pods] == [("orphan", True)]
+
+
+def test_no_live_lists_without_need() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    assert scene.gather().observed.live is None
+    assert "list" not in [verb for verb, _, _ in scene.api.calls]
+
+
+def warning(kind: str, uid: str, reason: str, message: str, namespace: str = "team") -> dict[str, Any]:
+    return {
+        "metadata": {"name": "e", "namespace": namespace},
+        "type": "Warning",
+        "involvedObject": {"kind": kind, "uid": uid, "namespace": namespace},
+        "reason": reason,
+        "message": message,
+        "lastTimestamp": objects.CREATED,
+    }
+
+
+def test_events_of_pods_that_stay_pending_are_told_without_a_read() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    scene.add(BATCH_JOBS, objects.batch_job())
+    scene.add(PODS, objects.pod())
+    created = datetime.fromisoformat(objects.CREATED)
+    assert scene.gather(created + timedelta(seconds=60)).revisit_after_seconds == MISSING_RETRY_SECONDS  # for the claims only
+    assert scene.warnings.take(warning("Pod", "tune-train-0-0-uid", "FailedMount", 'secret "s" not found')) == KEY
+    young = scene.gather(created + timedelta(seconds=1))
+    assert young.observed.pods[0].events == ()
+    assert young.revisit_after_seconds is not None
+    assert young.revisit_after_seconds <= 4.2
+    old = scene.gather(created + timedelta(seconds=6))
+    assert old.observed.pods[0].events == ('FailedMount: secret "s" not found',)
+    assert "Event" not in [kind for _, kind, _ in scene.api.calls]
+    scene.add(PODS, objects.pod(status={"phase": "Running"}))
+    assert scene.gather(created + timedelta(seconds=7)).observed.pods[0].events == ()
+
+
+def test_events_of_a_job_whose_pods_may_not_be_created_are_told() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    scene.add(BATCH_JOBS, objects.batch_job())
+    scene.warnings.take(warning("Job", "tune-train-0-uid", "FailedCreate", "exceeded quota: pods"))
+    assert scene.gather().observed.batch_jobs[0].events == ("FailedCreate: exceeded quota: pods",)
+
+
+def test_evidence_stays_while_its_attempt_is_current_and_goes_after() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    scene.add(BATCH_JOBS, objects.batch_job())
+    for kind, document in ((PODS, objects.pod(version=100)), (BATCH_JOBS, objects.batch_job(version=101))):
+        document["metadata"]["deletionTimestamp"] = objects.CREATED
+        scene.cache.remove(kind, project(kind, document))
+    assert [pod.gone for pod in scene.gather().observed.pods] == [True]
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=1)))
+    assert scene.gather().observed.pods == ()
+
+
+def test_progress_is_handed_out_once() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+    scene.gatherer.note_progress("job-uid", Progress(attempt=0, step=1, total_steps=4))
+    assert scene.gather().observed.progress is not None
+    assert scene.gather().observed.progress is None
+
+
+def test_what_was_noted_of_a_job_goes_with_it() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    scene.gatherer.note_progress("job-uid", Progress(attempt=0, step=1, total_steps=4))
+    scene.gatherer.note_conflict("job-uid", BATCH_JOBS, "tune-train-0")
+    assert list(scene.gatherer._notes) == ["job-uid"]
+    held = scene.cache.job(KEY)
+    assert held is not None
+    scene.cache.remove(JOBS, held)
+    assert scene.gatherer._notes == {}
+    # A rank that answers late, and a create that comes back late.
+    scene.gatherer.note_progress("job-uid", Progress(attempt=0, step=2, total_steps=4))
+    scene.gatherer.note_written("job-uid")
+    assert scene.gatherer._notes == {}
+
+
+def test_nothing_is_kept_of_a_job_once_there_is_nothing_to_note() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    assert scene.gatherer.may_create("job-uid", NOW)
+    scene.gatherer.note_written("job-uid")
+    assert scene.gatherer._notes == {}
+    scene.gather()
+    assert scene.gatherer._notes == {}
+    scene.gatherer.note_progress("job-uid", Progress(attempt=0, step=1, total_steps=4))
+    scene.gather()
+    assert scene.gatherer._notes == {}
+
+
+def test_notes_of_a_refusal_stay_until_a_write_has_succeeded() -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    scene.gatherer.note_refusal("job-uid", BATCH_JOBS, "tune-train-0", ApiError("POST", 403, "Forbidden", "exceeded quota"), NOW)
+    assert scene.gather().observed.refused is not None
+    assert not scene.gatherer.may_create("job-uid", NOW)
+    scene.gatherer.note_written("job-uid")
+    assert scene.gather().observed.refused is None
+    assert scene.gatherer._notes == {}
+
+
+@pytest.mark.parametrize(("deleting", "pause"), [(False, 15.0), (True, 3.0)])
+def test_conflict_is_looked_at_in_each_pass_until_it_is_gone(deleting: bool, pause: float) -> None:
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    for name in ("models", "data", "workspace", "results"):
+        scene.add(CLAIMS, claim(name), seen=False)
+    foreign = objects.batch_job()
+    foreign["metadata"]["ownerReferences"][0]["uid"] = "earlier-job"
+    if deleting:
+        foreign["metadata"]["deletionTimestamp"] = objects.CREATED
+    scene.add(BATCH_JOBS, foreign, seen=False)
+    scene.gatherer.note_conflict("job-uid", BATCH_JOBS, "tune-train-0")
+    for _ in range(3):
+        gathered = scene.gather()
+        assert gathered.observed.vanishing + gathered.observed.conflicts == ("Job/tune-train-0",)
+        assert gathered.revisit_after_seconds == pause
+        assert not scene.gatherer.may_create("job-uid", NOW)
+    del scene.api.objects["Job", "team", "tune-train-0"]
+    gathered = scene.gather()
+    assert gathered.observed.vanishing + gathered.observed.conflicts == ()
+    assert gathered.revisit_after_seconds is None
+    assert scene.gatherer.may_create("job-uid", NOW)
+
+
+def test_claims_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_CLAIMS_SEEN", 3)
+    scene = Scene()
+    scene.add(JOBS, objects.finetune_job())
+    for name in ("models", "data", "workspace"):
+        scene.add(CLAIMS, claim(name), seen=False)
+    scene.gather()
+    scene.add(CLAIMS, claim("results"), seen=False)
+    scene.gather(NOW + timedelta(seconds=CLAIM_SEEN_SECONDS - 1))
+    assert len(scene.gatherer._claims_seen) == 4
+    del scene.api.objects["PersistentVolumeClaim", "team", "models"]
+    scene.gather(NOW + timedelta(seconds=3 * CLAIM_SEEN_SECONDS))
+    assert ("team", "models") not in scene.gatherer._claims_seen

@@ -1,0 +1,170 @@
+"""Which jobs are asked how far they are, what is passed on of the answers, and what a rank cannot do to the operator."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from finetune_job.progress import Progress
+from finetune_operator.cluster import progress_poll as module
+from finetune_operator.cluster.cache import JobKey
+from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS
+from finetune_operator.cluster.progress_poll import LARGEST_ANSWER_BYTES, ProgressPoll
+from tests.unit.finetune_operator.cluster import objects
+from tests.unit.finetune_operator.cluster.test_gather import KEY, Scene, training
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+PROGRESS = Progress(attempt=0, step=3, total_steps=4)
+
+
+def running(index: int = 0, attempt: int = 0, address: str = "127.0.0.1", phase: str = "Running") -> dict[str, Any]:
+    return objects.pod(attempt=attempt, index=index, status={"phase": phase, "podIP": address})
+
+
+class Polled:
+    def __init__(self) -> None:
+        self.scene = Scene()
+        self.scene.add(JOBS, objects.finetune_job(status=training(attempt=0)))
+        self.scene.add(BATCH_JOBS, objects.batch_job())
+        self.woken: list[JobKey] = []
+        self.asked: list[str] = []
+
+    def rounds(self, answer: Handler, number: int = 1) -> None:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            self.asked.append(request.path)
+            return await answer(request)
+
+        async def scenario() -> None:
+            application = web.Application()
+            application.router.add_route("*", "/{path:.*}", handle)
+            runner = web.AppRunner(application)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            over = asyncio.Event()
+            pauses: list[float] = []
+
+            async def sleep(seconds: float) -> None:
+                pauses.append(seconds)
+                if len(pauses) == number:
+                    over.set()
+                    await asyncio.Event().wait()
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "OBSERVE_PORT", runner.addresses[0][1])
+                patch.setattr(module.asyncio, "sleep", sleep)
+                poll = ProgressPoll(
+                    self.scene.cache, self.scene.gatherer, self.woken.append, period=10.0, longest=60.0, writes_per_second=20.0
+                )
+                self.poll = poll
+                task = asyncio.create_task(poll.run())
+                await asyncio.wait_for(over.wait(), 30)
+                assert not task.done()
+                task.cancel()
+            await runner.cleanup()
+
+        asyncio.run(scenario())
+
+    def said_by(self, pod_uid: str) -> Progress | None:
+        """What the poll knows of the running pod of rank 0, which has that UID."""
+        held = self.scene.cache.job(KEY)
+        assert held is not None
+        pod = self.poll.rank_zero(held)
+        assert pod is not None
+        assert pod.uid == pod_uid
+        return self.poll.progress_of(held, pod)
+
+    def told(self) -> Progress | None:
+        return self.scene.gather().observed.progress
+
+
+async def good(_: web.Request) -> web.Response:
+    return web.Response(text=PROGRESS.model_dump_json())
+
+
+def test_new_progress_of_rank_zero_wakes_its_job_once() -> None:
+    polled = Polled()
+    polled.scene.add(PODS, running())
+    polled.rounds(good, number=3)
+    assert polled.asked == ["/progress"] * 3
+    assert polled.woken == [KEY]
+    assert polled.told() == PROGRESS
+
+
+def test_progress_is_that_of_the_pod_that_told_it() -> None:
+    polled = Polled()
+    polled.scene.add(PODS, running())
+    polled.rounds(good)
+    assert polled.said_by("tune-train-0-0-uid") == PROGRESS
+    later = running()
+    later["metadata"] |= {"name": "again", "uid": "again-uid", "creationTimestamp": "2026-01-02T03:05:05Z"}
+    polled.scene.add(PODS, later)
+    assert polled.said_by("again-uid") is None, "a pod that took its place has gone back to a checkpoint"
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [running(index=1), running(phase="Pending"), running(address=""), running(attempt=1)],
+    ids=["another rank", "not running", "without an address", "of another attempt"],
+)
+def test_other_pods_are_not_asked(pod: dict[str, Any]) -> None:
+    polled = Polled()
+    polled.scene.add(BATCH_JOBS, objects.batch_job(attempt=1))
+    polled.scene.add(PODS, pod)
+    polled.rounds(good)
+    assert polled.asked == []
+
+
+def test_job_that_does_not_train_is_not_asked() -> None:
+    polled = Polled()
+    polled.scene.add(PODS, running())
+    polled.scene.add(JOBS, objects.finetune_job(status={"conditions": [{"type": "Finished", "status": "True"}]}))
+    polled.rounds(good)
+    assert polled.asked == []
+
+
+def answers(text: str, status: int = 200) -> Handler:
+    async def handler(_: web.Request) -> web.Response:
+        return web.Response(text=text, status=status)
+
+    return handler
+
+
+async def elsewhere(_: web.Request) -> web.Response:
+    raise web.HTTPFound("/elsewhere")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        answers("busy", 503),
+        answers("not json"),
+        answers("[" * 50_000),
+        answers('{"attempt": 0, "step": "many"}'),
+        answers(" " * (LARGEST_ANSWER_BYTES + 1) + PROGRESS.model_dump_json()),
+        answers(PROGRESS.model_copy(update={"attempt": 7}).model_dump_json()),
+        elsewhere,
+    ],
+    ids=["an error", "no JSON", "deep", "wrong", "endless", "another attempt", "a redirection"],
+)
+def test_answer_that_cannot_be_used_is_left_out(handler: Handler) -> None:
+    polled = Polled()
+    polled.scene.add(PODS, running())
+    polled.rounds(handler, number=2)
+    assert set(polled.asked) == {"/progress"}
+    assert (polled.woken, polled.told()) == ([], None)
+
+
+def test_rank_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.2)
+    silence = asyncio.Event
+
+    async def silent(_: web.Request) -> web.Response:
+        await asyncio.wait_for(silence().wait(), 5)
+        return web.Response()
+
+    polled = Polled()
+    polled.scene.add(PODS, running())
+    polled.rounds(silent)
+    assert polled.woken == []

@@ -1,0 +1,141 @@
+"""Places in the line of a profile with `maxActiveJobs`, and whose turn has come when somebody leaves."""
+
+from random import Random
+from typing import Any
+
+from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.kinds import JOBS, PROFILES
+from finetune_operator.decide.observed import PlaceInLine
+from tests.unit.finetune_operator.cluster import objects
+from tests.unit.finetune_operator.cluster.fakes import Clock
+from tests.unit.finetune_operator.cluster.test_gather import NOW, Scene
+
+STARTED = {"startTime": objects.CREATED}
+FINISHED = STARTED | {"conditions": [{"type": "Finished", "status": "True"}]}
+STALLED = {"conditions": [{"type": "Stalled", "status": "True"}]}
+
+
+def job(name: str, second: int, version: int = 1, status: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    document = objects.finetune_job(version=version, status=status, uid=name, **spec)
+    document["metadata"] |= {"name": name, "creationTimestamp": f"2026-01-02T03:04:{second:02}Z"}
+    return document
+
+
+def profile(limit: int | None, version: int = 1) -> dict[str, Any]:
+    spec = {"trainerImage": "image:1", **({} if limit is None else {"maxActiveJobs": limit})}
+    return {"metadata": {"name": "default", "uid": "p", "resourceVersion": str(version)}, "spec": spec}
+
+
+class Team:
+    def __init__(self, limit: int = 2) -> None:
+        self.cache = Cache(Clock())
+        self.cache.take(PROFILES, profile(limit))
+
+    def ahead(self, name: str) -> int:
+        held = self.cache.job(JobKey("team", name))
+        assert held is not None
+        return self.cache.lines.ahead_of(held)
+
+    def woken(self, document: dict[str, Any]) -> set[str]:
+        return {key.name for key in self.cache.take(JOBS, document)} - {document["metadata"]["name"]}
+
+
+def test_older_jobs_and_active_ones_are_ahead() -> None:
+    team = Team()
+    for name, second in (("c", 3), ("a", 1), ("b", 1)):
+        team.cache.take(JOBS, job(name, second))
+    assert [team.ahead(name) for name in "abc"] == [0, 1, 2]
+    team.cache.take(JOBS, job("young", 59, status=STARTED))
+    assert [team.ahead(name) for name in "abc"] == [1, 2, 3]
+
+
+def test_what_cannot_start_holds_nobody_up() -> None:
+    team = Team()
+    for name, status, spec in (
+        ("suspended", None, {"run": {"suspend": True}}),
+        ("cancelled", None, {"run": {"cancel": True}}),
+        ("stalled", STALLED, {}),
+        ("finished", FINISHED, {}),
+        ("elsewhere", STARTED, {"profile": "other"}),
+    ):
+        team.cache.take(JOBS, job(name, 1, status=status, **spec))
+    foreign = job("foreign", 1)
+    foreign["metadata"]["namespace"] = "another"
+    team.cache.take(JOBS, foreign)
+    team.cache.take(JOBS, job("a", 9))
+    assert team.ahead("a") == 0
+
+
+def test_job_that_finishes_wakes_the_one_whose_turn_it_is() -> None:
+    team = Team(limit=2)
+    for name, second in (("one", 1), ("two", 2)):
+        team.cache.take(JOBS, job(name, second, status=STARTED))
+    for name, second in (("a", 3), ("b", 4), ("c", 5)):
+        team.cache.take(JOBS, job(name, second))
+    assert team.woken(job("one", 1, version=2, status=FINISHED)) == {"a"}
+    assert team.woken(job("a", 3, version=2, status=STARTED)) == set()
+    held = team.cache.job(JobKey("team", "two"))
+    assert held is not None
+    assert team.cache.remove(JOBS, held) == {JobKey("team", "two"), JobKey("team", "b")}
+
+
+def test_job_that_leaves_the_line_wakes_the_one_that_moves_up_to_the_limit() -> None:
+    team = Team(limit=2)
+    for name, second in (("a", 1), ("b", 2), ("c", 3), ("d", 4)):
+        team.cache.take(JOBS, job(name, second))
+    assert team.woken(job("b", 2, version=2, status=STALLED)) == {"c"}
+    assert team.woken(job("b", 2, version=3)) == set()
+    assert team.ahead("c") == 2
+
+
+def test_no_limit_wakes_nobody_and_a_new_one_wakes_all() -> None:
+    team = Team()
+    team.cache.take(PROFILES, profile(None, version=2))
+    team.cache.take(JOBS, job("one", 1, status=STARTED))
+    team.cache.take(JOBS, job("a", 2))
+    assert team.woken(job("one", 1, version=2, status=FINISHED)) == set()
+    assert team.cache.take(PROFILES, profile(1, version=3)) == {JobKey("team", "a")}
+
+
+def test_line_is_what_a_count_over_all_jobs_gives() -> None:
+    random = Random(12)
+    team = Team(limit=3)
+    version = 1
+    states: dict[str, tuple[int, Any]] = {}
+    for _ in range(2_000):
+        version += 1
+        name = random.choice("abcdefghij")
+        second, _ = states.get(name, (random.randrange(5), None))
+        status = random.choice([None, None, STARTED, STALLED, FINISHED])
+        if random.random() < 0.1 and name in states:
+            held = team.cache.job(JobKey("team", name))
+            assert held is not None
+            team.cache.bury(JOBS, held)
+            team.cache._tombstones.clear()
+            del states[name]
+        else:
+            team.cache.take(JOBS, job(name, second, version=version, status=status))
+            states[name] = (second, status)
+        for own, (created, state) in states.items():
+            if state is not None:
+                continue
+            active = sum(one is STARTED for _, one in states.values())
+            older = sum(one is None and (then, other) < (created, own) for other, (then, one) in states.items())
+            assert team.ahead(own) == active + older
+    for name in list(states):
+        held = team.cache.job(JobKey("team", name))
+        assert held is not None
+        team.cache.bury(JOBS, held)
+    assert (team.cache.lines._lines, team.cache.lines._places) == ({}, {})
+
+
+def test_pass_of_a_waiting_job_sees_its_place_and_a_started_one_none() -> None:
+    scene = Scene()
+    scene.add(PROFILES, profile(1))
+    scene.add(JOBS, job("other", 1, status=STARTED))
+    scene.add(JOBS, objects.finetune_job())
+    gathered = scene.gather()
+    assert gathered.observed.line == PlaceInLine(limit=1, ahead=1)
+    assert gathered.revisit_after_seconds is not None
+    scene.add(JOBS, objects.finetune_job(status=STARTED | {"plan": {"hash": "h"}}))
+    assert scene.gather(NOW).observed.line is None

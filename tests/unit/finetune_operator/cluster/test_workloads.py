@@ -1,0 +1,186 @@
+"""Why a queue holds a Job back: read rarely, in Kueue's own words, and without Kueue not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from finetune_job.names import Role
+from finetune_operator.cluster.answers import ApiError
+from finetune_operator.cluster.kinds import Kind
+from finetune_operator.cluster.workloads import Workloads, reason_of
+from finetune_operator.decide.observed import BatchJobView, JobConditionView
+
+NOW = datetime(2026, 1, 2, 3, 5, tzinfo=UTC)
+
+
+def workload(*conditions: tuple[str, str, str, str], **more: Any) -> dict[str, Any]:
+    listed = [{"type": kind, "status": state, "reason": reason, "message": said} for kind, state, reason, said in conditions]
+    return {"spec": {"queueName": "gpus", "active": more.pop("active", True)}, "status": {"conditions": listed, **more}}
+
+
+PENDING = workload(("QuotaReserved", "False", "Pending", "couldn't assign flavors to pod set main: insufficient unused quota"))
+
+
+class Kueue:
+    """Answers lists of Workloads. `served`: its versions; `refusal`: what the others are answered with."""
+
+    def __init__(self, *served: str, refusal: int = 404) -> None:
+        self.served = served
+        self.refusal = refusal
+        self.by_job: dict[str, dict[str, Any]] = {}
+        self.asked: list[str] = []
+
+    async def list(self, kind: Kind, namespace: str, *, label_selector: str) -> tuple[list[dict[str, Any]], str]:
+        assert (kind.group, kind.plural, namespace) == ("kueue.x-k8s.io", "workloads", "team")
+        self.asked.append(kind.version)
+        if kind.version not in self.served:
+            raise ApiError("LIST", self.refusal, "", "the server could not find the requested resource")
+        label, _, uid = label_selector.partition("=")
+        assert label == "kueue.x-k8s.io/job-uid"
+        return ([self.by_job[uid]] if uid in self.by_job else []), "1"
+
+
+def batch_job(uid: str = "a", **fields: Any) -> BatchJobView:
+    return BatchJobView("tune-train-0", uid, Role.TRAIN, 0, created=NOW, **{"suspended": True, **fields})
+
+
+def look(workloads: Workloads, seconds: float, *jobs: BatchJobView) -> tuple[tuple[str, ...], list[float]]:
+    revisits: list[float] = []
+    told = asyncio.run(workloads.told(jobs or (batch_job(),), "team", NOW + timedelta(seconds=seconds), revisits))
+    return tuple(job.queue for job in told), revisits
+
+
+def readers(*served: str, **how: Any) -> tuple[Kueue, Workloads]:
+    kueue = Kueue(*served, **how)
+    api: Any = kueue
+    return kueue, Workloads(api)
+
+
+def test_the_workloads_own_reason_is_told() -> None:
+    kueue, workloads = readers("v1beta2")
+    kueue.by_job["a"] = PENDING
+    said = "Queue gpus: QuotaReserved (Pending): couldn't assign flavors to pod set main: insufficient unused quota"
+    assert look(workloads, 0) == ((said,), [15.0])
+
+
+def test_the_workload_is_read_every_15_seconds_and_every_minute_while_it_says_the_same() -> None:
+    kueue, workloads = readers("v1beta2")
+    kueue.by_job["a"] = PENDING
+    reads = []
+    for second in range(200):
+        before = len(kueue.asked)
+        look(workloads, second)
+        if len(kueue.asked) > before:
+            reads.append(second)
+    assert reads == [0, 15, 45, 105, 165]
+    kueue.by_job["a"] = workload(("QuotaReserved", "False", "Inadmissible", "ClusterQueue is stopped"))
+    assert "stopped" in look(workloads, 225)[0][0]
+    assert look(workloads, 226)[1] == [14.0]
+
+
+def test_a_job_that_runs_is_not_looked_up() -> None:
+    kueue, workloads = readers("v1beta2")
+    kueue.by_job["a"] = PENDING
+    ended = batch_job(conditions=(JobConditionView("Failed"),))
+    assert look(workloads, 0, batch_job(suspended=False), ended, batch_job(deleting=True)) == (("", "", ""), [])
+    assert kueue.asked == []
+
+
+def test_a_preemption_later_is_read_at_once() -> None:
+    kueue, workloads = readers("v1beta2")
+    kueue.by_job["a"] = PENDING
+    for second in (0, 15, 45):
+        look(workloads, second)
+    look(workloads, 50, batch_job(suspended=False))
+    kueue.by_job["a"] = workload(
+        ("Evicted", "True", "Preempted", "Preempted to accommodate a workload of higher priority"),
+        ("QuotaReserved", "False", "Pending", "Waiting for quota"),
+    )
+    (said,), _ = look(workloads, 51)
+    assert said == (
+        "Queue gpus: Evicted (Preempted): Preempted to accommodate a workload of higher priority "
+        "QuotaReserved (Pending): Waiting for quota"
+    )
+
+
+def test_an_older_kueue_is_found_and_remembered() -> None:
+    kueue, workloads = readers("v1beta1")
+    kueue.by_job["a"] = PENDING
+    assert "insufficient" in look(workloads, 0)[0][0]
+    look(workloads, 15)
+    assert kueue.asked == ["v1beta2", "v1beta1", "v1beta1"]
+
+
+@pytest.mark.parametrize("refusal", [403, 404])
+def test_without_kueue_or_the_right_to_ask_it_nothing_is_said_and_rarely_asked(refusal: int) -> None:
+    kueue, workloads = readers(refusal=refusal)
+    for second in range(0, 299, 15):
+        assert look(workloads, second)[0] == ("",)
+    assert len(kueue.asked) == 2
+    look(workloads, 400)
+    assert len(kueue.asked) == 4
+
+
+def test_a_kueue_in_trouble_is_no_trouble_of_the_job() -> None:
+    kueue, workloads = readers("v1beta2")
+    kueue.by_job["a"] = PENDING
+    served, kueue.served, kueue.refusal = kueue.served, (), 500
+    assert look(workloads, 0) == (("",), [15.0])
+    kueue.served = served
+    assert "insufficient" in look(workloads, 15)[0][0]
+
+
+def test_a_workload_is_found_by_its_job_with_the_version_that_serves_it() -> None:
+    kueue, workloads = readers("v1beta1")
+    kueue.by_job["a"] = PENDING
+    found = asyncio.run(workloads.of_job("a", "team", NOW))
+    assert found is not None
+    assert (found.kind.version, found.document) == ("v1beta1", PENDING)
+    assert asyncio.run(workloads.of_job("b", "team", NOW)) is None
+    kueue.served, kueue.refusal = (), 500
+    with pytest.raises(ApiError):
+        asyncio.run(workloads.of_job("a", "team", NOW))
+
+
+def test_jobs_that_are_gone_are_forgotten() -> None:
+    kueue, workloads = readers("v1beta2")
+    for number in range(50):
+        look(workloads, number, batch_job(f"uid-{number}"))
+    look(workloads, 2000, batch_job("last"))
+    assert list(workloads._looks) == ["last"]
+    assert len(kueue.asked) == 51
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        (workload(), ""),
+        (workload(("QuotaReserved", "True", "QuotaReserved", "")), ""),
+        (
+            workload(
+                ("QuotaReserved", "True", "QuotaReserved", ""),
+                ("Admitted", "False", "NoChecks", "The workload has not all checks ready"),
+                admissionChecks=[
+                    {"name": "capacity", "state": "Pending", "message": "waiting for nodes"},
+                    {"name": "budget", "state": "Ready", "message": ""},
+                ],
+            ),
+            "Queue gpus: Admitted (NoChecks): The workload has not all checks ready Check capacity is Pending: waiting for nodes",
+        ),
+        (
+            workload(("QuotaReserved", "False", "Pending", "x"), active=False),
+            "The Workload is deactivated; set its spec.active to true.",
+        ),
+        ({"spec": 5, "status": {"conditions": "none"}}, ""),
+        (
+            {"status": {"conditions": [{"type": "QuotaReserved", "status": "False", "reason": 5, "message": ["x"]}]}},
+            "QuotaReserved ()",
+        ),
+    ],
+)
+def test_what_a_workload_waits_for(document: dict[str, Any], said: str) -> None:
+    assert reason_of(document) == said

@@ -1,0 +1,150 @@
+"""What follows each class of failure. The expectations are written by hand: they are the promise, not a copy of the table."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune_job.api.status import Restarts
+from finetune_job.failures import FailureClass
+from finetune_job.names import Role
+from finetune_operator.decide.restart_policy import (
+    POLICY,
+    counters_after,
+    pause_seconds,
+    restart_decision,
+    with_progress,
+)
+from finetune_operator.decide.restart_policy import (
+    RestartDecision as Decision,
+)
+from finetune_operator.decide.times import timestamp
+from tests.support.builders import T0
+from tests.support.builders import after as later
+
+NEVER = {
+    "UserConfig",
+    "UserData",
+    "UserModel",
+    "NonFinite",
+    "DeviceOutOfMemory",
+    "HostOutOfMemory",
+    "VerificationFailed",
+    "PlanMismatch",
+    "DestinationRefused",
+}
+COUNTED = {"Collective", "Internal", "Stalled", "CheckpointInvalid", "DiskFull"}
+UNCOUNTED = {
+    "SourceUnavailable": None,
+    "DestinationUnavailable": None,
+    "Preempted": 50,
+    "Infrastructure": 50,
+    "NodeLost": 50,
+    "Rejected": 50,
+    "ImagePull": 5,
+    "Mount": 5,
+    "Admission": 5,
+    "Unknown": 10,
+}
+"""With how many restarts without progress are allowed; None: limited by time."""
+OUTSIDE = {*UNCOUNTED, "DiskFull", "PlanMismatch"}
+"""What a training that was given up for it is stalled by, never failed."""
+
+
+def test_every_class_is_in_one_of_the_three() -> None:
+    assert NEVER | COUNTED | set(UNCOUNTED) == {str(failure) for failure in FailureClass}
+
+
+@pytest.mark.parametrize("failure", sorted(NEVER))
+def test_what_would_fail_again_is_never_tried_again(failure: str) -> None:
+    assert restart_decision(FailureClass(failure), Restarts(), 100, T0) is Decision.STOP
+
+
+@pytest.mark.parametrize("failure", sorted(COUNTED))
+def test_what_the_job_may_have_caused_is_counted_within_its_budget(failure: str) -> None:
+    assert restart_decision(FailureClass(failure), Restarts(counted=2, uncounted=1000), 3, T0) is Decision.RESTART_COUNTED
+    assert restart_decision(FailureClass(failure), Restarts(counted=3), 3, T0) is Decision.EXHAUSTED
+    assert restart_decision(FailureClass(failure), Restarts(), 0, T0) is Decision.EXHAUSTED
+
+
+@pytest.mark.parametrize("failure", sorted(UNCOUNTED))
+def test_what_others_caused_costs_the_job_nothing(failure: str) -> None:
+    assert restart_decision(FailureClass(failure), Restarts(counted=3), 3, T0) is Decision.RESTART_UNCOUNTED
+    assert restart_decision(FailureClass(failure), Restarts(uncounted=1000), 0, T0) is Decision.RESTART_UNCOUNTED, (
+        "with progress in between"
+    )
+    most = UNCOUNTED[failure]
+    if most is not None:
+        assert restart_decision(FailureClass(failure), Restarts(in_a_row=most - 1), 0, T0) is Decision.RESTART_UNCOUNTED
+        assert restart_decision(FailureClass(failure), Restarts(in_a_row=most), 0, T0) is Decision.EXHAUSTED
+
+
+@pytest.mark.parametrize("failure", ["SourceUnavailable", "DestinationUnavailable"])
+def test_who_does_not_answer_is_asked_for_a_day(failure: str) -> None:
+    restarts = Restarts(in_a_row=10_000, in_a_row_since=timestamp(T0))
+    assert restart_decision(FailureClass(failure), restarts, 0, later(86_399)) is Decision.RESTART_UNCOUNTED
+    assert restart_decision(FailureClass(failure), restarts, 0, later(86_400)) is Decision.EXHAUSTED
+    assert (
+        restart_decision(FailureClass(failure), Restarts(in_a_row_since=timestamp(T0)), 0, later(10**7))
+        is Decision.RESTART_UNCOUNTED
+    )
+
+
+@pytest.mark.parametrize("failure", sorted(FailureClass))
+def test_what_lies_outside_the_job_never_fails_what_was_trained(failure: FailureClass) -> None:
+    assert POLICY[failure].outside is (str(failure) in OUTSIDE)
+
+
+@pytest.mark.parametrize(
+    ("decision", "counted", "uncounted", "in_a_row"),
+    [
+        (Decision.RESTART_COUNTED, 2, 5, 4),
+        (Decision.RESTART_UNCOUNTED, 1, 6, 4),
+        (Decision.STOP, 1, 5, 3),
+        (Decision.EXHAUSTED, 1, 5, 3),
+    ],
+)
+def test_the_counters_follow_the_verdict(decision: Decision, counted: int, uncounted: int, in_a_row: int) -> None:
+    found = counters_after(decision, Restarts(counted=1, uncounted=5, in_a_row=3, in_a_row_since="2026-01-01T00:00:00Z"), T0)
+    assert (found.counted, found.uncounted, found.in_a_row) == (counted, uncounted, in_a_row)
+    assert found.in_a_row_since == "2026-01-01T00:00:00Z"
+
+
+def test_a_row_begins_with_its_first_failure() -> None:
+    assert counters_after(Decision.RESTART_UNCOUNTED, Restarts(), T0).in_a_row_since == "2026-01-01T12:00:00Z"
+
+
+def test_a_newer_checkpoint_ends_the_row_and_keeps_the_budget() -> None:
+    before = Restarts(counted=2, uncounted=49, in_a_row=49, in_a_row_since="2026-01-01T00:00:00Z", at_checkpoint=100)
+    assert with_progress(before, 100) == before
+    assert with_progress(before, 90) == before
+    assert with_progress(before, None) == before
+    found = with_progress(before, 101)
+    assert (found.in_a_row, found.in_a_row_since, found.at_checkpoint) == (0, "", 101)
+    assert (found.counted, found.uncounted) == (2, 49)
+
+
+@pytest.mark.parametrize(
+    ("failure", "role", "expected"),
+    [
+        ("Infrastructure", Role.TRAIN, [0, 10, 20, 40, 80, 160, 300, 300]),
+        ("Infrastructure", Role.MERGE, [10, 20, 40, 80, 160, 300, 300, 300]),
+        ("DiskFull", Role.MERGE, [60, 120, 240, 300, 300, 300, 300, 300]),
+        ("DiskFull", Role.TRAIN, [60, 120, 240, 300, 300, 300, 300, 300]),
+        ("SourceUnavailable", Role.FETCH, [30, 60, 120, 240, 300, 300, 300, 300]),
+        ("ImagePull", Role.PUBLISH, [10, 20, 40, 80, 160, 320, 640, 1280]),
+    ],
+)
+def test_pauses_double_up_to_their_limit_and_only_a_gangs_first_restart_has_none(
+    failure: str, role: Role, expected: list[float]
+) -> None:
+    for number, seconds in enumerate(expected, start=1):
+        pause = pause_seconds(FailureClass(failure), Restarts(in_a_row=number), role, "uid")
+        assert 0.8 * seconds <= pause <= seconds
+    assert pause_seconds(FailureClass(failure), Restarts(in_a_row=10**6), role, "uid") <= 3600
+
+
+def test_jobs_that_failed_together_do_not_come_back_together_but_each_knows_its_time() -> None:
+    pauses = {pause_seconds(FailureClass.INFRASTRUCTURE, Restarts(in_a_row=4), Role.MERGE, f"uid-{n}") for n in range(50)}
+    assert len(pauses) == 50
+    again = pause_seconds(FailureClass.INFRASTRUCTURE, Restarts(in_a_row=4), Role.MERGE, "uid-7")
+    assert again in pauses

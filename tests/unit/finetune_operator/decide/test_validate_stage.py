@@ -1,0 +1,207 @@
+"""From manifest to frozen plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from finetune_job.api.status import Attempt
+from finetune_job.names import PLAN_KEY
+from finetune_job.plan.digest import canonical_json, plan_sha256, text_sha256
+from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.decide.observed import LiveChildren, LiveJob, LivePod, ProfileView
+from finetune_operator.decide.reconcile import reconcile
+from tests.support.builders import T0, ObservedBuilder, a_job, a_profile, observing
+from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written
+
+
+def test_the_freeze_is_one_status_write_and_one_event_and_the_first_children_follow_it_in_the_same_pass() -> None:
+    job = a_job()
+    actions = reconcile(observing(job).build(), T0)
+    status = written(actions)
+    assert status.start_time == "2026-01-01T12:00:00Z"
+    assert status.plan is not None
+    assert status.plan.hash == plan_sha256(job.plan())
+    assert status.plan.trainer_image == job.profile.trainer_image
+    chosen = {choice.field: (choice.value, choice.reason) for choice in status.plan.choices}
+    assert chosen["spec.training.learningRate"] == ('"2e-4"', "usual for this method")
+    assert len(chosen) == len(job.plan().choices)
+    assert condition(actions, ConditionType.VALIDATED) == ("True", Reason.ACCEPTED)
+    assert created(actions) == ["ConfigMap/tune-plan", "Job/tune-preflight-0"]
+    assert actions.deletes == ()
+    assert [event.reason for event in actions.events] == [Reason.ACCEPTED]
+    assert condition(actions, ConditionType.FETCHED) == ("True", Reason.SKIPPED)
+    assert status.observed_generation == 1
+
+
+def test_every_condition_is_there_from_the_first_write() -> None:
+    status = written(reconcile(observing(a_job()).build(), T0))
+    assert [one.type for one in status.conditions] == list(ConditionType)
+
+
+def test_the_config_map_holds_the_bytes_of_the_digest() -> None:
+    job = a_job()
+    actions = reconcile(observing(job).frozen().build(), T0)
+    assert created(actions) == ["ConfigMap/tune-plan", "Job/tune-preflight-0"]
+    assert actions.status is None or actions.status.plan == observing(job).frozen().status.plan
+    text = actions.creates[0].body["data"][PLAN_KEY]
+    assert (text, text_sha256(text)) == (canonical_json(job.plan()), plan_sha256(job.plan()))
+
+
+def test_an_operator_that_died_after_storing_the_plan_goes_on_with_preflight() -> None:
+    frozen = observing(a_job()).frozen()
+    stored = replace(frozen, plan_json=canonical_json(a_job().plan()))
+    actions = reconcile(stored.build(), T0)
+    assert condition(actions, ConditionType.PREPARED) == ("Unknown", Reason.WAITING_FOR_PODS)
+    assert created(actions) == ["Job/tune-preflight-0"]
+
+
+def test_a_profile_edited_between_freeze_and_first_child_freezes_the_newer_plan() -> None:
+    job = a_job()
+    edited = a_profile(serviceAccountName="other")
+    actions = reconcile(observing(job).frozen().but(profile=ProfileView("default", edited)).build(), T0)
+    expected = plan_sha256(replace(job, profile=edited).plan())
+    status = written(actions)
+    assert status.plan is not None
+    assert status.plan.hash == expected
+    assert status.start_time == "2026-01-01T11:50:00Z", "the start is written once"
+    assert text_sha256(actions.creates[0].body["data"][PLAN_KEY]) == expected
+
+
+def test_a_plan_of_an_earlier_freeze_is_removed_before_the_newer_one_is_stored() -> None:
+    job = a_job()
+    stale = observing(job).frozen().but(plan_json=canonical_json(job.nodes(2).plan()))
+    actions = reconcile(stale.build(), T0)
+    assert (deleted(actions), created(actions)) == (["ConfigMap/tune-plan"], [])
+    assert actions.requeue_after_seconds is not None
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda seen: seen.with_status(preflight_attempt=1),
+        lambda seen: seen.with_status(attempts=[Attempt(number=0)]),
+        lambda seen: seen.condition(ConditionType.TRAINED, True, Reason.COMPLETED),
+        lambda seen: seen.batch_job(),
+        lambda seen: seen.but(live=LiveChildren(batch_jobs=(LiveJob("tune-preflight-0", "uid"),))),
+        lambda seen: seen.but(live=LiveChildren(running_pods=(LivePod("tune-preflight-0-x", "uid"),))),
+    ],
+)
+def test_once_anything_came_of_a_plan_its_loss_is_a_loss(what: Callable[[ObservedBuilder], ObservedBuilder]) -> None:
+    actions = reconcile(what(observing(a_job()).frozen()).build(), T0)
+    assert condition(actions, ConditionType.STALLED) == ("True", Reason.PLAN_LOST)
+    assert (created(actions), deleted(actions)) == ([], [])
+
+
+def test_a_manifest_that_no_rule_accepts_is_stalled_with_findings() -> None:
+    job = a_job().nodes(5)  # 48 sequences do not divide by 5 ranks
+    actions = reconcile(observing(job).build(), T0)
+    assert condition(actions, ConditionType.STALLED) == ("True", Reason.REFUSED)
+    assert condition(actions, ConditionType.VALIDATED) == ("False", Reason.REFUSED)
+    status = written(actions)
+    assert status.phase == "Stalled"
+    assert status.start_time == ""
+    assert "spec.training.globalBatchSize" in [finding.field for finding in status.findings if finding.severity == "error"]
+    assert actions.creates == ()
+    (finding,) = [one for one in status.findings if one.severity == "error"]
+    assert finding.source.startswith("reproduced by tests/pitfalls/")
+    assert message(actions, ConditionType.STALLED).startswith(f"{finding.rule}: {finding.field}: ")
+    assert [event.reason for event in actions.events] == [Reason.REFUSED, Reason.FINDING]
+    assert actions.events[1].type == "Warning"
+    assert actions.events[1].message.startswith("global-batch-not-divisible: spec.training.globalBatchSize: ")
+
+
+def test_each_finding_is_news_once_for_each_generation() -> None:
+    job = a_job().nodes(5).spec("parallelism.fsdp.useOrigParams", True)
+    seen = observing(job)
+    first = reconcile(seen.build(), T0)
+    assert {(one.rule, one.severity) for one in first.news} == {
+        ("global-batch-not-divisible", "error"),
+        ("no-effect-use-orig-params", "warning"),
+    }
+    assert [event.type for event in first.events if event.reason is Reason.FINDING] == ["Warning", "Normal"]
+    judged = replace(seen, status=written(first)).build()
+    assert reconcile(judged, T0).news == ()
+    edited = replace(judged, job=replace(judged.job, generation=2))
+    assert reconcile(edited, T0).news == first.news
+    # A profile that has changed is judged again under the same generation: only what it adds is news.
+    smaller = written(first).model_copy(update={"findings": written(first).findings[:1]})
+    assert [one.rule for one in reconcile(replace(seen, status=smaller).build(), T0).news] == ["no-effect-use-orig-params"]
+
+
+def test_a_pass_that_judges_nothing_has_no_news() -> None:
+    warned = observing(a_job().spec("parallelism.fsdp.useOrigParams", True)).started()
+    observed = warned.build()
+    finding = written(reconcile(observing(a_job().spec("parallelism.fsdp.useOrigParams", True)).build(), T0)).findings
+    status = observed.job.status.model_copy(update={"findings": finding})
+    later = replace(observed, job=replace(observed.job, status=status, generation=7))
+    assert reconcile(later, T0).news == ()
+
+
+def test_a_refusal_is_announced_once() -> None:
+    seen = observing(a_job().nodes(5))
+    actions = reconcile(seen.build(), T0)
+    again = reconcile(replace(seen, status=written(actions)).build(), T0)
+    assert (again.status, again.events) == (None, ())
+
+
+def test_a_corrected_manifest_goes_on() -> None:
+    refused = written(reconcile(observing(a_job().nodes(5)).build(), T0))
+    actions = reconcile(replace(observing(a_job().nodes(4)), status=refused).build(), T0)
+    assert condition(actions, ConditionType.STALLED) == ("False", Reason.HEALTHY)
+    assert written(actions).start_time
+    assert [finding for finding in written(actions).findings if finding.severity == "error"] == []
+
+
+def test_a_manifest_that_does_not_parse_is_stalled() -> None:
+    observed = observing(a_job()).build()
+    broken = replace(observed, job=replace(observed.job, spec=None, spec_error="spec.model: missing"))
+    actions = reconcile(broken, T0)
+    assert condition(actions, ConditionType.STALLED) == ("True", Reason.INVALID_SPEC)
+    assert "spec.model: missing" in message(actions, ConditionType.STALLED)
+    assert [(one.rule, one.severity) for one in written(actions).findings] == [("unreadable", "error")]
+    assert "spec.model: missing" in written(actions).findings[0].message
+
+
+def test_a_missing_profile_and_a_broken_one_are_told_apart() -> None:
+    for profile, reason in (
+        (ProfileView("h100"), Reason.PROFILE_NOT_FOUND),
+        (ProfileView("h100", error="trainerImage: missing"), Reason.PROFILE_INVALID),
+    ):
+        actions = reconcile(observing(a_job()).but(profile=profile).build(), T0)
+        assert condition(actions, ConditionType.STALLED) == ("True", reason)
+        assert "h100" in message(actions, ConditionType.STALLED)
+
+
+def test_a_missing_claim_is_named_with_its_field_and_looked_for_again() -> None:
+    actions = reconcile(observing(a_job()).but(missing_claims=frozenset({"data"})).build(), T0)
+    assert condition(actions, ConditionType.STALLED) == ("True", Reason.CLAIM_NOT_FOUND)
+    assert "spec.data.source" in message(actions, ConditionType.STALLED)
+    assert actions.requeue_after_seconds == 30
+
+
+def test_a_job_that_is_suspended_from_the_beginning_is_judged_and_not_frozen() -> None:
+    actions = reconcile(observing(a_job().run(suspend=True)).build(), T0)
+    assert condition(actions, ConditionType.SUSPENDED) == ("True", Reason.SUSPENDED_BY_USER)
+    assert written(actions).start_time == ""
+
+
+def test_a_workspace_template_is_made_into_a_claim_before_the_first_pod() -> None:
+    job = a_job().spec("workspace", {"volumeClaimTemplate": {"storage": "10Gi"}})
+    seen = replace(observing(job).frozen(), missing_claims=frozenset({"tune-workspace"}))
+    actions = reconcile(seen.build(), T0)
+    assert created(actions) == ["PersistentVolumeClaim/tune-workspace", "ConfigMap/tune-plan", "Job/tune-preflight-0"]
+
+
+def test_a_foreign_object_under_a_childs_name_stalls_the_job() -> None:
+    actions = reconcile(observing(a_job()).frozen().but(conflicts=("ConfigMap/tune-plan",)).build(), T0)
+    assert condition(actions, ConditionType.STALLED) == ("True", Reason.CONFLICT)
+    assert actions.creates == ()
+
+
+def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
+    observed = observing(a_job()).prepared().build()
+    actions = reconcile(replace(observed, job=replace(observed.job, deleting=True)), T0)
+    assert (actions.status, actions.creates, actions.deletes) == (None, (), ())

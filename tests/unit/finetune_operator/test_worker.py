@@ -1,0 +1,387 @@
+"""When a pass is followed by another one. The queue is the real one on a clock of its own; what a pass meets is scripted."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.conditions import find_condition, initial_conditions
+from finetune_job.finding import Finding
+from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
+from finetune_operator.cluster.api import AnsweredRequest
+from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.cluster.execute import Executor, PassOutcome
+from finetune_operator.cluster.gather import Gathered, Gatherer
+from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS
+from finetune_operator.cluster.projection import project
+from finetune_operator.cluster.recorder import EventRecorder
+from finetune_operator.decide.actions import Actions, Create
+from finetune_operator.decide.observed import JobView, Observed, ProfileView
+from finetune_operator.worker import MOST_ACTS_IN_A_ROW, Worker, urgency
+from finetune_operator.workqueue import Urgency, WorkQueue
+from tests.support.builders import a_job
+from tests.unit.finetune_operator.cluster import objects
+from tests.unit.finetune_operator.cluster.fakes import Clock, FakeApi
+
+KEY = JobKey("team", "tune")
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+Script = Callable[[], PassOutcome | Exception]
+
+
+@dataclass
+class Instruments:
+    """What a pass reported."""
+
+    results: list[str] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    findings: list[tuple[str, str]] = field(default_factory=list)
+
+    def request(self, answered: AnsweredRequest) -> None:
+        raise AssertionError("no requests here")
+
+    def reconciled(self, seconds: float, result: str) -> None:
+        self.results.append(result)
+
+    def judged(self, cpu_seconds: float) -> None:
+        self.cpu.append(cpu_seconds)
+
+    def found(self, rule: str, severity: str) -> None:
+        self.findings.append((rule, severity))
+
+
+def observed(status: FineTuneJobStatus | None = None, **job: Any) -> Observed:
+    view = JobView(
+        namespace="team",
+        name="tune",
+        uid="job-uid",
+        generation=1,
+        resource_version="1",
+        spec=a_job().parse().spec,
+        status=status or FineTuneJobStatus(),
+    )
+    claims = frozenset({"models", "data", "results", "scratch"})
+    return Observed(job=replace(view, **job), profile=ProfileView("default", spec=a_job().profile), claims=claims)
+
+
+@dataclass
+class Scripted:
+    """Gatherer and executor in one: says what is observed, and how the pass ends."""
+
+    ends: Script
+    clock: Clock
+    seen: Observed | None = field(default_factory=observed)
+    revisit: float | None = None
+    gather_cpu: float = 0.0
+    passes: list[float] = field(default_factory=list)
+    executed: list[Actions] = field(default_factory=list)
+
+    async def gather(self, key: JobKey, now: datetime) -> Gathered | None:
+        self.passes.append(self.clock.now)
+        return None if self.seen is None else Gathered(self.seen, {}, self.revisit, self.gather_cpu)
+
+    async def execute(self, gathered: Gathered, actions: Actions) -> PassOutcome:
+        self.executed.append(actions)
+        end = self.ends()
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+
+@dataclass
+class Scene:
+    clock: Clock
+    queue: WorkQueue[JobKey]
+    cluster: Scripted
+    worker: Worker
+    instruments: Instruments
+
+    async def work_for(self, seconds: float, most_passes: int = 1000) -> list[float]:
+        """Work as the loop would for so long; no time passes but in waiting. Returns when the passes began, from 0."""
+        begun = self.clock.now
+        for _ in range(most_passes):
+            self.queue._collect_due()
+            if len(self.queue):
+                key = await self.queue.get()
+                self.instruments.reconciled(0.0, await self.worker._handle(key))
+                self.queue.done(key)
+                continue
+            pause = self.queue._seconds_to_next()
+            if pause is None or self.clock.now + pause > begun + seconds:
+                break
+            self.clock.now += pause + 1e-6
+        else:
+            raise AssertionError(f"{most_passes} passes within {self.clock.now - begun} s")
+        return [round(moment - begun, 2) for moment in self.cluster.passes]
+
+
+def scene(ends: Script, **cluster: Any) -> Scene:
+    clock = Clock()
+    queue: WorkQueue[JobKey] = WorkQueue(retry_first=0.5, retry_longest=60.0, clock=clock)
+    instruments = Instruments()
+    scripted = Scripted(ends, clock, **cluster)
+    both: Any = scripted
+    cpu = itertools.repeat(0.0)
+    worker = Worker(queue, both, both, instruments, lambda: NOW, cpu_clock=lambda: next(cpu))
+    return Scene(clock, queue, scripted, worker, instruments)
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(60):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def in_turn(*ends: PassOutcome | Exception) -> Script:
+    """These one after the other, then nothing to do."""
+    rest = iter(ends)
+    return lambda: next(rest, PassOutcome.UNCHANGED)
+
+
+def test_pass_with_an_effect_is_followed_at_once_until_there_is_nothing_to_do() -> None:
+    stage = scene(in_turn(PassOutcome.ACTED, PassOutcome.ACTED))
+    stage.queue.add(KEY)
+    assert run(stage.work_for(3600)) == [0.0, 0.0, 0.0]
+    assert stage.instruments.results == ["acted", "acted", "unchanged"]
+
+
+@pytest.mark.parametrize("end", [PassOutcome.REPEATED, PassOutcome.OUTDATED])
+def test_pass_without_effect_is_followed_after_pauses_that_grow(end: PassOutcome) -> None:
+    stage = scene(lambda: end)
+    stage.queue.add(KEY)
+    assert run(stage.work_for(100)) == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 31.5, 63.5]
+
+
+def test_error_is_followed_after_pauses_that_grow_and_after_what_the_server_asks_for() -> None:
+    asked = ApiError("POST", 429, "TooManyRequests", "later", 30.0)
+    ends = in_turn(ApiUnreachableError("reset"), ApiError("POST", 500, "", "", 0.0), asked, ValueError("a defect"))
+    stage = scene(ends)
+    stage.queue.add(KEY)
+    assert run(stage.work_for(100)) == [0.0, 0.5, 1.5, 31.5, 35.5]
+    assert stage.instruments.results == ["error", "error", "error", "defect", "unchanged"]
+
+
+def test_success_lets_the_next_failure_start_from_the_shortest_pause() -> None:
+    ends = in_turn(PassOutcome.REPEATED, PassOutcome.REPEATED, PassOutcome.UNCHANGED, PassOutcome.REPEATED)
+    stage = scene(ends)
+    stage.queue.add(KEY)
+    assert run(stage.work_for(1.6)) == [0.0, 0.5, 1.5]
+    stage.queue.add(KEY)
+    stage.cluster.passes.clear()
+    before = stage.clock.now
+    run(stage.work_for(100))
+    assert [round(moment - before, 2) for moment in stage.cluster.passes] == [0.0, 0.5]
+
+
+def test_effect_does_not_make_a_job_that_fails_in_between_forget_its_pauses() -> None:
+    stage = scene(in_turn(*(PassOutcome.ACTED, ApiUnreachableError("reset")) * 4))
+    stage.queue.add(KEY)
+    assert run(stage.work_for(100)) == [0.0, 0.0, 0.5, 0.5, 1.5, 1.5, 3.5, 3.5, 7.5]
+
+
+def test_job_that_acts_for_ever_is_stopped_for_a_pause() -> None:
+    stage = scene(lambda: PassOutcome.ACTED)
+    stage.queue.add(KEY)
+    passes = run(stage.work_for(600))
+    assert passes[: MOST_ACTS_IN_A_ROW + 1] == [0.0] * (MOST_ACTS_IN_A_ROW + 1)
+    assert passes[MOST_ACTS_IN_A_ROW + 1 : MOST_ACTS_IN_A_ROW + 4] == [0.5, 1.5, 3.5]
+    assert len(passes) < 30
+
+
+@pytest.mark.parametrize("gone", [None, observed(deleting=True)])
+def test_deleted_job_is_left_alone_and_nothing_of_it_stays(gone: Observed | None) -> None:
+    stage = scene(in_turn(PassOutcome.ACTED, ApiUnreachableError("reset")))
+    stage.queue.add(KEY)
+    run(stage.work_for(0.1))
+    stage.cluster.seen = gone
+    run(stage.work_for(3600))
+    assert stage.instruments.results == ["acted", "error", "gone"]
+    assert not stage.worker._acts
+    assert stage.queue.num_entries < 3 * 64
+
+
+def test_job_is_looked_at_again_when_the_earlier_of_two_says_so_and_not_at_once() -> None:
+    stage = scene(in_turn(), revisit=5.0)
+    stage.queue.add(KEY)
+    assert run(stage.work_for(11)) == [0.0, 5.0, 10.0]
+    stage = scene(in_turn(), revisit=0.0)
+    stage.queue.add(KEY)
+    assert run(stage.work_for(0.12)) == [0.0, 0.05, 0.1]
+
+
+def test_findings_are_counted_once_they_are_written() -> None:
+    bad = observed(spec=None, spec_error="spec.training: is missing")
+    stage = scene(in_turn(ApiUnreachableError("reset"), PassOutcome.ACTED), seen=bad)
+    stage.queue.add(KEY)
+    run(stage.work_for(0.1))
+    assert stage.instruments.findings == []
+    run(stage.work_for(1))
+    assert stage.instruments.findings == [(Finding.model_validate(find_of(stage)).rule, "error")]
+
+
+def find_of(stage: Scene) -> dict[str, Any]:
+    status = stage.cluster.executed[-1].status
+    assert status is not None
+    return dict(status.findings[0].model_dump())
+
+
+def test_answer_that_says_exists_already_for_ever_costs_a_few_requests_an_hour() -> None:
+    # Somebody took our label off: the watch says deleted, the server says it exists. 13 POSTs and 26 reads a second.
+    async def scenario() -> None:
+        clock, api, cache = Clock(), FakeApi(), Cache(Clock())
+        fake: Any = api
+        gatherer = Gatherer(fake, cache, 5.0)
+        cache.apply(JOBS, project(JOBS, api.put(JOBS, objects.finetune_job())))
+        existing = project(BATCH_JOBS, api.put(BATCH_JOBS, objects.batch_job()))
+        cache.remove(BATCH_JOBS, existing)
+        queue: WorkQueue[JobKey] = WorkQueue(retry_first=0.5, retry_longest=60.0, clock=clock)
+        executor = Executor(fake, cache, gatherer, EventRecorder(fake, "test"))
+
+        @dataclass
+        class AlwaysCreates:
+            """Decides the same in each pass, as `reconcile` did while the cache refused the Job."""
+
+            passes: list[float] = field(default_factory=list)
+
+            async def execute(self, gathered: Gathered, actions: Actions) -> PassOutcome:
+                self.passes.append(clock.now)
+                return await executor.execute(gathered, Actions(creates=(Create(objects.batch_job()),)))
+
+        stubborn: Any = AlwaysCreates()
+        worker = Worker(queue, gatherer, stubborn, Instruments(), lambda: NOW)
+        stage = Scene(clock, queue, stubborn, worker, Instruments())
+        queue.add(KEY)
+        await stage.work_for(3600)
+        assert [verb for verb, kind, _ in api.calls if kind == "Job"].count("create") < 80
+
+    run(scenario())
+
+
+def test_job_that_takes_too_much_cpu_is_measured_once_more_and_refused_before_its_start() -> None:
+    seconds = itertools.count(0.0, 1.5)
+    stage = scene(in_turn(PassOutcome.ACTED))
+    stage.worker = replace(stage.worker, cpu_clock=lambda: next(seconds))
+    stage.queue.add(KEY)
+    assert run(stage.work_for(3600)) == [0.0, 30.0, 30.0]
+    # Nothing was done after the first pass. After the second it was refused, and once refused it is not judged again.
+    status = stage.cluster.executed[0].status
+    assert status is not None
+    validated = find_condition(status.conditions, ConditionType.VALIDATED)
+    assert validated is not None
+    assert (validated.status, validated.reason) == ("False", Reason.TOO_COMPLEX)
+    assert status.start_time is None or status.start_time == ""
+    assert stage.instruments.results == ["repeated", "acted", "unchanged"]
+    assert stage.instruments.cpu == [1.5, 1.5, 1.5]
+
+
+def test_reading_the_job_counts_into_the_budget() -> None:
+    stage = scene(in_turn(), gather_cpu=1.1)
+    stage.queue.add(KEY)
+    run(stage.work_for(10))
+    assert stage.cluster.executed == []
+
+
+def test_new_generation_of_a_job_that_was_too_complex_is_judged_anew() -> None:
+    stage = scene(in_turn(), gather_cpu=1.1)
+    stage.queue.add(KEY)
+    run(stage.work_for(60))
+    assert is_refused(stage)
+    stage.cluster.gather_cpu = 0.01
+    stage.cluster.seen = observed(generation=2)
+    stage.queue.add(KEY)
+    run(stage.work_for(60))
+    assert not is_refused(stage)
+    assert not stage.worker._overruns
+
+
+def is_refused(stage: Scene) -> bool:
+    status = stage.cluster.executed[-1].status
+    assert status is not None
+    validated = find_condition(status.conditions, ConditionType.VALIDATED)
+    return validated is not None and validated.reason == Reason.TOO_COMPLEX
+
+
+def test_started_job_that_takes_too_much_cpu_is_only_looked_at_less_often() -> None:
+    started = FineTuneJobStatus.model_validate(
+        {
+            "conditions": initial_conditions(generation=1, now="2026-01-01T00:00:00Z"),
+            "startTime": "2026-01-01T00:00:00Z",
+            "plan": {"hash": "h"},
+        }
+    )
+    stage = scene(in_turn(), seen=observed(status=started), gather_cpu=2.0, revisit=1.0)
+    stage.queue.add(KEY)
+    assert run(stage.work_for(100)) == [0.0, 40.0, 80.0]
+    assert len(stage.cluster.executed) == 3
+    assert not any(action.status and is_refused(stage) for action in stage.cluster.executed)
+
+
+def test_events_of_one_job_cannot_make_it_use_more_than_its_share() -> None:
+    async def scenario() -> None:
+        stage = scene(in_turn(), gather_cpu=0.01)
+        for _ in range(1000):
+            stage.queue.add(KEY)
+            await stage.work_for(0.01)
+            stage.clock.now += 0.01
+        assert len(stage.cluster.passes) <= 51
+
+    run(scenario())
+
+
+def test_newcomer_is_told_from_a_job_that_has_an_answer() -> None:
+    assert urgency(None) is Urgency.NEW
+    assert urgency(project(JOBS, objects.finetune_job())) is Urgency.NEW
+    answered = {"conditions": [{"type": "Validated", "status": "Unknown", "reason": "NotObserved"}]}
+    assert urgency(project(JOBS, objects.finetune_job(status=answered))) is Urgency.CHANGED
+    assert urgency(project(CONFIG_MAPS, {"metadata": objects.metadata("a", "u")})) is Urgency.NEW
+
+
+def test_worker_ends_with_the_queue_and_gives_back_the_key_whatever_happens() -> None:
+    async def scenario() -> None:
+        def closing() -> PassOutcome:
+            stage.queue.close()
+            return PassOutcome.UNCHANGED
+
+        stage = scene(closing)
+        stage.queue.add(KEY)
+        await stage.worker.run()
+        assert stage.instruments.results == ["unchanged"]
+        assert stage.queue.num_taken == 0
+
+    run(scenario())
+
+
+def test_the_loop_goes_round_between_any_two_passes() -> None:
+    """Thirty passes that are due together hold up a probe or a lease for one of them, not for thirty."""
+    num = 30
+    rounds: list[int] = []
+
+    async def work() -> None:
+        stage = scene(lambda: PassOutcome.UNCHANGED)
+        gather, now = stage.cluster.gather, 0
+
+        async def noted(key: JobKey, moment: datetime) -> Gathered | None:
+            rounds.append(now)
+            return await gather(key, moment)
+
+        stage.cluster.gather = noted  # type: ignore[method-assign]
+        stage.instruments.judged = lambda cpu_seconds: rounds.append(now)  # type: ignore[method-assign]
+        for number in range(num):
+            stage.queue.add(JobKey("team", f"tune-{number}"))
+        workers = [asyncio.create_task(stage.worker.run()) for _ in range(num)]
+        while len(stage.instruments.results) < num:
+            now += 1
+            await asyncio.sleep(0)
+        stage.queue.close()
+        await asyncio.gather(*workers)
+
+    run(work())
+    assert len(rounds) == 2 * num, "each is read once and judged once"
+    assert len(set(rounds)) == 2 * num, rounds

@@ -1,0 +1,50 @@
+"""Which checkpoints are removed, and which never."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune_trainer.checkpoint.manifest import (
+    MANIFEST,
+    directory_name,
+    step_of,
+)
+from finetune_trainer.checkpoint.retention import checkpoint_directories, outdated
+from tests.unit.finetune_trainer.checkpoint.saved_models import manifest_of, write
+
+
+def test_old_checkpoints_go_but_never_below_two_valid(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step, keep=2)
+    assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [4, 3]
+    (tmp_path / directory_name(4) / MANIFEST).write_text("{}")
+    write(tmp_path, 5, keep=2)
+    assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [5, 4, 3]
+    assert (tmp_path / "latest").read_text() == f"{directory_name(5)}\n"
+
+
+def test_the_best_checkpoint_stays_while_a_kept_one_names_it(tmp_path: Path) -> None:
+    for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 5)):
+        write(tmp_path, step, best_step=best)
+    # A run that has to resume from 4, because 5 was damaged, may still export 2.
+    assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [5, 4, 2]
+    write(tmp_path, 6, best_step=5)
+    assert [step_of(path.name) for path in checkpoint_directories(tmp_path)] == [6, 5]
+
+
+@given(st.dictionaries(st.integers(0, 50), st.none() | st.integers(0, 50), max_size=12), st.integers(0, 5), st.data())
+def test_pruning_keeps_the_newest_valid_ones_and_the_best(best: dict[int, int | None], keep: int, data: st.DataObject) -> None:
+    damaged = data.draw(st.sets(st.sampled_from(sorted(best)))) if best else set()
+    found = {step: None if step in damaged else manifest_of(step, best_step) for step, best_step in best.items()}
+    removed = set(outdated(found, keep))
+    valid = sorted(set(best) - damaged)
+    newest = valid[-max(keep, 2) :]
+    assert not removed & set(newest)
+    assert not removed & {best[step] for step in newest}
+    if len(newest) < max(keep, 2):
+        assert not removed
+    else:
+        assert removed == {step for step in best if step < newest[0]} - {best[step] for step in newest}

@@ -1,0 +1,147 @@
+"""Tasks and answers arrive as they were sent; an answer that no worker makes is refused."""
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_trainer.data.file_parts import FilePart, PartResult, PartSettings, PartTask
+from finetune_trainer.data.messages import (
+    MAX_ANSWER_BYTES,
+    WorkerFailure,
+    failure_line,
+    read_answer,
+    read_task,
+    result_line,
+    task_line,
+)
+from finetune_trainer.data.records import RecordProblem
+from finetune_trainer.files import SpecialFileError
+
+FILE = Path(os.fsdecode(b"/claims/data/tr\xe4in.jsonl"))
+"""Its name is not UTF-8."""
+SETTINGS = PartSettings(DataFormat.CHAT, LossOn.ASSISTANT, 4096, "{{ '\u00e9' }}\n", (2, 7))
+
+
+def found() -> PartResult:
+    result = PartResult(
+        num_records=9,
+        num_documents=5,
+        num_dropped=1,
+        shortest_dropped=5000,
+        num_tokens=77,
+        num_supervised_tokens=33,
+        longest_document=40,
+        largest_token_id=31_999,
+        lengths={8: 3, 64: 2},
+    )
+    result.found_problem(RecordProblem(3, "messages[1].role", "\u00e9", "is missing", "write one", "row", FILE))
+    result.found_problem(RecordProblem(4, "messages[2].role", "", "is missing", "write one", "row", FILE))
+    result.found_problem(RecordProblem(5, "", "x", "is not JSON", "write JSON", file=FILE))
+    result.found_left_out((RecordProblem(6, "tools", "", "is left out", "use another template", file=FILE),))
+    return result
+
+
+@pytest.mark.parametrize("span", [None, (0, 4 << 20)])
+@pytest.mark.parametrize("result", [None, Path("/claims/part-1")])
+def test_a_task_arrives_as_it_was(span: tuple[int, int] | None, result: Path | None) -> None:
+    task = PartTask(FilePart(2, FILE, span, 123), SETTINGS, result)
+    line = task_line(task)
+    assert line.count(b"\n") == 1
+    assert read_task(line) == task
+    assert (
+        read_task(task_line(replace(task, settings=replace(SETTINGS, chat_template=None, stop_ids=())))).settings.stop_ids == ()
+    )
+
+
+def test_a_result_arrives_as_it_was() -> None:
+    line = result_line(found())
+    assert line.count(b"\n") == 1
+    read = read_answer(line, FILE)
+    assert read == found()
+    assert isinstance(read, PartResult)
+    assert list(read.problems) == list(found().problems)
+    assert {problem.file for problem, _ in read.problems.values()} == {FILE}
+
+
+def test_a_template_without_end_arrives() -> None:
+    result = PartResult()
+    result.found_endless(RecordProblem(4, "template", "", "takes too long", "another", file=FILE))
+    read = read_answer(result_line(result), FILE)
+    assert isinstance(read, PartResult)
+    assert read.template_is_endless
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file", str(FILE)),
+        PermissionError(errno.EACCES, "Permission denied", None),
+        SpecialFileError(FILE),
+        OSError("a library without a number"),
+    ],
+)
+def test_an_error_of_the_file_system_keeps_its_kind(error: OSError) -> None:
+    result = PartResult(unreadable=error)
+    for read in (read_answer(result_line(result), FILE), read_answer(failure_line(error), FILE)):
+        arrived = read.unreadable if isinstance(read, PartResult) else read.error
+        assert type(arrived) is type(error)
+        assert str(arrived) == str(error)
+        assert (arrived.errno, arrived.strerror, arrived.filename) == (error.errno, error.strerror, error.filename)
+
+
+def test_a_lack_of_memory_and_any_other_error_arrive() -> None:
+    lack = read_answer(failure_line(MemoryError("too much")), FILE)
+    assert isinstance(lack, WorkerFailure)
+    assert isinstance(lack.error, MemoryError)
+    other = read_answer(failure_line(ValueError("no such luck" * 100_000)), FILE)
+    assert isinstance(other, WorkerFailure)
+    assert other.error is None
+    assert "no such luck" in other.trace
+    assert len(other.trace) <= 20_000
+
+
+def test_what_a_file_of_the_users_makes_long_stays_below_the_bound() -> None:
+    result = PartResult()
+    for number in range(500):
+        text = f"{number}" + "\ud800" * 1_000_000
+        result.found_problem(RecordProblem(number, text, text[:80], "is wrong", text, file=FILE))
+    line = result_line(result)
+    assert len(line) < MAX_ANSWER_BYTES
+    read = read_answer(line, FILE)
+    assert isinstance(read, PartResult)
+    assert len(read.problems) == 100
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_records": -1},
+        {"num_documents": 1 << 60},
+        {"num_tokens": 1.5},
+        {"largest_token_id": 1 << 31},
+        {"lengths": {"8": -1}},
+        {"lengths": {str(number): 1 for number in range(100)}},
+        {"problems": [{"line": 1}]},
+        {"problems": {"a": 1}},
+        {"unreadable": {"kind": "other", "number": 1, "text": "", "file": None}},
+        {"template_is_endless": "perhaps"},
+        {"more": 1},
+    ],
+)
+def test_an_answer_that_no_worker_makes_is_refused(change: dict[str, Any]) -> None:
+    told = json.loads(result_line(PartResult()))
+    assert read_answer(json.dumps(told).encode(), FILE) == PartResult()
+    with pytest.raises(ValueError):
+        read_answer(json.dumps(told | change).encode(), FILE)
+
+
+@pytest.mark.parametrize("line", [b"", b"\x80\x04.", b"[" * 100_000, b"{}", b"null", b"[]"])
+def test_a_line_that_is_not_an_answer_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        read_answer(line, FILE)

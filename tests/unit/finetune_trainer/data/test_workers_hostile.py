@@ -1,0 +1,131 @@
+"""A worker that a record or a tokenizer has taken over: an error in bounded time and memory, and none of its code runs here."""
+
+import os
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_trainer.data import worker, workers
+from finetune_trainer.data.file_parts import (
+    DOCUMENT_TYPE,
+    FilePart,
+    PartFilesError,
+    PartResult,
+    PartSettings,
+    PartTask,
+    documents_file,
+    read_documents,
+)
+from finetune_trainer.data.workers import WorkerError, in_fork, in_workers
+from finetune_trainer.files import SpecialFileError
+from tests.support.living import living
+from tests.unit.finetune_trainer.data.tokenizers_by_hand import word_tokenizer
+from tests.unit.finetune_trainer.processes.hostile_children import opened, taken_over
+
+SAID = {
+    "garbage": "wrote something else than a result",
+    "without_end": "wrote something else than a result",
+    "never": "came to no end with train.jsonl",
+    "closed": "closed its connection and did not end",
+}
+HOSTILE = """
+import json, sys
+from pathlib import Path
+from tests.unit.finetune_trainer.processes.hostile_children import BEHAVIOURS
+behaviour, trap, settings = sys.argv[1:]
+BEHAVIOURS[behaviour](json.loads(settings)["descriptors"][0][0], Path(trap))
+"""
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(workers, "EXIT_SECONDS", 0.5)
+    if "never" in request.node.name:
+        monkeypatch.setattr(workers, "PART_SECONDS", 1.0)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> PartTask:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n')
+    settings = PartSettings(DataFormat.PROMPT_COMPLETION, LossOn.COMPLETION, 100, None)
+    return PartTask(FilePart(0, path, None, path.stat().st_size), settings, tmp_path / "result")
+
+
+def fails(results: Generator[Any], said: str) -> None:
+    before, resident = psutil.Process().children(recursive=True), psutil.Process().memory_info().rss
+    with pytest.raises(WorkerError, match=said):
+        list(results)
+    assert psutil.Process().memory_info().rss - resident < 64 << 20
+    assert [each for each in living(psutil.Process().children(recursive=True)) if each not in before] == []
+
+
+@pytest.mark.parametrize("behaviour", SAID)
+def test_a_forked_worker_that_was_taken_over_is_an_error(
+    behaviour: str, task: PartTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, trap = opened(), tmp_path / "trap"
+    monkeypatch.setattr(worker, "work_on", lambda *_: taken_over(behaviour, before, trap))
+    fails(in_fork(iter([task]), word_tokenizer()), SAID[behaviour])
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("behaviour", SAID)
+def test_a_started_worker_that_was_taken_over_is_an_error(
+    behaviour: str, task: PartTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    python, trap = tmp_path / "python", tmp_path / "trap"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "hostile.py"} {behaviour} {trap} "$3"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[4]), *sys.path]))
+    monkeypatch.setattr(workers.sys, "executable", str(python))
+    fails(in_workers(iter([task]), 1, tmp_path, allow_remote_code=False), SAID[behaviour])
+    assert not trap.exists()
+
+
+def test_a_worker_that_reads_nothing_is_an_error(task: PartTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers before it is asked, so that more and more tasks wait for it."""
+    monkeypatch.setattr(workers, "TAKING_SECONDS", 0.5)
+    answer = worker.result_line(PartResult())
+
+    def answers_unasked(connection: Any, *_: Any) -> None:
+        while True:
+            connection.sendall(answer)
+
+    monkeypatch.setattr(worker, "serve", answers_unasked)
+    tasks: Iterator[PartTask] = (task for _ in range(1_000_000))
+    with pytest.raises(WorkerError, match=r"took no task|something else"):
+        for _ in in_fork(tasks, word_tokenizer()):
+            pass
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 15, b"\0" * 32])
+def test_files_that_are_not_what_the_result_says_are_refused(left: bytes, tmp_path: Path) -> None:
+    documents_file(tmp_path / "result").write_bytes(left)
+    with pytest.raises(PartFilesError, match="are not 1 documents"):
+        list(read_documents(tmp_path / "result", 1))
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(documents_file(tmp_path / "result"))
+    with pytest.raises(SpecialFileError):
+        list(read_documents(tmp_path / "result", 1))
+
+
+def test_documents_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from finetune_trainer.data import file_parts as parts
+
+    monkeypatch.setattr(parts, "READ_DOCUMENTS", 3)
+    rows = np.arange(7 * 4, dtype="<u4").view(DOCUMENT_TYPE)
+    documents_file(tmp_path / "result").write_bytes(rows.tobytes())
+    blocks = list(read_documents(tmp_path / "result", 7))
+    assert [len(block) for block in blocks] == [3, 3, 1]
+    assert np.array_equal(np.concatenate(blocks), rows)

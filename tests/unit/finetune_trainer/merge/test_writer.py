@@ -1,0 +1,152 @@
+"""Files: broken inputs are refused, outputs appear whole or not at all, memory stays bounded whatever the model's size."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from bench.merge.model import write_adapter, write_base
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+from finetune_trainer.weights import errors
+from tests.unit.finetune_trainer.merge import tiny
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("pair")
+    base = tiny.save_base(directory / "base", tiny.llama(), torch.bfloat16)
+    (base / "tokenizer_config.json").write_text('{"from": "base"}')
+    (base / "tokenizer.json").write_text("{}")
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    (base / "pytorch_model.bin").write_bytes(b"pickle")
+    adapter = tiny.save_adapter(directory / "adapter", base, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    return base, adapter
+
+
+def options(pair: tuple[Path, Path], output: Path, dtype: str | None = None) -> MergeOptions:
+    return MergeOptions(pair[0], (pair[1],), output, dtype, GIB)
+
+
+def test_a_missing_shard_is_refused_before_anything_is_written(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    index = {"weight_map": {"weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "base" / "config.json").write_text("{}")
+    with pytest.raises(errors.BrokenCheckpointError, match="model-00001-of-00001"):
+        merge_adapter(MergeOptions(tmp_path / "base", (pair[1],), tmp_path / "merged", None, GIB))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+
+
+def test_the_output_loads_alone_and_its_manifest_is_right(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    report = merge_adapter(options(pair, tmp_path / "merged"), lambda done, total: seen.append((done, total)))
+    files = {path.name for path in (tmp_path / "merged").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "manifest.json"} <= files
+    assert "pytorch_model.bin" not in files
+    manifest = json.loads((tmp_path / "merged" / "manifest.json").read_text())
+    assert {entry["name"] for entry in manifest["files"]} == files - {"manifest.json"}
+    for entry in manifest["files"]:
+        content = (tmp_path / "merged" / entry["name"]).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (entry["num_bytes"], entry["sha256"])
+    assert report.sha256 == {entry["name"]: entry["sha256"] for entry in manifest["files"]}
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] == report.bytes_written
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+
+
+def test_the_adapters_tokenizer_comes_before_the_bases(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    adapter = shutil.copytree(pair[1], tmp_path / "adapter")
+    (adapter / "tokenizer_config.json").write_text('{"from": "adapter"}')
+    (adapter / "chat_template.jinja").write_text("{{ trained }}")
+    merge_adapter(MergeOptions(pair[0], (adapter,), tmp_path / "merged", None, GIB))
+    assert json.loads((tmp_path / "merged" / "tokenizer_config.json").read_text()) == {"from": "adapter"}
+    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == "{{ trained }}"
+    assert not (tmp_path / "merged" / "tokenizer.json").exists()
+
+
+def test_a_second_merge_finds_the_first_and_another_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    first = merge_adapter(options(pair, tmp_path / "merged"))
+    before = (tmp_path / "merged" / "model.safetensors").stat().st_mtime_ns
+    second = merge_adapter(options(pair, tmp_path / "merged"))
+    assert not first.was_complete
+    assert second.was_complete
+    assert second.sha256 == first.sha256
+    assert (tmp_path / "merged" / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(errors.OutputExistsError, match="other inputs or options"):
+        merge_adapter(options(pair, tmp_path / "merged", "float32"))
+    os.truncate(tmp_path / "merged" / "model.safetensors", 100)
+    with pytest.raises(errors.OutputExistsError, match=r"model\.safetensors"):
+        merge_adapter(options(pair, tmp_path / "merged"))
+
+
+def test_a_foreign_directory_is_never_overwritten(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "thesis.txt").write_text("mine")
+    with pytest.raises(errors.OutputExistsError, match="not a merged model of ours"):
+        merge_adapter(options(pair, tmp_path / "merged"))
+    with pytest.raises(errors.MergeError, match="the base directory itself"):
+        merge_adapter(options(pair, pair[0]))
+    assert (tmp_path / "merged" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_that_diverged_leaves_no_output(pair: tuple[Path, Path], tmp_path: Path, value: float) -> None:
+    adapter = shutil.copytree(pair[1], tmp_path / "adapter")
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+    tensors[name][5, 2] = value
+    save_file(tensors, path)
+    with pytest.raises(errors.NotFiniteError, match=r"layers\.1\.self_attn\.q_proj"):
+        merge_adapter(MergeOptions(pair[0], (adapter,), tmp_path / "merged", None, GIB))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+
+def test_a_file_system_without_direct_writes_gives_the_same_bytes(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: Path, flags: int, mode: int = 0o777, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, mode, **named)
+
+    direct = merge_adapter(options(pair, tmp_path / "direct"))
+    monkeypatch.setattr(os, "open", refuse)
+    cached = merge_adapter(options(pair, tmp_path / "cached"))
+    assert direct.sha256 == cached.sha256
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from bench.merge.contender import peak_resident_bytes
+before = peak_resident_bytes()
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+base, adapter, output = map(Path, sys.argv[1:])
+merge_adapter(MergeOptions(base, (adapter,), output, None, 5_000_000_000))
+print(peak_resident_bytes() - before)
+"""
+
+
+def test_memory_is_bounded_by_neither_model_nor_its_largest_tensor(tmp_path: Path) -> None:
+    base_bytes = write_base(tmp_path / "base", "0.3B wide")
+    adapter_bytes = write_adapter(tmp_path / "adapter", "0.3B wide", tmp_path / "base")
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    assert base_bytes > 600 << 20
+    assert int(done.stdout) < (350 << 20) + adapter_bytes

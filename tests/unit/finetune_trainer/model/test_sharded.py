@@ -1,0 +1,90 @@
+"""How the model is built changes nothing of what it is: loaded shard by shard, compiled, or recomputing its activations."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from finetune_trainer.model import sharded
+from finetune_trainer.ranks.gang import joined
+from tests.support.small_gang import Unchanged
+from tests.support.tiny_model import plan_of, write_tiny_llama
+from tests.unit.finetune_trainer.model.sharded_gang import (
+    FLAT,
+    FULL,
+    LORA_TIED,
+    TOKENS,
+    computed,
+    gang,
+    spec_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "held"),
+    [
+        ({"type": "LoRA", "lora": {"r": 4, "trainableTokenIndices": [3, 5]}}, torch.bfloat16),
+        ({"type": "QLoRA", "lora": {"r": 4}}, torch.bfloat16),
+        (FULL, torch.float32),
+    ],
+    ids=["rows", "qlora", "full"],
+)
+def test_one_rank_holds_a_frozen_base_in_the_16_bit_type_of_the_computation(
+    tmp_path: Path, method: dict[str, Any], held: torch.dtype
+) -> None:
+    from finetune_trainer.ranks.gang import Gang
+
+    base = write_tiny_llama(tmp_path / "base", torch.float16)
+    plan = plan_of(spec_of(method, {}, 1, precision="bf16"))
+    trained = sharded.build(plan, base, Gang(0, 1, 0, torch.device("cpu"), None), Unchanged())
+    assert trained.autocast is torch.bfloat16
+    assert {parameter.dtype for name, parameter in trained.module.named_parameters() if "norm" in name} == {held}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = trained.module(input_ids=TOKENS, use_cache=False).logits
+    functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), TOKENS[:, 1:].flatten()).backward()
+    gradients = [parameter.grad for parameter in trained.module.parameters() if parameter.requires_grad]
+    assert all(gradient is None or bool(gradient.isfinite().all()) for gradient in gradients)
+    assert any(gradient is not None and bool(gradient.ne(0).any()) for gradient in gradients)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler, and none is installed")
+def test_compiled_layers_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
+    base = write_tiny_llama(tmp_path / "base")
+    expected = computed(tmp_path / "plain", base, LORA_TIED, {})
+    found = computed(tmp_path / "compiled", base, LORA_TIED, {}, compile=True)
+    for (loss, gradients), (expected_loss, expected_gradients) in zip(found, expected, strict=True):
+        assert torch.allclose(loss, expected_loss, rtol=1e-5)
+        assert gradients.keys() == expected_gradients.keys()
+        for name, values in expected_gradients.items():
+            assert torch.allclose(gradients[name], values, rtol=1e-3, atol=1e-6), name
+
+
+@pytest.mark.parametrize("fsdp", [{"version": 1}, FLAT, {}])
+def test_the_first_pass_of_a_process_is_as_any_other(tmp_path: Path, fsdp: dict[str, Any]) -> None:
+    """FSDP 1 leaves other element types behind than it finds, and dropout rounds in the type that it is given."""
+    base = write_tiny_llama(tmp_path / "base", torch.bfloat16)
+    method = {"type": "LoRA", "lora": {"r": 4, "loraDropout": "0.1"}}
+    gang(_same_pass_twice, 2, tmp_path, spec_of(method, {**fsdp, "mixedPrecision": {"paramDtype": "bfloat16"}}, 2), base)
+
+
+def _same_pass_twice(rank: int, ranks: int, store: str, _: Path, spec: dict[str, Any], base: Path) -> None:
+    with joined(rank, ranks, rank, store) as joint:
+        model = sharded.build(plan_of(spec), base, joint, Unchanged())
+        with torch.no_grad():
+            for piece in model.pieces:
+                if "lora_B" in piece.name:
+                    piece.parameter_values().normal_(generator=torch.Generator().manual_seed(3))
+        found = []
+        for _step in range(2):
+            torch.manual_seed(7)
+            with torch.autocast("cpu", dtype=model.autocast) if model.autocast else nullcontext():
+                logits = model.module(input_ids=TOKENS, use_cache=False).logits.float()
+            logits.square().mean().backward()
+            found.append(logits.detach())
+    assert torch.equal(*found)

@@ -1,0 +1,89 @@
+"""What rank 0 writes while the loop runs, and that the other ranks write nothing."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from finetune_trainer.checkpoint.manifest import RunState
+from finetune_trainer.observe.goodput import Activity
+from finetune_trainer.observe.observer import ObservedRun, Observer, Reporter, StepDone, observing
+from finetune_trainer.observe.run_files import Stopwatch, read_lines
+from finetune_trainer.observe.steps import StepResult
+from finetune_trainer.ranks.gang import Gang
+from tests.support.tiny_model import run_context, tiny_spec
+
+CPU = torch.device("cpu")
+RESULT = StepResult(
+    loss=2.0,
+    gradient_norm=0.5,
+    supervised_tokens=60,
+    tokens=100,
+    squared_document_lengths=1000,
+    data_seconds=0.5,
+    compute_seconds=(1.0, 3.0),
+    stop=False,
+    loss_scale=1.0,
+)
+
+
+def observed(tmp_path: Path, rank: int = 0) -> ObservedRun:
+    checkpoints: Any = SimpleNamespace(complete_step=lambda: None, failed_saves=0)
+    context = run_context(tmp_path, tiny_spec())
+    gang = Gang(rank, 2, rank, CPU, None)
+    return ObservedRun(context, gang, 12, 10, first_step=0, is_resumed=False, checkpoints=checkpoints)
+
+
+def done(step: int) -> StepDone:
+    return StepDone(step, 0.001, 2.0, RESULT, RunState(), was_evaluated=False, peak_memory_bytes=None, is_saved=True)
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    run = observed(tmp_path, rank=1)
+    with observing(run, RunState(), Stopwatch(0.0), 0, lambda: False) as observer:
+        with observer.during(Activity.STEPS):
+            observer.stepped(done(1))
+        assert type(observer) is Observer
+        assert observer.facts() == {}
+    assert not run.context.workspace.history.exists()
+    assert not (run.context.workspace.root / "observe.json").exists()
+
+
+def test_a_step_is_in_the_history_and_in_the_answers(tmp_path: Path) -> None:
+    run = observed(tmp_path)
+    with observing(run, RunState(), Stopwatch(0.0), 0, lambda: False) as observer:
+        assert isinstance(observer, Reporter)
+        with observer.during(Activity.STEPS):
+            pass
+        observer.stepped(done(1))
+        port = json.loads((run.context.workspace.root / "observe.json").read_text())["port"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/progress", timeout=30) as response:
+            progress = json.loads(response.read())
+        facts = observer.facts()
+    (line,) = read_lines(run.context.workspace.history.read_text())
+    expected = {"step": 1, "loss": 2.0, "tokens": 100, "supervised_tokens": 60, "tokens_per_second": 50.0}
+    assert {name: line[name] for name in expected} == expected
+    assert "eval_loss" not in line
+    assert (progress["step"], progress["loss"]) == (1, 2.0)
+    assert facts["tokens"] == "100"
+    assert float(facts["seconds"]) >= 0
+
+
+def test_a_run_that_fails_still_leaves_its_last_record(tmp_path: Path) -> None:
+    run = observed(tmp_path)
+
+    def fail_after_a_step() -> None:
+        with observing(run, RunState(), Stopwatch(0.0), 0, lambda: False) as observer:
+            observer.stepped(done(1))
+            raise RuntimeError("no luck")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        fail_after_a_step()
+    records = read_lines(run.context.workspace.accounts.read_text())
+    assert (records[0]["kind"], records[-1]["kind"], records[-1]["step"]) == ("started", "spent", 1)

@@ -1,0 +1,279 @@
+"""Adapters, packed weights and units where the model does not call a module: found by running it, whatever its architecture."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from finetune_job.finding import Finding
+from finetune_trainer.inspection import module_use as observed_use
+from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
+from finetune_trainer.preflight.bypassed import base_name, endings
+from finetune_trainer.preflight.model_process import check_model
+from finetune_trainer.small_models.layers import KeptLayers
+from tests.support.declared_model import declare_model
+from tests.support.tiny_model import plan_of, tiny_spec
+
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 264,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+ATTENTION = {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": ATTENTION,
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "jamba": ATTENTION | {
+        "num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "mamba_d_state": 8, "mamba_dt_rank": 4,
+    },
+    "llama4_text": ATTENTION | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2},
+    "bamba": ATTENTION | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]},
+}  # fmt: skip
+Spec = dict[str, Any]
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Any:
+    """`checked(kind, method)`: errors of preflight's look at a declared model, without data packing."""
+
+    def made(kind: str, method: Spec, **changes: Spec) -> list[Finding]:
+        directory = tmp_path / kind
+        if not directory.exists():
+            config = AutoConfig.for_model(kind, **(COMMON | SIZES[kind]))
+            declare_model(directory, config.to_dict() | {"dtype": "float32"})
+        spec = tiny_spec(**({"merge": {"enabled": False}, "data": {"packing": False}} | changes))
+        _, findings = check_model(plan_of(spec | {"method": method}), directory)
+        return [finding for finding in findings if finding.severity == "error"]
+
+    return made
+
+
+def lora(**settings: Any) -> Spec:
+    return {"type": "LoRA", "lora": settings}
+
+
+def fixed(method: Spec, finding: Finding) -> Spec:
+    """The method with the finding's own changes applied."""
+    assert finding.changes
+    changed = copy.deepcopy(method)
+    for change in finding.changes:
+        _, _, *parents, last = change.field.split(".")
+        target = changed
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        if change.value is None:
+            target.pop(last, None)
+        else:
+            target[last] = change.value
+    return changed
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lora(excludeModules=["out_proj"]),
+        lora(targetModules=["in_proj", "dt_proj"]),
+        lora(targetModules=["dt_proj"]),
+        {"type": "HRA"},
+        {"type": "VeRA", "settings": {"targetModules": ["dt_proj", "x_proj"]}},
+    ],
+)
+def test_an_adapter_on_a_weight_that_the_model_reads_is_refused_with_a_fix_that_works(checked: Any, method: Spec) -> None:
+    (found,) = checked("mamba", method)
+    assert found.rule == "adapter-bypassed"
+    assert found.value == "dt_proj"
+    assert "MambaMixer never calls them" in found.message
+    assert checked("mamba", fixed(method, found)) == []
+
+
+def test_what_peft_refuses_itself_comes_with_a_fix_that_names_the_rest_too(checked: Any) -> None:
+    (found,) = checked("mamba", {"type": "LoRA"})
+    assert found.rule == "model-settings-conflict"
+    assert checked("mamba", fixed({"type": "LoRA"}, found)) == []
+
+
+def test_that_is_what_happens_in_training() -> None:
+    model = get_peft_model(
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **(COMMON | SIZES["mamba"]))),
+        LoraConfig(target_modules=["in_proj", "dt_proj"], task_type="CAUSAL_LM"),
+    )
+    model.train()
+    torch.autograd.backward(model(input_ids=torch.arange(8)[None], use_cache=False).logits.square().mean())
+    without = {name.split(".lora_")[0] for name, each in model.named_parameters() if each.requires_grad and each.grad is None}
+    assert {name.rsplit(".", 1)[-1] for name in without} == {"dt_proj"}
+
+
+def test_packed_weights_that_the_model_reads_are_refused(checked: Any) -> None:
+    method = {"type": "QLoRA", "lora": {"targetModules": ["in_proj"]}}
+    (found,) = checked("mamba", method)
+    assert found.rule == "packed-weight-read"
+    assert "dt_proj" in found.message
+    assert checked("mamba", fixed(method, found)) == []
+
+
+def test_a_model_that_calls_its_packed_layers_is_accepted(checked: Any) -> None:
+    targets = {"targetModules": ["in_proj", "dt_proj"]}
+    assert checked("jamba", {"type": "QLoRA", "lora": targets}) == []
+    (found,) = checked("jamba", lora(**targets))
+    assert (found.rule, found.value) == ("adapter-bypassed", "dt_proj")
+
+
+def test_an_adapter_on_a_layer_that_gives_several_tensors_is_refused(checked: Any) -> None:
+    """PEFT adds to what a layer gives; the router of Llama 4 is a linear layer that gives two tensors."""
+    (found,) = checked("llama4_text", lora())
+    assert (found.rule, found.value, found.field) == ("target-gives-no-tensor", "router", "spec.method.lora.targetModules")
+    assert checked("llama4_text", fixed(lora(), found)) == []
+
+
+def test_a_packed_module_cannot_be_saved_whole(checked: Any) -> None:
+    (found,) = checked("llama", {"type": "QLoRA", "lora": {"targetModules": ["v_proj"], "modulesToSave": ["q_proj"]}})
+    assert (found.rule, found.field) == ("saved-module-packed", "spec.method.lora.modulesToSave")
+    assert checked("llama", lora(targetModules=["v_proj"], modulesToSave=["q_proj"])) == []
+    assert checked("llama", {"type": "QLoRA", "lora": {"targetModules": ["v_proj"], "modulesToSave": ["lm_head"]}}) == []
+
+
+def test_rows_trained_beside_dora_on_the_head_that_is_tied_to_them_are_refused(checked: Any) -> None:
+    method = {"type": "DoRA", "lora": {"targetModules": ["lm_head"], "trainableTokenIndices": [1, 5]}}
+    (found,) = checked("mamba", method)
+    assert (found.rule, found.field) == ("trainable-tokens-overlap", "spec.method.lora.targetModules")
+
+
+def test_rows_that_a_module_does_not_have_are_refused(checked: Any) -> None:
+    method = {"type": "TrainableTokens", "settings": {"tokenIndices": [1, 64], "targetModules": ["k_proj"]}}
+    (found,) = checked("llama", method)
+    assert (found.rule, found.field, found.value) == ("token-index-unknown", "spec.method.settings.tokenIndices", "64")
+    assert "32 rows" in found.message
+    assert checked("llama", {"type": "TrainableTokens", "settings": {"tokenIndices": [1, 64]}}) == []
+
+
+def test_rows_of_a_tied_head_that_is_named_beside_its_embedding_are_refused(checked: Any) -> None:
+    """PEFT wraps the head twice, and its forward pass knows no layer in a layer."""
+    settings = {"tokenIndices": [1, 5], "targetModules": ["embeddings", "lm_head"]}
+    (found,) = checked("mamba", {"type": "TrainableTokens", "settings": settings})
+    assert (found.rule, found.field) == ("trainable-tokens-overlap", "spec.method.settings.targetModules")
+    assert checked("mamba", {"type": "TrainableTokens", "settings": settings | {"targetModules": ["embeddings"]}}) == []
+    settings["targetModules"] = ["embed_tokens", "lm_head"]
+    assert checked("llama", {"type": "TrainableTokens", "settings": settings}) == []
+
+
+def test_a_unit_that_is_never_called_is_refused(checked: Any) -> None:
+    (found,) = checked("mamba", {"type": "Full"}, parallelism={"fsdp": {"transformerLayerClsToWrap": ["Conv1d"]}})
+    assert (found.rule, found.field) == ("unit-bypassed", "spec.parallelism.fsdp.transformerLayerClsToWrap")
+    (found,) = checked("mamba", {"type": "Full"}, parallelism={"fsdp": {"version": 1, "peftWrapPolicy": True}})
+    (change,) = found.changes
+    assert (found.rule, found.field, change.value) == ("unit-bypassed", "spec.parallelism.fsdp.peftWrapPolicy", False)
+    assert checked("mamba", {"type": "Full"}, parallelism={"fsdp": {"version": 1, "peftWrapPolicy": False}}) == []
+    assert checked("mamba", {"type": "Full"}) == []
+
+
+def test_a_fused_kernel_counts_where_its_package_is_installed(checked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = lora(targetModules=["in_proj", "out_proj"])
+    assert checked("bamba", method) == []
+    monkeypatch.setattr(observed_use, "find_spec", lambda name: name)
+    (found,) = checked("bamba", method)
+    assert found.rule == "adapter-bypassed"
+    assert "mamba_ssm." in found.message
+    assert found.value == "out_proj"
+    assert checked("bamba", fixed(method, found)) == []
+
+
+def _reads(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(self.act_fn(self.gate_proj(x)) * self.up_proj(x), self.down_proj.weight)
+
+
+def _reads_and_calls(self: Any, x: torch.Tensor) -> torch.Tensor:
+    inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+    result: torch.Tensor = self.down_proj(inner) + functional.linear(inner, self.down_proj.weight)
+    return result
+
+
+def _never_calls(self: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = self.up_proj(x)[..., : x.shape[-1]] + self.gate_proj(x)[..., : x.shape[-1]]
+    return result
+
+
+def _forgets(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        gate = self.act_fn(self.gate_proj(x))
+    result: torch.Tensor = self.down_proj(gate * self.up_proj(x))
+    return result
+
+
+def _calls_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = self.down_proj.forward(self.act_fn(self.gate_proj.forward(x)) * self.up_proj(x))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("forward", "rule", "value", "said"),
+    [
+        (_reads, "adapter-bypassed", "down_proj", "LlamaMLP never calls them"),
+        (_reads_and_calls, "adapter-bypassed", "down_proj", "beside calling them"),
+        (_never_calls, "trained-without-gradient", "down_proj", "no pass over text calls them"),
+        (_forgets, "trained-without-gradient", "gate_proj", "the loss does not depend on them"),
+    ],
+)
+def test_no_list_of_architectures_is_needed(
+    checked: Any, monkeypatch: pytest.MonkeyPatch, forward: Any, rule: str, value: str, said: str
+) -> None:
+    assert checked("llama", {"type": "LoRA"}) == []
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    (found,) = checked("llama", {"type": "LoRA"})
+    assert (found.rule, found.value, found.field) == (rule, value, "spec.method.lora.targetModules")
+    assert said in found.message
+    assert checked("llama", fixed({"type": "LoRA"}, found)) == []
+    saved = [(each.rule, each.field) for each in checked("llama", lora(targetModules=["q_proj"], modulesToSave=[value]))]
+    whole = [(each.rule, each.field) for each in checked("llama", {"type": "Full"})]
+    # What reads the weight of a trained copy reads the trained one, and full fine-tuning has one weight alone.
+    is_idle = rule == "trained-without-gradient"
+    assert saved == ([(rule, "spec.method.lora.modulesToSave")] if is_idle else [])
+    assert whole == ([(rule, "spec.method.type")] if is_idle else [])
+
+
+def test_calling_forward_past_the_hooks_is_calling(checked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaMLP, "forward", _calls_forward)
+    assert checked("llama", {"type": "LoRA"}) == []
+
+
+def test_no_verdict_where_the_model_cannot_be_run(checked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("only on a GPU")
+
+    monkeypatch.setattr(LlamaMLP, "forward", fails)
+    assert checked("llama", {"type": "LoRA"}) == []
+
+
+def test_names_of_the_model_and_its_twin() -> None:
+    good, idle = ModuleUse(True, True), ModuleUse(False, False)
+    observed = {
+        "layers.0.experts.0.up": idle, "layers.0.experts.1.up": good, "layers.0.attention": good, "layers.1.attention": idle,
+        "tower.0.up": idle,
+    }  # fmt: skip
+    kinds = ("full", "full", "full", "shared")
+    uses = ModuleUses(observed, KeptLayers((0, 3), kinds))
+    # An expert that no token of the small batch went to is an expert all the same.
+    assert uses.of("layers.2.experts.57.up") == good
+    assert uses.of("layers.1.attention") == good
+    assert uses.of("layers.3.attention") == idle
+    assert uses.of("tower.9.up") == idle
+    assert uses.of("elsewhere") is None
+
+
+def test_shortest_names_that_mean_no_other_module() -> None:
+    among = ["a.0.q", "a.1.q", "b.0.q", "a.0.v", "b.0.v"]
+    assert endings(["a.0.v", "b.0.v"], among) == ["v"]
+    assert endings(["b.0.q"], among) == ["b.0.q"]
+    assert base_name("base_model.model.a.0.q.base_layer") == "a.0.q"
+    assert base_name("base_model.model.norm.modules_to_save.default") == "norm"

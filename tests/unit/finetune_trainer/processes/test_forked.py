@@ -1,0 +1,71 @@
+"""Forked children keep to their bounds, and their parent believes nothing of what they answer."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch  # noqa: F401 - children of the rehearsal import it, and need no seconds for that if it is there
+
+from finetune_trainer.processes import child
+from finetune_trainer.processes.forked import BoundsExceededError, ResourceBounds, run_children
+from tests.support.living import living
+from tests.unit.finetune_trainer.processes.hostile_children import opened, taken_over
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What is waited for in vain. All other bounds stay long: the machine may be busy."""
+    if "closed" in request.node.name or "too" in request.node.name:
+        monkeypatch.setattr(child, "ENDING_SECONDS", 0.5)
+
+
+@pytest.fixture(autouse=True)
+def family() -> object:
+    """No child is left by any test."""
+    before = psutil.Process().children(recursive=True)
+    yield
+    assert [each for each in living(psutil.Process().children(recursive=True)) if each not in before] == []
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        ("garbage", "answered with something else than a result"),
+        ("without_end", "wrote more than it may"),
+        ("closed", "closed its output and did not end"),
+    ],
+)
+def test_a_child_of_the_rehearsal_that_was_taken_over_has_failed(behaviour: str, said: str, tmp_path: Path) -> None:
+    before, trap = opened(), tmp_path / "trap"
+    bounds = ResourceBounds(time.monotonic() + 300, 1 << 40)
+    ended = run_children({"one": lambda: taken_over(behaviour, before, trap)}, tmp_path, bounds, together=False)["one"]
+    assert ended.code != 0
+    assert said in ended.problem
+    assert not trap.exists()
+
+
+def test_a_child_of_the_rehearsal_that_never_ends_exceeds_its_time(tmp_path: Path) -> None:
+    with pytest.raises(BoundsExceededError, match="did not end in time"):
+        run_children({"one": lambda: time.sleep(3600)}, tmp_path, ResourceBounds(time.monotonic() + 1, 1 << 40), together=False)
+
+
+def test_the_log_of_a_child_is_read_only_if_it_is_a_file(tmp_path: Path) -> None:
+    def work() -> None:
+        (tmp_path / "one.log").unlink()
+        os.mkfifo(tmp_path / "one.log")
+        raise ValueError("no such luck")
+
+    bounds = ResourceBounds(time.monotonic() + 300, 1 << 40)
+    ended = run_children({"one": work}, tmp_path, bounds, together=False)["one"]
+    assert (ended.error, ended.message, ended.log_tail) == ("ValueError: no such luck", "no such luck", "")
+
+
+def test_values_of_children_arrive_and_one_that_fails_ends_the_others(tmp_path: Path) -> None:
+    bounds = ResourceBounds(time.monotonic() + 300, 1 << 40)
+    apart = run_children({"one": lambda: {"a": [1, None]}, "two": lambda: None}, tmp_path, bounds, together=False)
+    assert {name: (ended.code, ended.value) for name, ended in apart.items()} == {"one": (0, {"a": [1, None]}), "two": (0, None)}
+    gang = run_children({"one": lambda: time.sleep(3600), "two": lambda: os._exit(7)}, tmp_path, bounds, together=True)
+    assert {name: ended.code for name, ended in gang.items()} == {"one": -signal.SIGKILL, "two": 7}

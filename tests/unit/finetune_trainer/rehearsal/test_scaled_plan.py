@@ -1,0 +1,39 @@
+"""The plan of a rehearsal is the job's but for what a scaled-down model on two CPU ranks forces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from finetune_job.api.base import Dtype
+from finetune_job.api.training import Precision
+from finetune_trainer.rehearsal.comparison import coarsest_dtype
+from finetune_trainer.rehearsal.scaled_plan import float32_plan, scaled_plan
+from tests.support.tiny_model import plan_of, tiny_spec
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        tiny_spec(),
+        tiny_spec(training={"maxSteps": 3, "globalBatchSize": 4, "precision": "bf16"}),
+        tiny_spec(model={"source": "pvc://models/tiny", "dtype": "float16"}),
+        tiny_spec(method={"type": "QLoRA", "lora": {"r": 4}, "quantization": {"computeDtype": "bfloat16"}}),
+        tiny_spec(method={"type": "Full", "lora": None}),
+    ],
+    ids=["LoRA", "bf16", "float16", "QLoRA", "Full"],
+)
+def test_the_exact_run_computes_in_float32(spec: dict[str, object]) -> None:
+    plan = plan_of(spec)
+    assert coarsest_dtype(plan, torch.bfloat16).itemsize == 2
+    assert coarsest_dtype(float32_plan(plan), torch.bfloat16) is torch.float32
+    assert float32_plan(plan).training.precision is Precision.FP32
+    assert float32_plan(plan).model.dtype is Dtype.FLOAT32
+
+
+def test_nothing_is_offloaded_where_there_is_no_device() -> None:
+    plan = plan_of(tiny_spec(parallelism={"processesPerNode": 2, "fsdp": {"offloadParams": True}}))
+    twin, changes = scaled_plan(plan, None)
+    assert plan.parallelism.fsdp.offload_params
+    assert not twin.parallelism.fsdp.offload_params
+    assert "parallelism.fsdp.offloadParams: True -> False" in [change.text() for change in changes]

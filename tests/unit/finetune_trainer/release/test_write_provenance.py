@@ -1,0 +1,144 @@
+"""provenance.json against the published structure of in-toto statements and SLSA provenance, and what it says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from finetune_trainer.release.write import BUILD_TYPE, encode_statement, provenance_statement, write_release_files
+from tests.unit.finetune_trainer.release.example import BASE_COMMIT, DATA_COMMIT, FROM_HUB, IMAGE, example
+
+DIGEST_SET = {
+    "type": "object",
+    "minProperties": 1,
+    "additionalProperties": {"type": "string", "pattern": "^[0-9a-f]+$"},
+    "properties": {"sha256": {"pattern": "^[0-9a-f]{64}$"}, "gitCommit": {"pattern": "^[0-9a-f]{40}$"}},
+}
+RESOURCE = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "uri": {"type": "string", "pattern": "^[a-z0-9]+:"},
+        "digest": DIGEST_SET,
+        "content": {"type": "string"},
+        "downloadLocation": {"type": "string"},
+        "mediaType": {"type": "string"},
+        "annotations": {"type": "object"},
+    },
+    "additionalProperties": False,
+    "anyOf": [{"required": [name]} for name in ("uri", "digest", "content")],
+}
+STATEMENT = {
+    "type": "object",
+    "required": ["_type", "subject", "predicateType", "predicate"],
+    "additionalProperties": False,
+    "properties": {
+        "_type": {"const": "https://in-toto.io/Statement/v1"},
+        "subject": {"type": "array", "minItems": 1, "items": {**RESOURCE, "required": ["name", "digest"]}},
+        "predicateType": {"const": "https://slsa.dev/provenance/v1"},
+        "predicate": {
+            "type": "object",
+            "required": ["buildDefinition", "runDetails"],
+            "additionalProperties": False,
+            "properties": {
+                "buildDefinition": {
+                    "type": "object",
+                    "required": ["buildType", "externalParameters"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "buildType": {"type": "string", "pattern": "^https://"},
+                        "externalParameters": {"type": "object"},
+                        "internalParameters": {"type": "object"},
+                        "resolvedDependencies": {"type": "array", "items": RESOURCE},
+                    },
+                },
+                "runDetails": {
+                    "type": "object",
+                    "required": ["builder"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "builder": {
+                            "type": "object",
+                            "required": ["id"],
+                            "additionalProperties": False,
+                            "properties": {
+                                "id": {"type": "string", "pattern": "^https://"},
+                                "version": {"type": "object", "additionalProperties": {"type": "string"}},
+                                "builderDependencies": {"type": "array", "items": RESOURCE},
+                            },
+                        },
+                        "metadata": {
+                            "type": "object",
+                            "additionalProperties": False,
+                            "properties": {
+                                "invocationId": {"type": "string"},
+                                "startedOn": {"type": "string"},
+                                "finishedOn": {"type": "string"},
+                            },
+                        },
+                        "byproducts": {"type": "array", "items": RESOURCE},
+                    },
+                },
+            },
+        },
+    },
+}
+"""The fields of https://in-toto.io/Statement/v1 and https://slsa.dev/provenance/v1 as their specifications list them."""
+
+
+def written(tmp_path, changes: dict[str, Any]) -> dict[str, Any]:
+    made = example(tmp_path, changes)
+    write_release_files(made.context.output, made.results())
+    return json.loads(made.context.output.provenance.read_bytes())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        FROM_HUB | {"output.destination": "hf://team/tuned"},
+        {"merge.enabled": False},
+        {"method.type": "Full"},
+        {"data.source": "s3://bucket/data"},
+    ],
+    ids=["claims", "hub", "adapter", "full", "bucket"],
+)
+def test_it_has_the_published_structure(tmp_path, changes):
+    jsonschema.Draft202012Validator(STATEMENT).validate(written(tmp_path, changes))
+
+
+def test_every_weight_file_is_a_subject_under_its_published_name(tmp_path):
+    made = example(tmp_path, FROM_HUB | {"output.destination": "hf://team/tuned"})
+    write_release_files(made.context.output, made.results())
+    subjects = {
+        entry["name"]: entry["digest"]["sha256"] for entry in json.loads(made.context.output.provenance.read_bytes())["subject"]
+    }
+    listed = dict(reversed(line.split("  ")) for line in made.context.output.checksums.read_text().splitlines())
+    assert subjects == {name: sha256 for name, sha256 in listed.items() if name.endswith(".safetensors")}
+    assert set(subjects) == {"model-00001.safetensors", "model-00002.safetensors", "adapter/adapter_model.safetensors"}
+
+
+def test_base_data_and_image_are_named_with_their_digests(tmp_path):
+    predicate = written(tmp_path, FROM_HUB)["predicate"]
+    found = {(entry["name"], entry["uri"]): entry.get("digest") for entry in predicate["buildDefinition"]["resolvedDependencies"]}
+    assert found == {
+        ("base model", "hf://maker/base"): {"gitCommit": BASE_COMMIT, "modelDigest": "c" * 64},
+        ("train data", "hf://datasets/maker/records/train/a.jsonl"): {"sha256": "e" * 64, "gitCommit": DATA_COMMIT},
+        ("train data", "hf://datasets/maker/records/train/b.jsonl"): {"sha256": "f" * 64, "gitCommit": DATA_COMMIT},
+        ("trainer image", f"oci://{IMAGE}"): {"sha256": "a" * 64},
+    }
+    assert predicate["runDetails"]["metadata"]["invocationId"] == "team/tuned/0123456789"
+    assert predicate["buildDefinition"]["buildType"] == BUILD_TYPE
+    assert predicate["buildDefinition"]["externalParameters"]["training"]["learning_rate"] > 0
+
+
+def test_equal_runs_give_equal_bytes_and_no_place_of_a_machine(tmp_path):
+    texts = [
+        encode_statement(provenance_statement(example(tmp_path / name).facts(), {"model.safetensors": "0" * 64}))
+        for name in ("one", "two")
+    ]
+    assert texts[0] == texts[1]
+    assert str(tmp_path).encode() not in texts[0]

@@ -1,0 +1,59 @@
+"""The fetch role sees that there is room before it copies; transfers have tests of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from finetune_trainer.context import RunContext
+from finetune_trainer.errors import InvariantError, ModelError
+from finetune_trainer.fetch.source import NoRoomError
+from finetune_trainer.roles.fetch import fetch, wanted_sources
+from tests.support.hub import Hub
+from tests.unit.finetune_trainer.fetch.conftest import LOCAL, QUICK, context_of, hub, model_of
+
+__all__ = ["context_of", "hub", "model_of"]
+
+ModelOf = Callable[..., RunContext]
+FILES = {"config.json": b"{}", "model.safetensors": b"x" * 1000}
+
+
+def test_a_plan_that_fetches_nothing_is_a_mistake_of_ours(model_of: ModelOf) -> None:
+    context = model_of(FILES)
+    plan = context.plan.model_copy(update={"fetch": None})
+    with pytest.raises(InvariantError, match="nothing to fetch"):
+        fetch(dataclasses.replace(context, plan=plan), LOCAL, QUICK)
+
+
+def test_nothing_is_copied_where_there_is_no_room(model_of: ModelOf, hub: Hub) -> None:
+    context = model_of(FILES)
+    with pytest.raises(NoRoomError, match="the sources need 1002 bytes more on the workspace, and 1001 bytes are free") as caught:
+        fetch(context, LOCAL, QUICK, free_bytes=lambda _directory: 1001)
+    assert "by at least 1 bytes" in caught.value.hint
+    assert not context.base_model.exists()
+
+
+def test_room_for_exactly_the_files_is_enough_and_a_second_run_copies_nothing(model_of: ModelOf) -> None:
+    context = model_of(FILES)
+    first = fetch(context, LOCAL, QUICK, free_bytes=lambda _directory: 1002)
+    assert (first.facts["files"], first.facts["bytes"], first.facts["transferred_bytes"]) == ("2", "1002", "1002")
+    assert (context.base_model / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    second = fetch(context, LOCAL, QUICK, free_bytes=lambda _directory: 0)
+    assert (second.facts["files"], second.facts["transferred_bytes"]) == ("2", "0")
+
+
+def test_a_model_without_safetensors_is_refused_by_its_field(model_of: ModelOf) -> None:
+    context = model_of({"config.json": b"{}", "pytorch_model.bin": b"x"})
+    with pytest.raises(ModelError, match=r"spec\.model\.source: .* holds no safetensors file; it holds .*pytorch_model\.bin"):
+        fetch(context, LOCAL, QUICK)
+
+
+def test_the_model_comes_first_with_the_field_that_names_it(model_of: ModelOf) -> None:
+    context = model_of(FILES)
+    plan: Any = context.plan.fetch
+    first, *_ = wanted_sources(context, plan)
+    assert (first.is_model, first.field, first.target) == (True, "spec.model.source", context.base_model)
+    assert first.refusal is ModelError

@@ -1,0 +1,130 @@
+"""`python -m finetune_trainer.roles.merge_command`: progress, one report, exit codes by class, a name only for what passed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from finetune_job.failures import EXIT_CODES, FailureClass
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.merge.chunks import common_cuts
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+from finetune_trainer.merge.steps.step import OnDevice
+from finetune_trainer.roles import merge_command as command
+from tests.unit.finetune_trainer.merge import tiny
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("pair")
+    base = tiny.save_base(directory / "base", tiny.llama(), torch.bfloat16)
+    return base, tiny.save_adapter(directory / "adapter", base, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+
+
+def run(pair: tuple[Path, Path], output: Path, *more: str) -> int:
+    return command.main(["--base", str(pair[0]), "--adapter", str(pair[1]), "--output", str(output), *more])
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> tuple[list[dict[str, Any]], str]:
+    out, err = capsys.readouterr()
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")], err
+
+
+def test_a_verified_merge_has_a_report_and_its_name(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "merged"
+    assert run(pair, output) == 0
+    lines, _ = printed(capsys)
+    progress = [line for line in lines if "written" in line]
+    assert progress[-1]["written"] == progress[-1]["total"] > 0
+    report = lines[-1]["report"]
+    assert report["output"] == str(output)
+    assert report["verification"]["passed"] is True
+    assert Path(report["verification_page"]).read_text()
+    assert (output / "manifest.json").exists()
+    assert not output.with_name("merged.unverified").exists()
+
+
+def test_a_merge_that_fails_its_verification_never_has_the_name(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unverified = tmp_path / "merged.unverified"
+    merge_adapter(MergeOptions(pair[0], (pair[1],), unverified, None, 5_000_000_000))
+    path = unverified / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = load_file(pair[0] / "model.safetensors")[
+        "model.layers.0.self_attn.q_proj.weight"
+    ]
+    save_file(tensors, path, {"format": "pt"})
+    size = next(entry for entry in json.loads((unverified / "manifest.json").read_text())["files"] if entry["name"] == path.name)
+    assert path.stat().st_size == size["num_bytes"]
+    assert run(pair, tmp_path / "merged") == EXIT_CODES[FailureClass.VERIFICATION_FAILED]
+    assert "q_proj" in printed(capsys)[1]
+    assert (tmp_path / "merged.quarantined").is_dir()
+    assert not (tmp_path / "merged").exists()
+    assert not unverified.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "failure", "said"),
+    [
+        (("--device", "cuda"), FailureClass.USER_CONFIG, "device cuda"),
+        (("--max-shard-size", "many"), FailureClass.USER_CONFIG, "'many' is not a size"),
+        (("--quantization", "{"), FailureClass.USER_CONFIG, "--quantization {"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_class(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
+    failure: FailureClass,
+    said: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(pair, tmp_path / "merged", "--no-verify", *more) == EXIT_CODES[failure]
+    lines, err = printed(capsys)
+    assert not lines
+    assert said in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_device_gives_nearly_the_same_values(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a GPU, with the CPU under another number standing for it."""
+    monkeypatch.setattr("finetune_trainer.merge.stream.require_device", lambda _: torch.device("cpu", 0))
+    applied = []
+    apply = OnDevice.apply
+    monkeypatch.setattr(OnDevice, "apply", lambda step, *given: applied.append(step) or apply(step, *given))  # type: ignore[func-returns-value]
+    here = merge_adapter(MergeOptions(pair[0], (pair[1],), tmp_path / "here", None, 5_000_000_000))
+    there = merge_adapter(MergeOptions(pair[0], (pair[1],), tmp_path / "there", None, 5_000_000_000, device="cuda"))
+    assert here.sha256 == there.sha256
+    assert here.plan_sha256 != there.plan_sha256
+    assert applied
+
+
+def test_prompts_are_text_or_token_ids(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_text("[1, 2, 3]\n\n[4]\n")
+    assert command.read_prompts(path, tmp_path) == [[1, 2, 3], [4]]
+    path.write_text("[1]\nWhy is the sky blue?\n")
+    with pytest.raises(ConfigError, match="line 2: is text"):
+        command.read_prompts(path, tmp_path)
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        command.read_prompts(path, tmp_path)
+
+
+def test_rows_are_cut_where_all_steps_allow_it() -> None:
+    cuts = common_cuts([[(0, 2), (2, 4), (4, 6), (6, 9)], [(0, 4), (4, 9)], [(0, 1), (1, 4), (4, 5), (5, 9)]])
+    assert [cut.rows for cut in cuts] == [(0, 4), (4, 9)]
+    assert cuts[0].blocks == (((0, 2), (2, 4)), ((0, 4),), ((0, 1), (1, 4)))
+    assert cuts[1].blocks == (((4, 6), (6, 9)), ((4, 9),), ((4, 5), (5, 9)))
+    assert [cut.rows for cut in common_cuts([[(0, 2), (2, 9)], [(0, 9)]])] == [(0, 9)]

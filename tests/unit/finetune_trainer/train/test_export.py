@@ -1,0 +1,87 @@
+"""A fully fine-tuned model is written tensor by tensor, and is what plain transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune_trainer.checkpoint.load import RangeReader
+from finetune_trainer.checkpoint.manifest import decode_manifest
+from finetune_trainer.preflight.model_process import check_model
+from tests.support.forked_ranks import run_gang
+from tests.support.tiny_model import VOCABULARY, run_context, tiny_spec, write_tiny_llama, write_tokenizer
+
+FULL = {"type": "Full", "lora": None}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+FREEZING: dict[str, tuple[dict[str, Any], str]] = {
+    "afmoe": ({"num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1}, "model.layers.1.mlp.expert_bias"),
+    "roformer": (
+        {"is_decoder": True, "embedding_size": 32, "max_position_embeddings": 256},
+        "roformer.encoder.embed_positions.weight",
+    ),
+    "ernie4_5_moe": ({"moe_num_experts": 4, "moe_k": 2}, "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"),
+}
+"""Architectures whose own code freezes a parameter, a router's correction or positions, and its name."""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_full_model_in_shards_loads_in_plain_transformers(tmp_path: Path, tied: bool) -> None:
+    spec = tiny_spec(method=FULL, training={"maxSteps": 1}, merge={"maxShardSize": "30KB"})
+    write_tiny_llama(tmp_path / "models" / "tiny", torch.bfloat16, tied)
+    context = run_context(tmp_path, spec)
+    assert run_gang(context) == [0, 0]
+    result = context.workspace.adapter
+    index = json.loads((result / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in result.glob("*.safetensors")}
+    loaded, info = AutoModelForCausalLM.from_pretrained(result, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert loaded.config.dtype is torch.bfloat16
+    (checkpoint,) = context.workspace.checkpoints.glob("step-*")
+    reader = RangeReader(checkpoint, decode_manifest((checkpoint / "manifest.json").read_bytes()))
+    parameters = dict(loaded.named_parameters())
+    assert set(parameters) == reader.names
+    for name, parameter in parameters.items():
+        assert parameter.dtype is torch.bfloat16
+        assert torch.equal(parameter, reader.whole(name).to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("parallelism", [{"processesPerNode": 1}, {"fsdp": {"version": 2}}, {"fsdp": {"version": 1}}])
+@pytest.mark.parametrize("kind", FREEZING)
+def test_what_an_architecture_freezes_is_accepted_stays_and_is_in_the_result(
+    tmp_path: Path, kind: str, parallelism: dict[str, Any]
+) -> None:
+    settings, frozen = FREEZING[kind]
+    base = tmp_path / "models" / "tiny"
+    torch.manual_seed(5)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **settings), dtype=torch.float32)
+    with torch.no_grad():
+        made.get_parameter(frozen).normal_()
+    made.save_pretrained(base)
+    write_tokenizer(base)
+    training = {"maxSteps": 2, "weightDecay": "0.1"}
+    context = run_context(tmp_path, tiny_spec(method=FULL, training=training, parallelism=parallelism, data={"packing": False}))
+    _, findings = check_model(context.plan, base)
+    assert [finding for finding in findings if finding.severity == "error"] == []
+    world_size = context.plan.parallelism.world_size
+    assert run_gang(context) == [0] * world_size
+    loaded, info = AutoModelForCausalLM.from_pretrained(context.workspace.adapter, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    result = dict(loaded.named_parameters())
+    for name, parameter in made.named_parameters():
+        assert torch.equal(result[name], parameter) == (name == frozen), name

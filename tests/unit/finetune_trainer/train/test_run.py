@@ -1,0 +1,138 @@
+"""Whole runs with scripted held-out losses: early stopping, the best checkpoint, and what is told, undisturbed and after a
+kill."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from typing import Any
+
+import pytest
+
+from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport
+from finetune_job.progress import Progress
+from finetune_trainer.checkpoint.manifest import RunState
+from finetune_trainer.context import RunContext
+from finetune_trainer.observe.goodput import Cause, goodput_totals, parse_records
+from finetune_trainer.observe.run_files import read_lines
+from finetune_trainer.ranks.reports import rank_report_name
+from tests.support.forked_ranks import Disturbance, Fault, run_gang, trained_files, wrap
+from tests.support.tiny_model import run_context, tiny_spec
+
+TOTAL, STOP, BEST = 12, 8, 4
+LOSSES = {0: 1.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 3.75 + 0.5, 10: 0.5, 12: 0.25}
+"""By step. With patience 2 the run ends after step 8, its best checkpoint is that of step 4; step 10 is never seen."""
+SPEC = tiny_spec(
+    training={"maxSteps": TOTAL},
+    checkpoint={"everySteps": 3, "keep": 2},
+    evaluation={"everySteps": 2, "earlyStopping": {"patience": 2, "minDelta": "0.5"}, "loadBestModelAtEnd": True},
+)
+
+
+@dataclass(frozen=True)
+class ScriptedLosses:
+    """Held-out losses by step, in place of what was measured."""
+
+    by_step: tuple[tuple[int, float], ...] = tuple(LOSSES.items())
+
+    def arm(self, rank: int) -> None:
+        losses = dict(self.by_step)
+
+        def judged(original: Callable[..., Any], state: RunState, step: int, _loss: float, *rest: Any) -> Any:
+            return original(state, step, losses[step], *rest)
+
+        wrap("train.policy:after_evaluation", judged)
+
+
+@dataclass(frozen=True)
+class NotANumber:
+    """The second evaluation gives no number."""
+
+    def arm(self, rank: int) -> None:
+        results = iter([5.0, math.nan])
+        wrap("train.run:held_out_loss", lambda original, *_arguments, **_named: next(results))
+
+
+def run(context: RunContext, *disturbances: Disturbance) -> list[int]:
+    return run_gang(context, [ScriptedLosses(), *disturbances])
+
+
+def report_of(context: RunContext) -> TerminationReport:
+    path = context.workspace.reports("train", context.attempt) / rank_report_name(0)
+    return TerminationReport.model_validate_json(path.read_text())
+
+
+def history_of(context: RunContext) -> list[dict[str, Any]]:
+    return read_lines(context.workspace.history.read_text())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
+    context = run_context(tmp_path_factory.mktemp("undisturbed"), SPEC)
+    assert run(context) == [0, 0]
+    return context
+
+
+def test_a_run_that_no_longer_gets_better_ends_well_with_its_best_checkpoint(undisturbed: RunContext) -> None:
+    report = report_of(undisturbed)
+    facts = report.facts
+    assert (facts["stopped_early_at"], facts["exported_step"]) == (str(STOP), str(BEST))
+    assert (facts["step"], facts["total_steps"], facts["best_eval_loss"]) == (str(STOP), str(TOTAL), "4.0")
+    assert [line["step"] for line in history_of(undisturbed)] == list(range(STOP + 1))
+    assert {line["step"]: line["eval_loss"] for line in history_of(undisturbed) if "eval_loss" in line} == {
+        step: loss for step, loss in LOSSES.items() if step <= STOP
+    }
+
+
+def test_facts_of_the_report_are_the_last_progress_and_where_the_time_went(undisturbed: RunContext) -> None:
+    report = report_of(undisturbed)
+    progress = Progress.model_validate({**report.facts, "attempt": 0})
+    lines = history_of(undisturbed)
+    assert progress.loss == lines[-1]["loss"]
+    assert report.facts["tokens"] == str(sum(line.get("tokens", 0) for line in lines))
+    found = goodput_totals(parse_records(read_lines(undisturbed.workspace.accounts.read_text())))
+    assert progress.goodput == pytest.approx(found.goodput, abs=0.05)
+    assert set(found.badput_seconds) == {Cause(name.partition(".")[2]) for name in report.facts if name.startswith("badput.")}
+    spent = (Cause.STARTUP, Cause.EVALUATION, Cause.CHECKPOINT, Cause.EXPORT)
+    assert all(found.badput_seconds[cause] > 0 for cause in spent)
+    assert 0 < found.productive_seconds < sum(line["seconds"] for line in lines if "seconds" in line) + 1e-6
+    assert progress.peak_memory_bytes is not None
+    assert progress.peak_memory_bytes > 2**20
+    assert progress.mfu is None
+
+
+DISTURBANCES = [
+    Fault("train.policy:after_evaluation", call=4, rank=1),
+    Fault("train.step:optimizer_step", call=6),
+    Fault("train.step:seed_forward_pass", call=11, rank=1, signal=SIGTERM),
+    Fault("train.run:export"),
+]
+"""After the evaluation of step 6; in step 6, whose best checkpoint was no periodic one; asked to stop in step 6; at the end."""
+
+
+@pytest.mark.parametrize("fault", DISTURBANCES, ids=str)
+def test_a_resumed_run_decides_as_the_undisturbed_one(undisturbed: RunContext, tmp_path: Path, fault: Fault) -> None:
+    context = run_context(tmp_path, SPEC)
+    codes = run(context, fault)
+    assert codes[fault.rank] == (-SIGKILL if fault.signal == SIGKILL else EXIT_CODES[FailureClass.PREEMPTED])
+    assert run(context) == [0, 0]
+    facts, expected = report_of(context).facts, report_of(undisturbed).facts
+    same = ("stopped_early_at", "exported_step", "best_eval_loss", "eval_loss", "loss", "step", "tokens", "adapter_sha256")
+    assert {name: facts[name] for name in same} == {name: expected[name] for name in same}
+    assert trained_files(context) == trained_files(undisturbed)
+    assert [line["step"] for line in history_of(context)] == list(range(STOP + 1))
+    records = parse_records(read_lines(context.workspace.accounts.read_text()))
+    found = goodput_totals(records)
+    assert found.total_seconds == pytest.approx(records[-1].time - records[0].time)
+    assert found.badput_seconds[Cause.BETWEEN_ATTEMPTS] > 0
+
+
+def test_a_held_out_loss_that_is_no_number_ends_the_run_with_its_step(tmp_path: Path) -> None:
+    context = run_context(tmp_path, tiny_spec(parallelism={"processesPerNode": 1}, evaluation={"everySteps": 2}))
+    assert run_gang(context, [NotANumber()]) == [EXIT_CODES[FailureClass.NON_FINITE]]
+    report = report_of(context)
+    assert (report.failure, report.step) == (FailureClass.NON_FINITE, 2)
+    assert "held-out" in report.message

@@ -1,0 +1,257 @@
+"""A right merge passes with room to spare; every way of being wrong that has shipped elsewhere is caught."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig
+
+from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+from finetune_trainer.verify.gate import GATES, LogitFigures, coarsest_dtype, gate_failures
+from finetune_trainer.verify.logits import Reference, compare_logits
+from finetune_trainer.verify.tensors import check_tensors
+from finetune_trainer.verify.verification import gate_of_merge, quarantine, verify_merge
+from tests.unit.finetune_trainer.merge import tiny
+
+PROMPTS = [[1, 5, 9, 200, 17, 33, 250, 4], [2, 3, 4], [300, 11, 12, 13, 90, 91]]
+LINEAR = ["q_proj", "v_proj", "down_proj", "up_proj"]
+
+RIGHT: dict[str, tuple[PreTrainedConfig, dict[str, Any], torch.dtype, str | None]] = {
+    "llama bf16": (tiny.llama(), {"target_modules": LINEAR}, torch.bfloat16, None),
+    "llama fp16 dora": (tiny.llama(), {"target_modules": LINEAR, "use_dora": True}, torch.float16, None),
+    "llama fp32 embeddings": (tiny.llama(), {"target_modules": ["embed_tokens", "q_proj"]}, torch.float32, None),
+    "llama bf16 dora embeddings": (tiny.llama(), {"target_modules": ["embed_tokens"], "use_dora": True}, torch.bfloat16, None),
+    "qwen2 bf16 biases": (tiny.qwen2(), {"target_modules": LINEAR, "bias": "all"}, torch.bfloat16, None),
+    "gpt2 fp32 dora": (
+        tiny.gpt2(),
+        {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True},
+        torch.float32,
+        None,
+    ),
+    "llama bf16 to fp32": (
+        tiny.llama(),
+        {"target_modules": LINEAR, "modules_to_save": ["lm_head"]},
+        torch.bfloat16,
+        "float32",
+    ),
+    "llama fp32 to bf16": (tiny.llama(), {"target_modules": ["embed_tokens", *LINEAR]}, torch.float32, "bfloat16"),
+    "llama fp16 to bf16": (tiny.llama(), {"target_modules": LINEAR}, torch.float16, "bfloat16"),
+    "qwen2 bf16 untied": (tiny.qwen2(), {"target_modules": ["embed_tokens", "q_proj"]}, torch.bfloat16, None),
+    "llama bf16 tokens and lora biases": (
+        tiny.llama(attention_bias=True),
+        {"target_modules": ["q_proj", "o_proj"], "lora_bias": True, "trainable_token_indices": [1, 200, 5]},
+        torch.bfloat16,
+        None,
+    ),
+}
+
+
+def merged_triple(directory: Path, case: str = "llama bf16") -> tuple[Path, Path, Path]:
+    config, lora, dtype, out = RIGHT[case]
+    base = tiny.save_base(directory / "base", config, dtype)
+    adapter = tiny.save_adapter(directory / "adapter", base, LoraConfig(**{"r": 8, "lora_alpha": 16, **lora}))
+    merge_adapter(MergeOptions(base, (adapter,), directory / "merged", out, 1 << 30))
+    return base, adapter, directory / "merged"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    return merged_triple(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture
+def triple(prepared: tuple[Path, Path, Path], tmp_path: Path) -> tuple[Path, Path, Path]:
+    base, adapter, merged = (shutil.copytree(path, tmp_path / path.name) for path in prepared)
+    return base, adapter, merged
+
+
+def change_tensor(merged: Path, name: str, edit: Any, *, keep_manifest: bool = False) -> None:
+    """Edits one tensor; without keep_manifest as a merge that went wrong, i.e. with a manifest that agrees."""
+    path = merged / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name] = edit(tensors[name].clone()).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+    if not keep_manifest:
+        (merged / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_a_right_merge_passes_with_room(case: str, tmp_path: Path) -> None:
+    base, adapter, merged = merged_triple(tmp_path, case)
+    dtypes = [json.loads((path / "config.json").read_text())["dtype"] for path in (base, merged)]
+    gate = GATES[coarsest_dtype(*dtypes)]
+    report = verify_merge(
+        base=base,
+        adapters=[adapter],
+        merged=merged,
+        prompts=PROMPTS,
+        gate=gate,
+        report_path=tmp_path / "report.json",
+        page_path=tmp_path / "report.md",
+    )
+    assert report.faults == ()
+    assert report.passed
+    assert report.tensors.num_changed > 0
+    assert report.tensors.worst_rounding <= 1
+    assert report.logits is not None
+    assert report.logits.effect_mean_kl > 100 * report.logits.mean_kl  # else nothing was compared
+    assert report.logits.mean_kl < gate.max_mean_kl / 5
+    assert report.logits.max_abs_difference < gate.max_relative_difference * report.logits.max_abs_logit / 2
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["passed"] is True
+    assert written["logits"]["num_positions"] == sum(len(prompt) for prompt in PROMPTS)
+    assert written["tensors"]["num_changed"] == sum(found["num_changed"] for found in written["tensors"]["classes"].values())
+    assert written["compared"]["merged"]["manifest.json"]
+    assert "passed" in report.text()
+    assert (tmp_path / "report.md").read_text().startswith("# Verification of the merge: passed\n")
+
+
+def test_one_wrong_bit_in_an_untouched_tensor_is_found(triple: tuple[Path, Path, Path]) -> None:
+    base, adapter, merged = triple
+
+    def flip(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(torch.int16)[3, 7] ^= 1
+        return tensor
+
+    change_tensor(merged, "lm_head.weight", flip)
+    assert any("lm_head.weight differs from the base" in fault for fault in check_tensors(base, [adapter], merged).faults)
+
+
+def test_a_changed_tensor_beyond_rounding_is_found(triple: tuple[Path, Path, Path]) -> None:
+    base, adapter, merged = triple
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def next_values(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(torch.int16)[0] += 2  # two units in the last place
+        return tensor
+
+    change_tensor(merged, name, next_values)
+    assert any(f"tensor {name} at [0, " in fault for fault in check_tensors(base, [adapter], merged).faults)
+
+
+def test_a_bit_that_rots_after_the_merge_is_found_anywhere(triple: tuple[Path, Path, Path]) -> None:
+    base, adapter, merged = triple
+    path = merged / "model.safetensors"
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    assert any("sha256" in fault for fault in check_tensors(base, [adapter], merged).faults)
+
+
+def test_a_copy_of_the_base_is_not_a_merged_model(triple: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    base, adapter, _ = triple
+    faults = check_tensors(base, [adapter], base).faults
+    assert any("the adapter was not merged" in fault for fault in faults)
+
+
+def test_an_untrained_adapter_may_leave_the_base_as_it_is(tmp_path: Path) -> None:
+    base = tiny.save_base(tmp_path / "base", tiny.llama(), torch.bfloat16)
+    adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(r=4, target_modules=["q_proj"]))
+    path = adapter / "adapter_model.safetensors"
+    save_file({name: t * 0 if "lora_B" in name else t for name, t in load_file(path).items()}, path, {"format": "pt"})
+    merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", None, 1 << 30))
+    figures = check_tensors(base, [adapter], tmp_path / "merged")
+    assert figures.is_zero_adapter
+    assert figures.faults == []
+
+
+def test_a_scaling_that_is_wrong_is_found_by_logits_alone(
+    triple: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter, merged = triple
+    shutil.rmtree(merged)
+    config = adapter / "adapter_config.json"
+    right = config.read_text()
+    config.write_text(json.dumps({**json.loads(right), "lora_alpha": 4}))
+    merge_adapter(MergeOptions(base, (adapter,), merged, None, 1 << 30))
+    config.write_text(right)
+    assert any("fp64" in fault for fault in check_tensors(base, [adapter], merged).faults)
+    monkeypatch.setattr(
+        "finetune_trainer.verify.verification.check_tensors", lambda *_: check_tensors(base, [adapter], prepared_copy())
+    )
+
+    def prepared_copy() -> Path:
+        good = tmp_path / "good"
+        merge_adapter(MergeOptions(base, (adapter,), good, None, 1 << 30))
+        return good
+
+    report = verify_merge(
+        base=base, adapters=[adapter], merged=merged, prompts=PROMPTS, gate=GATES["bfloat16"], report_path=tmp_path / "r.json"
+    )
+    assert not report.passed
+    assert any("as far from base + adapter as the base" in fault for fault in report.faults)
+    assert "FAILED" in report.text()
+
+
+def test_one_position_out_of_line_is_measured_and_not_judged_and_three_are_judged(
+    triple: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    base, adapter, merged = triple
+    prompts = [[token] for token in range(10, 30)]
+
+    def figures(*tokens: int) -> LogitFigures:
+        def negate(tensor: torch.Tensor) -> torch.Tensor:
+            tensor[list(tokens)] *= -1
+            return tensor
+
+        other = tmp_path / f"other-{len(tokens)}"
+        shutil.copytree(merged, other)
+        change_tensor(other, "model.embed_tokens.weight", negate)
+        (found,) = compare_logits([Reference(base, [adapter])], other, prompts, tmp_path)
+        return found
+
+    gate = GATES["bfloat16"]
+    one, three = figures(12), figures(12, 14, 16)
+    assert one.max_abs_difference > 10 * one.usual_abs_difference
+    assert one.relative_difference <= gate.allowed_difference(one)
+    assert three.usual_abs_difference > 10 * one.usual_abs_difference
+    assert any("of 90% of positions" in fault for fault in gate_failures(three, gate))
+
+
+@pytest.mark.parametrize(("named", "stored", "merged"), [
+    ("float16", torch.float32, None),
+    ("bfloat16", torch.float32, None),
+    ("bfloat16", torch.float32, "float32"),
+    ("bfloat16", torch.float16, None),
+    (None, torch.float32, None),
+])  # fmt: skip
+def test_a_base_that_runs_in_another_type_than_its_files_hold_is_judged_by_the_coarser(
+    named: str | None, stored: torch.dtype, merged: str | None, tmp_path: Path
+) -> None:
+    """transformers loads a model in the type that config.json names, as many on the Hub do that were stored in another one."""
+    base = tiny.save_base(tmp_path / "base", tiny.llama(), stored)
+    config = json.loads((base / "config.json").read_text())
+    del config["dtype"]
+    (base / "config.json").write_text(json.dumps(config | ({"torch_dtype": named} if named else {})))
+    adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(r=8, target_modules="all-linear"))
+    merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", merged, 1 << 30))
+    gate = gate_of_merge(base, merged)
+    report = verify_merge(
+        base=base, adapters=[adapter], merged=tmp_path / "merged", prompts=PROMPTS, gate=gate, report_path=tmp_path / "r.json"
+    )
+    assert report.faults == ()
+    assert gate is GATES[named or "float32"]
+
+
+def test_verification_without_prompts_is_an_error(triple: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    base, adapter, merged = triple
+    with pytest.raises(ValueError, match="prompts"):
+        verify_merge(base=base, adapters=[adapter], merged=merged, prompts=[], gate=GATES["bfloat16"], report_path=tmp_path / "r")
+
+
+def test_quarantine_keeps_every_failed_model(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        model = tmp_path / "merged"
+        model.mkdir()
+        (model / "content").write_text(content)
+        assert quarantine(model, tmp_path / "merged.quarantined").name.startswith("merged.quarantined")
+    assert not (tmp_path / "merged").exists()
+    assert {path.read_text() for path in tmp_path.glob("merged.quarantined*/content")} == {"first", "second"}

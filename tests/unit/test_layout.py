@@ -1,0 +1,164 @@
+"""The tests mirror the product: a module's test is found by its name.
+
+`finetune_trainer/merge/plan.py` is tested by `tests/unit/finetune_trainer/merge/test_plan.py`, and by `test_plan_<aspect>.py` if
+one file is not enough. COVERED_BY names the test of each module that has none by its name.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+UNIT = ROOT / "tests/unit"
+FOLDERS = (ROOT / "operator", ROOT / "trainer_image")
+PACKAGES = ("finetune_job", "finetune_memory", "finetune_operator", "finetune_cli", "finetune_trainer")
+SMALL_LINES = 60
+"""Modules up to this long are tested by those that use them."""
+
+COVERED_BY = {
+    # Tables of data: one test goes through all of their rows.
+    "finetune_job/catalogue/*": "finetune_job/catalogue/test_book.py",
+    "finetune_job/peft_settings.py": "finetune_trainer/model/test_settings_table.py",
+    # Rules: one table of manifests and verdicts for all topics, and the schema's expressions in the CRD.
+    "finetune_job/rules/cel/*": "finetune_job/test_crd.py",
+    "finetune_job/rules/*": "finetune_job/rules/test_book_verdicts.py",
+    # Modules whose test has another name.
+    "finetune_cli/app.py": "finetune_cli/checks/test_estimate.py",
+    "finetune_cli/generate_rules.py": "finetune_job/rules/test_book.py",
+    "finetune_cli/local/programs.py": "finetune_cli/commands/test_merge.py",
+    "finetune_cli/render/estimate.py": "finetune_cli/checks/test_estimate.py",
+    "finetune_cli/render/verdicts.py": "finetune_cli/checks/test_validate.py",
+    "finetune_job/api/inputs.py": "finetune_job/api/test_job.py",
+    "finetune_job/api/output.py": "finetune_job/api/test_job.py",
+    "finetune_job/api/parallelism.py": "finetune_job/api/test_job.py",
+    "finetune_job/api/status.py": "finetune_job/test_stored_status.py",
+    "finetune_job/api/training.py": "finetune_job/api/test_job.py",
+    "finetune_job/methods.py": "finetune_job/test_sharding.py",
+    "finetune_job/reasons.py": "finetune_operator/decide/test_refused_and_held.py",
+    "finetune_operator/decide/actions.py": "finetune_operator/cluster/test_execute.py",
+    "finetune_operator/decide/observed.py": "finetune_operator/decide/test_blocked_lost_nodes.py",
+    "finetune_operator/decide/pass_result.py": "finetune_operator/decide/test_reconcile_effects.py",
+    "finetune_operator/decide/role_stage.py": "finetune_operator/decide/test_attempts_restarts.py",
+    "finetune_operator/decide/stopped.py": "finetune_operator/decide/test_preparation_stages_fetch.py",
+    "finetune_trainer/checkpoint/save.py": "finetune_trainer/checkpoint/test_checkpoints.py",
+    "finetune_trainer/data/file_parts.py": "finetune_trainer/data/test_workers_hostile.py",
+    "finetune_trainer/data/findings.py": "finetune_trainer/data/test_prepare.py",
+    "finetune_trainer/data/read_json.py": "finetune_trainer/data/test_read_file_kinds.py",
+    "finetune_trainer/data/read_tables.py": "finetune_trainer/data/test_read_file_kinds.py",
+    "finetune_trainer/data/records.py": "finetune_trainer/data/test_chat.py",
+    "finetune_trainer/data/sentinels.py": "finetune_trainer/data/test_chat.py",
+    "finetune_trainer/data/shard_writer.py": "finetune_trainer/data/test_shards.py",
+    "finetune_trainer/data/sources.py": "finetune_trainer/data/test_prepare.py",
+    "finetune_trainer/data/worker.py": "finetune_trainer/data/test_workers_hostile.py",
+    "finetune_trainer/fetch/source.py": "finetune_trainer/fetch/test_transfer.py",
+    "finetune_trainer/fetch/staging.py": "finetune_trainer/fetch/test_hub.py",
+    "finetune_trainer/inspection/module_use.py": "finetune_trainer/preflight/test_bypassed.py",
+    "finetune_trainer/inspection/report.py": "finetune_trainer/rehearsal/test_run_verdicts.py",
+    "finetune_trainer/inspection/special_files.py": "../hostile/test_model_files.py",
+    "finetune_trainer/merge/adapter_changes.py": "finetune_trainer/merge/test_plan.py",
+    "finetune_trainer/merge/adapter_settings.py": "finetune_trainer/merge/test_plan.py",
+    "finetune_trainer/merge/changes.py": "finetune_trainer/merge/test_parameter_adapters.py",
+    "finetune_trainer/merge/factors.py": "finetune_trainer/merge/test_plan.py",
+    "finetune_trainer/merge/inputs.py": "finetune_trainer/merge/test_writer.py",
+    "finetune_trainer/merge/lora.py": "finetune_trainer/merge/test_plan.py",
+    "finetune_trainer/merge/resolve_changes.py": "finetune_trainer/merge/test_plan.py",
+    "finetune_trainer/merge/steps/load.py": "finetune_trainer/merge/test_non_lora.py",
+    "finetune_trainer/merge/steps/peft_layer.py": "finetune_trainer/merge/test_non_lora.py",
+    "finetune_trainer/merge/steps/step.py": "finetune_trainer/merge/test_non_lora.py",
+    "finetune_trainer/merge/stream.py": "finetune_trainer/merge/test_journal_interrupted_merge.py",
+    "finetune_trainer/model/dtypes.py": "finetune_trainer/inspection/test_skeleton.py",
+    "finetune_trainer/model/fsdp_versions.py": "finetune_trainer/model/test_sharded.py",
+    "finetune_trainer/model/meta_device.py": "finetune_trainer/inspection/test_skeleton.py",
+    "finetune_trainer/model/objective.py": "finetune_trainer/objective/test_next_token.py",
+    "finetune_trainer/model/wrap_plan.py": "finetune_trainer/model/test_trained_parts.py",
+    "finetune_trainer/network/hub_answers.py": "finetune_trainer/publish/test_hub.py",
+    "finetune_trainer/network/retry.py": "finetune_trainer/fetch/test_transfer.py",
+    "finetune_trainer/preflight/checks.py": "finetune_trainer/preflight/test_refused_jobs.py",
+    "finetune_trainer/preflight/job_steps.py": "finetune_trainer/preflight/test_expressions.py",
+    "finetune_trainer/preflight/library_errors.py": "finetune_trainer/preflight/test_refused_jobs.py",
+    "finetune_trainer/preflight/memory.py": "finetune_memory/test_describe_in_preflight.py",
+    "finetune_trainer/preflight/model_checks.py": "finetune_trainer/preflight/test_attached_coverage.py",
+    "finetune_trainer/preflight/model_inspection.py": "finetune_trainer/preflight/test_task.py",
+    "finetune_trainer/preflight/small_model.py": "finetune_trainer/preflight/test_architecture.py",
+    "finetune_trainer/preflight/storage.py": "finetune_trainer/preflight/test_refused_jobs.py",
+    "finetune_trainer/publish/destination.py": "finetune_trainer/publish/test_hub.py",
+    "finetune_trainer/publish/hub_changes.py": "finetune_trainer/publish/test_hub.py",
+    "finetune_trainer/publish/model_pack.py": "finetune_trainer/publish/test_pure_parts.py",
+    "finetune_trainer/publish/oci.py": "../integration/test_publish.py",
+    "finetune_trainer/publish/resumable.py": "finetune_trainer/publish/test_pure_parts.py",
+    "finetune_trainer/publish/s3.py": "../integration/test_publish.py",
+    "finetune_trainer/publish/s3_client.py": "finetune_trainer/publish/test_http_hostile_answers.py",
+    "finetune_trainer/small_models/fields.py": "finetune_trainer/rehearsal/test_scaled_model.py",
+    "finetune_trainer/small_models/layers.py": "finetune_trainer/rehearsal/test_scaled_model.py",
+    "finetune_trainer/small_models/search.py": "finetune_trainer/rehearsal/test_scaled_model.py",
+    "finetune_trainer/small_models/shrink.py": "finetune_trainer/rehearsal/test_scaled_model.py",
+    "finetune_trainer/small_models/sizes.py": "finetune_trainer/rehearsal/test_scaled_model.py",
+    "finetune_trainer/verify/exact.py": "finetune_trainer/verify/test_verification.py",
+    "finetune_trainer/verify/logits.py": "finetune_trainer/verify/test_streaming.py",
+    "finetune_trainer/verify/skeleton.py": "finetune_trainer/verify/test_streaming.py",
+    "finetune_trainer/verify/stored_weights.py": "finetune_trainer/verify/test_streaming.py",
+    "finetune_trainer/verify/tensors.py": "finetune_trainer/verify/test_verification.py",
+    "finetune_trainer/weights/errors.py": "finetune_trainer/merge/test_non_lora.py",
+}
+"""The covering test, under tests/unit, by the module or by a pattern of modules; the first entry that fits counts."""
+NOT_COVERED = {"finetune_cli/commands/rehearse.py"}
+"""Modules of which no test is known: what is to be written."""
+TWO_MEANINGS = {"AdapterSettings"}
+"""Class names that two packages still use: the fields of a manifest, and what an adapter's own file says."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The product's modules by their path under operator/ or trainer_image/."""
+    return {
+        str(path.relative_to(folder)): path
+        for folder in FOLDERS
+        for package in PACKAGES
+        for path in sorted((folder / package).rglob("*.py"))
+    }
+
+
+def is_large(path: Path) -> bool:
+    return path.name != "__init__.py" and len(path.read_text(encoding="utf-8").splitlines()) > SMALL_LINES
+
+
+def has_a_test_by_name(module: str) -> bool:
+    folder, stem = (UNIT / module).parent, Path(module).stem.strip("_")
+    return (folder / f"test_{stem}.py").exists() or any(folder.glob(f"test_{stem}_*.py"))
+
+
+def large_modules_without_a_test_by_name() -> list[str]:
+    return [module for module, path in modules().items() if is_large(path) and not has_a_test_by_name(module)]
+
+
+def entry_of(module: str) -> str:
+    return next((pattern for pattern in COVERED_BY if fnmatch(module, pattern)), "")
+
+
+def test_every_large_module_has_a_test():
+    unnamed = [module for module in large_modules_without_a_test_by_name() if module not in NOT_COVERED]
+    assert [module for module in unnamed if not entry_of(module)] == []
+
+
+def test_every_entry_is_needed():
+    unnamed = large_modules_without_a_test_by_name()
+    needed = {entry_of(module) for module in unnamed}
+    assert sorted(set(COVERED_BY) - needed) == [], "these modules have a test by their name, are small, or do not exist"
+    assert sorted(NOT_COVERED - set(unnamed)) == []
+
+
+def test_every_covering_test_exists():
+    assert [test for test in COVERED_BY.values() if not (UNIT / test).is_file()] == []
+
+
+def test_no_two_classes_have_the_same_name():
+    places = defaultdict(list)
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module)
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in TWO_MEANINGS} == {}

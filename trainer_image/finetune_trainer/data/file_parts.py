@@ -1,0 +1,266 @@
+"""The work of preparing, one part of a file at a time: read, tokenise, leave the result in files, say what was found.
+
+Called in each worker process (worker.py), or in the process that prepares where there is little to do. Memory is that of one
+batch of records, whatever the size of the part. The result does not depend on where or when a part is worked on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_trainer.data.read import Record, RecordProblem, can_be_parted, read_file
+from finetune_trainer.data.records import shown
+from finetune_trainer.data.render_limit import RecordNote
+from finetune_trainer.data.shards import TOKEN_TYPE, encode
+from finetune_trainer.data.tokenize import EndlessTemplateError, TokenizedDocument, Tokenizer, tokenize
+from finetune_trainer.errors import TrainerError
+from finetune_trainer.files import open_regular
+
+PART_BYTES = 4 << 20
+"""Of a file that can be read in parts. Not a setting: the findings of one part are gathered together."""
+BATCH_RECORDS, BATCH_CHARACTERS = 256, 1 << 18
+"""Records given to the tokenizer at a time: fast enough, and what it makes of them takes some fifty times their size."""
+DOCUMENT_TYPE = np.dtype([("length", "<u4"), ("supervised", "<u4"), ("digest", "<u8")])
+"""What is kept of each document besides its tokens: counts of tokens, and the first 64 bits of BLAKE2b of its ids."""
+
+READ_DOCUMENTS = 1 << 16
+"""Documents that are read at a time."""
+
+ProblemKind = tuple[str, str]
+"""Key and fix: mistakes that are fixed in the same way."""
+
+
+class PartFilesError(TrainerError):
+    """The files of a part do not hold what its result says."""
+
+
+@dataclass(frozen=True)
+class PartSettings:
+    """What decides how records become documents."""
+
+    data_format: DataFormat
+    loss_on: LossOn
+    max_sequence_length: int
+    chat_template: str | None
+    stop_ids: tuple[int, ...] = ()
+    """Tokens at which generation with the model stops; a turn that calls a tool may end with another one than words."""
+
+    @property
+    def problems_need_tokens(self) -> bool:
+        """Whether only tokenising shows what is wrong with a record."""
+        return self.data_format is DataFormat.CHAT
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """Some records of one file."""
+
+    source: int
+    """Number of the source that the file belongs to."""
+    path: Path
+    span: tuple[int, int] | None
+    """Start and stop in bytes; None for the whole file."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class PartTask:
+    """A part and what is to become of it."""
+
+    part: FilePart
+    settings: PartSettings
+    result: Path | None
+    """Where its documents go: `<result>.tokens` and `<result>.documents`. None: its records are only checked."""
+
+
+@dataclass
+class PartResult:
+    """What was found in a part."""
+
+    num_records: int = 0
+    num_documents: int = 0
+    num_dropped: int = 0
+    shortest_dropped: int = 0
+    """Tokens; 0 where none was dropped."""
+    num_tokens: int = 0
+    num_supervised_tokens: int = 0
+    longest_document: int = 0
+    largest_token_id: int = -1
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Records by tokens: the smallest power of two that holds them -> how many; longer ones than maxSequenceLength, too."""
+    problems: dict[ProblemKind, tuple[RecordProblem, int]] = field(default_factory=dict)
+    """The first of each kind, and how many there are."""
+    left_out: dict[ProblemKind, tuple[RecordProblem, int]] = field(default_factory=dict)
+    """The same of what a chat template leaves out of records that are kept."""
+    unreadable: OSError | None = None
+    template_is_endless: bool = False
+    """The chat template came to no end for one of the records; those behind it were not given to it."""
+
+    def found_length(self, length: int, count: int = 1) -> None:
+        """Count records of this many tokens."""
+        bound = 1 << (length - 1).bit_length()
+        self.lengths[bound] = self.lengths.get(bound, 0) + count
+
+    def found_problem(self, problem: RecordProblem) -> None:
+        """Count it."""
+        first, count = self.problems.get(problem.kind, (problem, 0))
+        self.problems[problem.kind] = (first, count + 1)
+
+    def found_left_out(self, problems: tuple[RecordProblem, ...]) -> None:
+        """Count a record in which these are left out, once for each kind."""
+        for kind, problem in {problem.kind: problem for problem in reversed(problems)}.items():
+            first, count = self.left_out.get(kind, (problem, 0))
+            self.left_out[kind] = (first, count + 1)
+
+    def found_endless(self, problem: RecordProblem) -> None:
+        """The record for which the template came to no end."""
+        self.found_problem(problem)
+        self.template_is_endless = True
+
+
+def file_parts(source: int, path: Path) -> Iterator[FilePart]:
+    """The parts of a file in order. Raises OSError."""
+    size = path.stat().st_size
+    if not can_be_parted(path):
+        yield FilePart(source, path, None, size)
+        return
+    for start in range(0, size, PART_BYTES):
+        stop = min(start + PART_BYTES, size)
+        yield FilePart(source, path, (start, stop), stop - start)
+
+
+def tokens_file(result: Path) -> Path:
+    """Token ids and mask of the documents, in the form of shards.py."""
+    return result.with_suffix(".tokens")
+
+
+def documents_file(result: Path) -> Path:
+    """DOCUMENT_TYPE of each document."""
+    return result.with_suffix(".documents")
+
+
+def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None = None) -> PartResult:
+    """Do it. A file that cannot be read is part of the result; OSError says that the result cannot be written.
+
+    After the first wrong record the rest is only checked, since nothing will be made of it, and checking a text is much faster.
+    note: as in `tokenize`.
+    """
+    result = PartResult()
+    if task.result is None or tokenizer is None:
+        for records in _batches(task, result):
+            result.num_records += len(records)
+        return result
+    with tokens_file(task.result).open("wb") as tokens, documents_file(task.result).open("wb") as table:
+        for records in _batches(task, result):
+            result.num_records += len(records)
+            if result.template_is_endless or (result.problems and not task.settings.problems_need_tokens):
+                continue
+            try:
+                settings = task.settings
+                made = tokenize(tokenizer, records, settings.loss_on, settings.chat_template, note, stop_ids=settings.stop_ids)
+            except EndlessTemplateError as error:
+                result.found_endless(error.problem)
+                continue
+            kept = _kept(records, made, task.settings.max_sequence_length, result)
+            if kept:
+                stored, rows = _stored(kept, result)
+                tokens.write(stored)
+                table.write(rows)
+    return result
+
+
+def _batches(task: PartTask, result: PartResult) -> Iterator[list[Record]]:
+    """Records, few enough to be held as tokens too. Problems and an error of the file system go into `result`."""
+    batch: list[Record] = []
+    characters = 0
+    items = read_file(task.part.path, task.settings.data_format, task.part.span)
+    while True:
+        try:
+            item = next(items, None)
+        except OSError as error:
+            result.unreadable = error
+            item = None
+        if isinstance(item, RecordProblem):
+            result.found_problem(item)
+            continue
+        if batch and (item is None or len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS):
+            yield batch
+            batch, characters = [], 0
+        if item is None:
+            return
+        batch.append(item)
+        characters += len(item.prompt) + len(item.completion) + sum(len(str(turn.get("content"))) for turn in item.messages)
+
+
+def _kept(
+    records: list[Record], made: list[TokenizedDocument | RecordProblem], max_sequence_length: int, result: PartResult
+) -> list[TokenizedDocument]:
+    kept = []
+    for record, document in zip(records, made, strict=True):
+        if not isinstance(document, RecordProblem) and not any(document.supervised):
+            document = _unsupervised(record)
+        if isinstance(document, RecordProblem):
+            result.found_problem(document)
+            result.num_records -= 1
+            continue
+        length = len(document.input_ids)
+        result.found_length(length)
+        if length <= max_sequence_length:
+            kept.append(document)
+            result.found_left_out(document.left_out)
+            continue
+        result.num_dropped += 1
+        result.shortest_dropped = min(result.shortest_dropped or length, length)
+    return kept
+
+
+def _unsupervised(record: Record) -> RecordProblem:
+    """No token of it counts in the loss."""
+    text = record.completion or (str(record.messages[-1].get("content")) if record.messages else "")
+    reason = "gives no token that is learnt, so it would only cost time"
+    return RecordProblem(record.line, "", shown(text), reason, "remove the record, or fill it in", record.unit, record.file)
+
+
+def _stored(documents: list[TokenizedDocument], result: PartResult) -> tuple[bytes, bytes]:
+    lengths = np.array([len(document.input_ids) for document in documents], dtype=np.int64)
+    num_tokens = int(lengths.sum())
+    ids = np.fromiter(chain.from_iterable(document.input_ids for document in documents), dtype=TOKEN_TYPE, count=num_tokens)
+    mask = np.fromiter(chain.from_iterable(document.supervised for document in documents), dtype=np.bool_, count=num_tokens)
+    stops = np.cumsum(lengths)
+    rows = np.zeros(len(documents), dtype=DOCUMENT_TYPE)
+    rows["length"] = lengths
+    rows["supervised"] = np.add.reduceat(mask, stops - lengths, dtype=np.int64)
+    encoded = ids.data.cast("B")
+    bounds = zip((stops - lengths).tolist(), stops.tolist(), strict=True)
+    size = TOKEN_TYPE.itemsize
+    digests = b"".join(blake2b(encoded[start * size : stop * size], digest_size=8).digest() for start, stop in bounds)
+    rows["digest"] = np.frombuffer(digests, dtype="<u8")
+    result.num_documents += len(documents)
+    result.num_tokens += num_tokens
+    result.num_supervised_tokens += int(rows["supervised"].sum(dtype=np.int64))
+    result.longest_document = max(result.longest_document, int(lengths.max()))
+    result.largest_token_id = max(result.largest_token_id, int(ids.max()))
+    return encode(ids, mask).tobytes(), rows.tobytes()
+
+
+def read_documents(result: Path, num_documents: int) -> Iterator[NDArray[Any]]:
+    """What `work_on` left of the documents, DOCUMENT_TYPE, in blocks that fit in memory. Raises PartFilesError.
+
+    num_documents: as the result says, which may come from another process.
+    """
+    with open_regular(documents_file(result)) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != num_documents * DOCUMENT_TYPE.itemsize:
+            raise PartFilesError(f"{documents_file(result)}: has {size} bytes, which are not {num_documents} documents")
+        while block := file.read(READ_DOCUMENTS * DOCUMENT_TYPE.itemsize):
+            yield np.frombuffer(block, dtype=DOCUMENT_TYPE)

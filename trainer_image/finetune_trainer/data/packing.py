@@ -1,0 +1,190 @@
+"""Documents of weighted data sets -> the sequences of one pass, in memory that does not grow with the data.
+
+A record with index i of a data set with weight w occurs floor((i+1)*w) - floor(i*w) times in a pass. Documents are packed
+window by window, best fit decreasing: the longest first, each into the fullest sequence that still holds it. Ties keep the
+given order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[Any]
+
+WINDOW_OCCURRENCES = 1 << 20
+"""Documents packed together. Beyond some ten thousand, more fill a sequence no better."""
+BLOCK_DOCUMENTS = 1 << 18
+"""Looked at together while those of a window are sought."""
+WEIGHT_UNIT = 1_000_000
+"""Weights count to a millionth, so that their arithmetic is exact in 64 bits: indices below 9e10 times weights up to 100."""
+
+
+@dataclass(frozen=True)
+class WeightedDocuments:
+    """The documents of one data set: `count` of them, which follow those of the data sets before it."""
+
+    count: int
+    weight: float
+
+    @property
+    def occurrences(self) -> int:
+        """In one pass, of all of them together."""
+        return self.count * _units(self.weight) // WEIGHT_UNIT
+
+
+def occurrences(weight: float, indices: Array) -> Array:
+    """How often the records with these indices occur in one pass. int64, of the shape of `indices`."""
+    units = _units(weight)
+    counts: Array = (indices + 1) * units // WEIGHT_UNIT - indices * units // WEIGHT_UNIT
+    return counts
+
+
+class DocumentCounts(Protocol):
+    """What is known of each document, wherever it is kept."""
+
+    def counts(self, documents: Array) -> tuple[Array, Array]:
+        """Tokens and supervised tokens of each of these documents, int64; their numbers rise."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlanWindow:
+    """Some sequences: document numbers int64, the exclusive end of each sequence among them, and its supervised tokens."""
+
+    sequence_documents: Array
+    sequence_ends: Array
+    supervised_tokens: Array
+    num_tokens: int
+    """Of all sequences together."""
+
+    @classmethod
+    def of(cls, documents: Array, sequence_ends: Array, tokens: Array, supervised: Array) -> PlanWindow:
+        """tokens, supervised: counts of each of the documents, of which there is at least one."""
+        of_sequences = np.add.reduceat(supervised, np.concatenate([[0], sequence_ends[:-1]]))
+        return cls(documents, sequence_ends, of_sequences, int(tokens.sum()))
+
+
+def plan_windows(
+    data_sets: Sequence[WeightedDocuments],
+    table: DocumentCounts,
+    max_sequence_length: int,
+    packing: bool,
+    window_occurrences: int = WINDOW_OCCURRENCES,
+) -> Iterator[PlanWindow]:
+    """Sequences that hold every occurrence of every document of `table` once."""
+    stride = max(-(-sum(each.occurrences for each in data_sets) // window_occurrences), 1)
+    for offset in range(stride):
+        documents, times = _window_documents(data_sets, offset, stride)
+        if not len(documents):
+            continue
+        tokens, supervised = table.counts(documents)
+        # All, then all that occur again, and so on: packing keeps this order among equal lengths and so puts copies of one
+        # document into different sequences where it can.
+        places = np.concatenate([np.flatnonzero(times > number) for number in range(int(times.max()))])
+        if packing:
+            order, ends = pack(tokens[places], max_sequence_length)
+            places = places[order]
+        else:
+            _, ends = one_document_each(len(places))
+        yield PlanWindow.of(documents[places], ends, tokens[places], supervised[places])
+
+
+def _window_documents(data_sets: Sequence[WeightedDocuments], offset: int, stride: int) -> tuple[Array, Array]:
+    """Those of every `stride`-th document that occur in a pass at all, and how often. Looked at in blocks, because a small weight
+    leaves few of many.
+    """
+    found, times, first = [], [], 0
+    for each in data_sets:
+        stop = first + each.count
+        for start in range(first + (offset - first) % stride, stop, stride * BLOCK_DOCUMENTS):
+            documents = np.arange(start, min(start + stride * BLOCK_DOCUMENTS, stop), stride)
+            counts = occurrences(each.weight, documents - first)
+            found.append(documents[counts > 0])
+            times.append(counts[counts > 0])
+        first = stop
+    nothing = np.empty(0, dtype=np.int64)
+    return np.concatenate([nothing, *found]), np.concatenate([nothing, *times])
+
+
+def _units(weight: float) -> int:
+    return round(weight * WEIGHT_UNIT)
+
+
+def pack(lengths: ArrayLike, max_sequence_length: int) -> tuple[Array, Array]:
+    """(documents, sequence_ends): the document numbers int64 [num_documents], sequence after sequence, and the exclusive end of
+    each sequence among them, int64 [num_sequences]. Each document is in exactly one; none exceeds the limit (in tokens).
+
+    Documents within a sequence, and sequences by their first document, keep the given order.
+    Raises ValueError for a length that is not in 1..max_sequence_length.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    wrong = np.flatnonzero((sizes < 1) | (sizes > max_sequence_length))
+    if len(wrong):
+        raise ValueError(f"document {wrong[0]} has {sizes[wrong[0]]} tokens; it must have 1..{max_sequence_length}")
+    longest_first = np.argsort(-sizes, kind="stable")
+    sequence_of = np.empty(len(sizes), dtype=np.int64)
+    placed = 0
+    for sequences in _placements(sizes[longest_first], max_sequence_length):
+        sequence_of[longest_first[placed : placed + len(sequences)]] = sequences
+        placed += len(sequences)
+    return _in_order(sequence_of)
+
+
+def one_document_each(num_documents: int) -> tuple[Array, Array]:
+    """Sequences without packing, in the form of `pack`."""
+    return np.arange(num_documents), np.arange(1, num_documents + 1)
+
+
+def _placements(sizes: Array, limit: int) -> Iterator[Array]:
+    """For sizes in falling order: the sequence of each, a run at a time; sequences are numbered as they are opened."""
+    open_by_room: dict[int, list[Array]] = {}
+    rooms = num_sequences = 0
+    # Bit r of `rooms` is set where a sequence has room for exactly r tokens: the tightest fit is the lowest bit from the length
+    # up.
+    values, first = np.unique(-sizes, return_index=True)
+    for value, count in zip(values.tolist(), np.diff(first, append=len(sizes)).tolist(), strict=True):
+        length = -value
+        while count:
+            fitting = rooms >> length
+            if fitting:
+                room = length + (fitting & -fitting).bit_length() - 1
+                sequences = open_by_room[room].pop()
+            else:
+                room = limit
+                sequences = np.arange(num_sequences, num_sequences + -(-count // (limit // length)))
+                num_sequences += len(sequences)
+            each = room // length
+            used = min(len(sequences), -(-count // each))
+            if used < len(sequences):
+                open_by_room.setdefault(room, []).append(sequences[used:])
+            if open_by_room.get(room):
+                rooms |= 1 << room
+            else:
+                rooms &= ~(1 << room)
+            taken = min(count, used * each)
+            yield np.repeat(sequences[:used], each)[:taken]
+            count -= taken
+            # The last sequence may have taken fewer than the others.
+            in_last = taken - (used - 1) * each
+            for group, held in ((sequences[: used - 1], each), (sequences[used - 1 : used], in_last)):
+                if len(group):
+                    left = room - held * length
+                    open_by_room.setdefault(left, []).append(group)
+                    rooms |= 1 << left
+
+
+def _in_order(sequence_of: Array) -> tuple[Array, Array]:
+    """Documents by sequence, sequences by their first document."""
+    documents = np.argsort(sequence_of, kind="stable")
+    if not len(documents):
+        return documents, documents
+    starts = np.flatnonzero(np.diff(sequence_of[documents], prepend=-1))
+    place = np.empty(len(starts), dtype=np.int64)
+    place[np.argsort(documents[starts])] = np.arange(len(starts))
+    places = place[sequence_of]
+    return np.argsort(places, kind="stable"), np.cumsum(np.bincount(places))

@@ -1,0 +1,166 @@
+"""A source outside the cluster: what it lists, which of its files are taken, and how it fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import Protocol
+
+from finetune_job.failures import FailureClass
+from finetune_trainer.data.read import KNOWN_EXTENSIONS
+from finetune_trainer.errors import TrainerError
+from finetune_trainer.licence_files import LICENCE_NAMES
+from finetune_trainer.network.retry import TransientError
+
+MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".tiktoken", ".jinja", ".md"})
+"""Weights, settings, tokenizers, chat templates, the model card. Weights in formats that can carry code are never taken."""
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Directory in which transformers looks for templates besides the first one."""
+CODE_SUFFIX = ".py"
+OTHER_LAYOUT = "consolidated"
+"""Beginning of the name of weights that some repositories hold a second time, in the layout of their author's own software."""
+_MAX_NAME_BYTES = 255
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
+
+
+class DigestKind(StrEnum):
+    """How a source names the content of a file."""
+
+    SHA256 = "sha256"
+    GIT_BLOB = "git-blob"
+    """SHA-1 of `blob <size>\\0` and the bytes: the name of a file in git that is not in its large file storage."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Content as the source names it."""
+
+    kind: DigestKind
+    hexadecimal: str
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One file of a source, as it was listed."""
+
+    path: str
+    """Below the target: relative, with forward slashes."""
+    size: int
+    """Bytes."""
+    version: str
+    """Changes whenever the content does: the git object or the ETag."""
+    address: str
+    """Path in the repository, or key in the bucket."""
+    digest: Digest | None = None
+    """None where the source tells none."""
+
+
+class RemoteSource(Protocol):
+    """A source. What may pass is raised as TransientError, by both methods; anything else is a TrainerError and final."""
+
+    def files(self) -> list[RemoteFile]:
+        """What the source holds, in any order."""
+        ...
+
+    def read(self, file: RemoteFile, offset: int) -> Iterator[bytes | memoryview]:
+        """The bytes of a file from `offset` on, in order; closing the iterator ends the transfer."""
+        ...
+
+
+def path_problem(path: str) -> str | None:
+    """Why a path of a listing is not a path below the target; None for one that is."""
+    if not path or path.startswith("/"):
+        return "is not relative"
+    if _CONTROL.search(path):
+        return "holds a control character or a backslash"
+    parts = path.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        return "holds an empty, '.' or '..' segment"
+    if any(len(part.encode()) > _MAX_NAME_BYTES for part in parts):
+        return f"holds a name of more than {_MAX_NAME_BYTES} bytes"
+    return None
+
+
+def listing_problem(files: Sequence[RemoteFile]) -> str | None:
+    """Why these files cannot share one directory; None where they can."""
+    paths: set[str] = set()
+    for file in files:
+        problem = path_problem(file.path)
+        if problem is not None:
+            return f"{file.path!r} {problem}"
+        if file.path in paths:
+            return f"{file.path!r} is listed twice"
+        paths.add(file.path)
+    for path in sorted(paths):
+        for parent in PurePosixPath(path).parents:
+            if str(parent) in paths:
+                return f"{str(parent)!r} is a file and the directory of {path!r}"
+    return None
+
+
+def model_files(files: Sequence[RemoteFile], *, allow_remote_code: bool) -> list[RemoteFile]:
+    """What a model needs. Directories are left out but for chat templates and, where allowed, code."""
+    taken = [file for file in files if _belongs_to_model(PurePosixPath(file.path), allow_remote_code)]
+    if any(_is_weight(file) and not _has_other_layout(file) for file in taken):
+        taken = [file for file in taken if not (_is_weight(file) and _has_other_layout(file))]
+    return taken
+
+
+def has_weights(files: Sequence[RemoteFile]) -> bool:
+    """Whether there are weights among the files."""
+    return any(_is_weight(file) for file in files)
+
+
+def data_files(files: Sequence[RemoteFile]) -> list[RemoteFile]:
+    """The files that are read as records."""
+    return [file for file in files if file.path.lower().endswith(KNOWN_EXTENSIONS) and not _is_hidden(file.path)]
+
+
+def _belongs_to_model(path: PurePosixPath, allow_remote_code: bool) -> bool:
+    if _is_hidden(str(path)):
+        return False
+    if path.suffix == CODE_SUFFIX:
+        return allow_remote_code
+    if len(path.parts) > 1:
+        return path.parts[0] == CHAT_TEMPLATES and path.suffix == ".jinja"
+    return path.suffix.lower() in MODEL_SUFFIXES or path.name.upper().startswith(LICENCE_NAMES)
+
+
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in path.split("/"))
+
+
+def _is_weight(file: RemoteFile) -> bool:
+    return file.path.endswith(".safetensors")
+
+
+def _has_other_layout(file: RemoteFile) -> bool:
+    return file.path.startswith(OTHER_LAYOUT)
+
+
+class SourceUnavailableError(TrainerError):
+    """The source did not answer, or not with what was asked for."""
+
+    failure = FailureClass.SOURCE_UNAVAILABLE
+
+
+class NoRoomError(TrainerError):
+    """The claim has less room than the sources need."""
+
+    failure = FailureClass.DISK_FULL
+
+
+class WrongBytesError(TransientError):
+    """A whole file came, and it is not the one that the source lists."""
+
+
+def source_unavailable(message: str) -> SourceUnavailableError:
+    """What ends a fetch whose requests fail again and again."""
+    return SourceUnavailableError(
+        message,
+        "what is complete is kept, and another attempt continues from there; check the way out of the cluster and the "
+        "endpoints of the profile's spec.fetch",
+    )

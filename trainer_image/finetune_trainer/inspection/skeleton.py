@@ -1,0 +1,166 @@
+"""The base model and its adapters on the meta device: names, shapes and element types as transformers and PEFT would make
+them, without one weight being read. Called by preflight and the rehearsal.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import AutoHfQuantizer
+
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
+from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.adapters import attach
+from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.load import (
+    SAFETENSORS_DTYPES,
+    attention_of,
+    build_on_meta,
+    build_with_lazy_zeros,
+    freeze_as_built,
+    quantization_config,
+    stored_dtype,
+)
+from finetune_trainer.model.meta_device import on_meta_device
+from finetune_trainer.weights.headers import read_checkpoint
+
+FIELD = "spec.model.source"
+META = torch.device("meta")
+DTYPES = SAFETENSORS_DTYPES | {
+    "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64, "I32": torch.int32, "U32": torch.uint32, "I16": torch.int16,
+    "U16": torch.uint16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""What safetensors calls torch's element types."""
+
+
+def load_skeleton(plan: RunPlan, directory: Path) -> tuple[PreTrainedModel, list[Finding]]:
+    """The model on the meta device, and what is wrong with its files. Raises whatever transformers does for a model it
+    refuses.
+    """
+    headers = read_checkpoint(directory).tensors.values()
+    declared = {header.name: torch.empty(header.shape, dtype=DTYPES[header.dtype], device=META) for header in headers}
+    built = build_on_meta(plan, directory)
+    loaded, info = type(built).from_pretrained(
+        None,
+        config=built.config,
+        state_dict=declared,
+        device_map={"": META},
+        dtype=resolve_dtypes(plan, stored_dtype(directory)).load,
+        attn_implementation=attention_of(plan, built.config),
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    model: PreTrainedModel = loaded
+    freeze_as_built(model, built)
+    model.train()
+    return model, [*_incomplete(info), *_unconverted(info)]
+
+
+def pack_layers(model: PreTrainedModel, quantization: QuantizationPlan, storage: torch.dtype) -> None:
+    """Put 4-bit or 8-bit layers in place of those that transformers would quantise, their weights in the shape of packed ones."""
+    import bitsandbytes
+
+    settings = quantization_config(quantization, model.dtype, storage)
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
+    biases = {name: module.bias for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    quantizer.preprocess_model(model=model, device_map={"": "cpu"})
+    quantizer.postprocess_model(model)
+    for name, module in model.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            storage = settings.bnb_4bit_quant_storage
+            values_per_element = 2 * storage.itemsize
+            packed = torch.empty(-(-module.weight.numel() // values_per_element), 1, dtype=storage, device=META)
+            module.weight = _packed_parameter(module.weight, packed)
+        elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            # PEFT and FSDP look at the element type; its own parameter class would compute.
+            module.weight = nn.Parameter(torch.empty(module.weight.shape, dtype=torch.int8, device=META), requires_grad=False)
+        else:
+            continue
+        if biases.get(name) is not None:
+            module.bias = biases[name]
+
+
+def _packed_parameter(unpacked: nn.Parameter, packed: torch.Tensor) -> nn.Parameter:
+    settings = {
+        key: getattr(unpacked, key) for key in ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
+    }
+    kind: Any = type(unpacked)
+    made: nn.Parameter = kind(packed, requires_grad=False, bnb_quantized=True, **settings)
+    return made
+
+
+def _incomplete(info: dict[str, object]) -> list[Finding]:
+    """Every weight of the model is in the files, with its shape: transformers would initialise others at random."""
+    findings = []
+    for kind, reason in (("missing_keys", "are in none of its files"), ("mismatched_keys", "have another shape in its files")):
+        names = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info[kind])  # type: ignore[attr-defined]
+        if names:
+            findings.append(
+                make_finding(
+                    "model-weights-incomplete",
+                    field=FIELD,
+                    value=names[0],
+                    message=f"{len(names)} weights that config.json asks for {reason}, first {', '.join(names[:3])}",
+                    fix="copy all files of one and the same model; these weights would start at random",
+                )
+            )
+    return findings
+
+
+def _unconverted(info: dict[str, object]) -> list[Finding]:
+    """What transformers could not make of the files' tensors."""
+    said = info.get("error_msgs") or info.get("conversion_errors")
+    if not said:
+        return []
+    first = next(iter(said.items())) if isinstance(said, dict) else next(iter(said))  # type: ignore[call-overload]
+    message = f"transformers cannot convert the files' tensors to those of the model: {str(first)[:300]}"
+    return [
+        make_finding(
+            "model-weights-incomplete",
+            field=FIELD,
+            value="config.json",
+            message=message,
+            fix="copy all files of one and the same model",
+        )
+    ]
+
+
+def attach_skeleton_adapters(base: PreTrainedModel, plan: RunPlan, directory: Path) -> PeftModel:
+    """The model with its adapters, as `attach` makes it, but for the values. Raises ConfigError as it does."""
+    try:
+        with on_meta_device():
+            adapted = attach(base, plan)
+    except ConfigError as error:
+        if plan.method.adapter is None or not isinstance(error.__cause__, RuntimeError):
+            raise
+        # With some settings a method cannot say how large its tensors are before it has drawn or counted values.
+        return attach(build_with_lazy_zeros(plan, directory), plan)
+    if not plan.method.autocast_adapter_dtype:
+        _hold_as_the_base(adapted)
+    return adapted
+
+
+def _hold_as_the_base(adapted: PeftModel) -> None:
+    """What PEFT does as it adds an adapter, except to tensors on the meta device: give it its base layer's element type.
+
+    Of packed weights that is the type in which they compute, whatever they are stored as.
+    """
+    for layer in adapted.modules():
+        if isinstance(layer, BaseTunerLayer):
+            base = layer.get_base_layer()
+            weight = layer.get_param() if isinstance(layer, ParamWrapper) else getattr(base, "weight", None)
+            dtype = getattr(base, "compute_dtype", None) or getattr(weight, "dtype", None)
+            if dtype is not None and dtype.is_floating_point:
+                for name in layer.adapter_layer_names:
+                    getattr(layer, name).to(dtype)

@@ -1,0 +1,155 @@
+"""The merge, start to end: headers -> plan -> stream -> publish. The way in for the merge role, the CLI and tests.
+
+In: directories. Out: the merged model under its final name, and a MergeReport. A merge that was killed is simply run again: it
+continues from what is on disk for certain, and a finished output of the same plan is accepted as done.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune_trainer.files import file_sha256
+from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.inputs import MergeInputs, plan_merge
+from finetune_trainer.merge.plan import MergePlan, plan_digest
+from finetune_trainer.merge.stream import ProgressCallback, StreamResult, stream
+from finetune_trainer.merge.writer import OutputDirectory, WrittenFile, complete_manifest, remove_leftovers
+from finetune_trainer.weights.errors import MergeError, StorageError
+from finetune_trainer.weights.storage import translate_os_errors
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """base, adapters: existing directories, adapters merged in this order. output: created.
+
+    dtype: None keeps the base's, or bfloat16, float16, float32. quantization: merge into what a QLoRA training with these
+    settings saw of the base; None merges into the base as stored. device: of matrix products; PEFT's bits are promised for cpu
+    alone.
+    """
+
+    base: Path
+    adapters: tuple[Path, ...]
+    output: Path
+    dtype: str | None
+    max_shard_bytes: int
+    quantization: Quantization | None = None
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """Figures of a finished merge. bytes_resumed: of shards that an earlier, killed merge had finished.
+
+    whole_tensors: those of which a matrix had to be computed at once (see stream.py).
+    """
+
+    output: Path
+    plan_sha256: str
+    num_tensors: int
+    num_changed_tensors: int
+    num_adapter_tensors: int
+    bytes_read: int
+    bytes_written: int
+    bytes_resumed: int
+    seconds: float
+    sha256: dict[str, str]
+    whole_tensors: tuple[str, ...]
+    was_complete: bool
+
+
+def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = None) -> MergeReport:
+    """Merges or finds the merge done. progress: called with (bytes of weights that are there, bytes in all).
+
+    Raises subclasses of MergeError, each with a `reason`; then no directory called `options.output` was made. After a
+    StorageError what was finished is kept for the next merge, after others nothing is.
+    """
+    started = time.monotonic()
+    _require_another_output(options)
+    inputs = MergeInputs.of(options.base, options.adapters)
+    plan = plan_merge(options.base, options.adapters, options.dtype, options.max_shard_bytes, options.quantization)
+    digests = inputs.digests()
+    # Another device may give other bits.
+    digest = plan_digest(plan, digests if options.device == "cpu" else {**digests, "device": options.device})
+    existing = complete_manifest(options.output, digest)
+    if existing is None:
+        directory = OutputDirectory(options.output, digest, inputs.identity())
+        try:
+            # Another merge may have ended between the two lines above.
+            existing = complete_manifest(options.output, digest)
+        except BaseException:
+            directory.close(keep=True)
+            raise
+        if existing is None:
+            files, result = _write(
+                options, plan, directory, inputs=inputs, digests=digests, plan_sha256=digest, progress=progress
+            )
+            return _report(options, plan, digest, started, sha256={file.name: file.sha256 for file in files}, result=result)
+        directory.close(keep=False)
+    remove_leftovers(options.output)
+    sha256 = {entry["name"]: entry["sha256"] for entry in existing["files"]}
+    return _report(options, plan, digest, started, sha256=sha256, result=None)
+
+
+def _write(
+    options: MergeOptions,
+    plan: MergePlan,
+    directory: OutputDirectory,
+    *,
+    inputs: MergeInputs,
+    digests: dict[str, str],
+    plan_sha256: str,
+    progress: ProgressCallback | None,
+) -> tuple[list[WrittenFile], StreamResult]:
+    """Everything that the output consists of, under its final name."""
+    try:
+        shards = directory.open_shards(plan)
+        try:
+            directory.copy_model_files(options.base, options.adapters, options.dtype, plan.config_changes)
+            directory.write_index(plan)
+            result = stream(shards, directory.journal, progress, device=options.device)
+        finally:
+            for file in shards.values():
+                file.close()
+        inputs.require_unchanged(digests)
+        files = [WrittenFile(shard.file_name, shard.num_bytes, result.sha256[shard.file_name]) for shard in plan.shards]
+        files += [_small_file(path) for path in directory.small_files({shard.file_name for shard in plan.shards})]
+        directory.write_manifest(files, {"plan_sha256": plan_sha256, "dtype": options.dtype})
+        directory.publish()
+    except BaseException as error:
+        directory.close(keep=isinstance(error, StorageError) or not isinstance(error, MergeError))
+        raise
+    return files, result
+
+
+def _require_another_output(options: MergeOptions) -> None:
+    for role, path in (("base", options.base), *(("adapter", adapter) for adapter in options.adapters)):
+        if options.output.resolve() == path.resolve():
+            raise MergeError(f"output {options.output} is the {role} directory itself. Choose another output.")
+
+
+def _small_file(path: Path) -> WrittenFile:
+    with translate_os_errors(path, "read"):
+        return WrittenFile(path.name, path.stat().st_size, file_sha256(path))
+
+
+def _report(
+    options: MergeOptions, plan: MergePlan, digest: str, started: float, *, sha256: dict[str, str], result: StreamResult | None
+) -> MergeReport:
+    """result: None if the merge was found done."""
+    done = result or StreamResult()
+    return MergeReport(
+        output=options.output,
+        plan_sha256=digest,
+        num_tensors=len(plan.tensors),
+        num_changed_tensors=sum(tensor.is_changed_by_adapter for tensor in plan.tensors),
+        num_adapter_tensors=len(plan.adapter_tensors),
+        bytes_read=done.bytes_read,
+        bytes_written=done.bytes_written,
+        bytes_resumed=done.bytes_resumed,
+        seconds=time.monotonic() - started,
+        sha256=sha256,
+        whole_tensors=tuple(done.whole_tensors),
+        was_complete=result is None,
+    )

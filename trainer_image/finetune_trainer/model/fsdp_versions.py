@@ -1,0 +1,104 @@
+"""Sharding by version 1 or 2 of FSDP, and when gradients are summed over ranks: after each micro-step or once per step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from finetune_job.plan.run_plan import FsdpPlan
+from finetune_trainer.model.dtypes import ModelDtypes
+from finetune_trainer.model.invariants import check_flat_units
+from finetune_trainer.model.wrap_plan import unit_names
+
+
+def shard_with_fsdp1(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, device: torch.device) -> nn.Module:
+    """A sharded wrapper of `model`. Raises ConfigError if a unit's parameters cannot be joined in one flat parameter."""
+    names = unit_names(model, fsdp)
+    check_flat_units(model, names, fsdp)
+    modules = dict(model.named_modules())
+    units = {id(modules[name]) for name in names}
+    sharded = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
+        mixed_precision=MixedPrecision(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce),
+        cpu_offload=CPUOffload(offload_params=fsdp.offload_params),
+        device_id=device,
+        # torch broadcasts only from accelerators; nothing is lost, because all ranks load the same files with the same seed.
+        sync_module_states=bool(fsdp.sync_module_states) and device.type != "cpu",
+        use_orig_params=bool(fsdp.use_orig_params),
+    )
+    if dtypes.param is not None:
+        _leave_inputs_to_units(sharded)
+    return sharded
+
+
+def _leave_inputs_to_units(model: nn.Module) -> None:
+    """Units of adapters cast what they are given.
+
+    PEFT would cast it before, to the type of the weight that it sees there: the stored one until the unit first gathers its
+    weight, and the computation's ever after, so that the first pass after a restart would round what dropout leaves in another
+    type.
+    """
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer) and any(
+            isinstance(module, FullyShardedDataParallel)
+            for name in layer.adapter_layer_names
+            for module in (getattr(layer, name).modules() if isinstance(getattr(layer, name), nn.Module) else ())
+        ):
+            layer.cast_input_dtype_enabled = False
+
+
+def shard_with_fsdp2(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, mesh: DeviceMesh) -> nn.Module:
+    """Shard `model` in place over `mesh`; the model itself."""
+    modules = dict(model.named_modules())
+    units = [modules[name] for name in unit_names(model, fsdp)]
+    for module in [*units, model]:
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce),
+            offload_policy=CPUOffloadPolicy() if fsdp.offload_params else OffloadPolicy(),
+        )
+    return model
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """When gradients are reduced. Decided once for a run: each rank, before and after a restart, has to add in the same order."""
+
+    every_micro_step: bool = True
+    keeps_gathered: bool = False
+    """Whether FSDP 2 leaves parameters whole between forward and backward."""
+
+
+def reducing(model: nn.Module, reduction: Reduction, *, is_last: bool) -> AbstractContextManager[None]:
+    """Within: one forward and backward pass, after which gradients are reduced only where that is due.
+
+    Parameters that stay whole between forward and backward anyway stay so until the last pass of an optimizer step, which changes
+    them: they are gathered once and not at each pass.
+    """
+    is_due = reduction.every_micro_step or is_last
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_due)
+        model.set_reshard_after_backward(is_last or not reduction.keeps_gathered)
+    elif isinstance(model, FullyShardedDataParallel) and not is_due:
+        no_sync: AbstractContextManager[None] = model.no_sync()
+        return no_sync
+    return nullcontext()

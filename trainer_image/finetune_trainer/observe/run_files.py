@@ -1,0 +1,194 @@
+"""Files that rank 0 appends JSON lines to: the history, a line for each optimizer step, and how attempts spend time.
+
+Both are of the whole job, whatever attempt did it; what a crash cut off is completed or left out when they are read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from finetune_trainer.files import write_durably
+from finetune_trainer.observe.goodput import (
+    Activity,
+    AttemptStarted,
+    GoodputRecord,
+    GoodputTotals,
+    TimeSpent,
+    goodput_totals,
+    parse_records,
+)
+
+log = logging.getLogger(__name__)
+
+LONGEST_GAP_SECONDS = 60.0
+"""Between two records: what a killed attempt did after its last one counts as the time until the next attempt."""
+
+
+class JsonLines:
+    """An open file of lines. A full disk never ends a run here: what cannot be written goes out with the next line that can."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where the file cannot be opened."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        size = os.fstat(self._descriptor).st_size
+        # A line that a crash cut off must not swallow the next one.
+        self._unwritten = b"\n" if size and os.pread(self._descriptor, 1, size - 1) != b"\n" else b""
+        self._has_failed = False
+
+    def append(self, values: Mapping[str, Any]) -> None:
+        """Add one line."""
+        self._unwritten += (json.dumps(values, allow_nan=False) + "\n").encode()
+        try:
+            self._write()
+        except OSError as error:
+            if not self._has_failed:
+                log.warning("%s cannot be written (%s); its lines are kept in memory until it can", self._path, error)
+            self._has_failed = True
+        else:
+            self._unwritten, self._has_failed = b"", False
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _write(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        left = memoryview(self._unwritten)
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except OSError:
+            os.ftruncate(self._descriptor, size)
+            raise
+
+
+def read_lines(text: str) -> list[dict[str, Any]]:
+    """The objects in a file of lines; a line that is not one, such as one that was cut off, is passed over."""
+    found = []
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def kept_lines(text: str, resumed_step: int) -> list[dict[str, Any]]:
+    """The lines up to the resumed step; later ones are written again, and a line cut off by a crash goes."""
+    return [line for line in read_lines(text) if isinstance(line.get("step"), int) and line["step"] <= resumed_step]
+
+
+class History:
+    """Appends lines; losing the last ones in a crash does no harm, because a resumed run writes them again."""
+
+    def __init__(self, path: Path, resumed_step: int | None) -> None:
+        """`resumed_step`: None for a run from the start. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.read_text(errors="replace") if path.exists() and resumed_step is not None else ""
+        kept = kept_lines(before, resumed_step or 0)
+        write_durably(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
+        self._lines = JsonLines(path)
+        self.tokens: int = sum(line.get("tokens", 0) for line in kept)
+        """Computed in all steps that count."""
+        self.resumed: dict[str, Any] = kept[-1] if kept else {}
+        """Line of the step after which the run continues."""
+
+    def append(self, **values: Any) -> None:
+        """Add one line; what is not known is left out."""
+        self.tokens += values.get("tokens", 0)
+        self._lines.append({name: value for name, value in values.items() if value is not None})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+class Stopwatch:
+    """Divides the time since the start of this process among activities; at each moment there is exactly one."""
+
+    def __init__(self, age_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seconds = {Activity.STARTUP: age_seconds}
+        self._activity, self._since = Activity.STARTUP, clock()
+
+    def seconds(self) -> dict[Activity, float]:
+        """Until now."""
+        self._close()
+        return dict(self._seconds)
+
+    @contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """Time in the body belongs to `activity`, time after it to none in particular; start-up ends with the first step."""
+        is_starting = self._activity is Activity.STARTUP and activity is not Activity.STEPS
+        self._turn_to(activity)
+        try:
+            yield
+        finally:
+            self._turn_to(Activity.STARTUP if is_starting else Activity.OTHER)
+
+    def move(self, seconds: float, source: Activity, target: Activity) -> None:
+        """Count seconds otherwise, at most as many as there are."""
+        moved = min(seconds, self._seconds.get(source, 0.0))
+        self._seconds[source] = self._seconds.get(source, 0.0) - moved
+        self._seconds[target] = self._seconds.get(target, 0.0) + moved
+
+    def _turn_to(self, activity: Activity) -> None:
+        self._close()
+        self._activity = activity
+
+    def _close(self) -> None:
+        now = self._clock()
+        self._seconds[self._activity] = self._seconds.get(self._activity, 0.0) + now - self._since
+        self._since = now
+
+
+class GoodputRecorder:
+    """How all attempts have spent their time, and the file of their records."""
+
+    def __init__(self, path: Path, attempt: int, resumed_step: int, stopwatch: Stopwatch, now: float) -> None:
+        """`now`: seconds since the epoch. Raises OSError where the file cannot be opened."""
+        earlier: list[GoodputRecord] = parse_records(read_lines(path.read_text(errors="replace"))) if path.exists() else []
+        self._attempt, self._stopwatch = attempt, stopwatch
+        self._start = AttemptStarted(attempt=attempt, time=now - sum(stopwatch.seconds().values()), step=resumed_step)
+        self._before = goodput_totals([*earlier, self._start])
+        self._lines = JsonLines(path)
+        self._lines.append(self._start.model_dump(mode="json"))
+        self._written_at = self._start.time
+
+    def totals(self) -> GoodputTotals:
+        """Until now."""
+        return self._before.plus(self._stopwatch.seconds())
+
+    def record(self, step: int, *, always: bool) -> None:
+        """Write what this attempt has spent so far; unless `always`, only when the latest record is old."""
+        seconds = self._stopwatch.seconds()
+        now = self._start.time + sum(seconds.values())
+        if always or now - self._written_at >= LONGEST_GAP_SECONDS:
+            self._lines.append(TimeSpent(attempt=self._attempt, time=now, step=step, seconds=seconds).model_dump(mode="json"))
+            self._written_at = now
+
+    def close(self, step: int) -> None:
+        """The last record."""
+        self.record(step, always=True)
+        self._lines.close()
+
+
+def process_age_seconds() -> float:
+    """Time since the kernel started this process; 0 where it does not say."""
+    try:
+        # Field 22 of proc(5)'s stat, counted behind the name, which may hold spaces.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

@@ -1,0 +1,61 @@
+"""The steps that fill in a `JobInspection`: files, tokenizer, structure, data and memory, with what is wrong with each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from finetune_job.finding import Finding
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.tokenizer import load_checked_tokenizer
+from finetune_trainer.inspection.model_files import inspect_model_files
+from finetune_trainer.observe.trackers import unknown_trackers
+from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.memory import memory_need
+from finetune_trainer.preflight.model_process import check_model
+
+
+def check_trackers(seen: JobInspection) -> Iterable[Finding]:
+    """Experiment trackers that the image does not offer."""
+    unknown = unknown_trackers(seen.plan)
+    return () if unknown is None else (unknown,)
+
+
+def check_files(seen: JobInspection) -> Iterable[Finding]:
+    """Fill in `files`."""
+    location = seen.plan.model.location
+    seen.files = inspect_model_files(seen.context.base_model, f"pvc://{location.claim}/{location.path}")
+    return seen.files.findings
+
+
+def check_tokenizer(seen: JobInspection) -> Iterable[Finding]:
+    """Fill in `tokenizer`."""
+    seen.tokenizer, found = load_checked_tokenizer(seen.plan, seen.context.base_model)
+    return found
+
+
+def check_structure(seen: JobInspection) -> Iterable[Finding]:
+    """Fill in `structure`, in a process of its own (model_checks.py)."""
+    seen.structure, found = check_model(seen.plan, seen.context.base_model)
+    return found
+
+
+def check_data(seen: JobInspection) -> Iterable[Finding]:
+    """Fill in `data`. Without a tokenizer, or a place to write, records are checked all the same."""
+    plan, context = seen.plan, seen.context
+    seen.data = seen.until_done.enter_context(
+        prepare(
+            plan.data,
+            context.claims_root,
+            context.base_model,
+            seen.tokenizer if seen.storage_is_ready else None,
+            context.workspace.prepared,
+            allow_remote_code=plan.model.allow_remote_code,
+        )
+    )
+    return seen.data.findings
+
+
+def check_memory(seen: JobInspection) -> Iterable[Finding]:
+    """Fill in `memory`, as far as the planner knows the model."""
+    seen.memory = memory_need(seen.plan, seen.known_structure, seen.known_data.splits)
+    return () if seen.memory is None or seen.memory.finding is None else (seen.memory.finding,)

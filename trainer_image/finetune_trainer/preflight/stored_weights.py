@@ -1,0 +1,171 @@
+"""Settings that only the stored weights rule out: element types that do not go together, and for DoRA rows of zeros.
+
+Rows of zeros are the one look at weight values that preflight takes: one value of each row, and whole rows only where it is
+zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+from finetune_job.api.method import LoraInit
+from finetune_job.api.training import OptimizerName
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.model.dtypes import ModelDtypes, resolve_casts, resolve_dtypes
+from finetune_trainer.model.invariants import zero_row
+from finetune_trainer.model.load import packed_dtype, stored_dtype
+from finetune_trainer.model.load_shards import ADAPTER, base_name
+from finetune_trainer.preflight.model_inspection import ModelInspection
+from finetune_trainer.weights.headers import TensorHeader, read_checkpoint
+
+FSDP = "spec.parallelism.fsdp"
+PARAM_DTYPE = f"{FSDP}.mixedPrecision.paramDtype"
+STORAGE = "spec.method.quantization.quantStorage"
+AUTOCAST = "spec.method.lora.autocastAdapterDtype"
+MAGNITUDES: Mapping[str, tuple[Any, int]] = {
+    "F32": (np.dtype("<u4"), 0x7FFFFFFF),
+    "F16": (np.dtype("<u2"), 0x7FFF),
+    "BF16": (np.dtype("<u2"), 0x7FFF),
+}
+"""By element type: the bits of a value as a whole number, and those of them that are not its sign."""
+BLOCK_ROWS = 1024
+STARTS_AT_THE_BASE = (LoraInit.ZERO_B, LoraInit.GAUSSIAN)
+"""Inits under which the first norms are those of the base's own rows. Orthogonal factors, too, but for rounding to 16 bits."""
+
+
+def check_element_types(seen: ModelInspection) -> list[Finding]:
+    """Findings about the adapted model."""
+    dtypes = resolve_dtypes(seen.plan, stored_dtype(seen.directory))
+    return [
+        *_trained_in_float16(seen.trained.model, seen.plan),
+        *_packed_and_cast(seen.plan, dtypes, packed_dtype(seen.plan, dtypes)),
+    ]
+
+
+def _trained_in_float16(model: nn.Module, plan: RunPlan) -> Iterator[Finding]:
+    wrong = [name for name, each in model.named_parameters() if each.requires_grad and each.dtype is torch.float16]
+    if not wrong or plan.training.optimizer is OptimizerName.SGD:
+        return
+    first = plan.parallelism.fsdp.version == 1 and plan.parallelism.world_size > 1
+    reason = (
+        f"{len(wrong)} parameters are trained in float16, first {wrong[0]}: squares of gradients below 2e-4 and Adam's epsilon "
+    )
+    reason += "are zero in it, and the first steps divide by zero"
+    fix = "set spec.model.dtype: bfloat16"
+    if plan.method.lora is not None:
+        fix += ", or hold adapters in float32: autocastAdapterDtype: true" + (" and peftWrapPolicy: true" if first else "")
+        # Float32 adapters may need other units than those that were written for float16 ones.
+        units = (f"{FSDP}.peftWrapPolicy", f"{FSDP}.useOrigParams") if first else ()
+        changes = dict.fromkeys((AUTOCAST, *units), None)
+        yield make_finding("trained-in-float16", field=AUTOCAST, value="float16", message=reason, fix=fix, changes=changes)
+    else:
+        yield make_finding(
+            "trained-in-float16",
+            field="spec.model.dtype",
+            value="float16",
+            message=reason,
+            fix=fix,
+            changes={"spec.model.dtype": "bfloat16"},
+        )
+
+
+def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) -> Iterator[Finding]:
+    """`packed`: element type as which 4-bit weights are stored.
+
+    Only if the type of the computation, or that of the base, follows from the stored weights; of others the rule says it.
+    """
+    quantization, version = plan.method.quantization, plan.parallelism.fsdp.version
+    if quantization is None or quantization.bits == 8 or plan.parallelism.world_size == 1 or not packed.is_floating_point:
+        return
+    cast = resolve_casts(plan, dtypes, plan.parallelism.world_size).by_fsdp
+    if cast in (None, packed):
+        return
+    computed = _name(cast)
+    reason = f"packed weights stored as {_name(packed)} would be converted to {computed} like numbers, which destroys them"
+    if version == 1:
+        fix = f"leave {PARAM_DTYPE} out, or set spec.training.precision: fp32"
+        yield make_finding(
+            "qlora-storage-not-param-dtype",
+            field=PARAM_DTYPE,
+            value=computed,
+            message=reason,
+            fix=fix,
+            changes={PARAM_DTYPE: None},
+        )
+    else:
+        fix = f"leave {STORAGE} out"
+        yield make_finding(
+            "qlora-storage-not-param-dtype", field=STORAGE, value=_name(packed), message=reason, fix=fix, changes={STORAGE: None}
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_zero_rows(seen: ModelInspection) -> list[Finding]:
+    """At most one finding: the first weight with such a row."""
+    model, lora = seen.trained.model, seen.lora
+    if not lora.use_dora or lora.init_lora_weights not in (*STARTS_AT_THE_BASE, LoraInit.ORTHOGONAL):
+        return []
+    headers = read_checkpoint(seen.directory).tensors
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(base_name(name))
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or ADAPTER not in layer.lora_magnitude_vector:
+            continue
+        weight = layer.get_base_layer().weight
+        if lora.init_lora_weights is LoraInit.ORTHOGONAL and weight.dtype is not torch.float32:
+            continue
+        # A weight of which rows are trained is made again for each reader, and refused elsewhere (attached.py).
+        header = _stored(names.get(id(weight), []), headers)
+        # A layer whose weight a loader makes out of several stored ones is left to the trainer.
+        if header is None or len(header.shape) != 2 or header.dtype not in MAGNITUDES:
+            continue
+        by_column = bool(layer.lora_magnitude_vector[ADAPTER].fan_in_fan_out)
+        number = _zero_column(header) if by_column else _zero_row(header)
+        if number is not None:
+            return [_zero(base_name(f"{name}.weight").removesuffix(".weight"), "column" if by_column else "row", number)]
+    return []
+
+
+def _stored(names: list[str], headers: Mapping[str, TensorHeader]) -> TensorHeader | None:
+    """A tied weight is in the files under one of its names."""
+    return next((headers[name] for name in names if name in headers), None)
+
+
+def _bits(header: TensorHeader) -> Any:
+    kind, _ = MAGNITUDES[header.dtype]
+    return np.memmap(header.file, dtype=kind, mode="r", offset=header.offset, shape=header.shape)
+
+
+def _zero_row(header: TensorHeader) -> int | None:
+    """Number of the first row whose values are all zero."""
+    bits, (_, mask) = _bits(header), MAGNITUDES[header.dtype]
+    candidates = np.flatnonzero((bits[:, 0] & mask) == 0)
+    return next((int(row) for row in candidates if not (bits[row] & mask).any()), None)
+
+
+def _zero_column(header: TensorHeader) -> int | None:
+    """The same of columns, which most often the first rows decide."""
+    bits, (_, mask) = _bits(header), MAGNITUDES[header.dtype]
+    is_zero = np.ones(header.shape[1], dtype=bool)
+    for first in range(0, header.shape[0], BLOCK_ROWS):
+        is_zero &= ~(bits[first : first + BLOCK_ROWS] & mask).any(axis=0)
+        if not is_zero.any():
+            return None
+    return int(np.flatnonzero(is_zero)[0])
+
+
+def _zero(module: str, kind: str, number: int) -> Finding:
+    message, fix = zero_row(module, kind, number)
+    return make_finding("dora-zero-row", field="spec.method.lora.targetModules", value=module, message=message, fix=fix)

@@ -1,0 +1,206 @@
+"""What the children of a rehearsal do. Each compares with what libraries or one process do, and raises if something is wrong.
+
+Imports torch; run.py forks these tasks from a process in which all of it is imported already.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict
+from pydantic import BaseModel
+from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers.utils import logging as transformers_logging
+
+from finetune_job.failures import Outcome, TerminationReport
+from finetune_memory.optimizers import FORMS
+from finetune_trainer.checkpoint.load import RangeReader, full_parameters
+from finetune_trainer.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, directory_name
+from finetune_trainer.context import RunContext
+from finetune_trainer.errors import TrainerError
+from finetune_trainer.model.adapters import attach, stored_names
+from finetune_trainer.model.load import build_with_lazy_zeros, load_base_model, stored_dtype
+from finetune_trainer.observe.run_files import read_lines
+from finetune_trainer.ranks.gang import joined
+from finetune_trainer.rehearsal.comparison import Gradients, coarsest_dtype, differing_gradients, differing_lines, tolerance_of
+from finetune_trainer.rehearsal.scaled_model import RehearsalPaths, make_scaled_model
+from finetune_trainer.train import rank as rank_module
+from finetune_trainer.weights.headers import ADAPTER_FILE
+
+MEETING_SECONDS = 10
+_CPU = torch.device("cpu")
+MergeRole = Callable[[RunContext], TerminationReport]
+"""What the pod of a job's merge runs; handed in, because roles are above this package."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same global batches, on ranks and in one process."""
+
+    sharded: RunContext
+    alone: RunContext
+
+
+class ScaledModelFacts(BaseModel):
+    """What `make_model_in_child` returns, as JSON."""
+
+    plan: str
+    """As JSON, too."""
+    changes: tuple[str, ...]
+    parameters: int
+    draws_random_numbers: bool
+
+
+class RehearsalError(TrainerError):
+    """The rehearsal shows something that no exception of the trainer did."""
+
+
+def make_model_in_child(plan: Any, directory: Path, paths: RehearsalPaths) -> dict[str, Any]:
+    """Make the scaled-down model; the ScaledModelFacts."""
+    _log_plainly()
+    made = make_scaled_model(plan, directory, paths)
+    facts = ScaledModelFacts(
+        plan=made.plan.model_dump_json(),
+        changes=tuple(change.text() for change in made.changes),
+        parameters=made.parameters,
+        draws_random_numbers=made.draws_random_numbers,
+    )
+    return facts.model_dump(mode="json")
+
+
+def run_rank(context: RunContext, rank: int, world_size: int, store: str, killed_in_step: int | None = None) -> None:
+    """Train as one rank, as torchrun would have it. Raises RehearsalError with the report's message."""
+    _log_plainly()
+    if killed_in_step is not None:
+        _kill_in_step(killed_in_step)
+    report = rank_module.run_rank(
+        context, rank=rank, world_size=world_size, local_rank=rank, node_rank=0, observe_port=0, init_method=store
+    )
+    if report.outcome is not Outcome.SUCCEEDED:
+        raise RehearsalError(report.message, report.hint)
+
+
+def compare(pair: Pair, exact: Pair | None) -> None:
+    """Train in this process alone; losses and gradients are those of the ranks. Raises RehearsalError.
+
+    `exact`: the same in float32, where a job computes in fewer bits, whose rounding hides much.
+    """
+    alone_exactly = None
+    if exact is not None:
+        run_rank(exact.alone, 0, 1, "")
+        _compare(exact, None)
+        alone_exactly = _moments(exact.alone, 1)
+    run_rank(pair.alone, 0, 1, "")
+    _compare(pair, alone_exactly)
+
+
+def check_saved(context: RunContext) -> None:
+    """The trained result holds the values of the last checkpoint, has learnt, and loads. Raises RehearsalError."""
+    _log_plainly()
+    if not context.plan.method.trains_adapter:
+        return
+    directory, manifest = _exported_checkpoint(context)
+    fresh = attach(load_base_model(context.plan, context.base_model, _CPU), context.plan)
+    names = stored_names(fresh)
+    before = {names[name]: parameter.detach() for name, parameter in fresh.named_parameters() if name in names}
+    saved = load_file(context.workspace.adapter / ADAPTER_FILE)
+    trained = {names[name]: tensor for name, tensor in full_parameters(directory, manifest)}
+    if set(before) != set(trained):
+        raise RehearsalError(f"{len(trained)} tensors were trained, {len(before)} should be")
+    for name, tensor in trained.items():
+        if name not in saved:
+            raise RehearsalError(f"the adapter file has {len(saved)} tensors of {len(trained)}: {name} is missing")
+        if saved[name].shape != tensor.shape or not torch.equal(saved[name], tensor):
+            raise RehearsalError(f"the adapter file holds other values for {name} than were trained")
+    if all(torch.equal(tensor.to(before[name].dtype), before[name]) for name, tensor in trained.items()):
+        raise RehearsalError("after all steps every trained value is what it was before the first one")
+    base = build_with_lazy_zeros(context.plan, context.base_model)
+    loaded = PeftModel.from_pretrained(base, context.workspace.adapter)
+    state = get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    for name, tensor in saved.items():
+        # PEFT holds whole modules in the base's type, whatever type they were trained in.
+        if name not in state or not torch.equal(state[name], tensor.to(state[name].dtype)):
+            raise RehearsalError(f"PEFT does not load {name} from the adapter file")
+
+
+def merge(role: MergeRole, context: RunContext) -> dict[str, str]:
+    """The merge role on the trained model. Raises what it raises, and RehearsalError where it made nothing."""
+    _log_plainly()
+    facts = role(context).facts
+    if context.plan.merge.enabled and not context.output.merged.is_dir():
+        raise RehearsalError("the merge ended without a merged model")
+    if context.plan.merge.enabled and "verification_sha256" not in facts:
+        raise RehearsalError("the merged model was not verified")
+    return facts
+
+
+def meet(rank: int, world_size: int, store: str) -> None:
+    """Join the other ranks and leave again. Raises what gloo does where processes of this machine cannot reach each other."""
+    with joined(rank, world_size, rank, store, MEETING_SECONDS) as gang:
+        gang.barrier()
+
+
+def _kill_in_step(step: int) -> None:
+    """SIGKILL this process in the middle of an optimizer step, counted from 1."""
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_optimizer_step_pre_hook(count)
+
+
+def _compare(pair: Pair, exact: Gradients | None) -> None:
+    tolerance = tolerance_of(coarsest_dtype(pair.sharded.plan, stored_dtype(pair.sharded.base_model)))
+    found, wanted = (_history(context) for context in (pair.sharded, pair.alone))
+    for sentence in differing_lines(found, wanted, tolerance):
+        raise RehearsalError(sentence)
+    for step in range(1, tolerance.steps + 1):
+        for sentence in differing_gradients(_moments(pair.sharded, step), _moments(pair.alone, step), tolerance, exact):
+            raise RehearsalError(f"in step {step} {sentence}")
+
+
+def _moments(context: RunContext, step: int) -> dict[str, torch.Tensor]:
+    """First moments after a step, counted from 1. After the first they are a multiple of the gradient, whatever the optimizer."""
+    return dict(_states(context, FORMS[context.plan.training.optimizer].tensors[0], step))
+
+
+def _states(context: RunContext, kind: str, step: int) -> Iterator[tuple[str, torch.Tensor]]:
+    directory = context.workspace.checkpoints / directory_name(step)
+    reader = RangeReader(directory, decode_manifest((directory / MANIFEST).read_bytes()))
+    for name in reader.names:
+        shape, dtype = reader.form(name)
+        tensor = torch.empty(shape, dtype=dtype)
+        reader.read_into(kind, name, 0, tensor.view(-1))
+        yield name, tensor.double()
+
+
+def _exported_checkpoint(context: RunContext) -> tuple[Path, Manifest]:
+    checkpoints = sorted(path for path in context.workspace.checkpoints.iterdir() if (path / MANIFEST).is_file())
+    manifest = decode_manifest((checkpoints[-1] / MANIFEST).read_bytes())
+    if context.plan.evaluation.load_best_model_at_end and manifest.best_step is not None:
+        best = context.workspace.checkpoints / directory_name(manifest.best_step)
+        return best, decode_manifest((best / MANIFEST).read_bytes())
+    return checkpoints[-1], manifest
+
+
+def _history(context: RunContext) -> list[dict[str, Any]]:
+    return read_lines(context.workspace.history.read_text())
+
+
+def _log_plainly() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    transformers_logging.disable_progress_bar()

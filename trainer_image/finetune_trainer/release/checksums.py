@@ -1,0 +1,159 @@
+"""The list of a release: SHA256SUMS over everything, with the names at the destination, and the release that it describes.
+
+The digests of weights come from the manifests that were written with them, so that no weight is read a second time; the sender
+of a file hashes it on the way and refuses one that differs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from finetune_job.layout import OutputLayout
+from finetune_trainer.context import RunContext
+from finetune_trainer.errors import CheckpointError
+from finetune_trainer.files import MANIFEST_FILE, file_sha256, sync_directory, write_durably
+from finetune_trainer.release.files import (
+    BESIDE,
+    CARD,
+    CHECKSUMS,
+    WEIGHT_SUFFIX,
+    Release,
+    ReleaseFile,
+    ReleaseLayout,
+    release_layout,
+)
+
+_LINE = re.compile(r"([0-9a-f]{64})  (\S[^\n\\]*)")
+_INCOMPLETE = "run the merge again: it completes what is missing"
+
+
+def checksum_lines(sha256_of: Mapping[str, str]) -> str:
+    """Digests by name, in the form that `sha256sum --check` reads."""
+    return "".join(f"{sha256_of[name]}  {name}\n" for name in sorted(sha256_of))
+
+
+def parse_checksums(text: str) -> dict[str, str] | None:
+    """Digests by name; None where the text is nothing that `checksum_lines` makes, or cut off."""
+    if not text.endswith("\n"):
+        return None
+    matches = [_LINE.fullmatch(line) for line in text.removesuffix("\n").split("\n")]
+    found = {match[2]: match[1] for match in matches if match is not None}
+    return found if len(found) == len(matches) and found else None
+
+
+def hashed_weights(output: OutputLayout, layout: ReleaseLayout) -> dict[str, str]:
+    """Digest by name in the results, of every file of weights. Raises CheckpointError for an unreadable manifest."""
+    return _hashed(output, layout, f"*{WEIGHT_SUFFIX}")
+
+
+def _hashed(output: OutputLayout, layout: ReleaseLayout, pattern: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for directory in layout.directories:
+        known = _known_digests(output.root / directory / MANIFEST_FILE)
+        for path in sorted((output.root / directory).rglob(pattern)):
+            if path.is_file():
+                name = path.relative_to(output.root / directory).as_posix()
+                found[f"{directory}/{name}"] = known.get(name) or file_sha256(path)
+    return found
+
+
+def _hashed_files(output: OutputLayout, layout: ReleaseLayout) -> dict[str, str]:
+    """Digest by name in the results, of every file that is published. Raises CheckpointError for an unreadable manifest."""
+    found = _hashed(output, layout, "*")
+    for name in BESIDE:
+        if (output.root / name).is_file():
+            found[name] = file_sha256(output.root / name)
+    return found
+
+
+def _known_digests(manifest: Path) -> dict[str, str]:
+    """Of the weights alone: they are large, and everything else is hashed as it is."""
+    try:
+        listed = json.loads(manifest.read_bytes())["files"]
+        # The trainer lists its files by name, the merge as a list.
+        entries = listed.items() if isinstance(listed, dict) else ((entry["name"], entry) for entry in listed)
+        return {name: str(entry["sha256"]) for name, entry in entries if name.endswith(WEIGHT_SUFFIX)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{manifest}: cannot be read ({error})", f"delete {manifest.parent} and run the merge again"
+        ) from error
+
+
+def write_checksums(output: OutputLayout, layout: ReleaseLayout) -> None:
+    """Write SHA256SUMS, the last file of the results. Raises CheckpointError where two files have one name."""
+    found = _hashed_files(output, layout)
+    named = {layout.at_destination(local): sha256 for local, sha256 in found.items()}
+    if len(named) != len(found):
+        taken = [layout.at_destination(local) for local in found]
+        twice = sorted({name for name in taken if taken.count(name) > 1})
+        raise CheckpointError(f"{output.root}: two results would have one name at the destination: {twice}", "remove one of them")
+    content = checksum_lines(named).encode()
+    if not output.checksums.is_file() or output.checksums.read_bytes() != content:
+        write_durably(output.checksums, content)
+
+
+def remove_checksums(output: OutputLayout) -> None:
+    """Take away what says that the results are complete, before anything of them changes."""
+    if output.checksums.exists():
+        output.checksums.unlink()
+        sync_directory(output.root)
+
+
+def checksums_match(output: OutputLayout, layout: ReleaseLayout, digests: Mapping[str, str]) -> bool:
+    """Whether the results are complete and hold these files of these digests, both by names in the results."""
+    try:
+        listed = parse_checksums(output.checksums.read_text())
+    except (OSError, ValueError):
+        return False
+    return listed is not None and all(listed.get(layout.at_destination(name)) == sha256 for name, sha256 in digests.items())
+
+
+def read_release(context: RunContext) -> Release:
+    """The complete results of this run, in the order of publishing. Reads sizes, no weights.
+
+    Raises CheckpointError where they are not complete.
+    """
+    output, layout = context.output, release_layout(context.plan)
+    try:
+        content = output.checksums.read_bytes()
+        listed = parse_checksums(content.decode())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{output.checksums}: cannot be read ({error})", _INCOMPLETE) from error
+    if listed is None:
+        raise CheckpointError(f"{output.checksums}: is not a list of checksums", _INCOMPLETE)
+    files = [_release_file(output.root / layout.in_results(name), name, sha256) for name, sha256 in listed.items()]
+    return Release(
+        files=tuple(sorted(files, key=_order)),
+        manifest=ReleaseFile(output.checksums, CHECKSUMS, len(content), file_sha256(output.checksums)),
+        facts=release_facts(context),
+    )
+
+
+def _release_file(path: Path, name: str, sha256: str) -> ReleaseFile:
+    try:
+        return ReleaseFile(path, name, path.stat().st_size, sha256)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {CHECKSUMS} names it, and it cannot be read ({error})", _INCOMPLETE) from error
+
+
+def _order(file: ReleaseFile) -> tuple[bool, bool, str]:
+    """Weights first, the model card last."""
+    return not file.name.endswith(WEIGHT_SUFFIX), file.name == CARD, file.name
+
+
+def release_facts(context: RunContext) -> dict[str, str]:
+    """What annotations and commit messages say of a release."""
+    plan = context.plan
+    facts = {
+        "job": f"{plan.job.namespace}/{plan.job.name}",
+        "job_uid": plan.job.uid,
+        "method": plan.method.type.value,
+        "base_model": plan.model.name,
+        "plan_sha256": context.plan_sha256,
+    }
+    if plan.model.revision is not None:
+        facts["base_revision"] = plan.model.revision
+    return facts

@@ -1,0 +1,121 @@
+"""What the training loop asks before and after each step: learning rate, evaluation, early stopping, the factor of the loss.
+
+Pure functions of the plan, the step and `RunState`, which every checkpoint holds: a resumed run decides as an
+undisturbed one. Needs no torch: preflight asks for the number of steps, too.
+"""
+
+from __future__ import annotations
+
+import math
+
+from finetune_job.api.training import Scheduler
+from finetune_job.plan.run_plan import EvaluationPlan, TrainingPlan
+from finetune_trainer.checkpoint.manifest import LossScale, RunState
+
+TIMESCALE_WITHOUT_WARMUP = 10_000
+"""Time scale of InverseSqrt if no warm-up sets it: big_vision's and transformers' value."""
+UNSCALED = 1.0
+FIRST_LOSS_SCALE = LossScale(factor=2.0**16)
+"""Like torch.amp.GradScaler."""
+LARGEST_LOSS_SCALE = 2.0**24
+"""Losses are float32, and their sums over long batches must stay finite."""
+LOSS_SCALE_GROWTH_STEPS = 2000
+"""Steps without an overflow after which the factor is doubled; like torch.amp.GradScaler."""
+
+
+def total_steps(epochs: int | None, max_steps: int | None, num_sequences: int, global_batch_size: int) -> int:
+    """Optimizer steps of a run. The last step of the last epoch is filled up from the next epoch's order."""
+    if max_steps is not None:
+        return max_steps
+    return math.ceil((epochs or 0) * num_sequences / global_batch_size)
+
+
+def warmup_steps(total: int, ratio: float) -> int:
+    """Steps in which the rate rises; always fewer than all."""
+    return min(_share(total, ratio), max(total - 1, 0))
+
+
+def _share(total: int, ratio: float) -> int:
+    """Whole steps, rounded up; 0.14 of 50 steps are 7, although the product of the two floats is a little more."""
+    return math.ceil(total * ratio - 1e-9)
+
+
+def learning_rate(step: int, total: int, training: TrainingPlan) -> float:
+    """Rate of step `step`, counted from 0. Never 0 at the first step, so that each step teaches something.
+
+    Warm-up: (step + 1) / warm-up steps, up to the peak. Then peak * (m + (1 - m) * `shape`), with m the least ratio. After the
+    warm-up this is transformers' `get_scheduler`; in the warm-up it is one step ahead of it, because its first rate is 0.
+    """
+    warmup = warmup_steps(total, training.warmup_ratio)
+    if step < warmup:
+        return training.learning_rate * (step + 1) / warmup
+    least = training.min_learning_rate_ratio
+    return training.learning_rate * (least + (1 - least) * schedule_shape(step - warmup, total - warmup, warmup, training))
+
+
+def schedule_shape(step: int, num_steps: int, warmup: int, training: TrainingPlan) -> float:
+    """From 1 down to no less than 0, `step` of `num_steps` steps after the warm-up.
+
+    With p = step / num_steps: constant 1; linear 1 - p; cosine (1 + cos(pi p)) / 2 (Loshchilov and Hutter, 2017, one period);
+    inverse square root sqrt(t / (t + step)) with the time scale t = warm-up steps (Vaswani et al., 2017, section 5.3, as scaled
+    by transformers); warm-up stable decay 1, and linear over the last steps (Hu et al., 2024, section 4).
+    """
+    match training.scheduler:
+        case Scheduler.CONSTANT:
+            return 1.0
+        case Scheduler.LINEAR:
+            return 1 - step / num_steps
+        case Scheduler.COSINE:
+            return (1 + math.cos(math.pi * step / num_steps)) / 2
+        case Scheduler.INVERSE_SQRT:
+            timescale = warmup or TIMESCALE_WITHOUT_WARMUP
+            return math.sqrt(timescale / (timescale + step))
+        case Scheduler.WARMUP_STABLE_DECAY:
+            decay = min(_share(num_steps + warmup, training.decay_ratio), num_steps)
+            return min(1.0, (num_steps - step) / decay) if decay else 1.0
+
+
+def is_evaluation_due(step: int, total: int, plan: EvaluationPlan) -> bool:
+    """Whether to evaluate after optimizer step `step`, where 0 is before the first: first, every so often, and last."""
+    return step in (0, total) or (plan.every_steps is not None and step % plan.every_steps == 0)
+
+
+def after_evaluation(state: RunState, step: int, loss: float, plan: EvaluationPlan) -> tuple[RunState, bool]:
+    """The state after an evaluation, and whether the model after `step` is the best so far.
+
+    The base model, evaluated at step 0, is nothing that training could export, so it does not count. Each evaluation is
+    compared with the best before it, as transformers' EarlyStoppingCallback does: a loss that falls, but by no more than
+    `min_delta`, is a new best and all the same no improvement.
+    """
+    if step == 0:
+        return state.model_copy(update={"initial_eval_loss": loss, "eval_loss": loss}), False
+    best = state.best_eval_loss
+    is_best = best is None or loss < best
+    min_delta = plan.early_stopping.min_delta if plan.early_stopping else 0.0
+    has_improved = best is None or best - loss > min_delta
+    changes: dict[str, float | int] = {
+        "eval_loss": loss,
+        "evaluations_without_improvement": 0 if has_improved else state.evaluations_without_improvement + 1,
+    }
+    if is_best:
+        changes |= {"best_eval_loss": loss, "best_step": step}
+    return state.model_copy(update=changes), is_best
+
+
+def is_stopped_early(state: RunState, plan: EvaluationPlan) -> bool:
+    """Whether early stopping ends the run."""
+    return plan.early_stopping is not None and state.evaluations_without_improvement >= plan.early_stopping.patience
+
+
+def halved_loss_scale(factor: float) -> float | None:
+    """What to try after an overflow; None: the gradients are too large by themselves."""
+    return factor / 2 if factor > UNSCALED else None
+
+
+def next_loss_scale(before: LossScale, used: float) -> LossScale:
+    """For the next step. `used`: the factor with which the gradients of this one were finite."""
+    if used != before.factor:
+        return LossScale(factor=used)
+    if before.steps + 1 < LOSS_SCALE_GROWTH_STEPS:
+        return LossScale(factor=used, steps=before.steps + 1)
+    return LossScale(factor=min(used * 2, LARGEST_LOSS_SCALE))

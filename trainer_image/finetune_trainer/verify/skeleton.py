@@ -1,0 +1,216 @@
+"""A model's structure as transformers and PEFT build it, without its base weights, and base weights with adapters merged in.
+
+Base weights are NaNs that take no memory: one that is used without having been loaded shows in the logits. Tensors on the meta
+device would not do: a linear layer on the CPU computes with such a weight, from whatever is in memory. When adapters follow one
+another, MergedWeights merges the earlier ones in a skeleton of its own, module by module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import init_empty_weights
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+from finetune_job.methods import METHODS
+from finetune_trainer.model.load import reserve_parameters
+from finetune_trainer.verify.stored_weights import StoredWeights
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, read_adapter, read_json
+
+ADAPTER_FROM_BASE_WEIGHTS = frozenset(str(method.peft_type) for method in METHODS.values() if method.needs.decomposes_base)
+"""Methods whose layers compute part of themselves from the base's weights as they are attached."""
+
+
+@dataclass(frozen=True)
+class ParameterSlot:
+    """One parameter of one module that has to be filled with the base's `path` before the module runs."""
+
+    module: nn.Module
+    name: str
+    path: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class SkeletonModel:
+    """What runs, and where its base weights are missing."""
+
+    model: nn.Module
+    base: PreTrainedModel
+    """Inside `model`, or `model` itself."""
+    slots: tuple[ParameterSlot, ...]
+    looked_up: frozenset[str]
+    """Paths of the input embeddings, of which a forward pass needs single rows."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.base.dtype
+        return dtype
+
+
+def model_class(directory: Path, *, allow_remote_code: bool = False) -> Any:
+    """The class that PEFT and users load this model with."""
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def skeleton_model(weights: StoredWeights, adapter: Path | None, *, allow_remote_code: bool = False) -> SkeletonModel:
+    """The model of `weights.directory`, with `adapter` attached. Raises what the libraries raise."""
+    directory = weights.directory
+    loader = model_class(directory, allow_remote_code=allow_remote_code)
+    # The library's own decisions about element types, some of which it takes parameter by parameter.
+    example = loader.from_pretrained(
+        directory,
+        dtype="auto",
+        device_map={"": "meta"},
+        trust_remote_code=allow_remote_code,
+        local_files_only=True,
+        use_safetensors=True,
+    )
+    dtypes = {name: parameter.dtype for name, parameter in example.named_parameters(remove_duplicate=False)}
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
+    with init_empty_weights(include_buffers=False):
+        base: PreTrainedModel = loader.from_config(config, dtype=example.dtype, trust_remote_code=allow_remote_code)
+    del example
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        if parameter.dtype is not dtypes[name]:
+            owner, _, last = name.rpartition(".")
+            held = nn.Parameter(torch.empty_like(parameter, dtype=dtypes[name]), requires_grad=False)
+            base.get_submodule(owner)._parameters[last] = held  # noqa: SLF001
+    reserve_parameters(base)
+    _fill_buffers(base, weights)
+    owners = [
+        (module, name, f"{path}.{name}".removeprefix("."))
+        for path, module in base.named_modules(remove_duplicate=False)
+        for name in module._parameters  # noqa: SLF001
+        if module._parameters[name] is not None  # noqa: SLF001
+    ]
+    embeddings = base.get_input_embeddings()
+    looked_up = frozenset(
+        path
+        for module, name, path in owners
+        if module._parameters[name] is embeddings._parameters.get("weight")  # noqa: SLF001
+    )
+    original = {id(module._parameters[name]) for module, name, _ in owners}  # noqa: SLF001
+    model: nn.Module = base if adapter is None else PeftModel.from_pretrained(base, str(adapter))
+    given = _given_by(adapter, model) if adapter is not None else frozenset()
+    slots: dict[tuple[int, str], ParameterSlot] = {}
+    for module, name, path in owners:
+        parameter = module._parameters.get(name)  # noqa: SLF001
+        # An adapter's copy has taken the place of the base's parameter, or its values are in it already.
+        if parameter is None or id(parameter) not in original or id(parameter) in given:
+            continue
+        slots.setdefault((id(module), name), ParameterSlot(module, name, path, parameter.dtype))
+    for slot in slots.values():
+        offload(slot)
+    model.eval()
+    return SkeletonModel(model, base, tuple(slots.values()), looked_up)
+
+
+def offload(slot: ParameterSlot) -> None:
+    """Let go of the values."""
+    held = slot.module.get_parameter(slot.name)
+    nothing = torch.full((1,) * held.dim(), torch.nan, dtype=slot.dtype).expand(held.shape)
+    slot.module._parameters[slot.name] = nn.Parameter(nothing, requires_grad=False)  # noqa: SLF001
+
+
+def _fill_buffers(model: nn.Module, weights: StoredWeights) -> None:
+    """Buffers that are stored; the others were computed when the model was built."""
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in stored and weights.holds(name):
+            buffer.copy_(weights.whole(name, buffer.dtype))
+
+
+def _given_by(adapter: Path, model: nn.Module) -> frozenset[int]:
+    """Parameters of the base that the adapter's file has values for: biases, embeddings."""
+    named: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    return frozenset(id(named[name]) for name in read_adapter(adapter).tensors if name in named)
+
+
+def needs_base_weights(adapter: Path) -> bool:
+    """Whether the adapter cannot be attached to a model without weights."""
+    return is_made_from_base_weights(read_json(adapter / ADAPTER_CONFIG_FILE))
+
+
+def is_made_from_base_weights(settings: Mapping[str, Any]) -> bool:
+    """The same of adapter_config.json."""
+    return str(settings.get("peft_type")) in ADAPTER_FROM_BASE_WEIGHTS
+
+
+class WeightSource(Protocol):
+    """Where the weights of a skeleton come from; see StoredWeights for what each method gives."""
+
+    def whole(self, path: str, dtype: torch.dtype) -> torch.Tensor: ...
+    def rows(self, path: str, first: int, last: int, dtype: torch.dtype) -> torch.Tensor: ...
+    def some_rows(self, path: str, indices: Iterable[int], dtype: torch.dtype) -> torch.Tensor: ...
+    def is_one_tensor(self, path: str) -> bool: ...
+
+
+class MergedWeights:
+    """`weights` with `adapter` merged into them. Raises what the libraries raise."""
+
+    def __init__(self, stored: StoredWeights, weights: WeightSource, adapter: Path, *, allow_remote_code: bool = False) -> None:
+        self._weights = weights
+        self._skeleton = skeleton_model(stored, adapter, allow_remote_code=allow_remote_code)
+        self._empty: dict[str, list[ParameterSlot]] = {}
+        for slot in self._skeleton.slots:
+            self._empty.setdefault(slot.path, []).append(slot)
+
+    def whole(self, path: str, dtype: torch.dtype) -> torch.Tensor:
+        module, name = self._owner(path)
+        if isinstance(module, TrainableTokensWrapper):
+            module = module.token_adapter
+        if isinstance(module, ModulesToSaveWrapper):
+            copy: nn.Module = module.modules_to_save[module.active_adapter]
+            return copy.get_parameter(name).detach().to(dtype)
+        if not isinstance(module, BaseTunerLayer):
+            return self._weights.whole(path, dtype) if path in self._empty else module.get_parameter(name).detach().to(dtype)
+        within = {id(part) for part in module.modules()}
+        slots = [slot for found in self._empty.values() for slot in found if id(slot.module) in within]
+        for slot in slots:
+            values = self._weights.whole(slot.path, slot.dtype)
+            slot.module._parameters[slot.name] = nn.Parameter(values, requires_grad=False)  # noqa: SLF001
+        with torch.no_grad():
+            module.merge(safe_merge=False)
+        merged = _innermost(module).get_parameter(name).detach()
+        for layer in module.modules():
+            if isinstance(layer, BaseTunerLayer):
+                layer.merged_adapters.clear()
+        for slot in slots:
+            offload(slot)
+        return merged.to(dtype)
+
+    def rows(self, path: str, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._is_plain(path):
+            return self._weights.rows(path, first, last, dtype)
+        return self.whole(path, dtype)[first:last].clone()
+
+    def some_rows(self, path: str, indices: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._weights.some_rows(path, indices, dtype)
+
+    def is_one_tensor(self, path: str) -> bool:
+        return self._is_plain(path) and self._weights.is_one_tensor(path)
+
+    def _owner(self, path: str) -> tuple[nn.Module, str]:
+        owner, _, name = path.rpartition(".")
+        return self._skeleton.base.get_submodule(owner), name
+
+    def _is_plain(self, path: str) -> bool:
+        module, _ = self._owner(path)
+        adapted = isinstance(module, BaseTunerLayer | ModulesToSaveWrapper | TrainableTokensWrapper)
+        return not adapted and path in self._empty
+
+
+def _innermost(layer: nn.Module) -> nn.Module:
+    while isinstance(layer, BaseTunerLayer):
+        layer = layer.base_layer
+    return layer

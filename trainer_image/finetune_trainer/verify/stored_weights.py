@@ -1,0 +1,133 @@
+"""Values of a model's parameters by the model's own names, from the safetensors files of a directory: whole, or some rows.
+
+Their memory goes back to the system when they are let go of (return_freed_memory).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.model.load import lazy_zeros
+from finetune_trainer.weights.errors import BrokenCheckpointError
+from finetune_trainer.weights.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
+from finetune_trainer.weights.read_model import read_stored_model
+from finetune_trainer.weights.rounding import READ_DTYPES, TORCH_DTYPES
+from finetune_trainer.weights.stored import StoredParameter
+
+BLOCK_BYTES = 16 << 20
+"""Read at a time where values are converted."""
+M_MMAP_THRESHOLD = -3
+"""Parameter of mallopt(3)."""
+OWN_PAGES_BYTES = 1 << 20
+
+
+class StoredWeights:
+    """A model directory's weights. Raises MergeError if it is broken.
+
+    quantized: stored tensors, by name, that stand for what a quantised layer computes with (merge/quantized_base.py).
+    """
+
+    def __init__(self, directory: Path, quantized: Mapping[str, Quantization] | None = None) -> None:
+        self._checkpoint = read_checkpoint(directory)
+        self._model = read_stored_model(self._checkpoint, read_json(directory / CONFIG_FILE))
+        self._quantized = quantized or {}
+        self.directory = directory
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files together."""
+        return sum(self._checkpoint.file_bytes.values())
+
+    def holds(self, path: str) -> bool:
+        """Whether the files have a parameter or buffer of the model, under its own name or that of one tied to it."""
+        return self._model.readable(path) is not None
+
+    def whole(self, path: str, dtype: torch.dtype) -> torch.Tensor:
+        """All values of a parameter in the model's shape, rounded to `dtype`. Raises BrokenCheckpointError."""
+        parameter = self._parameter(path)
+        out = torch.empty(parameter.shape, dtype=dtype)
+        for part in parameter.parts:
+            target = out[part.place]
+            if part.header.name in self._quantized:
+                target.copy_(self._unpacked(part.header))
+            elif target.is_contiguous():
+                self._read(part.header, 0, target.view(-1))
+            else:
+                target.copy_(self._values(part.header, 0, part.header.shape[0]))
+        return out
+
+    def rows(self, path: str, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows [first, last) of a parameter that is stored as one tensor."""
+        (part,) = self._parameter(path).parts
+        if part.header.name in self._quantized:
+            return self._unpacked(part.header)[first:last].to(dtype)
+        return self._values(part.header, first, last).to(dtype)
+
+    def some_rows(self, path: str, indices: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+        """A parameter of which only the rows `indices` hold their values and take memory; the others are zero."""
+        parameter = self._parameter(path)
+        (part,) = parameter.parts
+        out = lazy_zeros(parameter.shape, dtype)
+        for row in sorted(set(indices)):
+            if not 0 <= row < parameter.shape[0]:
+                raise ValueError(f"token id {row}: {path} has {parameter.shape[0]} rows.")
+            out[row].copy_(self._values(part.header, row, row + 1)[0])
+        return out
+
+    def is_one_tensor(self, path: str) -> bool:
+        """Whether rows of the parameter can be read by themselves."""
+        parts = self._parameter(path).parts
+        return len(parts) == 1 and parts[0].expert is None and parts[0].header.name not in self._quantized
+
+    def _parameter(self, path: str) -> StoredParameter:
+        parameter = self._model.readable(path)
+        if parameter is None:
+            raise BrokenCheckpointError(
+                f"{self.directory}: holds no parameter {path}, which the model has. Fetch the model again."
+            )
+        return parameter
+
+    def _unpacked(self, header: TensorHeader) -> torch.Tensor:
+        from finetune_trainer.merge.steps.quantization import dequantized
+
+        return dequantized(self._values(header, 0, header.shape[0]), self._quantized[header.name])
+
+    def _values(self, header: TensorHeader, first: int, last: int) -> torch.Tensor:
+        out = torch.empty((last - first, *header.shape[1:]), dtype=TORCH_DTYPES[header.dtype])
+        self._read(header, first * (out[0].numel() if len(out) else 0), out.view(-1))
+        return out
+
+    def _read(self, header: TensorHeader, start: int, target: torch.Tensor) -> None:
+        """Elements [start, start + len(target)) of a stored tensor into one dimension, in blocks where its dtype is another."""
+        stored = READ_DTYPES.get(header.dtype)
+        # Integers are not weights, but there are buffers of integers, such as tables of experts.
+        if stored is None or (target.dtype.is_floating_point and not stored.is_floating_point):
+            raise BrokenCheckpointError(
+                f"{header.file}: tensor {header.name} is {header.dtype}, which no gate is known for. Give the 16-bit original."
+            )
+        step = target.numel() if stored is target.dtype else BLOCK_BYTES // stored.itemsize
+        with header.file.open("rb", buffering=0) as file:
+            file.seek(header.offset + start * stored.itemsize)
+            for first in range(0, target.numel(), step or 1):
+                piece = target[first : first + step]
+                block = piece if stored is target.dtype else torch.empty(piece.shape, dtype=stored)
+                view = block.view(torch.uint8).numpy().data
+                while view:
+                    count = file.readinto(view)
+                    if not count:
+                        raise BrokenCheckpointError(f"{header.file}: ended inside tensor {header.name}. Fetch it again.")
+                    view = view[count:]
+                if block is not piece:
+                    piece.copy_(block)
+
+
+def return_freed_memory() -> None:
+    """From `OWN_PAGES_BYTES` on, blocks of this process are mapped by themselves. Without effect if there is no mallopt."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, OWN_PAGES_BYTES)
