@@ -261,7 +261,7 @@ METHODS: dict[MethodType, Method] = {
     MethodType.LILY: _other(
         MethodType.LILY,
         refused="its layers choose among their matrices by the mean over all tokens of a batch: a document is computed with what "
-        "is packed or padded beside it, and with its own later tokens, which are not there when the model generates",
+        "is packed or padded next to it, and with its own later tokens, which are not there when the model generates",
     ),
     # Measured with 8 layers of 1024 x 1024 random float32 weights.
     MethodType.FROD: _other(

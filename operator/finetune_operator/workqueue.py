@@ -84,7 +84,7 @@ class WorkQueue(Generic[K]):
         self._patience: dict[K, float] = {}
         """Of delayed keys: what waited long may wait a little longer."""
         self._resting: KeyedHeap[K] = KeyedHeap()
-        """Keys that are not to be taken before a time, whoever adds them."""
+        """Keys that are not to be taken before a time, no matter who adds them."""
         self._failures: dict[K, int] = {}
         self._changed = asyncio.Event()
         self._first_in_line = asyncio.Lock()

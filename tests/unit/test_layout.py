@@ -29,7 +29,6 @@ COVERED_BY = {
     # Modules whose test has another name.
     "finetune_cli/app.py": "finetune_cli/checks/test_estimate.py",
     "finetune_cli/generate_rules.py": "finetune_job/rules/test_book.py",
-    "finetune_cli/local/programs.py": "finetune_cli/commands/test_merge.py",
     "finetune_cli/render/estimate.py": "finetune_cli/checks/test_estimate.py",
     "finetune_cli/render/verdicts.py": "finetune_cli/checks/test_validate.py",
     "finetune_job/api/inputs.py": "finetune_job/api/test_job.py",
@@ -107,7 +106,7 @@ COVERED_BY = {
 """The covering test, under tests/unit, by the module or by a pattern of modules; the first entry that fits counts."""
 NOT_COVERED = {"finetune_cli/commands/rehearse.py"}
 """Modules of which no test is known: what is to be written."""
-TWO_MEANINGS = {"AdapterSettings"}
+TWO_MEANINGS: set[str] = set()
 """Class names that two packages still use: the fields of a manifest, and what an adapter's own file says."""
 
 

@@ -11,9 +11,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune_cli.exit_codes import LocalError
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, TerminationReport, parse_envelope
@@ -104,34 +105,37 @@ class Interruption:
             self._send(signal.SIGTERM)
 
 
-def launch(order: RoleArguments, log: Path, interruption: Interruption, look: Callable[[], None]) -> TerminationReport:
-    """Run a role to its end, calling `look` now and then; how it ended.
+@contextlib.contextmanager
+def running(command: Sequence[str], interruption: Interruption, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has ended when the block has. `options`: of `subprocess.Popen`.
 
-    Its output goes to `log`. It gets a session of its own, so that a Ctrl-C at the terminal reaches it once, through us.
+    It gets a session of its own, so that a Ctrl-C at the terminal reaches it once, through us.
     """
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    interruption.watch(process)
+    try:
+        yield process
+    finally:
+        interruption.watch(None)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def launch(order: RoleArguments, log: Path, interruption: Interruption, look: Callable[[], None]) -> TerminationReport:
+    """Run a role to its end, calling `look` now and then; how it ended. Its output goes to `log`."""
     order.termination_log.unlink(missing_ok=True)
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            order.command(free_port()),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=(order.lock,),
-        )
-        interruption.watch(process)
-        try:
+        files = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "pass_fds": (order.lock,)}
+        with running(order.command(free_port()), interruption, **files) as process:
             while True:
                 try:
                     code = process.wait(POLL_SECONDS)
                     break
                 except subprocess.TimeoutExpired:
                     look()
-        finally:
-            interruption.watch(None)
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     text = order.termination_log.read_text(errors="replace") if order.termination_log.exists() else ""
     return outcome(order.role, order.attempt, code, parse_envelope(text) if text else None, log)
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from finetune_cli.exit_codes import ExitCode
-from finetune_cli.local.launch import Interruption
+from finetune_cli.local.launch import Interruption, running
 from finetune_job.api.output import MergeBase
 from finetune_job.failures import CLASS_OF_EXIT_CODE, USER_FAILURES
 from finetune_job.plan.run_plan import RunPlan
 
 _TAIL_BYTES = 4096
 """Of what the process said on its standard error, where it ended without a word of its own."""
+LONGEST_LINE_BYTES = 16 << 20
+"""A report of a merge names every kind of tensor, and nothing else comes near to this."""
 _WRONG_ARGUMENTS = 2
 _PROCESS = "finetune_trainer.roles.rehearse"
 
@@ -74,15 +76,11 @@ def merge_directories(
     command: Sequence[str], interruption: Interruption, progressed: Callable[[int, int], None], ended_writing: Callable[[], None]
 ) -> MergeEnd:
     """Run a merge to its end. `progressed`: bytes written, and in all. `ended_writing`: what follows is the verification."""
+    report: Mapping[str, Any] = {}
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        interruption.watch(process)
-        report: Mapping[str, Any] = {}
-        try:
-            for line in process.stdout or ():
-                said = _parsed(line)
+        files = {"stdout": subprocess.PIPE, "stderr": errors, "stdin": subprocess.DEVNULL}
+        with running(command, interruption, **files) as process:
+            for said in json_lines(process.stdout):
                 if isinstance(said.get("report"), dict):
                     report = said["report"]
                 elif isinstance(said.get("written"), int) and isinstance(said.get("total"), int):
@@ -90,23 +88,22 @@ def merge_directories(
                     if said["written"] == said["total"]:
                         ended_writing()
             code = process.wait()
-        finally:
-            interruption.watch(None)
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
         return MergeEnd(_exit_code_of_merge(code, interrupted=interruption.requested), report, _tail(errors) if code else "")
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
-    """A line of progress or the report; anything else that a library may print is none."""
-    try:
-        content = json.loads(line)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+def json_lines(stream: IO[bytes] | None) -> Iterator[dict[str, Any]]:
+    """The objects that a process writes, one a line. What is not one, as libraries may print it, or too long, is left out."""
+    is_rest = False
+    while line := stream.readline(LONGEST_LINE_BYTES) if stream is not None else b"":
+        was_rest, is_rest = is_rest, not line.endswith(b"\n")
+        if was_rest or is_rest:
+            continue
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            yield content
 
 
 def _exit_code_of_merge(code: int, *, interrupted: bool) -> ExitCode:
@@ -146,24 +143,15 @@ class RehearsalOrder:
 def run_rehearsal(order: RehearsalOrder, interruption: Interruption, said: Callable[[Mapping[str, Any]], None]) -> int:
     """Run it to its end; the exit status. `said`: each line, with one of `finding`, `stage`, `report`, `shown`."""
     with order.log.open("wb") as log:
-        process = subprocess.Popen(
-            order.command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True, env=_environment()
-        )
-        interruption.watch(process)
-        try:
+        files = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "env": _environment()}
+        with running(order.command(), interruption, **files) as process:
             if process.stdin is not None:
-                process.stdin.write(order.plan.model_dump_json().encode())
-                process.stdin.close()
-            for line in process.stdout or ():
-                said(json.loads(line))
+                # One that has ended at once says why in its log and by its exit status.
+                with contextlib.suppress(BrokenPipeError), process.stdin:
+                    process.stdin.write(order.plan.model_dump_json().encode())
+            for line in json_lines(process.stdout):
+                said(line)
             return process.wait()
-        finally:
-            interruption.watch(None)
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
 
 
 def _environment() -> dict[str, str]:

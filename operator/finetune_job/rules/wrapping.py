@@ -280,8 +280,8 @@ def fsdp1_adapter_unit(context: RuleContext) -> Problem | None:
     return Problem(
         field=field,
         value=fsdp.peft_wrap_policy if field == _PEFT_POLICY else fsdp.use_orig_params,
-        message=f"the parameters of {kind} are not modules that PEFT's wrap policy could put into units of their own, and beside "
-        'frozen weights they need original parameters: "Must flatten tensors with uniform `requires_grad`"',
+        message=f"the parameters of {kind} are not modules that PEFT's wrap policy could put into units of their own, and next "
+        'to frozen weights they need original parameters: "Must flatten tensors with uniform `requires_grad`"',
         fix=f"remove {_PEFT_POLICY} and {_ORIG_PARAMS}, or use version 2",
         changes={_PEFT_POLICY: None, _ORIG_PARAMS: None},
     )

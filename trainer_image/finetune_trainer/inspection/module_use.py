@@ -79,11 +79,11 @@ class ModuleUses:
         return self._by_layer.get(_without_inner_numbers(self._renumbered(name))) or self._anywhere.get(_without_numbers(name))
 
     def _renumbered(self, name: str) -> str:
-        def twin(found: re.Match[str]) -> str:
-            number = self._layers.twin_of(int(found[0])) if self._layers is not None else None
+        def kept(found: re.Match[str]) -> str:
+            number = self._layers.kept_layer_of(int(found[0])) if self._layers is not None else None
             return found[0] if number is None else str(number)
 
-        return _NUMBER.sub(twin, name, count=1)
+        return _NUMBER.sub(kept, name, count=1)
 
 
 def _without_inner_numbers(name: str) -> str:

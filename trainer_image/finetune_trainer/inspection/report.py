@@ -75,7 +75,7 @@ class Stage(StrEnum):
 
 
 TITLES = {
-    Stage.BUILD: "build the twin",
+    Stage.BUILD: "build the scaled-down model",
     Stage.TRAIN: "train and save",
     Stage.RESUME: "kill, resume, compare bytes",
     Stage.COMPARE: "compare with one process",

@@ -96,7 +96,7 @@ def make_scaled_model(plan: RunPlan, directory: Path, paths: RehearsalPaths) -> 
     special = special_tokens(described)
     splits = tiny_splits(scaled, tokens.size, special, scaled_tokens(tokens, plan.method))
     pad = text.get("pad_token_id")
-    facts = {"pad_token_id": tokens.twin_of(pad) if type(pad) is int and pad >= 0 else 0, "splits": sorted(splits)}
+    facts = {"pad_token_id": tokens.kept_token_of(pad) if type(pad) is int and pad >= 0 else 0, "splits": sorted(splits)}
     write_prepared(paths.prepared, splits, facts)
     is_random = has_dropout(described)
     if is_random:

@@ -157,7 +157,7 @@ def _small_lora(lora: LoraPlan, shrunken: SmallConfig, changes: list[ConfigChang
         "rank_pattern": {_renumbered(name, layers): _scaled(value, scale) for name, value in lora.rank_pattern.items()},
         "alpha_pattern": {_renumbered(name, layers): _scaled(value, scale) for name, value in lora.alpha_pattern.items()},
         "layers_to_transform": _numbers(lora.layers_to_transform, layers),
-        "trainable_token_indices": tuple(sorted({tokens.twin_of(token) for token in lora.trainable_token_indices})),
+        "trainable_token_indices": tuple(sorted({tokens.kept_token_of(token) for token in lora.trainable_token_indices})),
         **{
             field: tuple(dict.fromkeys(_renumbered(name, layers) for name in getattr(lora, field)))
             for field in ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
@@ -176,7 +176,7 @@ def _small_adapter(method: MethodPlan, adapter: AdapterPlan, shrunken: SmallConf
             numbers = _numbers(tuple(value) if isinstance(value, list) else (value,), layers)
             settings[name] = list(numbers or ())
         elif name == TRAINED_ROWS_SETTING:
-            settings[name] = sorted({shrunken.tokens.twin_of(token) for token in trained_token_ids(method)})
+            settings[name] = sorted({shrunken.tokens.kept_token_of(token) for token in trained_token_ids(method)})
         elif isinstance(value, list) and all(isinstance(each, str) for each in value):
             settings[name] = list(dict.fromkeys(_renumbered(each, layers) for each in value))
         elif name.endswith("Pattern") and isinstance(value, dict):
@@ -199,7 +199,7 @@ def _small_adapter(method: MethodPlan, adapter: AdapterPlan, shrunken: SmallConf
 def _numbers(numbers: tuple[int, ...] | None, layers: KeptLayers | None) -> tuple[int, ...] | None:
     if numbers is None or layers is None:
         return numbers
-    return tuple(sorted({kept for number in numbers if (kept := layers.twin_of(number)) is not None}))
+    return tuple(sorted({kept for number in numbers if (kept := layers.kept_layer_of(number)) is not None}))
 
 
 def _renumbered(name: str, layers: KeptLayers | None) -> str:
@@ -208,7 +208,7 @@ def _renumbered(name: str, layers: KeptLayers | None) -> str:
         return name
 
     def kept(match: re.Match[str]) -> str:
-        number = layers.twin_of(int(match[1]))
+        number = layers.kept_layer_of(int(match[1]))
         return match[1] if number is None else str(number)
 
     return _LAYER_NUMBER.sub(kept, name)
@@ -231,7 +231,7 @@ def without_unmatched(method: MethodPlan, patterns: list[str], changes: list[Con
 
 def scaled_tokens(tokens: Tokens, method: MethodPlan) -> list[int]:
     """The tokens of the scaled-down model that the job trains."""
-    return sorted({tokens.twin_of(token) for token in trained_token_ids(method)})
+    return sorted({tokens.kept_token_of(token) for token in trained_token_ids(method)})
 
 
 def _scaled(value: int, scale: float) -> int:

@@ -1,7 +1,7 @@
 """What the fields of a model's configuration mean, by the names that architectures give them.
 
 Only sizes are listed. What is not listed stays as it is, so that activation, norm, position encoding, biases, scalings and
-special modules of the twin are those of the model.
+special modules of the small model are those of the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which layers of a model its twin keeps: the fewest that have every kind of layer, and at least two."""
+"""Which layers of a model its scaled-down copy keeps: the fewest that have every kind of layer, and at least two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST = 12
 
 @dataclass(frozen=True)
 class KeptLayers:
-    """Layers of the model that its twin has, in order."""
+    """Layers of the model that the small one has, in order."""
 
     kept: tuple[int, ...]
     kinds: tuple[str, ...]
@@ -38,8 +38,10 @@ class KeptLayers:
     def count(self) -> int:
         return len(self.kept)
 
-    def twin_of(self, layer: int) -> int | None:
-        """Number in the twin of a layer of the same kind; the layer's own where it is kept. None: the model has no such layer."""
+    def kept_layer_of(self, layer: int) -> int | None:
+        """Number in the small model of a layer of the same kind; the layer's own where it is kept. None: the model has no such
+        layer.
+        """
         if not 0 <= layer < len(self.kinds):
             return None
         if layer in self.kept:

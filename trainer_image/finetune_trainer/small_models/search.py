@@ -1,4 +1,4 @@
-"""Finds the smallest twin of a model that can be built and computed.
+"""Finds the smallest scaled-down copy of a model that can be built and computed.
 
 Tries the smallest configuration first. One that cannot be built or computed is given some of the model's own sizes back, until
 one works or time is up.
@@ -21,7 +21,7 @@ from finetune_trainer.small_models.shrink import SmallConfig, shrink, trained_to
 
 log = logging.getLogger(__name__)
 MOST_PARAMETERS = 40_000_000
-"""Of a twin."""
+"""Of a small model."""
 SEARCH_SECONDS = 12.0
 _TRIED_TOKENS = 16
 
@@ -31,7 +31,7 @@ class NoSmallModelError(Exception):
 
 
 def find_small_model(plan: RunPlan, config: PreTrainedConfig, described: dict[str, Any]) -> tuple[SmallConfig, PreTrainedModel]:
-    """The smallest twin that works, with random weights in float32. Raises NoTwinError."""
+    """The smallest model that works, with random weights in float32. Raises NoSmallModelError."""
     deadline = time.monotonic() + SEARCH_SECONDS
     first_problem = ""
     for shrunken in _candidates(described, trained_token_ids(plan.method)):
@@ -39,7 +39,7 @@ def find_small_model(plan: RunPlan, config: PreTrainedConfig, described: dict[st
             return shrunken, _build(plan, config, shrunken)
         except Exception as error:  # noqa: BLE001 - code of any model; another size may do
             problem = f"{type(error).__name__}: {error}"
-            log.info("no twin with %s: %s", [change.text() for change in shrunken.changes], problem)
+            log.info("no small model with %s: %s", [change.text() for change in shrunken.changes], problem)
             first_problem = first_problem or problem
         if time.monotonic() > deadline:
             break
@@ -66,7 +66,7 @@ def _candidates(described: dict[str, Any], named: list[int]) -> Iterator[SmallCo
 
 
 def _build(plan: RunPlan, config: PreTrainedConfig, shrunken: SmallConfig) -> PreTrainedModel:
-    """The twin with random weights in float32, after a forward and a backward pass of it. Raises whatever its code raises."""
+    """The small model with random weights in float32, after a forward and a backward pass of it. Raises what its code raises."""
 
     def made(seeded: bool) -> PreTrainedModel:
         if seeded:

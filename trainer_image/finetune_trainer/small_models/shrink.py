@@ -46,7 +46,7 @@ class Tokens:
     size: int
     moved: Mapping[int, int] = field(default_factory=dict)
 
-    def twin_of(self, token: int) -> int:
+    def kept_token_of(self, token: int) -> int:
         """A token of the scaled-down model; tokens that the configuration or the job names have one of their own."""
         if token in self.moved:
             return self.moved[token]
@@ -198,9 +198,9 @@ def _moved_tokens(part: Mapping[str, Any], tokens: Tokens) -> dict[str, Any]:
         if not TOKEN_ID.search(name):
             continue
         if type(value) is int and value >= tokens.size:
-            moved[name] = tokens.twin_of(value)
+            moved[name] = tokens.kept_token_of(value)
         elif isinstance(value, list) and all(type(each) is int for each in value):
-            moved[name] = [tokens.twin_of(each) if each >= tokens.size else each for each in value]
+            moved[name] = [tokens.kept_token_of(each) if each >= tokens.size else each for each in value]
     return moved
 
 

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from finetune_job.finding import Finding
 from finetune_job.module_expressions import is_plainly_malformed, key_expression
 from finetune_job.plan.run_plan import MethodPlan
-from finetune_job.rules.method_configuration.modules import LISTS, LORA, PATTERNS, SETTINGS, AdapterSettings, adapter_settings
+from finetune_job.rules.method_configuration.modules import LISTS, LORA, PATTERNS, SETTINGS, ManifestSettings, manifest_settings
 from finetune_job.rules.rule import Problem, Reproduction, Rule, RuleContext, finding_from, rule
 
 _NEVER_COMPILED = "whatever else re.compile refuses; the operator never compiles an expression of a manifest"
 Malformed = Callable[[str], bool]
 
 
-def _malformed_text(written: AdapterSettings, is_malformed: Malformed) -> Problem | None:
+def _malformed_text(written: ManifestSettings, is_malformed: Malformed) -> Problem | None:
     wrong = {setting: text for setting in LISTS if isinstance(text := written.values.get(setting), str) and is_malformed(text)}
     if not wrong:
         return None
@@ -34,7 +34,7 @@ def _malformed_text(written: AdapterSettings, is_malformed: Malformed) -> Proble
     )
 
 
-def _malformed_key(written: AdapterSettings, is_malformed: Malformed) -> Problem | None:
+def _malformed_key(written: ManifestSettings, is_malformed: Malformed) -> Problem | None:
     held = {setting: written.values.get(setting) for setting in PATTERNS}
     patterns = {setting: pattern for setting, pattern in held.items() if isinstance(pattern, dict)}
     rest = {
@@ -67,7 +67,7 @@ def _malformed_key(written: AdapterSettings, is_malformed: Malformed) -> Problem
     in_preflight=_NEVER_COMPILED,
 )
 def module_expression_malformed(context: RuleContext) -> Problem | None:
-    return _malformed_text(adapter_settings(context), is_plainly_malformed)
+    return _malformed_text(manifest_settings(context), is_plainly_malformed)
 
 
 @rule(
@@ -83,11 +83,11 @@ def module_expression_malformed(context: RuleContext) -> Problem | None:
     in_preflight=_NEVER_COMPILED,
 )
 def adapter_pattern_malformed(context: RuleContext) -> Problem | None:
-    return _malformed_key(adapter_settings(context), is_plainly_malformed)
+    return _malformed_key(manifest_settings(context), is_plainly_malformed)
 
 
 RULES = (module_expression_malformed, adapter_pattern_malformed)
-_CHECKS: tuple[tuple[Rule, Callable[[AdapterSettings, Malformed], Problem | None]], ...] = (
+_CHECKS: tuple[tuple[Rule, Callable[[ManifestSettings, Malformed], Problem | None]], ...] = (
     (module_expression_malformed, _malformed_text),
     (adapter_pattern_malformed, _malformed_key),
 )
@@ -108,7 +108,7 @@ def expression_findings(method: MethodPlan, is_malformed: Malformed) -> list[Fin
     return [finding_from(each, problem) for each, problem in found if problem is not None]
 
 
-def _settings_of_plan(method: MethodPlan) -> AdapterSettings:
+def _settings_of_plan(method: MethodPlan) -> ManifestSettings:
     if method.lora is not None:
-        return AdapterSettings(LORA, {"rankPattern": method.lora.rank_pattern, "alphaPattern": method.lora.alpha_pattern})
-    return AdapterSettings(SETTINGS, method.adapter.settings if method.adapter is not None else {})
+        return ManifestSettings(LORA, {"rankPattern": method.lora.rank_pattern, "alphaPattern": method.lora.alpha_pattern})
+    return ManifestSettings(SETTINGS, method.adapter.settings if method.adapter is not None else {})

@@ -23,7 +23,7 @@ _SAVED = f"{LORA}.modulesToSave"
 
 
 @dataclass(frozen=True)
-class AdapterSettings:
+class ManifestSettings:
     """Names that adapter settings of any method hold, as they are written."""
 
     place: str
@@ -44,12 +44,12 @@ class AdapterSettings:
         return self.path(setting) if self.place == LORA else SETTINGS
 
 
-def adapter_settings(context: RuleContext) -> AdapterSettings:
+def manifest_settings(context: RuleContext) -> ManifestSettings:
     """Those of the method that the manifest names."""
     method = context.spec.method
     if METHODS[method.type].family is Family.OTHER:
-        return AdapterSettings(SETTINGS, method.settings or {})
-    return AdapterSettings(LORA, (method.lora or LoraSpec()).model_dump(mode="json", by_alias=True))
+        return ManifestSettings(SETTINGS, method.settings or {})
+    return ManifestSettings(LORA, (method.lora or LoraSpec()).model_dump(mode="json", by_alias=True))
 
 
 @rule(
@@ -64,7 +64,7 @@ def adapter_settings(context: RuleContext) -> AdapterSettings:
     holds_for="peft >= 0.8",
 )
 def all_linear_beside_names(context: RuleContext) -> Problem | None:
-    written = adapter_settings(context)
+    written = manifest_settings(context)
     targets = written.names("targetModules")
     if ALL_LINEAR not in targets or len(targets) == 1:
         return None
@@ -88,7 +88,7 @@ def all_linear_beside_names(context: RuleContext) -> Problem | None:
     holds_for="every version of peft",
 )
 def module_name_malformed(context: RuleContext) -> Problem | None:
-    written = adapter_settings(context)
+    written = manifest_settings(context)
     for setting in LISTS:
         names = written.names(setting)
         wrong = [name for name in names if not name.strip() or re.search(r"[\s,]", name)]
@@ -103,7 +103,7 @@ def module_name_malformed(context: RuleContext) -> Problem | None:
     return None
 
 
-def _well_formed(written: AdapterSettings) -> dict[str, Any]:
+def _well_formed(written: ManifestSettings) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for setting in LISTS:
         names = written.names(setting)
@@ -125,7 +125,7 @@ def _well_formed(written: AdapterSettings) -> dict[str, Any]:
     holds_for="peft <= 0.21",
 )
 def module_adapted_and_saved(context: RuleContext) -> Problem | None:
-    written = adapter_settings(context)
+    written = manifest_settings(context)
     targets, saved = written.names("targetModules"), written.names("modulesToSave")
     both = [name for name in targets if name in saved]
     if not both:
@@ -153,7 +153,7 @@ def module_adapted_and_saved(context: RuleContext) -> Problem | None:
     holds_for="peft >= 0.14",
 )
 def module_adapted_and_excluded(context: RuleContext) -> Problem | None:
-    written = adapter_settings(context)
+    written = manifest_settings(context)
     targets, excluded = written.names("targetModules"), written.names("excludeModules")
     both = [name for name in targets if name in excluded]
     if not both:
@@ -181,7 +181,7 @@ def module_adapted_and_excluded(context: RuleContext) -> Problem | None:
     holds_for="every version of peft",
 )
 def layers_without_targets(context: RuleContext) -> Problem | None:
-    written = adapter_settings(context)
+    written = manifest_settings(context)
     layers, targets = written.values.get("layersToTransform"), written.values.get("targetModules")
     if layers in (None, []) or written.values.get("targetParameters") or (isinstance(targets, list) and targets != [ALL_LINEAR]):
         return None
@@ -197,7 +197,7 @@ def layers_without_targets(context: RuleContext) -> Problem | None:
     )
 
 
-def _without_pattern(written: AdapterSettings) -> dict[str, Any]:
+def _without_pattern(written: ManifestSettings) -> dict[str, Any]:
     """LayersPattern means nothing without the layers."""
     return {written.path("layersPattern"): None} if written.values.get("layersPattern") else {}
 

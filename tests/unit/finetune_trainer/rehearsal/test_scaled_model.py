@@ -86,7 +86,7 @@ def test_every_kind_of_layer_stays_and_numbers_follow() -> None:
     assert small["num_hidden_layers"] == 3
     assert small["layer_types"] == ["sliding_attention", "full_attention", "full_attention"]
     assert small["mlp_only_layers"] == [2]
-    assert [layers.twin_of(number) for number in (0, 4, 5, 11, 47, 48)] == [0, 0, 1, 2, 1, None]
+    assert [layers.kept_layer_of(number) for number in (0, 4, 5, 11, 47, 48)] == [0, 0, 1, 2, 1, None]
 
 
 def test_layers_that_come_every_so_often_are_reached() -> None:
@@ -105,11 +105,11 @@ def test_tokens_that_are_named_get_rows_of_their_own() -> None:
     named = [7, 127999, 90000, 128009]
     shrunken = shrink(llama(), named)
     tokens = shrunken.tokens
-    twins = [tokens.twin_of(token) for token in [*named, 128000, 128001]]
+    twins = [tokens.kept_token_of(token) for token in [*named, 128000, 128001]]
     assert len(set(twins)) == 6
     assert all(0 <= token < tokens.size for token in twins)
     assert tokens.size % 64 == 128256 % 64
-    assert shrunken.config["eos_token_id"] == [tokens.twin_of(128001), tokens.twin_of(128009)]
+    assert shrunken.config["eos_token_id"] == [tokens.kept_token_of(128001), tokens.kept_token_of(128009)]
     assert twins[0] == 7
 
 
