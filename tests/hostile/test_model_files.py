@@ -13,7 +13,7 @@ from finetune_trainer.errors import ModelError
 from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.preflight.model_process import check_model
-from finetune_trainer.processes import sandbox as confinement
+from finetune_trainer.processes import sandbox
 from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
 from finetune_trainer.roles.preflight import run
 from finetune_trainer.weights.errors import MergeError
@@ -42,8 +42,8 @@ def assert_sensible(findings):
 @pytest.fixture
 def tight(monkeypatch):
     """Bounds that a test can wait for."""
-    monkeypatch.setattr(confinement, "CPU_SECONDS", 20)
-    monkeypatch.setattr(confinement, "DATA_BYTES", 1 << 30)
+    monkeypatch.setattr(sandbox, "CPU_SECONDS", 20)
+    monkeypatch.setattr(sandbox, "DATA_BYTES", 1 << 30)
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX, "shard"])

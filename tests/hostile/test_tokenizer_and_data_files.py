@@ -17,7 +17,7 @@ from finetune_trainer.data import render_limit
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.tokenizer import load_checked_tokenizer
 from finetune_trainer.inspection.model_files import inspect_model_files
-from finetune_trainer.processes import sandbox as confinement
+from finetune_trainer.processes import sandbox
 from finetune_trainer.roles.preflight import run
 from tests.hostile.mutations import WHOLE_FILES, spoilt_bytes, spoilt_values
 from tests.hostile.test_model_files import assert_sensible, cases, special
@@ -30,8 +30,8 @@ CHAT = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "c
 
 @pytest.fixture(autouse=True)
 def tight(monkeypatch):
-    monkeypatch.setattr(confinement, "CPU_SECONDS", 5)
-    monkeypatch.setattr(confinement, "DATA_BYTES", 1 << 29)
+    monkeypatch.setattr(sandbox, "CPU_SECONDS", 5)
+    monkeypatch.setattr(sandbox, "DATA_BYTES", 1 << 29)
     monkeypatch.setattr(render_limit, "RENDER_SECONDS", 1.0)
 
 

@@ -19,8 +19,7 @@ from finetune_operator.children.train_job import train_job
 from finetune_operator.cluster.api import Api
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import Kind
-from finetune_operator.decide import finish, reconcile, role_stage
-from finetune_operator.decide import preparation_stages as preflight_stage
+from finetune_operator.decide import finish, preparation_stages, reconcile, role_stage
 from finetune_operator.decide.actions import Actions
 from finetune_operator.decide.classify import Failure
 from finetune_operator.decide.finish import finish_failed
@@ -105,7 +104,7 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     ),
     "training that a queue may admit before preflight has passed": (
         "created without a gate|before Prepared is True",
-        lambda: patch.object(preflight_stage, "gated_train_job", train_job),
+        lambda: patch.object(preparation_stages, "gated_train_job", train_job),
     ),
     "a gate that nobody takes off": ("no rest|has not ended", lambda: patch.object(PassResult, "ungate", lambda *_: None)),
     "events that are not heard": (

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.cluster import reader as reading
+from finetune_operator.cluster import reader as module
 from finetune_operator.cluster.kinds import CONFIG_MAPS, JOBS, PROFILES
 from finetune_operator.cluster.projection import project
 from finetune_operator.cluster.reader import Reader
@@ -25,13 +25,13 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was parsed."""
     names: list[str] = []
     for name in ("parse_job", "read_status"):
-        original = getattr(reading, name)
+        original = getattr(module, name)
 
         def counted(content: Any, name: str = name, original: Any = original) -> Any:
             names.append(name)
             return original(content)
 
-        monkeypatch.setattr(reading, name, counted)
+        monkeypatch.setattr(module, name, counted)
     return names
 
 
@@ -99,10 +99,10 @@ def test_plan_is_the_text_of_its_version() -> None:
 
 def test_only_so_many_are_kept() -> None:
     reader = Reader()
-    for number in range(reading.RECENT_SPECS + 10):
+    for number in range(module.RECENT_SPECS + 10):
         reader.job(project(JOBS, objects.finetune_job(version=1, uid=f"job-{number}")))
-    assert len(reader._jobs) == reading.RECENT_JOBS
-    assert len(reader._specs) == reading.RECENT_SPECS
+    assert len(reader._jobs) == module.RECENT_JOBS
+    assert len(reader._specs) == module.RECENT_SPECS
 
 
 def test_what_is_large_is_read_again_each_time_and_never_kept(parsed: list[str]) -> None:
