@@ -220,7 +220,7 @@ def _calls_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     ("forward", "rule", "value", "said"),
     [
         (_reads, "adapter-bypassed", "down_proj", "LlamaMLP never calls them"),
-        (_reads_and_calls, "adapter-bypassed", "down_proj", "beside calling them"),
+        (_reads_and_calls, "adapter-bypassed", "down_proj", "besides calling them"),
         (_never_calls, "trained-without-gradient", "down_proj", "no pass over text calls them"),
         (_forgets, "trained-without-gradient", "gate_proj", "the loss does not depend on them"),
     ],
