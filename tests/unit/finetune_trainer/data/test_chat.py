@@ -403,11 +403,11 @@ def test_what_the_template_refuses_is_a_problem_in_its_words(turns, reason, loss
     assert "spec.data.chatTemplate" in made.fix
 
 
-def test_a_template_that_wants_words_beside_calls_or_none_at_all_says_so():
+def test_a_template_that_wants_words_next_to_calls_or_none_at_all_says_so():
     refused = one(PHI3.tokenizer(), asked(says(None, tool_calls=[called()])))
     assert refused.fix.startswith('write "" for a content that is null, or change the record')
     left_out = one(PHI3.tokenizer(), asked(says("", tool_calls=[called()])))
-    assert left_out.fix.startswith("set the content to null, beside which some templates write calls, or write the call")
+    assert left_out.fix.startswith("set the content to null, next to which some templates write calls, or write the call")
 
 
 def test_a_wrong_record_leaves_its_neighbours_alone():
