@@ -4,7 +4,7 @@ SHELL := /bin/bash
 UV_VERSION := 0.13.9
 VENV := .venv
 PYTHON := $(VENV)/bin/python
-# Without compiled bytecode every process compiles torch and transformers anew, half a minute of CPU each time.
+# Without compiled bytecode every process compiles torch and transformers again, half a minute of CPU each time.
 unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 RUNS ?= 7
@@ -137,7 +137,7 @@ bench-memory: environment ## The memory planner against what is measured: CPU, a
 	$(PYTHON) -m bench.memory
 bench-validate: environment ## `finetune validate`: milliseconds from process start, one manifest and 1,000
 	$(PYTHON) -m bench.validate
-bench-gpu: environment ## LoRA of an 8B-class model on a GPU beside TRL; says so where there is none
+bench-gpu: environment ## LoRA of an 8B-class model on a GPU next to TRL; says so where there is none
 	$(PYTHON) -m bench.gpu --runs $(RUNS)
 bench-prepare-memory: environment ## Memory of preparing 10 GB: 16 GB of disk, a quarter of an hour; fails at 1 GiB
 	$(PYTHON) -m bench.prepare --bytes 10GB --runs 1 --ours-only --tokenizer words

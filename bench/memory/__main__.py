@@ -1,4 +1,4 @@
-"""`python -m bench.memory`: the planner's predictions beside what real models take, case by case, with the error of each.
+"""`python -m bench.memory`: the planner's predictions next to what real models take, case by case, with the error of each.
 
 On the CPU: the fullest moment of a forward and backward pass, counted storage by storage. On a GPU, where there is one: torch's
 peak of allocated memory over two whole optimizer steps.

@@ -44,7 +44,7 @@ def exceeded(results: dict[str, Any], num_jobs: int) -> list[str]:
 
 
 def table(results: dict[str, Any], num_jobs: int) -> str:
-    """Figures beside their thresholds."""
+    """Figures next to their thresholds."""
     most = thresholds_of(num_jobs)
     rows = [(name, f"{value:.3f}", f"{most[name]:g}" if name in most else "") for name, value in figures(results)]
     widths = [max(len(row[column]) for row in [("figure", "measured", "at most"), *rows]) for column in range(3)]

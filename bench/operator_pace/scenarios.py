@@ -305,7 +305,7 @@ def spread(timeline: Timeline, names: Iterable[str], moments: Iterable[str]) -> 
 
 
 async def bounce(stage: Stage) -> None:
-    """The API server dies and comes back; the operator must not die with it, and goes on."""
+    """The API server dies and comes back; the operator must not die with it, and continues."""
     pid = stage.pid
     away = await asyncio.to_thread(stage.plane.bounce_api_server)
     begun = time.monotonic()

@@ -1,7 +1,7 @@
 """`python -m bench.preflight`: time and memory of preflight's look at models that no test machine could load.
 
 The models are declared, not made: real configurations, files whose headers name every tensor, and holes for weights. Each
-measurement is `finetune_trainer.preflight.model_process` as preflight starts it, in a process of its own; beside it, in the same
+measurement is `finetune_trainer.preflight.model_process` as preflight starts it, in a process of its own; next to it, in the same
 run, a process that only imports torch, transformers and peft. Prints CPU and wall seconds, peak resident memory and the ratio of
 both to the bare imports, and fails where one passes the limits, or was refused. One that passes four times the limit is ended.
 

@@ -1,1 +1,1 @@
-"""Tokens per second and memory of training on CPU, beside a bare PyTorch loop and TRL's SFTTrainer."""
+"""Tokens per second and memory of training on CPU, next to a bare PyTorch loop and TRL's SFTTrainer."""

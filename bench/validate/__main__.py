@@ -1,9 +1,9 @@
 """`python -m bench.validate [--runs N]`: how long a person waits for `finetune validate`.
 
-One manifest from process start to exit, beside what Python, pydantic and typer cost alone, in turns, so that a busy machine slows
-all of them; and 1,000 manifests in one call, from one file and from a directory. Prints the median, least and most of wall time
-and of CPU time (user and system), and the machine's load before and after. Ends with 1 where a median of CPU time is above its
-limit, or one of wall time on a machine that had a core to spare.
+One manifest from process start to exit, next to what Python, pydantic and typer cost alone, in turns, so that a busy machine
+slows all of them; and 1,000 manifests in one call, from one file and from a directory. Prints the median, least and most of wall
+time and of CPU time (user and system), and the machine's load before and after. Ends with 1 where a median of CPU time is above
+its limit, or one of wall time on a machine that had a core to spare.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ async def run(settings: Settings, timeouts: Timeouts) -> int:
         _log.info("leading", identity=settings.identity)
         return await _lead(settings, timeouts, api, health=health, metrics=metrics, stopping=stopping)
     finally:
-        # Whoever takes over must not meet a write of ours, so the lease goes back last.
+        # The next leader must not meet a write of ours, so the lease goes back last.
         await api.close()
         await leadership.stop()
         beat.cancel()

@@ -17,7 +17,6 @@ from contextlib import suppress
 from typing import Any
 
 import kopf
-from kopf._core.reactor.inventory import ResourceMemories, ResourceMemory
 from yarl import URL
 
 from finetune_operator.cluster.access import session_for_kopf
@@ -63,14 +62,6 @@ class NoProgress(kopf.ProgressStorage):  # type: ignore[misc]
     def clear(self, *, essence: Any) -> Any:
         """Nothing of ours is in it."""
         return essence
-
-
-class NoMemories(ResourceMemories):  # type: ignore[misc]
-    """No object is remembered: no handler has a state, and a thousand of kopf's records take a megabyte."""
-
-    async def recall(self, raw_body: Any, **options: Any) -> ResourceMemory:
-        """A record for this event alone."""
-        return await super().recall(raw_body, **(options | {"ephemeral": True}))
 
 
 _log = logger(__name__)
@@ -181,7 +172,6 @@ class Watches:
         tasks = await kopf.spawn_tasks(
             registry=self._registry(answers.note),
             settings=_settings(),
-            memories=NoMemories(),
             standalone=True,
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,

@@ -130,7 +130,7 @@ class WorkQueue(Generic[K]):
             self._delay(key, now + seconds, min(seconds, LONGEST_PATIENCE))
 
     def rest(self, key: K, seconds: float) -> None:
-        """Whoever adds the key, it is not taken before so many seconds have passed."""
+        """No matter who adds the key, it is not taken before so many seconds have passed."""
         until = self._clock() + seconds
         if seconds > 0 and not self._closed:
             self._resting.put(key, max(until, self._resting.at(key) or until))

@@ -117,7 +117,7 @@ def jobs(draw: st.DrawFn) -> Document:
 
 
 def _set(document: Document, path: Path, value: Any) -> None:
-    """Set or delete one place; what stands in the way becomes an object."""
+    """Set or delete one place; what is in the way becomes an object."""
     place: Any = document
     for key in path[:-1]:
         if not isinstance(place.get(key), dict):

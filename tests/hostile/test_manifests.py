@@ -134,11 +134,11 @@ def one_object(document: dict[str, Any], profile: FineTuneProfileSpec | None, *,
     assert leniently.spec == strictly.spec
     accepted = judged(strictly.spec, profile)
     if is_fixed:
-        mended(document, profile)
+        fixed(document, profile)
     return "accepted" if accepted else "refused"
 
 
-def mended(document: dict[str, Any], profile: FineTuneProfileSpec | None) -> None:
+def fixed(document: dict[str, Any], profile: FineTuneProfileSpec | None) -> None:
     """Fix after fix leads to a job that every rule accepts without a word."""
     for _ in range(100):
         job = parse_strictly(document)

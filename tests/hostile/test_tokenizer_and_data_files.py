@@ -43,7 +43,7 @@ BESIDE = {
     },
     "added_tokens.json": {"<|im_start|>": 1024, "<|im_end|>": 1025},
 }
-"""Files that older tokenizers have beside tokenizer.json, and that are read where they are."""
+"""Files that older tokenizers have next to tokenizer.json, and that are read where they are."""
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", *BESIDE])

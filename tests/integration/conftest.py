@@ -84,7 +84,7 @@ def operator(installed: Installed, workload: Workload, tmp_path: Path) -> Iterat
     """Starts operators for the test's namespace, or for all. One that is started again has the same identity, as a restarted
     container has, and so takes over at once the lease that it left when it was killed.
     """
-    # No operator runs between two tests, so whoever stands in the lease has been killed.
+    # No operator runs between two tests, so the holder of the lease has been killed.
     installed.kube.delete("Lease", SYSTEM, RELEASE)
     with ExitStack() as stack:
 

@@ -105,7 +105,7 @@ def test_every_condition_refuses_what_its_rule_refuses_and_nothing_else(workload
         causes = answer(workload.kube, workload.namespace, document)
         broken = conditions_of(causes)
         errors = errors_of(document)
-        # Rules are asked only about what the models take; the API server tries conditions beside its schema.
+        # Rules are asked only about what the models take; the API server tries conditions next to its schema.
         assert identifiers(broken) <= errors or UNREADABLE in errors & identifiers(broken), (changes, causes)
         met |= {(message, _place(cause["field"])) for cause in causes for message in broken if message in cause["message"]}
     reported = {message for message, _ in met}

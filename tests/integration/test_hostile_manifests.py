@@ -1,4 +1,4 @@
-"""Hostile manifests on the real API server beside the models and the rules: what one takes, no other may choke on."""
+"""Hostile manifests on the real API server next to the models and the rules: what one takes, no other may choke on."""
 
 from __future__ import annotations
 

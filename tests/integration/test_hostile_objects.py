@@ -236,7 +236,7 @@ def test_a_tenants_flood_neither_ends_nor_holds_up_the_operator(plane: AuditedPl
 
 
 def live(team: Workload) -> float:
-    """A well-behaved job goes on to its end, and another is accepted meanwhile. Returns the seconds."""
+    """A well-behaved job continues to its end, and another is accepted meanwhile. Returns the seconds."""
     begun = time.monotonic()
     team.succeed(Role.PREFLIGHT, name="steady")
     team.wait_for_pods(Role.TRAIN, name="steady")

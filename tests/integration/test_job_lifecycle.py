@@ -78,7 +78,7 @@ def test_refused_job_shows_its_finding_and_takes_no_pod(workload: Workload, oper
     workload.wait_for("Stalled")
     assert workload.batch_jobs(Role.PREFLIGHT) == []
     assert "startTime" not in workload.status()
-    # The mended spec goes on by itself: nothing is frozen before the start.
+    # The fixed spec continues by itself: nothing is frozen before the start.
     workload.kube.patch("FineTuneJob", workload.namespace, "tune", {"spec": {"output": {"destination": "pvc://results/tuned"}}})
     workload.wait_for("Validated")
     workload.wait_for_pods(Role.PREFLIGHT)

@@ -222,7 +222,7 @@ def test_the_reason_is_the_workloads_own(workload: Workload, operator: OperatorF
 def test_a_preemption_is_an_interruption_that_counts_for_nothing(
     workload: Workload, operator: OperatorFactory, kueue: Kueue
 ) -> None:
-    """Trap 7: suspended by somebody else is Queued, and a preempted attempt goes on in the same Job."""
+    """Trap 7: suspended by somebody else is Queued, and a preempted attempt continues in the same Job."""
     workload.apply(run={"queueName": "gpus", "maxRestarts": 0})
     operator()
     workload.succeed(Role.PREFLIGHT)

@@ -20,7 +20,7 @@ MANAGER, MANIFESTS = "KUEUE", "KUEUE_MANIFESTS"
 
 @pytest.fixture(scope="session")
 def control_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
-    """A control plane of its own with Kueue beside it."""
+    """A control plane of its own with Kueue next to it."""
     manager, manifests = os.environ.get(MANAGER, ""), os.environ.get(MANIFESTS, "")
     if not manager or not manifests:
         pytest.skip(f"no real Kueue is given: set {MANAGER} to its manager and {MANIFESTS} to config/components of its source")

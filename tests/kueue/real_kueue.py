@@ -1,4 +1,5 @@
-"""Kueue's manager as a process beside a control plane: its definitions, its webhooks at a loopback address, its configuration."""
+"""Kueue's manager as a process next to a control plane: its definitions, its webhooks at a loopback address, its
+configuration."""
 
 from __future__ import annotations
 

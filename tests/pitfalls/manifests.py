@@ -55,7 +55,7 @@ def specs(
 
 
 def plans(rule: str, changes: dict[str, Any], profile: FineTuneProfileSpec | None = None) -> tuple[RunPlan, RunPlan]:
-    """What the trainer would get of both: of the refused job as if nothing had refused it, and of the mended one."""
+    """What the trainer would get of both: of the refused job as if nothing had refused it, and of the fixed one."""
     wrong, right = specs(rule, changes, profile)
     return resolve(JOB, wrong, profile), resolve(JOB, right, profile)
 

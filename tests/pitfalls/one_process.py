@@ -119,7 +119,7 @@ def judged(changes: dict[str, Any]) -> tuple[Finding, ...]:
     return evaluate(RuleContext(FineTuneJobSpec.model_validate(manifest(changes))))
 
 
-def mended(changes: dict[str, Any], rule: str) -> dict[str, Any]:
+def fixed(changes: dict[str, Any], rule: str) -> dict[str, Any]:
     """The spec after the fix of that rule's finding."""
     finding = next(each for each in judged(changes) if each.rule == rule)
     return applied(manifest(changes), finding.changes)

@@ -1,4 +1,4 @@
-"""Adapters outside LoRA's family in FSDP units, in our trainer: apart from the base, beside it, or shared by all layers."""
+"""Adapters outside LoRA's family in FSDP units, in our trainer: apart from the base, next to it, or shared by all layers."""
 
 from __future__ import annotations
 

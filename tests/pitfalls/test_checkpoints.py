@@ -30,7 +30,7 @@ def saved_names(rank: int, form: str) -> list[str]:
 
 
 def test_a_local_state_dict_of_fsdp_1_knows_no_parameter():
-    """Whoever reads it has to have the same units on the same number of ranks; `local-state-dict`."""
+    """What reads it has to have the same units on the same number of ranks; `local-state-dict`."""
     local, whole = (run_ranks(saved_names, form)[0].value for form in ("LOCAL_STATE_DICT", "SHARDED_STATE_DICT"))
     assert {name.rpartition(".")[2] for name in local} == {"_flat_param"}
     assert {name.rpartition(".")[2] for name in whole} == {"weight"}

@@ -44,7 +44,7 @@ NOBODY = Credentials(Path("/no/such/directory"))
 
 
 def finished(claims: Path, changes: dict[str, Any], plan: RunPlan, **profile: Any) -> Example:
-    """A run of this plan whose results are complete: of the refused job as if nothing had refused it, or of the mended one."""
+    """A run of this plan whose results are complete: of the refused job as if nothing had refused it, or of the fixed one."""
     address = plan.publish.destination if plan.publish else f"pvc://{plan.output.claim}/{plan.output.path}"
     made = example(claims, {**changes, DESTINATION: address}, **profile)
     write_release_files(made.context.output, made.results())

@@ -93,8 +93,8 @@ def test_rslora_scales_by_the_root_of_the_rank():
     assert "rslora-with-alpha" in findings(type="LoRA", lora={"r": 4, "loraAlpha": 8, "useRslora": True})
     assert "rslora-with-alpha" not in findings(type="LoRA", lora={"r": 4, "loraAlpha": 8})
     # The fix gives the scale that plain LoRA has.
-    mended = plans("rslora-with-alpha", {"method.lora.r": 16, "method.lora.loraAlpha": 32, "method.lora.useRslora": True})[
+    fixed = plans("rslora-with-alpha", {"method.lora.r": 16, "method.lora.loraAlpha": 32, "method.lora.useRslora": True})[
         1
     ].method.lora
-    assert mended is not None
-    assert mended.lora_alpha / mended.r**0.5 == 32 / 16
+    assert fixed is not None
+    assert fixed.lora_alpha / fixed.r**0.5 == 32 / 16

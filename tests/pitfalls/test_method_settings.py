@@ -14,7 +14,7 @@ from finetune_job.methods import METHODS, Family, supported
 from finetune_job.rules.method_configuration.setting_conflicts import SETTING_CONFLICTS
 from finetune_job.rules.method_configuration.setting_limits import SETTING_LIMITS
 from finetune_trainer.model.adapters import config_class
-from tests.pitfalls.one_process import judged, llama, mended, peft_config, trained
+from tests.pitfalls.one_process import fixed, judged, llama, peft_config, trained
 from tests.support.method_settings import SETTINGS
 
 FITTING: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ NEEDED = {
     "loraAlpha": {"r": 4},
     "graloraK": {"r": 4},
 }
-"""What a setting needs beside it to mean anything."""
+"""What a setting needs besides it to mean anything."""
 
 
 def method_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def ids(method: str, settings: dict[str, Any]) -> set[str]:
 
 def after_the_fix(method: str, settings: dict[str, Any], rule: str) -> dict[str, Any]:
     """The settings that the fix leaves."""
-    spec = mended(method_settings(method, settings), rule)
+    spec = fixed(method_settings(method, settings), rule)
     written: dict[str, Any] = spec["method"]["settings"]
     assert rule not in ids(method, written)
     return written

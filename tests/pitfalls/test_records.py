@@ -1,4 +1,4 @@
-"""Settings of `data` that say nothing about the records they are written beside: what comes of them where nothing refuses
+"""Settings of `data` that say nothing about the records they are written with: what follows if nothing refuses
 them."""
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def test_training_data_is_named_twice_or_not_at_all(claims: Path):
     with pytest.raises(KeyError):
         prepared(claims, neither.data, "neither")
     sets = [{"source": "pvc://data/a.jsonl"}]
-    both, mended = plans(rule, {"data.source": "pvc://data/train.jsonl", "data.datasets": sets})
-    sources = [[each.source for each in plan.data.train] for plan in (both, mended)]
+    both, fixed = plans(rule, {"data.source": "pvc://data/train.jsonl", "data.datasets": sets})
+    sources = [[each.source for each in plan.data.train] for plan in (both, fixed)]
     assert sources == [["pvc://data/a.jsonl"]] * 2, "one of the two names is ignored without a word"
     assert [spec.data.source for spec in specs(rule, {"data.source": "pvc://data/x.jsonl", "data.datasets": sets})] == [
         "pvc://data/x.jsonl",

@@ -1,4 +1,5 @@
-"""Rows of the embedding that are trained beside an adapter: each once, in one way, and under FSDP 1 in a unit that holds them."""
+"""Rows of the embedding that are trained next to an adapter: each once, in one way, and under FSDP 1 in a unit that holds
+them."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def test_a_template_beside_a_claim_is_for_nothing():
     assert names(made(wrong)) == [MADE]
     assert MADE not in claims_named_by(wrong, JOB.name)
     assert names(made(right)) == []
-    plan, mended = plans("workspace-claim-or-template", changes)
-    assert settled(plan) == settled(mended)
+    plan, fixed = plans("workspace-claim-or-template", changes)
+    assert settled(plan) == settled(fixed)
     assert plan.workspace.claim == NAMED
 
 
@@ -59,8 +59,8 @@ def test_a_named_claim_is_nobodys_to_delete():
     changes = {"workspace.retain": "Delete"}
     wrong, right = specs("retain-with-named-claim", changes)
     assert made(wrong) == made(right) == []
-    plan, mended = plans("retain-with-named-claim", changes)
-    assert settled(plan) == settled(mended)
+    plan, fixed = plans("retain-with-named-claim", changes)
+    assert settled(plan) == settled(fixed)
     template = {CLAIM: None, f"{TEMPLATE}.storage": "10Gi"}
     listening, without = (FineTuneJobSpec.model_validate(manifest({**template, **more})) for more in (changes, {}))
     assert [["ownerReferences" in claim["metadata"] for claim in made(spec)] for spec in (listening, without)] == [

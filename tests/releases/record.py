@@ -64,7 +64,7 @@ class Recording:
     cluster: Any
     bodies: dict[str, Document] = field(default_factory=dict)
     states: list[Document] = field(default_factory=list)
-    """What stands in the cluster of each Job and pod beside its body, each state once."""
+    """What the cluster holds of each Job and pod besides its body, each state once."""
     stages: dict[str, Document] = field(default_factory=dict)
 
     def snapshot(self, stage: str) -> None:

@@ -1,6 +1,6 @@
 """A Kubernetes API server in memory: storage, preconditions, deletion with finalizers, quotas, namespaces that end, selectors.
 
-Objects are replaced and never changed in place, so whoever holds one holds a snapshot. `changes` is the history that watches are
+Objects are replaced and never changed in place, so the holder of one has a snapshot. `changes` is the history that watches are
 fed from.
 """
 
@@ -131,7 +131,7 @@ class ApiServer:
         return self._store(kind, current, after)
 
     def patch_status(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Document:
-        """JSON merge patch of the status subresource: whatever else stands in the patch is ignored."""
+        """JSON merge patch of the status subresource: whatever else is in the patch is ignored."""
         current = self._existing(kind, namespace, name)
         self._check(current, patch.get("metadata") or {})
         after = dict(current)

@@ -27,7 +27,7 @@ DEFAULT_MAX_RESTARTS = 3
 DEFAULT_STARTUP_DEADLINE = 1800
 WINDOW_SECONDS = 10.0
 CALLS_PER_WINDOW = 150
-"""Of the whole operator, beside `CALLS_PER_JOB` for each job: relists and restarts included."""
+"""Of the whole operator, besides `CALLS_PER_JOB` for each job: relists and restarts included."""
 CALLS_PER_JOB = 60
 CREATES_PER_WINDOW = 12
 """Tries to create one and the same object."""

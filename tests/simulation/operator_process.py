@@ -156,8 +156,8 @@ class OperatorProcess:
             for key in self.cache.job_keys():
                 self.queue.add(key, urgency(self.cache.job(key)))
             self.is_synced = True
-            beside = {"relist": relisting.run, "events": recorder.run}
-            others = [keep_trying(name, task, _unheard) for name, task in beside.items()]
+            tasks_by_name = {"relist": relisting.run, "events": recorder.run}
+            others = [keep_trying(name, task, _unheard) for name, task in tasks_by_name.items()]
             await asyncio.gather(*others, *(worker.run() for _ in range(WORKERS)))
 
         self._task = loop.create_task(work())
@@ -169,7 +169,7 @@ class OperatorProcess:
             raise AssertionError(f"the operator's process ended by itself: {error!r}") from error
 
     def kill(self) -> None:
-        """SIGKILL: nothing that it began goes on, nothing that it remembered is left."""
+        """SIGKILL: nothing that it began continues, nothing that it remembered is left."""
         self.is_alive = False
         self._wire.dead = True
         # Later, because the call may come out of one of the tasks that are to end.
@@ -214,4 +214,4 @@ class OperatorProcess:
 
 
 def _unheard(_: str) -> None:
-    """Failures of what goes on beside the workers are expected here: its requests fail."""
+    """Failures of what runs next to the workers are expected here: its requests fail."""

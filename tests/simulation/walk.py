@@ -131,7 +131,7 @@ def pod_is_disrupted(world: World, rng: random.Random) -> str | None:
     if how == "delete":
         world.delete(PODS, pod)
     elif how == "force":
-        # Whoever forces a deletion has made sure that nothing runs there any more.
+        # The one who forces a deletion has made sure that nothing runs there any more.
         world.nodes.processes.pop(pod["metadata"]["uid"], None)
         world.delete(PODS, pod, grace=0)
     else:
@@ -436,7 +436,7 @@ def _world(seed: int, loop: VirtualLoop) -> World:
     if rng.random() < 0.2:
         profile["maxActiveJobs"] = 1
     if rng.random() < 0.2:
-        # Whoever allows this has made sure that a node that does not answer has no power.
+        # The one who allows this has made sure that a node that does not answer has no power.
         profile["forceDeletePodsOfLostNodes"] = world.lost_nodes_are_off = True
     if rng.random() < 0.5:
         profile["kueue"] = {"queueDuringPreflight": True}

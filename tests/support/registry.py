@@ -107,7 +107,7 @@ def running_registry(directory: Path, address: str = "127.0.0.1", *, needs_login
         "version": "0.1",
         "log": {"level": "info"},
         "storage": {"filesystem": {"rootdirectory": str(storage)}, "delete": {"enabled": True}},
-        # Of all replicas of a registry the same, so that an upload goes on at another one.
+        # Of all replicas of a registry the same, so that an upload continues at another one.
         "http": {"addr": host, "secret": "shared-by-all-replicas"},
     }
     if needs_login:

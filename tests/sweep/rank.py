@@ -112,7 +112,7 @@ def answer(gang: Gang, rank: int, request: Request) -> Answer:
 def _train_twice(
     case: Case, plan: RunPlan, request: Request, gang: Gang
 ) -> tuple[RunContext, list[recording.Recorded], list[recording.Recorded]]:
-    """An undisturbed run, and one that goes on from its checkpoint; every rank's notes of both, and where the second one
+    """An undisturbed run, and one that continues from its checkpoint; every rank's notes of both, and where the second one
     wrote."""
     places = [request.directory / name for name in ("undisturbed", "resumed")]
     if gang.is_first:

@@ -91,7 +91,7 @@ def run_all(cases: Sequence[Case], material: Path, workers: int, done: Callable[
 
 
 def run_case(case: Case, material: Path, pool: GangPool) -> Result:
-    """One case. What fails in another way than its refusals say is mended as they say, to see whether each mistake is one."""
+    """One case. What fails in another way than its refusals say is fixed as they say, to see whether each mistake is one."""
     started = time.monotonic()
     tried = _tried(case, material, pool)
     judgement = tried.judgement
@@ -124,37 +124,37 @@ def _each_by_itself(case: Case, verdict: Verdict, material: Path, pool: GangPool
     """A case with two mistakes, of which the trainer meets the other one first; None where no change of its settings tells more.
 
     With the refused settings changed it either works, and what was refused made it fail, or it fails as the gates then say; and
-    with the other mistake mended, too, the first refusal is what is seen to happen.
+    with the other mistake fixed, too, the first refusal is what is seen to happen.
     """
-    for mended, tried in _without(case, verdict, material, pool):
+    for fixed, tried in _without(case, verdict, material, pool):
         kind, why = tried.judgement.kind, tried.judgement.why
         if kind == "accepted":
-            return Judgement("refused", f"{', '.join(verdict.ids)}: works as {mended.id}, where that is mended")
+            return Judgement("refused", f"{', '.join(verdict.ids)}: works as {fixed.id}, where that is fixed")
         if kind == "false accept":
-            return Judgement("false accept", f"as {mended.id}, where {', '.join(verdict.ids)} is mended: {why}")
+            return Judgement("false accept", f"as {fixed.id}, where {', '.join(verdict.ids)} is fixed: {why}")
         if kind not in ("refused", "policy") or tried.verdict is None:
             continue
         for _, again in _without(case, tried.verdict, material, pool):
             if again.judgement.kind in ("refused", "policy"):
-                return Judgement("refused", f"two mistakes: {again.judgement.why}; and as {mended.id}: {why}")
+                return Judgement("refused", f"two mistakes: {again.judgement.why}; and as {fixed.id}: {why}")
             if again.judgement.kind == "false refusal":
                 return again.judgement
     return None
 
 
 def _hidden_by_another(case: Case, verdict: Verdict, material: Path, pool: GangPool) -> Judgement | None:
-    """A refused setting that names nothing, for instance, shows nothing: with the others mended each refusal is what happens.
+    """A refused setting that names nothing, for instance, shows nothing: with the others fixed each refusal is what happens.
 
     None where one of them is not.
     """
     shown = {}
     for identifier in to_be_seen(verdict, int(case.of("ranks"))):
         others = {field for other in verdict.ids if other != identifier for field in verdict.fields.get(other, ())}
-        for mended in alternatives(case, others):
-            tried = _tried(mended, material, pool)
+        for fixed in alternatives(case, others):
+            tried = _tried(fixed, material, pool)
             left = set(tried.verdict.ids) & set(verdict.ids) if tried.verdict is not None else set()
             if left == {identifier} and tried.judgement.kind == "refused":
-                shown[identifier] = f"as {mended.id}: {tried.judgement.why}"
+                shown[identifier] = f"as {fixed.id}: {tried.judgement.why}"
                 break
         else:
             return None
@@ -164,10 +164,10 @@ def _hidden_by_another(case: Case, verdict: Verdict, material: Path, pool: GangP
 def _without(case: Case, verdict: Verdict, material: Path, pool: GangPool) -> Iterator[tuple[Case, _Tried]]:
     """The case with what these findings name changed, as far as they are gone then."""
     fields = {field for identifier in verdict.ids for field in verdict.fields.get(identifier, ())}
-    for mended in alternatives(case, fields):
-        tried = _tried(mended, material, pool)
+    for fixed in alternatives(case, fields):
+        tried = _tried(fixed, material, pool)
         if tried.verdict is not None and not set(tried.verdict.ids) & set(verdict.ids):
-            yield mended, tried
+            yield fixed, tried
 
 
 def _asked(case: Case, material: Path, pool: GangPool, *, ignores_own_refusals: bool) -> tuple[Observation, Verdict | None]:

@@ -106,8 +106,6 @@ COVERED_BY = {
 """The covering test, under tests/unit, by the module or by a pattern of modules; the first entry that fits counts."""
 NOT_COVERED = {"finetune_cli/commands/rehearse.py"}
 """Modules of which no test is known: what is to be written."""
-TWO_MEANINGS: set[str] = set()
-"""Class names that two packages still use: the fields of a manifest, and what an adapter's own file says."""
 
 
 @cache
@@ -160,4 +158,4 @@ def test_no_two_classes_have_the_same_name():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(module)
-    assert {name: where for name, where in places.items() if len(where) > 1 and name not in TWO_MEANINGS} == {}
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}

@@ -55,7 +55,7 @@ class Cache(Store):
         """Called with the UID of a FineTuneJob that is gone, for those that keep notes about it."""
 
     def read(self, kind: Kind, document: Any) -> CachedObject | None:
-        """What is kept of an object, whatever stands in it; None where it is a stranger's or not even its identity can be
+        """What is kept of an object, whatever it holds; None where it is a stranger's or not even its identity can be
         read.
         """
         key = self.key_of(kind, document)

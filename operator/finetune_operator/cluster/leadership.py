@@ -16,13 +16,11 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, NotLeadingError
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, Document, NotLeadingError
 from finetune_operator.cluster.lease import Elector
 from finetune_operator.logs import logger
 
-Document = dict[str, Any]
 CLAIM_LABEL = "finetune.dev/claim"
 NAMESPACES_ANNOTATION = "finetune.dev/namespaces"
 EVERYWHERE = "*"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Protocol
 
 from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, NotLeadingError
 from finetune_operator.cluster.api import Api, Document
@@ -21,21 +21,20 @@ from finetune_operator.cluster.kinds import LEASES
 from finetune_operator.logs import logger
 
 _log = logger(__name__)
-LeaseDocument = dict[str, Any]
 
 
 class LeaseStore(Protocol):
     """Where the Lease is kept. Writes raise ApiError with a conflict where somebody else was faster."""
 
-    async def read(self) -> LeaseDocument | None:
+    async def read(self) -> Document | None:
         """The Lease, or None."""
         ...
 
-    async def create(self, spec: LeaseDocument) -> LeaseDocument:
+    async def create(self, spec: Document) -> Document:
         """Make it."""
         ...
 
-    async def replace(self, lease: LeaseDocument) -> LeaseDocument:
+    async def replace(self, lease: Document) -> Document:
         """Write it, its resourceVersion being a precondition."""
         ...
 
@@ -66,7 +65,7 @@ class Elector:
         self._timing = timing
         self._clock = clock
         self._sleep = sleep
-        self._lease: LeaseDocument | None = None
+        self._lease: Document | None = None
         """As we wrote it last; a renewal needs no read."""
         self._renewed = -math.inf
         """When the last renewal that succeeded was begun. When its answer came says nothing: others count from the write."""
@@ -152,12 +151,12 @@ class Elector:
         await self._write(lease, started)
         return True
 
-    async def _write(self, lease: LeaseDocument | None, started: float) -> None:
+    async def _write(self, lease: Document | None, started: float) -> None:
         """Raises ApiError with a conflict where somebody else was faster: the lease is not ours then."""
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        spec: LeaseDocument = {} if lease is None else dict(lease.get("spec") or {})
+        spec: Document = {} if lease is None else dict(lease.get("spec") or {})
         is_renewal = lease is not None and _holder(lease) == self._identity
-        changed: LeaseDocument = {
+        changed: Document = {
             "holderIdentity": self._identity,
             "leaseDurationSeconds": int(self._timing.duration),
             "renewTime": now,
@@ -167,7 +166,7 @@ class Elector:
         self._lease = await (self._store.create(changed) if lease is None else self._store.replace(lease | {"spec": changed}))
         self._renewed = started
 
-    def _is_expired(self, spec: LeaseDocument) -> bool:
+    def _is_expired(self, spec: Document) -> bool:
         record = (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
         now = self._clock()
         if self._seen is None or self._seen[0] != record:
@@ -176,7 +175,7 @@ class Elector:
         return now - self._seen[1] >= float(spec.get("leaseDurationSeconds") or self._timing.duration)
 
 
-def _holder(lease: LeaseDocument) -> str:
+def _holder(lease: Document) -> str:
     return str((lease.get("spec") or {}).get("holderIdentity") or "")
 
 

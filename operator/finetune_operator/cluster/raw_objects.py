@@ -1,6 +1,6 @@
 """Reading objects that anybody may write: JSON of any content, fields by type, and a count of what could not be read.
 
-Whoever may write labels, annotations, owner references or a status can put anything there that the API server's types allow. A
+Who may write labels, annotations, owner references or a status can put anything there that the API server's types allow. A
 value that is not what it should be is read as absent and its path is noted; no such object ends a list, a watch or a pass.
 """
 
@@ -38,6 +38,10 @@ REMEMBERED = 4096
 """Versions of objects whose unreadable values have been told."""
 LONGEST_NAME = 64
 """Characters of a stranger's texts that go to the log."""
+YEARS = range(1970, 2200)
+"""Times outside overflow as soon as a deadline is added to them."""
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_log = logger(__name__)
 
 
 def read_json(content: bytes) -> Any:
@@ -54,11 +58,6 @@ def write_json(value: Any) -> bytes:
         return to_json(value)
     except PydanticSerializationError:
         return json.dumps(value, separators=(",", ":")).encode()
-
-
-YEARS = range(1970, 2200)
-"""Times outside overflow as soon as a deadline is added to them."""
-_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 @lru_cache(KEPT_TIMES)
@@ -181,9 +180,6 @@ class Fields:
 
     def _below(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
-
-
-_log = logger(__name__)
 
 
 class UnreadableObjects:

@@ -1,4 +1,4 @@
-"""Something that the pods need is missing or used up; it comes, and the job goes on as if nothing had been."""
+"""Something that the pods need is missing or used up; it comes, and the job continues as if nothing had been."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Expected:
     says: str = ""
     """Reason that a condition must show meanwhile; empty where nothing has to be said."""
     resumes: bool = False
-    """The next attempt goes on from a checkpoint, and repeats no step before it."""
+    """The next attempt continues from a checkpoint, and repeats no step before it."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def recorded() -> dict[str, Outcome]:
 
 
 def record(outcomes: Mapping[str, Outcome], cases: Sequence[Case]) -> None:
-    """Keep outcomes beside those of earlier runs, and write the table anew."""
+    """Keep outcomes next to those of earlier runs, and write the table again."""
     known = {**recorded(), **outcomes}
     kept = {case.name: known[case.name] for case in cases if case.name in known}
     RECORD.write_text(json.dumps({name: asdict(one) for name, one in kept.items()}, indent=2) + "\n")

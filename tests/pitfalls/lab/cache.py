@@ -27,7 +27,7 @@ def directory() -> Path:
 
 @functools.cache
 def surroundings() -> str:
-    """Digest of what every result depends on beside its case."""
+    """Digest of what every result depends on besides its case."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())

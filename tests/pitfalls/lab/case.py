@@ -33,7 +33,7 @@ class Case:
     method: str | None = "LORA"
     """PEFT's type of the adapter; None: the whole model is trained."""
     adapter: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the adapter beside `task_type`, over those of `ADAPTERS`."""
+    """Settings of the adapter besides `task_type`, over those of `ADAPTERS`."""
     autocast: bool = True
     """get_peft_model's autocast_adapter_dtype."""
     attach_after_wrapping: bool = False

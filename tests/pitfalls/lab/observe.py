@@ -1,4 +1,4 @@
-"""`observe(case)`: run a case on its ranks beside a single process with the same global batch, and compare."""
+"""`observe(case)`: run a case on its ranks next to a single process with the same global batch, and compare."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _gradients(found: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
 
 
 def _adapter(scratch: Path, plain: Path) -> dict[str, Any]:
-    """What the saved file holds beside what one process saves, and whether it is what was trained."""
+    """What the saved file holds next to what one process saves, and whether it is what was trained."""
     path = scratch / "adapter" / "adapter_model.safetensors"
     saved = _tensors(path) if path.is_file() else {}
     right = {name: tuple(value.shape) for name, value in _tensors(plain / "adapter" / "adapter_model.safetensors").items()}

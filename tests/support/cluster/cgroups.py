@@ -11,7 +11,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "finetune-test-"
 
 _CPU_SHARE = 4
-"""Times what one process outside gets: a node's pods all together would else have no more than one compiler beside them."""
+"""Times what one process outside gets: a node's pods all together would else have no more than one compiler next to them."""
 _REMOVE_SECONDS = 60.0
 
 

@@ -36,7 +36,7 @@ class Calm:
 
 
 class Compressing(BaseHTTPRequestHandler):
-    """Compresses for whoever accepts it, as an API server does with long lists."""
+    """Compresses for a client that accepts it, as an API server does with long lists."""
 
     def do_GET(self) -> None:
         """Answer."""

@@ -8,12 +8,12 @@ from finetune_job.layout import OutputLayout, WorkspaceLayout
 
 
 def test_names_on_the_workspace() -> None:
-    layout = WorkspaceLayout(Path("/claims/work/run"))
-    assert layout.checkpoints == Path("/claims/work/run/checkpoints")
-    assert layout.adapter == Path("/claims/work/run/trained")
-    assert layout.model_report == Path("/claims/work/run/preflight.json")
-    assert layout.reports("merge", 2) == Path("/claims/work/run/reports/merge-2")
-    assert layout.stacks(1) == Path("/claims/work/run/stacks/train-1")
+    layout = WorkspaceLayout(Path("/claims/workspace/run"))
+    assert layout.checkpoints == Path("/claims/workspace/run/checkpoints")
+    assert layout.adapter == Path("/claims/workspace/run/trained")
+    assert layout.model_report == Path("/claims/workspace/run/preflight.json")
+    assert layout.reports("merge", 2) == Path("/claims/workspace/run/reports/merge-2")
+    assert layout.stacks(1) == Path("/claims/workspace/run/stacks/train-1")
 
 
 def test_names_at_the_destination() -> None:

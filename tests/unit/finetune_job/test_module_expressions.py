@@ -15,7 +15,7 @@ from finetune_job.module_expressions import is_plainly_malformed, key_expression
 
 OPERATOR = Path(__file__).parents[3] / "operator"
 COMPILES = ("finetune_memory/adapters.py",)
-"""Estimates, which `finetune estimate` makes on the machine of whoever wrote the manifest, and preflight."""
+"""Estimates, which `finetune estimate` makes on the machine of the one who wrote the manifest, and preflight."""
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def against(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> int:
-    """Run the operator beside a scenario, then end it with SIGTERM. Returns its exit code."""
+    """Run the operator next to a scenario, then end it with SIGTERM. Returns its exit code."""
     kubeconfig = tmp_path / "kubeconfig"
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     servers: list[HttpServer] = []

@@ -1,4 +1,4 @@
-"""Whatever fails beside the workers is logged, counted and begun again."""
+"""Whatever fails next to the workers is logged, counted and begun again."""
 
 import asyncio
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """`s3://` destinations: an object for each file below the prefix, SHA256SUMS last.
 
-A prefix belongs to one release. Whoever sees SHA256SUMS there sees everything it names; before that, the prefix has none.
+A prefix belongs to one release. A reader that sees SHA256SUMS there sees everything it names; before that, the prefix has none.
 Nothing is ever overwritten: a prefix that holds another release, or objects of somebody else, is refused.
 
 Every object carries the SHA-256 of its file, and the store itself compares the body of each signed request with the digest in the

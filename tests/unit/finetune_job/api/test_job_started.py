@@ -1,4 +1,4 @@
-"""A job that has started goes on though this release would not take its manifest any more."""
+"""A job that has started continues though this release would not take its manifest any more."""
 
 from __future__ import annotations
 

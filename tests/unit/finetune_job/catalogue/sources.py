@@ -149,7 +149,7 @@ def _field(attribute: str, module: Source, modules: dict[str, Source], place: st
         for name, fields, node in other.functions:
             if other.path.parent == module.path.parent and isinstance(node, ast.ClassDef) and attribute in fields:
                 return Sink(name, fields.index(attribute), attribute)
-    raise AssertionError(f"{place}: nothing beside it has a field {attribute}")
+    raise AssertionError(f"{place}: nothing next to it has a field {attribute}")
 
 
 def _constant(name: str, module: Source, modules: dict[str, Source]) -> ast.expr:

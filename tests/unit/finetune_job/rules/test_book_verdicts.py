@@ -1,4 +1,4 @@
-"""Manifests with their verdicts beside them: for each rule one that it finds and a neighbour that it leaves alone."""
+"""Manifests with their verdicts next to them: for each rule one that it finds and a neighbour that it leaves alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read out of an answer, whoever has written it."""
+"""What is read out of an answer, no matter who wrote it."""
 
 from __future__ import annotations
 

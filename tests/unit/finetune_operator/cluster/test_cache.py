@@ -255,7 +255,7 @@ def test_object_that_is_not_controlled_by_a_job_of_ours_is_not_kept(kind: Kind, 
 
 @pytest.mark.parametrize("kind", [BATCH_JOBS, CONFIG_MAPS, SERVICES, PODS], ids=lambda kind: kind.name)
 def test_reference_from_another_namespace_makes_no_child(kind: Kind) -> None:
-    """Whoever knows a UID can write it into a reference, but not in the job's namespace."""
+    """Anyone who knows a UID can write it into a reference, but not in the job's namespace."""
     cache = filled()
     before = cache.num_objects()
     forged = stranger(kind)

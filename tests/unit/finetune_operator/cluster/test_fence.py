@@ -125,7 +125,7 @@ def test_fence_that_closes_between_the_look_and_the_bytes_sends_nothing() -> Non
 
 
 def test_stopped_leader_begins_no_write_when_it_goes_on() -> None:
-    """Stopped in the middle of a burst until another holds the lease. CLOCK_MONOTONIC goes on meanwhile, or this would fail."""
+    """Stopped in the middle of a burst until another holds the lease. CLOCK_MONOTONIC continues meanwhile, or this would fail."""
 
     async def scenario() -> None:
         server = ServerOfOneLease()

@@ -343,7 +343,7 @@ def test_server_that_is_away_closes_the_fence_before_the_lease_expires_and_ends_
 
 @pytest.mark.parametrize("holder_now", ["", "other"])
 def test_holder_whose_lease_another_has_had_meanwhile_ends(holder_now: str) -> None:
-    """Given back or not: whoever had it may have written, and what this replica knows is of before."""
+    """Given back or not: the one that had it may have written, and what this replica knows is of before."""
     leases, clock = EventfulLeases(), Clock()
     holder = elector(leases, "holder", clock)
     asyncio.run(holder.acquire())

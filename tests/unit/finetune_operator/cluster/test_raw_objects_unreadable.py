@@ -1,4 +1,4 @@
-"""Objects that anybody may write: whatever stands in them, nothing raises, and what cannot be read is counted once."""
+"""Objects that anybody may write: whatever they hold, nothing raises, and what cannot be read is counted once."""
 
 import asyncio
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""A node that stops answering: told at once, nothing new beside what may still run there, and a limit."""
+"""A node that stops answering: told at once, nothing new next to what may still run there, and a limit."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_node_that_does_not_answer_for_half_an_hour_needs_a_human() -> None:
     late = reconcile(restarted().but(status=blocked).build(), after(1_769))
     assert condition(late, ConditionType.STALLED) == ("True", Reason.BLOCKED_ON_NODE)
     freed = restarted().but(status=written(late), live=LiveChildren())
-    assert "Job/tune-train-1" in created(reconcile(freed.build(), after(9_999))), "it goes on by itself"
+    assert "Job/tune-train-1" in created(reconcile(freed.build(), after(9_999))), "it continues by itself"
 
 
 def test_an_earlier_attempt_that_ends_in_time_is_not_worth_a_word() -> None:

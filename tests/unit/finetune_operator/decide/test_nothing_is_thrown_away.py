@@ -131,8 +131,8 @@ def test_what_comes_after_the_training_and_cannot_start_waits_for_a_human_and_go
     assert condition(actions, ConditionType.SUCCEEDED)[0] == "Unknown"
     assert condition(actions, ConditionType.FINISHED)[0] == "False"
     assert deleted(actions) == []
-    mended = replace(seen, status=written(actions)).running()
-    assert condition(reconcile(mended.build(), after(60)), ConditionType.STALLED)[0] == "False"
+    fixed = replace(seen, status=written(actions)).running()
+    assert condition(reconcile(fixed.build(), after(60)), ConditionType.STALLED)[0] == "False"
 
 
 @pytest.mark.parametrize("role", ["preflight", "train"])

@@ -1,4 +1,4 @@
-"""What of a run's progress stands in status."""
+"""What status shows of a run's progress."""
 
 from finetune_job.progress import Progress
 from finetune_operator.decide.progress import progress_of_facts, progress_status

@@ -1,4 +1,4 @@
-"""What keeps a job waiting is said in the words of whoever makes it wait: API server, queue, namespace limit, user."""
+"""What keeps a job waiting is said in the words of what makes it wait: API server, queue, namespace limit, user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When checkpoints are made, beside the training loop or in it, and what happens when one cannot be written."""
+"""When checkpoints are made, next to the training loop or in it, and what happens when one cannot be written."""
 
 from __future__ import annotations
 

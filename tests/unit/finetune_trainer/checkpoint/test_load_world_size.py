@@ -1,4 +1,4 @@
-"""A run that goes on with another number of ranks sees the same data in the same order and learns the same."""
+"""A run that continues with another number of ranks sees the same data in the same order and learns the same."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_two_then_four_then_one_rank_learn_what_two_ranks_learn(tmp_path: Path, 
     assert run_gang(undisturbed) == [0, 0]
     seen = [Seen(tmp_path / f"seen-{number}") for number in range(3)]
     contexts = [context_of(tmp_path / "changed", method, ranks) for ranks in (2, 4, 1)]
-    # Killed in steps 4 and 7, so that the next gang goes on after steps 2 and 6.
+    # Killed in steps 4 and 7, so that the next gang continues after steps 2 and 6.
     assert any(run_gang(contexts[0], [seen[0], Fault("train.step:set_learning_rate", call=4, rank=1)]))
     assert any(run_gang(contexts[1], [seen[1], Fault("train.step:set_learning_rate", call=5, rank=3)]))
     assert run_gang(contexts[2], [seen[2]]) == [0]

@@ -1,4 +1,4 @@
-"""The templates of published models, which TRL ships beside variants of its own that mark what is generated.
+"""The templates of published models, which TRL ships next to variants of its own that mark what is generated.
 
 What is found to be the assistant's in the template as it was published has to be marked in TRL's variant of it, and whatever TRL
 marks beyond that is the template's own: a header, or the empty thought with which a prompt ends.

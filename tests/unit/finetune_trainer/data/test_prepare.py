@@ -275,7 +275,7 @@ def test_training_records_that_are_held_out_are_a_warning_that_counts_them(claim
     assert finding.message.startswith("3 of its 6 records are held out")
 
 
-# The same bytes, whoever prepares them
+# The same bytes, no matter who prepares them
 
 
 def many(claims, count=300):

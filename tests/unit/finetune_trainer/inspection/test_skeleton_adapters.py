@@ -56,7 +56,7 @@ def test_adapters_of_stacked_experts_have_the_element_types_of_real_ones(tmp_pat
 
 
 def test_pefts_own_functions_are_there_again_afterwards(base):
-    """What stands in for them while the model is looked at would train nothing."""
+    """What replaces them while the model is looked at would train nothing."""
     plan = plan_of(_spec("SHiRA", SETTINGS["SHiRA"]))
     valueless.attach_skeleton_adapters(load_skeleton(plan, base)[0], plan, base)
     real = attach(build_with_lazy_zeros(plan, base), plan)

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
     "modules to save": (tiny.llama(), {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "embed_tokens"]}),
     "bias all": (tiny.llama(attention_bias=True), {"target_modules": ["q_proj", "up_proj"], "bias": "all"}),
     "bias lora_only": (tiny.qwen2(), {"target_modules": ["q_proj", "v_proj"], "bias": "lora_only"}),
-    "bias all beside a saved norm": (
+    "bias all next to a saved norm": (
         tiny.gpt2(),
         {"fan_in_fan_out": True, "target_modules": ["c_attn"], "bias": "all", "modules_to_save": ["ln_f"]},
     ),
@@ -91,7 +91,7 @@ def test_every_tensor_has_pefts_bits(case: str, dtype: torch.dtype, tmp_path: Pa
 
 def test_a_bias_that_is_written_twice_and_differs_is_refused(tmp_path: Path) -> None:
     """With bias "all" PEFT writes that of a module that it saves whole under several names."""
-    config, lora = CASES["bias all beside a saved norm"]
+    config, lora = CASES["bias all next to a saved norm"]
     base = tiny.save_base(tmp_path / "base", config, torch.float32)
     adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(**lora))
     file, copy = adapter / "adapter_model.safetensors", "base_model.model.transformer.ln_f.modules_to_save.bias"

@@ -60,7 +60,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "router": Case("mixtral", {**ON_BOTH, "target_parameters": ["gate.weight", DOWN]}),
-    "router beside linear layers": Case("qwen2_moe", {"target_modules": ATTENTION, "target_parameters": ["mlp.gate.weight"]}),
+    "router next to linear layers": Case("qwen2_moe", {"target_modules": ATTENTION, "target_parameters": ["mlp.gate.weight"]}),
     "shared experts": Case("qwen2_moe", {**ON_BOTH, "target_modules": ["shared_expert.down_proj", "shared_expert_gate"]}),
     "linear layers' weights": Case(
         "mixtral", {"target_modules": [], "target_parameters": ["q_proj.weight", "embed_tokens.weight"]}

@@ -1,4 +1,4 @@
-"""Whole modules and biases that are trained beside adapters of a 16-bit base: held in float32, computed like the base.
+"""Whole modules and biases that are trained next to adapters of a 16-bit base: held in float32, computed like the base.
 
 On two ranks, against all of it in float32 in one process: what is left are the roundings of bfloat16.
 """

@@ -32,17 +32,17 @@ def inputs() -> torch.Tensor:
 @pytest.mark.parametrize("is_fresh", [True, False])
 def test_a_layer_computes_in_float16_what_peft_computes_in_float32(is_fresh: bool) -> None:
     """Not fresh: with a B that is not zero, whose product is not simply that of the base."""
-    exact, mended = layer(is_fresh).float(), layer(is_fresh).float()
-    compute_delora_in_float32(nn.Sequential(mended))
+    exact, fixed = layer(is_fresh).float(), layer(is_fresh).float()
+    compute_delora_in_float32(nn.Sequential(fixed))
     wanted = exact(inputs().half().float())
     wanted.square().sum().backward()
     with torch.autocast("cpu", dtype=torch.float16):
-        found = mended(inputs().half())
+        found = fixed(inputs().half())
     found.float().square().sum().backward()
     assert found.dtype is torch.float16
     assert (found.float() - wanted).abs().max() <= 0.005 * wanted.abs().max()
     for name in ("delora_A", "delora_B", "delora_lambda"):
-        gradient, expected = (getattr(each, name)["default"].grad.float() for each in (mended, exact))
+        gradient, expected = (getattr(each, name)["default"].grad.float() for each in (fixed, exact))
         assert (gradient - expected).norm() <= 0.01 * expected.norm(), name
 
 

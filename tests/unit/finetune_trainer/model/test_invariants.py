@@ -1,4 +1,4 @@
-"""What the element type of a base in memory means for adapters beside it."""
+"""What the element type of a base in memory means for adapters next to it."""
 
 from __future__ import annotations
 

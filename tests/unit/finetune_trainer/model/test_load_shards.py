@@ -64,7 +64,7 @@ def test_a_rank_needs_memory_for_its_shard_and_not_for_the_model(tmp_path: Path)
     num_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
     gang(_measure, 2, tmp_path, spec_of({"type": "LoRA", "lora": {"r": 4}}, {}, 2), write_tiny_llama(tmp_path / "tiny"), base)
     for path in tmp_path.glob("peak-*"):
-        # Half of the model, one layer and a block, where loading it whole takes all of it and the shard beside it.
+        # Half of the model, one layer and a block, where loading it whole takes all of it and the shard next to it.
         assert int(path.read_text()) < num_bytes
 
 

@@ -1,4 +1,4 @@
-"""Models with frequencies of their own for long texts: each document is computed as alone, whatever stands beside it."""
+"""Models with frequencies of their own for long texts: each document is computed as alone, whatever stands next to it."""
 
 from __future__ import annotations
 

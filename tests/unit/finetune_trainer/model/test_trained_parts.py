@@ -1,4 +1,5 @@
-"""What is trained beside low-rank matrices: rows of embeddings, stacked experts, whole modules, and either side of a tied weight.
+"""What is trained next to low-rank matrices: rows of embeddings, stacked experts, whole modules, and either side of a tied
+weight.
 
 On two ranks and loaded shard by shard, against transformers and PEFT in one process; then as PEFT loads it, and as it is merged.
 """

@@ -36,7 +36,7 @@ def spent(attempt: int, start: float, step: int, **seconds: float) -> TimeSpent:
 
 
 def test_steps_done_again_after_a_kill_are_lost() -> None:
-    """Attempt 0 saves at step 10, goes on to 14, is killed; attempt 1 starts at 10 and finishes."""
+    """Attempt 0 saves at step 10, continues to 14, is killed; attempt 1 starts at 10 and finishes."""
     found = goodput_totals(
         [
             AttemptStarted(attempt=0, time=100, step=0),

@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16,
     },
 }  # fmt: skip
-"""The last has linear layers of the names that its experts had: in its first layer, and beside the experts of the second."""
+"""The last has linear layers of the names that its experts had: in its first layer, and next to the experts of the second."""
 MLP = ["gate_proj", "up_proj", "down_proj"]
 WEIGHTS = ["down_proj.weight", "gate_proj.weight", "up_proj.weight"]
 NUM_DENSE = 6

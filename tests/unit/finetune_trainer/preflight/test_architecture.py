@@ -54,7 +54,7 @@ def errors(plan: Any, directory: Path) -> dict[str, str]:
     [
         ("llama", "Full", {}, "0.1", ("q_proj.weight", "0.input_layernorm.weight", "(model.layers.0)")),
         ("llama", "Full", {}, "0", ()),
-        # Each weight is a unit of its own, so that only biases lie beside a weight that decays.
+        # Each weight is a unit of its own, so that only biases lie next to a weight that decays.
         ("llama", "Full", {"peftWrapPolicy": True}, "0.1", ()),
         ("qwen2", "Full", {"peftWrapPolicy": True}, "0.1", ("q_proj.weight", "q_proj.bias")),
         ("qwen2", "Full", {"peftWrapPolicy": True, "useOrigParams": True}, "0.1", ()),
@@ -166,8 +166,8 @@ def test_what_no_adapter_of_experts_can_is_mended_by_what_the_finding_says(
     (found,) = [finding for finding in findings if finding.severity == "error"]
     assert {change.field: change.value for change in found.changes} == changes
     assert all(f"{field}: {value}" in found.fix for field, value in changes.items())
-    mended = {"type": changes.get("spec.method.type", method["type"]), "lora": {"loraDropout": "0"}}
-    assert errors(plan(mended), directory) == {}
+    fixed = {"type": changes.get("spec.method.type", method["type"]), "lora": {"loraDropout": "0"}}
+    assert errors(plan(fixed), directory) == {}
 
 
 def test_targets_that_peft_cannot_choose_are_asked_for(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from finetune_trainer.preflight.meta_model import max_positions, max_row
         (32768, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
         (40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
         (32768, {"rope_type": "yarn", "factor": 4.0}, 131072),
-        # Stretched by whoever published it.
+        # Stretched by its publisher.
         (131072, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
         (16384, {"rope_type": "linear", "factor": 4.0}, 16384),
         (131072, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

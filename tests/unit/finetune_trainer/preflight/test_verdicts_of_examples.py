@@ -1,4 +1,4 @@
-"""Each file of examples/ gets the verdict that stands in its first lines."""
+"""Each file of examples/ gets the verdict that its first lines name."""
 
 import re
 

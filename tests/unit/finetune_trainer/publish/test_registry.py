@@ -183,7 +183,7 @@ def test_credentials_stay_with_the_registry_when_it_sends_us_on(servers):
     assert asked.send("PUT", asked.url("x"), {}, b"body", what="trying").content == b"stored"
     [request] = storage.seen
     assert (request.path, request.authorization, request.body) == ("/signed?Signature=x%2Fy", None, b"body")
-    # An upload that goes on elsewhere is told by its location alone.
+    # An upload that continues elsewhere is told by its location alone.
     asked.send("PUT", f"{storage.address}/upload", {}, b"body", what="trying")
     assert storage.seen[-1].authorization is None
 

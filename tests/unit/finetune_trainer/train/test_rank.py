@@ -95,7 +95,7 @@ def test_the_rank_that_failed_is_the_cause_and_the_other_its_echo(
     assert cause.step == 2
     if failure is not FailureClass.INTERNAL:
         assert cause.hint
-    # What was saved before is unharmed: the next attempt goes on from there.
+    # What was saved before is unharmed: the next attempt continues from there.
     assert run_gang(context) == [0, 0]
 
 
@@ -174,7 +174,7 @@ def test_a_full_workspace_is_named_and_harms_no_older_checkpoint(tmp_path: Path)
         filler.unlink()
         kept = sorted(path.name for path in context.workspace.checkpoints.glob("step-*") if ".tmp-" not in path.name)
         assert kept
-        # With room again the run goes on from the newest whole checkpoint.
+        # With room again the run continues from the newest whole checkpoint.
         assert run_gang(context) == [0, 0]
 
 

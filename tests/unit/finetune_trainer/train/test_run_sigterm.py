@@ -1,4 +1,4 @@
-"""SIGTERM at any moment of a run: the state is saved or the run ends well, and the next attempt goes on from there."""
+"""SIGTERM at any moment of a run: the state is saved or the run ends well, and the next attempt continues from there."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_chats_train_as_in_trl(tmp_path: Path, method: str) -> None:
             callbacks=[kept],
         )  # fmt: skip
         trainer.train()
-        # The next step goes on with the same model, and new records.
+        # The next step continues with the same model, and new records.
         model = trainer.model
         fed.append(trainer.fed)
         losses.append(sum(trainer.precise))

@@ -1,4 +1,4 @@
-"""The page for people says the verdict first and shows thresholds beside what was measured."""
+"""The page for people says the verdict first and shows thresholds next to what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QLoRA: the gate judges the base that the merge used; the figures of the other base are reported beside it."""
+"""QLoRA: the gate judges the base that the merge used; the figures of the other base are reported next to it."""
 
 from __future__ import annotations
 
