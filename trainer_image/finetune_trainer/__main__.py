@@ -71,8 +71,9 @@ def _train(context: RunContext, arguments: argparse.Namespace) -> TerminationRep
 
 
 def _merge(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
-    from finetune_trainer.processes.start import preload
+    from finetune_trainer.processes.start import keep_bitsandbytes_out, preload
 
+    keep_bitsandbytes_out(context.plan)
     preload("finetune_trainer.roles.merge")
     from finetune_trainer.roles.merge import merge
 

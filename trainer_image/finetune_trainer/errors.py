@@ -8,6 +8,11 @@ from typing import ClassVar
 
 from finetune_job.failures import FailureClass
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a file system that is full, a quota, or a limit of file sizes."""
+REFUSED_WRITES = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Error numbers of a file or file system that may not be changed."""
+
 
 class TrainerError(Exception):
     """A failure whose class is known. The message names the field or file, the value and the reason; the hint says what to do."""
@@ -51,11 +56,15 @@ class CheckpointError(TrainerError):
 
 
 class ForeignCheckpointError(CheckpointError):
-    """A checkpoint is whole, but of another run or of other data."""
+    """A checkpoint is whole, but of another run."""
 
 
 class SaveError(TrainerError):
-    """A checkpoint could not be written: the storage is full or failing. Older checkpoints are unharmed."""
+    """A checkpoint could not be written, because the storage fails or may not be written to. Older checkpoints are unharmed."""
+
+
+class DiskFullSaveError(SaveError):
+    """A checkpoint could not be written, because there is no room for it."""
 
     failure = FailureClass.DISK_FULL
 
@@ -114,7 +123,7 @@ def classify(error: BaseException) -> tuple[FailureClass, str]:
 def _classify_one(error: BaseException) -> tuple[FailureClass, str] | None:
     if isinstance(error, TrainerError):
         return error.failure, error.hint
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in NO_SPACE:
         return FailureClass.DISK_FULL, f"make room on the claim that holds {error.filename or 'the workspace'}, or enlarge it"
     if isinstance(error, MemoryError):
         return FailureClass.HOST_OUT_OF_MEMORY, "raise the memory of the profile's resources"

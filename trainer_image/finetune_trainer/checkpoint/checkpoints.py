@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from finetune_trainer.checkpoint.load import checkpoints_of_this_run, load, newest_valid, verified_manifest
+from finetune_trainer.checkpoint.evidence import recorded_progress
+from finetune_trainer.checkpoint.load import load, newest_valid, unusable_checkpoints, verified_manifest
 from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState, directory_name
 from finetune_trainer.checkpoint.save import PendingSave, Snapshot, begin_save, commit_save
 from finetune_trainer.checkpoint.state import ParameterRange
@@ -17,6 +18,10 @@ from finetune_trainer.errors import CheckpointError, SaveError
 from finetune_trainer.ranks.gang import Gang
 
 log = logging.getLogger(__name__)
+_HINT = (
+    "repair the storage or restore the directory; to give up what was trained, remove it and the files history.jsonl and "
+    "accounts.jsonl next to it, then start again"
+)
 FAILURES_IN_A_ROW = 2
 """A periodic save may fail, because the next one may find room; so many in a row end the run."""
 
@@ -34,7 +39,7 @@ class Checkpoints:
         self._gang, self._pieces, self._optimizer = gang, pieces, optimizer
         self._plan = context.plan.checkpoint
         self._exports_best = context.plan.evaluation.load_best_model_at_end
-        self._root = context.workspace.checkpoints
+        self._workspace, self._root = context.workspace, context.workspace.checkpoints
         self._origin = Origin(learning_sha256=context.learning_sha256, data_hash=data_hash)
         self._newest: tuple[Path, Manifest] | None = None
         self._best_step: int | None = None
@@ -50,21 +55,33 @@ class Checkpoints:
     def resume(self) -> Manifest | None:
         """Load the newest valid checkpoint into parameters and optimizer; None if this run has never completed one.
 
-        Raises CheckpointError, also if there are checkpoints of this run and none is valid.
+        Raises CheckpointError, also if this run has completed one and none can be used.
         """
         self._newest = newest_valid(self._root, self._gang, self._origin)
         if self._newest is None:
-            names = checkpoints_of_this_run(self._root, self._gang, self._origin)
-            if names:
-                raise CheckpointError(
-                    f"{self._root}: none of this run's checkpoints can be read as it was written: {', '.join(names)}",
-                    "repair the storage or restore the directory; to give up what was trained, remove it and start again",
-                )
+            self._check_never_completed()
             return None
         directory, manifest = self._newest
         load(directory, manifest, self._pieces, self._optimizer)
         self._best_step = manifest.best_step
         return manifest
+
+    def _check_never_completed(self) -> None:
+        unusable = unusable_checkpoints(self._root, self._gang, self._origin)
+        if unusable.own:
+            raise CheckpointError(
+                f"{self._root}: none of this run's checkpoints can be used: {', '.join(unusable.own)}; the newest: "
+                f"{next(iter(unusable.own.values()))}",
+                _HINT,
+            )
+        evidence = self._gang.from_first(recorded_progress(self._workspace) if self._gang.is_first else None)
+        # If checkpoints are another run's, so are the records.
+        if evidence is not None and not unusable.foreign:
+            raise CheckpointError(
+                f"{self._root}: {evidence.file.name} says that the checkpoint of step {evidence.step} was complete, and no "
+                "checkpoint is there",
+                _HINT,
+            )
 
     def due(self, step: int) -> bool:
         """Whether the plan asks for a checkpoint after this step; the same on all ranks. Call once after each step.

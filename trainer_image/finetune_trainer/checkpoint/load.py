@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from finetune_trainer.checkpoint.manifest import MANIFEST, Manifest, Origin, RangeEntry, read_manifest, tensor_key, verify_file
+from finetune_trainer.checkpoint.manifest import Manifest, Origin, RangeEntry, read_manifest, tensor_key, verify_file
 from finetune_trainer.checkpoint.retention import checkpoint_directories, remove_leftovers
 from finetune_trainer.checkpoint.state import PARAMETER, ParameterRange, check_kind, create_state, restore_count, state_form
 from finetune_trainer.errors import CheckpointError, ForeignCheckpointError
 from finetune_trainer.ranks.gang import Gang
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UnusableCheckpoints:
+    """Names of checkpoints that cannot be used."""
+
+    own: dict[str, str]
+    """Damaged, without a manifest, or of other data than is prepared, and what is wrong."""
+    foreign: list[str]
+    """Of a run that learns something else."""
 
 
 def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest] | None:
@@ -49,26 +60,25 @@ def verified_manifest(directory: Path, gang: Gang, origin: Origin) -> tuple[Mani
     return (None if problems else manifest), problems
 
 
-def checkpoints_of_this_run(root: Path, gang: Gang, origin: Origin) -> list[str]:
-    """Names of this run's checkpoints, newest first, whether valid or not; the same on all ranks.
+def unusable_checkpoints(root: Path, gang: Gang, origin: Origin) -> UnusableCheckpoints:
+    """Whose the checkpoints are of which none could be used, newest first; the same on all ranks.
 
-    If none of them is valid they were complete once, because a checkpoint gets its name last. Beginning again would then
-    silently throw away all progress, often for a storage that is only out of reach for the moment. What bears another run's
-    manifest, or none at all, was never progress of this run.
+    A checkpoint gets its name last, so what bears one was complete once. It is another run's only if its manifest says so: what
+    has no manifest, or one that cannot be read, may be all that is left of this run's progress.
     """
-    names = []
+    own: dict[str, str] = {}
+    foreign: list[str] = []
     if gang.is_first:
         for directory in checkpoint_directories(root):
             try:
-                if (directory / MANIFEST).exists():
-                    read_manifest(directory, origin)
-                    names.append(directory.name)
+                read_manifest(directory, origin)
             except ForeignCheckpointError:
-                continue
-            except (CheckpointError, OSError):
-                names.append(directory.name)
-    found: list[str] = gang.from_first(names)
-    return found
+                foreign.append(directory.name)
+            except (CheckpointError, OSError) as error:
+                own[directory.name] = str(error)
+            else:
+                own[directory.name] = f"{directory}: a file is not what was written"
+    return UnusableCheckpoints(*gang.from_first((own, foreign)))
 
 
 def load(directory: Path, manifest: Manifest, found: list[ParameterRange], optimizer: torch.optim.Optimizer) -> None:

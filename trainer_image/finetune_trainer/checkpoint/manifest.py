@@ -4,7 +4,7 @@ step-0000000100/             complete by its name alone
     rank-00000.safetensors   one per rank
     manifest.json            written last: files, sizes, digests, and which range of which parameter is where
 step-0000000200.tmp-<uuid>/  being written, or left by a killed run
-latest                       name of the newest complete checkpoint, for people; loading scans instead
+latest                       name of the newest complete checkpoint; loading scans instead, and asks it only if nothing is found
 """
 
 from __future__ import annotations
@@ -147,11 +147,13 @@ def read_manifest(directory: Path, origin: Origin) -> Manifest:
         manifest = decode_manifest((directory / MANIFEST).read_bytes())
     except OSError as error:
         raise CheckpointError(f"{directory / MANIFEST}: cannot be read ({error})") from error
+    if directory.name != directory_name(manifest.step):
+        raise CheckpointError(f"{directory}: holds the checkpoint of step {manifest.step}, which its name does not say")
     found = manifest.origin
     if found.learning_sha256 != origin.learning_sha256:
         raise ForeignCheckpointError(f"{directory}: belongs to run {found.learning_sha256}, this is {origin.learning_sha256}")
     if found.data_hash != origin.data_hash:
-        raise ForeignCheckpointError(f"{directory}: was trained on data {found.data_hash}, prepared is {origin.data_hash}")
+        raise CheckpointError(f"{directory}: was trained on data {found.data_hash}, prepared is {origin.data_hash}")
     if [entry.name for entry in manifest.files] != [rank_file(rank) for rank in range(manifest.world_size)]:
         raise CheckpointError(f"{directory}: does not list one file for each of {manifest.world_size} ranks")
     for entry in manifest.files:

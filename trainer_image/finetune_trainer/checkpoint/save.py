@@ -14,7 +14,7 @@ import shutil
 import struct
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,13 +34,14 @@ from finetune_trainer.checkpoint.manifest import (
 )
 from finetune_trainer.checkpoint.retention import prune
 from finetune_trainer.checkpoint.state import PARAMETER, ParameterRange, agreed_optimizer_entry, state_form
-from finetune_trainer.errors import SaveError
+from finetune_trainer.errors import NO_SPACE, REFUSED_WRITES, DiskFullSaveError, SaveError
 from finetune_trainer.files import TEMPORARY_MARK, publish_directory, write_durably
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.weights.rounding import TORCH_DTYPES
 
 log = logging.getLogger(__name__)
-SAVE_HINT = "make room on the claim that holds the workspace, or enlarge it; the older checkpoints are unharmed"
+_CLAIM = "the claim that holds the workspace"
+_UNHARMED = "the older checkpoints are unharmed"
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _CHUNK_BYTES = 16 << 20
 """Written and hashed at a time, so that the bytes are still in a cache when they are hashed."""
@@ -118,12 +119,12 @@ def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tupl
     (outcome,) = writing.outcome
     if isinstance(outcome, BaseException) and not isinstance(outcome, OSError):
         raise outcome
-    error = f"rank {gang.rank}: {outcome}" if isinstance(outcome, OSError) else ""
+    error = (f"rank {gang.rank}: {outcome}", outcome.errno) if isinstance(outcome, OSError) else None
     entry = outcome.model_dump() if isinstance(outcome, FileEntry) else None
     told = gang.gather((entry, error))
-    if errors := [text for _, text in told if text]:
+    if errors := [found for _, found in told if found is not None]:
         _discard(writing.temporary, gang)
-        raise SaveError(f"checkpoint of step {writing.unfinished.step}: {'; '.join(errors)}", SAVE_HINT)
+        raise _save_error(f"checkpoint of step {writing.unfinished.step}", errors)
     files = [FileEntry.model_validate(value) for value, _ in told]
     manifest = writing.unfinished.model_copy(update={"files": files})
     final = root / directory_name(manifest.step)
@@ -157,16 +158,26 @@ def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 def _by_first(gang: Gang, action: Callable[[], None], temporary: Path) -> None:
     """Let rank 0 do something on the file system and all ranks know whether it failed."""
-    error = ""
+    error: tuple[str, int | None] | None = None
     if gang.is_first:
         try:
             action()
         except OSError as failed:
-            error = f"rank 0: {failed}"
+            error = (f"rank 0: {failed}", failed.errno)
     error = gang.from_first(error)
-    if error:
+    if error is not None:
         _discard(temporary, gang)
-        raise SaveError(f"{temporary.name}: {error}", SAVE_HINT)
+        raise _save_error(temporary.name, [error])
+
+
+def _save_error(what: str, errors: Sequence[tuple[str, int | None]]) -> SaveError:
+    """errors: message and number of each rank's."""
+    message = f"{what}: {'; '.join(text for text, _ in errors)}"
+    if any(number in NO_SPACE for _, number in errors):
+        return DiskFullSaveError(message, f"make room on {_CLAIM}, or enlarge it; {_UNHARMED}")
+    if any(number in REFUSED_WRITES for _, number in errors):
+        return SaveError(message, f"look at how {_CLAIM} is mounted, and at owner and mode of its files; {_UNHARMED}")
+    return SaveError(message, f"look at the storage of {_CLAIM}; {_UNHARMED}")
 
 
 def _discard(temporary: Path, gang: Gang) -> None:

@@ -19,6 +19,7 @@ from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.expressions import require_expressions_that_end
 from finetune_trainer.merge.plan import MergePlan, merge_plan
 from finetune_trainer.weights.errors import (
     AdapterTensorDuplicateError,
@@ -58,6 +59,10 @@ def plan_merge(
     """
     checkpoint, config = read_checkpoint(base), read_json(base / CONFIG_FILE)
     model = read_stored_model(checkpoint, config)
+    headers = [read_adapter_headers(adapter, model) for adapter in adapters]
+    modules = {path.rpartition(".")[0] for path in model.parameters}
+    for adapter in headers:
+        require_expressions_that_end(adapter.config, modules)
     quantized: dict[str, Quantization] = {}
     if quantization is not None:
         # Imports transformers, which takes more memory than the merge itself: only if it is needed.
@@ -69,7 +74,7 @@ def plan_merge(
             base=checkpoint.tensors,
             base_config=config,
             model=model,
-            adapters=[read_adapter_headers(adapter, model) for adapter in adapters],
+            adapters=headers,
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
             quantized=quantized,

@@ -19,6 +19,7 @@ import torch
 from finetune_job.failures import Outcome
 from finetune_job.progress import Progress
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
+from finetune_trainer.checkpoint.evidence import CHECKPOINT_STEP
 from finetune_trainer.checkpoint.manifest import RunState
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import classify
@@ -190,7 +191,7 @@ class Reporter(Observer):
             "tokens_per_second": result.tokens / done.seconds,
             "mfu": self._mfu(flops / done.seconds if flops is not None else None),
         }
-        self._history.append(**line)
+        self._history.append(**line, **{CHECKPOINT_STEP: run.checkpoints.complete_step()})
         self._trackers.log(done.step, {name: value for name, value in line.items() if value is not None and name != "step"})
         self._goodput.record(done.step, always=done.is_saved)
         totals, goodput_totals = self._run_metrics.totals, self._goodput.totals()

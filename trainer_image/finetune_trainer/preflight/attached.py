@@ -39,7 +39,7 @@ def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
     return [
         *_without_values(model, field),
         *_wrapped_inside(model, field),
-        *_packed_and_saved(model, field),
+        *(_packed_and_saved(model, field) if method.quantization is not None else ()),
         *_rows_of_a_saved_module(model, field),
         *_saved_by_their_end(model, field),
         *_not_fed_forward(model, method, field),

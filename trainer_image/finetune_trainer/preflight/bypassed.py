@@ -68,7 +68,8 @@ def check_used(seen: ModelInspection) -> list[Finding]:
         found.append(_of_modules("trained-without-gradient", field, ends, message, _Fix(f"remove {_listed(ends)} from the list")))
     if without := [name for name, use in plain.items() if not use.gets_gradient]:
         found.append(_about_whole(method, without, plain))
-    found += _packed(model, uses)
+    if method.quantization is not None:
+        found += _packed(model, uses)
     return found
 
 

@@ -21,7 +21,7 @@ from finetune_trainer.errors import TrainerError
 from finetune_trainer.inspection.report import ModelStructure
 from finetune_trainer.processes.child import encode_answer, parse_answer, start_answering, wait_for_answer
 from finetune_trainer.processes.sandbox import WALL_SECONDS, how_it_ended, limit_this_process
-from finetune_trainer.processes.start import NO_ADVICE, die_with, end, preload, torch_is_kept_out
+from finetune_trainer.processes.start import NO_ADVICE, die_with, end, keep_bitsandbytes_out, preload, torch_is_kept_out
 
 Checked = tuple[ModelStructure | None, list[Finding]]
 ANSWER: TypeAdapter[Checked] = TypeAdapter(Checked)
@@ -91,6 +91,7 @@ def main(parent: str, directory: str) -> int:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
         limit_this_process()
+        keep_bitsandbytes_out(plan)
         preload("finetune_trainer.preflight.model_checks")
         answer.write(encode_answer(ANSWER.dump_python(check_model(plan, Path(directory)), mode="json")))
     return 0

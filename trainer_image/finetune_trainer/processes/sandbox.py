@@ -45,11 +45,11 @@ def run_sandboxed(work: Callable[[], list[Finding]]) -> list[Finding]:
         raise SandboxEndedError("ends with an answer that is not a list of findings") from error
 
 
-def limit_this_process() -> None:
-    """Bound CPU time and memory from here on, for this process alone."""
+def limit_this_process(cpu_seconds: int | None = None) -> None:
+    """Bound CPU time (to CPU_SECONDS unless another bound is given) and memory from here on, for this process alone."""
     held = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(held.ru_utime + held.ru_stime)
-    soft, hard = _lowered(resource.RLIMIT_CPU, spent + CPU_SECONDS)
+    soft, hard = _lowered(resource.RLIMIT_CPU, spent + (cpu_seconds or CPU_SECONDS))
     # SIGXCPU comes first, and says why; SIGKILL follows for code that ignores it.
     resource.setrlimit(resource.RLIMIT_CPU, (soft, min(hard, soft + _SECONDS_TO_DIE)))
     limit_memory()

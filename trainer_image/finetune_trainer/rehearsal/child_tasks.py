@@ -28,9 +28,9 @@ from finetune_trainer.checkpoint.load import RangeReader, full_parameters
 from finetune_trainer.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, directory_name
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import TrainerError
+from finetune_trainer.json_lines import read_lines
 from finetune_trainer.model.adapters import attach, stored_names
 from finetune_trainer.model.load import build_with_lazy_zeros, load_base_model, stored_dtype
-from finetune_trainer.observe.run_files import read_lines
 from finetune_trainer.ranks.gang import joined
 from finetune_trainer.rehearsal.comparison import Gradients, coarsest_dtype, differing_gradients, differing_lines, tolerance_of
 from finetune_trainer.rehearsal.scaled_model import RehearsalPaths, make_scaled_model

@@ -13,7 +13,7 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shards import TRAIN, VALIDATION, read_manifest
 from finetune_trainer.inspection.report import ModelReport
-from finetune_trainer.observe.run_files import read_lines
+from finetune_trainer.json_lines import read_lines
 from finetune_trainer.release.adapter_check import ServingReport
 from finetune_trainer.release.files import ReleaseLayout, release_layout
 from finetune_trainer.release.licence import Licence, read_licence

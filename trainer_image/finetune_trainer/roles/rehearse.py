@@ -22,7 +22,7 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.files import TEMPORARY_MARK, temporary_beside
 from finetune_trainer.inspection.report import RehearsalReport, Verdict
 from finetune_trainer.processes.child import encode_answer, parse_answer, start_answering, wait_for_answer
-from finetune_trainer.processes.start import NO_ADVICE, die_with, end, preload
+from finetune_trainer.processes.start import NO_ADVICE, die_with, end, keep_bitsandbytes_out, preload
 from finetune_trainer.rehearsal.verdicts import not_done_finding
 
 log = logging.getLogger(__name__)
@@ -106,6 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
         if arguments.check_model and not _is_accepted(plan, arguments.model, answer):
             return 0
+        keep_bitsandbytes_out(plan)
         preload("finetune_trainer.rehearsal.run", "finetune_trainer.roles.merge")
         from finetune_trainer.processes.forked import ResourceBounds
         from finetune_trainer.rehearsal.run import rehearse

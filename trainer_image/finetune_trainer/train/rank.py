@@ -1,20 +1,16 @@
-"""One rank, as torchrun starts it: join the gang, train, and leave a report that says how it ended."""
+"""One rank: join the gang, train, and leave a report that says how it ended."""
 
 from __future__ import annotations
 
-import argparse
 import logging
-import os
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
-from finetune_job.names import OBSERVE_PORT, Role
-from finetune_trainer.context import RunContext, add_run_arguments, run_context
+from finetune_job.names import Role
+from finetune_trainer.context import RunContext
 from finetune_trainer.ranks.gang import ENVIRONMENT, joined, launched_rank
 from finetune_trainer.ranks.reports import ECHO_SECONDS, date_echo, write_rank_report
 from finetune_trainer.ranks.watchdog import Heartbeat, Watchdog
@@ -24,12 +20,9 @@ from finetune_trainer.train.run import StopRequest, train
 log = logging.getLogger(__name__)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank; the exit code."""
-    arguments = _parser().parse_args(argv)
+def run_launched_rank(context: RunContext, *, node_rank: int, observe_port: int) -> int:
+    """Be the rank that torchrun's environment names; the exit code."""
     rank, world_size, local_rank = launched_rank()
-    if arguments.output_pipes is not None:
-        send_output_to(arguments.output_pipes / str(local_rank))
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
         format=f"%(asctime)s %(levelname)s rank {rank} %(name)s %(message)s",
@@ -37,14 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # Bars redraw themselves with carriage returns, which makes one endless line of a log file.
     transformers_logging.disable_progress_bar()
-    context = run_context(arguments)
     report = run_rank(
         context,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        node_rank=arguments.node_rank,
-        observe_port=arguments.observe_port,
+        node_rank=node_rank,
+        observe_port=observe_port,
     )
     return exit_code(report)
 
@@ -93,24 +85,7 @@ def run_rank(
     return report
 
 
-def send_output_to(pipe: Path) -> None:
-    """Let this process write its output, native libraries' included, into a pipe that the supervisor reads."""
-    descriptor = os.open(pipe, os.O_WRONLY)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-
-
 def _wait_for_the_cause(stop: StopRequest) -> None:
     deadline = time.monotonic() + ECHO_SECONDS
     while time.monotonic() < deadline and not stop.requested:
         time.sleep(0.1)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m finetune_trainer.train", description=__doc__)
-    add_run_arguments(parser)
-    parser.add_argument("--node-rank", type=int, default=0)
-    parser.add_argument("--observe-port", type=int, default=OBSERVE_PORT)
-    parser.add_argument("--output-pipes", type=Path, default=None)
-    return parser

@@ -83,6 +83,8 @@ class _Loop:
         self.step, self.state = (manifest.step, manifest.state) if manifest is not None else (0, RunState())
         if self.is_resumed:
             log.info("resuming after step %d of %d", self.step, self.total)
+        else:
+            log.info("starting at step 0 of %d: the workspace knows no step that was completed before", self.total)
 
     @property
     def has_ended(self) -> bool:

@@ -7,8 +7,9 @@ Format: 8 bytes little-endian header length, a JSON header, then the data (https
 
 import json
 import math
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ MAX_DIMENSIONS = 64
 """Of a tensor; the most that torch knows."""
 MAX_FILE_BYTES = 2**63 - 1
 
+_SHARD_NUMBER = re.compile(r".*-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -77,7 +79,7 @@ def read_header(path: Path) -> list[TensorHeader]:
                     f"{path}: the header should take {header_bytes} bytes but the file has {size}: it is truncated or "
                     "not a safetensors file. Fetch it again."
                 )
-            parsed = json.loads(file.read(header_bytes))
+            parsed = json.loads(file.read(header_bytes), object_pairs_hook=_with_unique_names)
             if not isinstance(parsed, dict):
                 raise BrokenCheckpointError(
                     f"{path}: the header is a JSON {type(parsed).__name__}, not an object. Fetch it again."
@@ -117,6 +119,22 @@ def read_header(path: Path) -> list[TensorHeader]:
             "bytes at its end. Fetch it again."
         )
     return tensors
+
+
+def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two entries with one name readers take different ones."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
+def _constant(name: str) -> float:
+    """Infinity is a limit that some architectures have (Mamba's time steps); NaN is none that anybody wrote on purpose."""
+    if name == "NaN":
+        raise ValueError("NaN is not a value of a setting")
+    return float(name)
 
 
 def _is_entry(entry: Any) -> bool:
@@ -160,10 +178,24 @@ def read_checkpoint(directory: Path) -> Checkpoint:
                     f"{weight_map.get(tensor.name)}. Index and shards are of different saves; fetch the model again."
                 )
             tensors[tensor.name] = tensor
+    _require_all_shards(directory, files)
     absent = sorted(set(weight_map) - set(tensors))
     if absent:
         raise BrokenCheckpointError(f"{index_path}: names tensor {absent[0]}, which is in no shard. Fetch the model again.")
     return Checkpoint(directory, tensors, {name: (directory / name).stat().st_size for name in files})
+
+
+def _require_all_shards(directory: Path, files: Collection[str]) -> None:
+    """An index that does not name one of the files leaves its tensors out of the model. Raises BrokenCheckpointError."""
+    numbers = [match for match in map(_SHARD_NUMBER.fullmatch, files) if match]
+    expected = {int(match["count"]) for match in numbers}
+    if len(numbers) == len(files) and len(expected) == 1 and len(files) < (count := expected.pop()):
+        present = {int(match["number"]) for match in numbers}
+        absent = next(number for number in range(1, count + 1) if number not in present)
+        raise BrokenCheckpointError(
+            f"{directory / INDEX_FILE}: names {len(files)} of {count} files, number {absent} is not among them. Fetch the model "
+            "again."
+        )
 
 
 def read_adapter(directory: Path) -> Checkpoint:
@@ -183,7 +215,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`. Raises MergeError naming the file."""
     try:
         with open_regular(path) as file:
-            value = json.loads(file.read(MAX_JSON_BYTES + 1).decode())
+            value = json.loads(file.read(MAX_JSON_BYTES + 1).decode(), parse_constant=_constant)
     except FileNotFoundError as error:
         raise BrokenCheckpointError(f"{path}: the file is missing. Fetch or save it again.") from error
     except SpecialFileError as error:

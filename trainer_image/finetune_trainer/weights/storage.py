@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from finetune_trainer.errors import NO_SPACE, REFUSED_WRITES
 from finetune_trainer.files import sync_file
 from finetune_trainer.weights.errors import NoSpaceError, StorageError
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -21,12 +19,12 @@ def translate_os_errors(path: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in _NO_SPACE:
+        if error.errno in NO_SPACE:
             raise NoSpaceError(
                 f"{path}: could not be {what} ({reason}). The merged model needs as much space as the base model, or what its "
                 "dtype takes; enlarge the workspace. What is finished is kept; the next try continues from it."
             ) from error
-        is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        is_refused = error.errno in REFUSED_WRITES
         advice = "Change its owner, its mode or how it is mounted" if is_refused else "Look at the disk and its mount"
         raise StorageError(
             f"{path}: could not be {what} ({reason}). {advice}; the next try continues from what is on disk."

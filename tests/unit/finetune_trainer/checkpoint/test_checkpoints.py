@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import threading
 from collections.abc import Callable
@@ -204,6 +205,32 @@ def test_the_last_save_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert run.steps == [1]
     assert (run.context.workspace.checkpoints / LATEST).read_text() == f"{directory_name(1)}\n"
     assert not run.leftovers
+
+
+@pytest.mark.parametrize(
+    ("number", "failure", "advice"),
+    [
+        (errno.ENOSPC, FailureClass.DISK_FULL, "make room"),
+        (errno.EDQUOT, FailureClass.DISK_FULL, "make room"),
+        (errno.EFBIG, FailureClass.DISK_FULL, "make room"),
+        (errno.EROFS, FailureClass.INTERNAL, "is mounted"),
+        (errno.EACCES, FailureClass.INTERNAL, "is mounted"),
+        (errno.EIO, FailureClass.INTERNAL, "look at the storage"),
+    ],
+)
+@pytest.mark.parametrize("place", ["write_rank_file", "publish_directory"])
+def test_only_a_lack_of_room_is_called_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: int, failure: FailureClass, advice: str
+) -> None:
+    def broken(*_arguments: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(save_module, place, broken)
+    with pytest.raises(SaveError) as caught:
+        OneRank(tmp_path).checkpoints.save(1, STATE, is_last=True)
+    assert caught.value.failure is failure
+    assert advice in caught.value.hint
+    assert "older checkpoints are unharmed" in caught.value.hint
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -10,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from finetune_trainer.checkpoint.load import full_parameters, load, newest_valid
+from finetune_trainer.checkpoint.load import full_parameters, load, newest_valid, verified_manifest
 from finetune_trainer.checkpoint.manifest import (
     MANIFEST,
+    FileEntry,
     decode_manifest,
     directory_name,
     rank_file,
@@ -20,6 +24,7 @@ from finetune_trainer.checkpoint.manifest import (
 )
 from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.errors import CheckpointError
+from finetune_trainer.ranks.gang import Gang
 from tests.unit.finetune_trainer.checkpoint.saved_models import ALONE, ORIGIN, manifest_of, model_and_optimizer, write
 
 OTHER_RUN, OTHER_DATA = (ORIGIN.model_copy(update={name: "e" * 64}) for name in ("learning_sha256", "data_hash"))
@@ -138,6 +143,39 @@ def test_a_manifest_names_one_file_for_each_rank(tmp_path: Path) -> None:
     for changes in ({"world_size": 2}, {"files": []}, {"files": [manifest.files[0].model_copy(update={"name": "../other"})]}):
         path.write_bytes(manifest.model_copy(update=changes).encode())
         assert used_step(tmp_path) is None
+
+
+@dataclass(frozen=True)
+class RankOf:
+    """One of several ranks, which hears of no other."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, value: str) -> list[str]:
+        return [value]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_every_file_is_hashed_by_one_rank_however_many_wrote_and_read(tmp_path: Path, world_size: int) -> None:
+    directory = tmp_path / directory_name(3)
+    directory.mkdir()
+    files = [rank_file(rank) for rank in range(5)]
+    entries = []
+    for name in files:
+        (directory / name).write_bytes(name.encode())
+        entries.append(FileEntry(name=name, size=len(name), sha256=hashlib.sha256(name.encode()).hexdigest(), pieces=[]))
+    manifest = manifest_of(3).model_copy(update={"files": entries, "world_size": len(files)})
+    (directory / MANIFEST).write_bytes(manifest.encode())
+    ranks = [cast("Gang", RankOf(rank, world_size)) for rank in range(world_size)]
+    assert all(verified_manifest(directory, rank, ORIGIN)[0] == manifest for rank in ranks)
+    for damaged in files:
+        content = (directory / damaged).read_bytes()
+        (directory / damaged).write_bytes(content[::-1])
+        problems = [problem for rank in ranks for problem in verified_manifest(directory, rank, ORIGIN)[1]]
+        assert len(problems) == 1
+        assert damaged in problems[0]
+        (directory / damaged).write_bytes(content)
 
 
 def test_a_checkpoint_of_other_parameters_is_not_loaded(tmp_path: Path) -> None:

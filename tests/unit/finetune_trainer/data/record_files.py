@@ -9,6 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from finetune_trainer.data.records import Record
+
 PAIRS = [
     {"prompt": "p\nwith, a comma", "completion": 'said "so"\r\n'},
     {"prompt": "", "completion": "größer 😀"},
@@ -44,3 +46,25 @@ def write(path: Path, records: list[dict]) -> Path:
         case _:
             path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+class StartsWith(str):
+    """Equal to what begins with it."""
+
+    __slots__ = ()
+
+    def __eq__(self, other):
+        return other.startswith(str(self))
+
+    __hash__ = str.__hash__
+
+
+def said(item):
+    return item.completion if isinstance(item, Record) else f"{item.line}: {item.reason}"
+
+
+def contents(items):
+    """Records without their places."""
+    items = list(items)
+    assert all(isinstance(item, Record) for item in items), items
+    return [(item.prompt, item.completion, item.messages, item.tools) for item in items]

@@ -1,11 +1,17 @@
 """Every wrong line is named with its number, key, reason and fix; right lines are read as they are."""
 
 import json
+import tracemalloc
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from finetune_job.api.inputs import DataFormat
-from finetune_trainer.data.read import Record, RecordProblem, read_records
+from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem, read_file, read_records, record_files
+from tests.unit.finetune_trainer.data.record_files import CHATS, PAIRS, contents, write
+
+CHAT, PAIR, TEXT = DataFormat.CHAT, DataFormat.PROMPT_COMPLETION, DataFormat.TEXT
 
 GOOD = {"prompt": "p", "completion": "c"}
 
@@ -71,3 +77,69 @@ def test_a_text_file_given_as_pairs_and_the_other_way_round_name_the_format(tmp_
 def test_a_missing_file_is_the_file_systems_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         list(read_records(tmp_path / "none", DataFormat.TEXT))
+
+
+@pytest.mark.parametrize("name", ["data", "data.jsonl", "data.ndjson", "data.json", "data.csv", "data.parquet", "data.JSON"])
+def test_pairs_are_the_same_from_any_kind_of_file(tmp_path, name):
+    path = write(tmp_path / name.lower(), PAIRS).rename(tmp_path / name)
+    records = list(read_file(path, PAIR))
+    assert contents(records) == [(pair["prompt"], pair["completion"], (), ()) for pair in PAIRS]
+    assert {record.file for record in records} == {path}
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.parquet"])
+def test_chats_are_the_same_from_any_kind_of_file_that_can_hold_them(tmp_path, name):
+    records = list(read_file(write(tmp_path / name, CHATS), CHAT))
+    assert contents(records) == [("", "", tuple(chat["messages"]), tuple(chat["tools"] or ())) for chat in CHATS]
+
+
+def test_places_are_lines_positions_and_rows(tmp_path):
+    def places(name):
+        return [(record.line, record.unit) for record in read_file(write(tmp_path / name, PAIRS), PAIR)]
+
+    assert places("data.jsonl") == [(1, "line"), (2, "line"), (3, "line")]
+    assert places("data.json") == [(1, "record"), (2, "record"), (3, "record")]
+    assert places("data.parquet") == [(1, "row"), (2, "row"), (3, "row")]
+    assert places("data.csv") == [(2, "line"), (5, "line"), (6, "line")]
+
+
+def test_a_directory_is_its_known_files_in_order(tmp_path):
+    for name in ("b.jsonl", "a/z.json", "a/y.csv", "c.d/x.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, PAIRS)
+    for name in ("README.md", ".hidden.jsonl", "a/LICENSE"):
+        (tmp_path / name).write_text("no record")
+    (tmp_path / ".git").mkdir()
+    write(tmp_path / ".git/x.jsonl", PAIRS)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "b.jsonl")
+    names = ["a/y.csv", "a/z.json", "b.jsonl", "c.d/x.parquet", "link.jsonl"]
+    assert record_files(tmp_path) == [tmp_path / name for name in names]
+    assert len(list(read_records(tmp_path, PAIR))) == 5 * len(PAIRS)
+
+
+def test_a_directory_without_a_known_file_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("no record")
+    with pytest.raises(NoRecordFilesError, match=r"holds no \.jsonl"):
+        record_files(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        record_files(tmp_path / "none")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
+    record = {"prompt": "p" * 500, "completion": "c" * 1500}
+    path = tmp_path / f"data{suffix}"
+    if suffix == ".parquet":
+        table = pa.Table.from_pylist([record | {"completion": f"{number:01500}"} for number in range(10_000)])
+        pq.write_table(table, path, row_group_size=1000, compression="none", use_dictionary=False)
+    else:
+        write(path, [record] * 10_000)
+    assert path.stat().st_size > 15_000_000
+    next(iter(read_file(path, PAIR)))  # what is imported on first use is not the file's
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_file(path, PAIR)) == 10_000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4_000_000

@@ -13,6 +13,8 @@ from finetune_trainer.data.tokenize import EndlessTemplateError, tokenize
 from tests.unit.finetune_trainer.data.chat_templates import CHATML
 from tests.unit.finetune_trainer.data.test_prepare import data_set, plan
 
+CHAT = DataFormat.CHAT
+
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # Two lists that are equal and share nothing are compared in C, where no exception gets in: 3000 ** 3 comparisons.
 COMPARES = (

@@ -17,16 +17,17 @@ from finetune_trainer.fetch.source import (
     DigestKind,
     RemoteFile,
     SourceUnavailableError,
-    listing_problem,
-    path_problem,
-    source_unavailable,
 )
 from finetune_trainer.fetch.staging import FetchStaging
 from finetune_trainer.fetch.transfer import TransferOptions, fetch_file, resume_point
-from finetune_trainer.network.retry import Retries, RetryPolicy, StoppedError, TransientError, pause_seconds
+from finetune_trainer.network.retry import RetryPolicy, TransientError
 
 CONTENT = bytes(number * 7 % 251 for number in range(5000))
+
+
 SYNC = 512
+
+
 AT_ONCE = RetryPolicy(attempts=6, first_seconds=0.0, longest_seconds=0.0)
 
 
@@ -131,33 +132,3 @@ def test_only_what_was_synced_counts(length, sync_bytes):
     assert point % sync_bytes == 0
     assert 0 <= point <= length
     assert length - point <= sync_bytes
-
-
-def test_pauses_double_up_to_a_limit_and_follow_the_server():
-    patience = RetryPolicy(attempts=8, first_seconds=1, longest_seconds=10)
-    assert [pause_seconds(patience, failures, None, 1.0) for failures in range(1, 9)] == [1, 2, 4, 8, 10, 10, 10, None]
-    assert pause_seconds(patience, 3, None, 0.0) == 2
-    assert pause_seconds(patience, 1, 30.0, 0.5) == 30
-    assert pause_seconds(patience, 1, patience.longest_retry_after_seconds + 1, 0.5) is None
-
-
-def test_a_pause_ends_when_another_file_has_failed():
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(StoppedError):
-        Retries("x", RetryPolicy(first_seconds=1000), stop, source_unavailable).failed(TransientError("y"))
-
-
-@pytest.mark.parametrize("path", ["", "/a", "a/../b", "..", "./a", "a//b", "a/", "a\0b", "a\\b", "x" * 256])
-def test_paths_that_leave_the_target_are_problems(path):
-    assert path_problem(path) is not None
-    assert path_problem("a/b-1_2.json") is None
-
-
-def test_files_that_cannot_lie_side_by_side_are_problems():
-    def listed(*paths: str) -> str | None:
-        return listing_problem([RemoteFile(path, 1, "v", path) for path in paths])
-
-    assert listed("a", "b/c", "b/d") is None
-    assert "twice" in listed("a", "b", "a")
-    assert "directory of" in listed("a", "a/b")

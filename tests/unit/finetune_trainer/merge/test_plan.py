@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
-from finetune_trainer.merge.plan import MergePlan, merge_plan, plan_digest
+from finetune_trainer.merge.changes import Addition, LowRank, ModuleMerge, Orientation, Quantization, TokenRows
+from finetune_trainer.merge.plan import MergePlan, OutputTensor, merge_plan, plan_digest, shard_layout
 from finetune_trainer.weights import errors
 from finetune_trainer.weights.families import FAMILIES
 from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader
-from finetune_trainer.weights.stored import StoredModel
+from finetune_trainer.weights.stored import ExpertPart, StoredModel
 
 HIDDEN, INNER, VOCABULARY = 8, 12, 20
 LINEARS = {
@@ -430,3 +431,26 @@ def test_the_digest_knows_every_setting_and_no_directory() -> None:
     digests = {plan_digest(other.plan(), {}) for other in others}
     digests |= {plan_digest(plan, {"adapter": "changed"}), plan_digest(case().plan(dtype="float32"), {}), plan_digest(plan, {})}
     assert len(digests) == len(others) + 3
+
+
+def test_a_plan_has_the_digest_that_earlier_releases_gave_it() -> None:
+    """It is stored with what was merged: with another digest a merge that is done, or under way, would be thrown away."""
+    expert = ExpertPart(1, 4, 8, 2, 3)
+    tensor = TensorHeader("weight", "BF16", (8, 4), Path("somewhere/base.safetensors"), 64)
+    part = TensorHeader("lora_A", "F32", (2, 4), Path("elsewhere/adapter.safetensors"), 128)
+    packed = Quantization("nf4", double_quant=True, load_dtype="bfloat16", compute_dtype="float32", is_transposed=True)
+    module = ModuleMerge(
+        "model.up", "Linear", "weight", {"weight": tensor}, {"lokr_w1": part}, {"r": 8, "peft_type": "LOKR"}, (8, 4)
+    )
+    changes = (
+        (packed, LowRank(part, part, part, 0.5, Orientation.CONV1D, expert)),
+        (LowRank(part, part, None, 2.0, Orientation.LINEAR), Addition(part, 1.5)),
+        (TokenRows((3, 5), part),),
+        (module,),
+    )
+    outputs = [
+        OutputTensor("weight", "BF16", (8, 4), tensor, "F32", changes),
+        OutputTensor("other", "F32", (8, 4), tensor, "F32"),
+    ]
+    plan = MergePlan(shard_layout(outputs, 1 << 30), config_changes={"tie_word_embeddings": False})
+    assert plan_digest(plan, {"adapter": "a" * 64}) == "d66509fec06583e837867f3320630467a2d6d5b2affcad80b25ad4f8d3c72b20"

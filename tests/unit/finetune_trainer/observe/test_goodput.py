@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune_trainer.json_lines import read_lines
 from finetune_trainer.observe.goodput import (
     Activity,
     AttemptStarted,
@@ -19,7 +20,7 @@ from finetune_trainer.observe.goodput import (
     goodput_totals,
     parse_records,
 )
-from finetune_trainer.observe.run_files import LONGEST_GAP_SECONDS, GoodputRecorder, Stopwatch, process_age_seconds, read_lines
+from finetune_trainer.observe.run_files import LONGEST_GAP_SECONDS, GoodputRecorder, Stopwatch, process_age_seconds
 
 
 class Clock:

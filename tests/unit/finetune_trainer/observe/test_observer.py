@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from finetune_trainer.checkpoint.manifest import RunState
+from finetune_trainer.json_lines import read_lines
 from finetune_trainer.observe.goodput import Activity
 from finetune_trainer.observe.observer import ObservedRun, Observer, Reporter, StepDone, observing
-from finetune_trainer.observe.run_files import Stopwatch, read_lines
+from finetune_trainer.observe.run_files import Stopwatch
 from finetune_trainer.observe.steps import StepResult
 from finetune_trainer.ranks.gang import Gang
 from tests.support.tiny_model import run_context, tiny_spec

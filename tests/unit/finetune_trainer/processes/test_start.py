@@ -1,10 +1,15 @@
 """How a process of the trainer begins and ends: no collection while libraries are loaded, nothing taken apart at the end."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from finetune_trainer.processes.start import keep_bitsandbytes_out
+from tests.support.tiny_model import plan_of, tiny_spec
 
 LOADING = """
 import sys
@@ -63,3 +68,28 @@ def test_a_process_ends_with_its_output_written_and_takes_nothing_apart(code: in
     )
     assert (done.returncode, done.stdout, done.stderr) == (code, "an answer without an end of line", "a complaint")
     assert "the last line of the log" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_there"),
+    [
+        ({}, False),
+        ({"method": {"type": "DoRA"}}, False),
+        ({"method": {"type": "QLoRA"}}, True),
+        ({"model": {"allowRemoteCode": True}}, True),
+    ],
+)
+def test_bitsandbytes_is_for_plans_that_may_need_it(
+    changes: dict[str, Any], is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    keep_bitsandbytes_out(plan_of(tiny_spec(**changes)))
+    assert (importlib.util.find_spec("bitsandbytes") is not None) is is_there
+    # Not left for the tests that follow.
+    sys.modules.pop("bitsandbytes", None)
+
+
+def test_bitsandbytes_that_is_there_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", pytest)
+    keep_bitsandbytes_out(plan_of(tiny_spec()))
+    assert sys.modules["bitsandbytes"] is pytest

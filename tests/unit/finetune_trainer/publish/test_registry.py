@@ -19,7 +19,7 @@ from finetune_trainer.credentials import RegistryLogin
 from finetune_trainer.errors import DestinationRefusedError
 from finetune_trainer.network.retry import TransientError
 from finetune_trainer.publish.http import HttpClient
-from finetune_trainer.publish.registry import Registry
+from finetune_trainer.publish.registry import Challenge, Registry, parse_challenges
 
 CANARY = "canary-that-sings"
 LOGIN = RegistryLogin("user", CANARY)
@@ -223,3 +223,28 @@ def test_docker_hub_has_another_address():
     place = RegistryPath(registry="docker.io", repository="model", tag="v1")
     registry = Registry(HttpClient(threading.Event()), place, None, plain_http=False)
     assert registry.url("tags/list") == "https://registry-1.docker.io/v2/library/model/tags/list"
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        ("Basic", [Challenge("basic", {})]),
+        ('Basic realm="x, Bearer y"', [Challenge("basic", {"realm": "x, Bearer y"})]),
+        (
+            'Bearer realm="https://auth.example/token",service="registry.example",scope="repository:a/b:pull,push"',
+            [
+                Challenge(
+                    "bearer",
+                    {"realm": "https://auth.example/token", "service": "registry.example", "scope": "repository:a/b:pull,push"},
+                )
+            ],
+        ),
+        (
+            'Negotiate, bearer realm="r", Basic realm="b"',
+            [Challenge("bearer", {"realm": "r"}), Challenge("basic", {"realm": "b"})],
+        ),
+        ("", []),
+    ],
+)
+def test_ways_into_a_registry(header, found):
+    assert parse_challenges(header) == found

@@ -215,7 +215,11 @@ def test_losing_all_progress_is_never_silent(tmp_path: Path) -> None:
     assert cause.failure is FailureClass.CHECKPOINT_INVALID
     assert all(path.name in cause.message for path in context.workspace.checkpoints.glob("step-*"))
     assert "remove it" in cause.hint
-    # A directory that never was a checkpoint, or was another run's, holds no progress of this one.
-    for path in context.workspace.checkpoints.glob("step-*/manifest.json"):
+    for path in context.workspace.checkpoints.glob("step-*"):
+        shutil.rmtree(path)
+    assert run_gang(context) == [EXIT_CODES[FailureClass.CHECKPOINT_INVALID]] * 2
+    # As the hint says.
+    shutil.rmtree(context.workspace.checkpoints)
+    for path in (context.workspace.history, context.workspace.accounts):
         path.unlink()
     assert run_gang(context) == [0, 0]

@@ -16,8 +16,8 @@ from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport
 from finetune_job.progress import Progress
 from finetune_trainer.checkpoint.manifest import RunState
 from finetune_trainer.context import RunContext
+from finetune_trainer.json_lines import read_lines
 from finetune_trainer.observe.goodput import Cause, goodput_totals, parse_records
-from finetune_trainer.observe.run_files import read_lines
 from finetune_trainer.ranks.reports import rank_report_name
 from tests.support.forked_ranks import Disturbance, Fault, run_gang, trained_files, wrap
 from tests.support.tiny_model import run_context, tiny_spec

@@ -87,6 +87,42 @@ def test_loss_and_gradient_are_means_over_the_supervised_tokens_of_the_step(
     assert result.gradient_norm == pytest.approx(float(norm), rel=1e-4)
 
 
+@pytest.mark.parametrize("max_grad_norm", ["0", "0.01", "1000"])
+def test_the_factor_of_the_loss_changes_neither_norm_nor_clip_nor_weights(
+    model_directory: Path, data: PreparedData, max_grad_norm: str
+) -> None:
+    plan = plan_of(tiny_spec(parallelism={"processesPerNode": 1}, training={"maxGradNorm": max_grad_norm}))
+    training = plan.training
+    found = []
+    for factor in (1.0, 2.0**10):
+        model = load(model_directory)
+        # Its update is proportional to the gradient: one that was clipped wrong would be seen.
+        optimizer = torch.optim.SGD([{"params": list(model.parameters()), "learning_rate_scale": 1.0}], lr=1.0)
+        batches = StepBatches(data.train, training, ALONE)
+        result = optimizer_step(
+            model,
+            optimizer,
+            NextToken(),
+            batches,
+            training,
+            step=0,
+            learning_rate=1.0,
+            gang=ALONE,
+            autocast=None,
+            stop_requested=False,
+            loss_scale=factor,
+        )
+        assert result.loss_scale == factor
+        found.append((result.loss, result.gradient_norm, [parameter.detach().clone() for parameter in model.parameters()]))
+    (loss, norm, weights), (scaled_loss, scaled_norm, scaled_weights) = found
+    assert (scaled_loss, scaled_norm) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-6))
+    moved = torch.cat([(new - old).flatten() for new, old in zip(weights, load(model_directory).parameters(), strict=True)])
+    limit = float(max_grad_norm)
+    assert float(moved.detach().norm()) == pytest.approx(min(norm, limit) if limit else norm, rel=1e-3)
+    for one, other in zip(weights, scaled_weights, strict=True):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-9)
+
+
 def test_held_out_loss_is_the_mean_over_supervised_tokens(model_directory: Path, data: PreparedData) -> None:
     model = load(model_directory)
     assert data.validation is not None

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from finetune_trainer.weights import errors
-from finetune_trainer.weights.headers import read_checkpoint, read_header
+from finetune_trainer.weights.headers import read_checkpoint, read_header, read_json
 
 
 @pytest.mark.parametrize("cut", [1, 1000, "header", "length"])
@@ -37,3 +37,52 @@ def test_a_shard_of_another_save_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(errors.BrokenCheckpointError, match="different saves"):
         read_checkpoint(tmp_path)
+
+
+def header_file(path: Path, header: str) -> Path:
+    """A file of this header and eight bytes of data."""
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+    return path
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "w": {}}',
+        '{"w": {"dtype": "F32", "dtype": "F16", "shape": [2], "data_offsets": [0, 8]}}',
+        '{"__metadata__": {}, "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {}}',
+    ],
+    ids=["tensor", "part of an entry", "metadata"],
+)
+def test_a_name_that_is_there_twice_is_refused(tmp_path: Path, header: str) -> None:
+    path = header_file(tmp_path / "model.safetensors", header)
+    with pytest.raises(errors.BrokenCheckpointError, match="is there twice"):
+        read_header(path)
+
+
+def test_an_index_that_leaves_out_a_file_is_refused(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        save_file({f"weight-{number}": torch.zeros(4)}, tmp_path / f"model-{number:05d}-of-00003.safetensors")
+    weight_map = {f"weight-{number}": f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert set(read_checkpoint(tmp_path).tensors) == set(weight_map)
+    del weight_map["weight-2"]
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(errors.BrokenCheckpointError, match="names 2 of 3 files, number 2 is not among them"):
+        read_checkpoint(tmp_path)
+
+
+def test_files_that_are_not_numbered_are_all_that_there_is(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(4)}, tmp_path / "language.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "language.safetensors"}}))
+    assert set(read_checkpoint(tmp_path).tensors) == {"weight"}
+
+
+def test_a_setting_may_be_without_limit_but_not_without_a_value(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"time_step_limit": [0.0, Infinity], "floor": -Infinity}')
+    assert read_json(path) == {"time_step_limit": [0.0, float("inf")], "floor": float("-inf")}
+    path.write_text('{"rms_norm_eps": NaN}')
+    with pytest.raises(errors.BrokenCheckpointError, match="NaN is not a value of a setting"):
+        read_json(path)

@@ -1,0 +1,60 @@
+"""Tables: CSV and Parquet give what is whole and say which row is wrong."""
+
+import pytest
+
+from finetune_job.api.inputs import DataFormat
+from finetune_trainer.data.read import read_file
+from tests.unit.finetune_trainer.data.record_files import PAIRS, StartsWith, said, write
+
+CHAT, PAIR, TEXT = DataFormat.CHAT, DataFormat.PROMPT_COMPLETION, DataFormat.TEXT
+
+
+def test_bytes_that_are_not_utf8_spoil_one_record_of_a_list_or_table(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_bytes(b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]')
+    assert [said(item) for item in read_file(path, TEXT)] == ["a", "2: is not UTF-8", "b"]
+    path = tmp_path / "data.csv"
+    path.write_bytes(b"text\na\n\xff\nb\n")
+    assert [said(item) for item in read_file(path, TEXT)] == ["a", "3: is not UTF-8", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("", []),
+        ("prompt,completion\n", []),
+        ("\ufeffprompt,completion\r\np,c\r\n\r\n", ["c"]),
+        ("id,completion, prompt\n1,c,p\n", ["c"]),
+        ("prompt,answer\np,c\n", ["1: is missing"]),
+        ("prompt,completion,completion\np,c,d\n", ["1: is the name of more than one column"]),
+        ("prompt,completion\np\np,c\np,c,d\n", ["2: has 1 values, the header has 2", "c", "4: has 3 values"]),
+        ("prompt,completion\np,\np,c\n", ["2: is empty", "c"]),
+        ('prompt,completion\np,"c"d\np,c\n', ["2: is not CSV", "c"]),
+        ('prompt,completion\np,"c\np,c\n', ["2: is not CSV"]),
+    ],
+)
+def test_a_damaged_table_gives_what_is_whole_and_says_which_line_is_wrong(tmp_path, content, found):
+    path = tmp_path / "data.csv"
+    path.write_bytes(content.encode())
+    assert [said(item) for item in read_file(path, PAIR)] == [StartsWith(text) for text in found]
+
+
+def test_a_table_holds_no_chats(tmp_path):
+    (problem,) = read_file(write(tmp_path / "data.csv", PAIRS), CHAT)
+    assert "cannot hold chats" in problem.reason
+    assert "JSON Lines" in problem.fix
+
+
+@pytest.mark.parametrize("cut", [0, 3, 40, -1, -200])
+def test_a_damaged_parquet_file_is_a_problem(tmp_path, cut):
+    path = write(tmp_path / "data.parquet", PAIRS)
+    path.write_bytes(path.read_bytes()[:cut])
+    *_, problem = read_file(path, PAIR)
+    assert "cannot be read" in problem.reason
+
+
+def test_parquet_of_other_columns_or_types_is_a_problem(tmp_path):
+    (problem,) = read_file(write(tmp_path / "a.parquet", [{"prompt": "p", "answer": "c"}]), PAIR)
+    assert (problem.key, problem.reason) == ("completion", "is missing")
+    (problem,) = read_file(write(tmp_path / "b.parquet", [{"prompt": "p", "completion": 3}]), PAIR)
+    assert (problem.key, problem.unit) == ("completion", "row")

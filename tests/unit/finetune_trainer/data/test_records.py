@@ -1,0 +1,73 @@
+"""What a record may hold, and what is said of one that does not."""
+
+import json
+
+import pytest
+
+from finetune_job.api.inputs import DataFormat
+from finetune_trainer.data.read import read_file
+from tests.unit.finetune_trainer.data.record_files import CHATS, contents, write
+
+CHAT, PAIR = DataFormat.CHAT, DataFormat.PROMPT_COMPLETION
+
+
+def test_tools_may_be_json_in_a_text(tmp_path):
+    path = write(tmp_path / "data.jsonl", [{**CHATS[1], "tools": json.dumps(CHATS[1]["tools"])}])
+    assert contents(read_file(path, CHAT))[0][3] == tuple(CHATS[1]["tools"])
+
+
+@pytest.mark.parametrize("extension", ["jsonl", "json", "parquet"])
+def test_keys_that_are_null_and_calls_that_are_none_are_absent(tmp_path, extension):
+    call = {"function": {"name": "add", "arguments": {"a": None}}}
+    turns = [
+        {"role": "user", "content": "q", "tool_calls": None, "thinking": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "thinking": None},
+        {"role": "assistant", "content": "a", "tool_calls": [], "thinking": "t"},
+    ]
+    (record,) = read_file(write(tmp_path / f"data.{extension}", [{"messages": turns}]), CHAT)
+    if extension == "parquet":  # which cannot tell a null from an absent key
+        call["function"]["arguments"] = {}
+    assert record.messages == (
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "a", "thinking": "t"},
+    )
+
+
+def test_prompts_that_are_turns_of_a_chat_name_the_format_that_holds_them(tmp_path):
+    turns = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
+    (problem,) = read_file(write(tmp_path / "data.jsonl", [turns]), PAIR)
+    assert (problem.key, problem.reason) == ("prompt", "is a list, not a text")
+    fix = "join prompt and completion into one list, 'messages', and set spec.data.format: Chat and spec.data.lossOn: Completion"
+    assert problem.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("messages", "key", "reason"),
+    [
+        ("hello", "messages", "is a text, not a list"),
+        ([], "messages", "is empty"),
+        (["hello"], "messages[0]", "is a text, not an object"),
+        ([{"content": "q"}], "messages[0].role", "is missing"),
+        ([{"from": "human", "value": "q"}], "messages[0].role", "is missing"),
+        ([{"role": 3, "content": "q"}], "messages[0].role", "is not the name of a role"),
+        ([{"role": "user"}], "messages[0].content", "is missing"),
+        ([{"role": "user", "content": None}], "messages[0].content", "is null, which only a turn with tool_calls may be"),
+        ([{"role": "user", "content": [{"type": "text", "text": "q"}]}], "messages[0].content", "is a list, not a text"),
+        ([{"role": "user", "content": "q"}, {"role": "assistant", "content": " "}], "messages[1].content", "is empty"),
+        ([{"role": "assistant", "content": None, "tool_calls": "f()"}], "messages[0].tool_calls", "is not a list of objects"),
+        ([{"role": "user", "content": "\ud800"}], "messages", "is not valid Unicode"),
+        ([{"role": "user", "content": "q", "more": {"\udfff": 1}}], "messages", "is not valid Unicode"),
+    ],
+)
+def test_what_is_no_chat_is_named_by_key_and_reason(tmp_path, messages, key, reason):
+    (problem,) = read_file(write(tmp_path / "data.jsonl", [{"messages": messages}]), CHAT)
+    assert problem.key == key
+    assert problem.reason.startswith(reason)
+    assert problem.fix
+
+
+@pytest.mark.parametrize("tools", ["no json", 3, ["f"], {"f": 1}])
+def test_tools_that_are_no_list_of_objects_are_a_problem(tmp_path, tools):
+    (problem,) = read_file(write(tmp_path / "data.jsonl", [{**CHATS[0], "tools": tools}]), CHAT)
+    assert problem.key == "tools"

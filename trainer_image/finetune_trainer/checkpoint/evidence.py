@@ -1,0 +1,57 @@
+"""What the workspace still knows of a run's progress if no checkpoint can be read.
+
+Whoever starts again at step 0 throws away what was trained, and perhaps only because a directory is out of reach. So before that
+three places are asked that the checkpoints' own directories have nothing to do with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune_job.layout import WorkspaceLayout
+from finetune_trainer.checkpoint.manifest import LATEST, step_of
+from finetune_trainer.files import open_regular
+from finetune_trainer.json_lines import last_lines
+
+CHECKPOINT_STEP = "checkpoint_step"
+"""In a line of the history: step of the newest checkpoint that was complete then."""
+_NAME_BYTES = 100
+"""More than a checkpoint's name has."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A checkpoint was complete once."""
+
+    step: int
+    file: Path
+    """That says so."""
+
+
+def recorded_progress(workspace: WorkspaceLayout) -> Evidence | None:
+    """The latest step of which a file says that its checkpoint was complete. Raises OSError if one cannot be read."""
+    # An attempt that began after step 0 has resumed.
+    starts = [line for line in last_lines(workspace.accounts) if line.get("kind") == "started"]
+    latest = workspace.checkpoints / LATEST
+    found = [
+        Evidence(_latest(latest), latest),
+        Evidence(_last_step(last_lines(workspace.history), CHECKPOINT_STEP), workspace.history),
+        Evidence(_last_step(starts, "step"), workspace.accounts),
+    ]
+    return max((each for each in found if each.step > 0), key=lambda each: each.step, default=None)
+
+
+def _latest(path: Path) -> int:
+    try:
+        with open_regular(path) as file:
+            return step_of(file.read(_NAME_BYTES).decode(errors="replace").strip()) or 0
+    except FileNotFoundError:
+        return 0
+
+
+def _last_step(lines: Iterable[dict[str, Any]], key: str) -> int:
+    steps = (line.get(key) for line in lines)
+    return max((step for step in steps if type(step) is int), default=0)

@@ -1,0 +1,71 @@
+"""Do the regular expressions of an adapter's settings end? Tried in a process with bounds, before anything else uses them.
+
+An adapter comes from anywhere, and a few characters, such as `(.*)*x`, keep a processor busy for years. Names without special
+characters, which is what most adapters have, are not tried.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from finetune_job.module_expressions import key_expression
+from finetune_trainer.processes.child import fork_answering, wait_for_answer
+from finetune_trainer.processes.sandbox import limit_this_process
+from finetune_trainer.weights.errors import UnsupportedAdapterError
+
+CPU_SECONDS = 20
+"""Of all expressions of a field on all modules. Honest ones take milliseconds."""
+WALL_SECONDS = 600.0
+"""On a machine that gives a process a thirtieth of a CPU."""
+_PLAIN = re.compile(r"[\w.\-/]*")
+_SHOWN = 80
+
+
+def require_expressions_that_end(config: Mapping[str, Any], modules: Collection[str]) -> None:
+    """modules: names inside the base model. Raises UnsupportedAdapterError naming the field of adapter_config.json.
+
+    What is no expression at all says so where it is used.
+    """
+    for field, written, expressions in _expressions(config):
+        end = wait_for_answer(fork_answering(partial(_try, expressions, modules), 1), WALL_SECONDS)
+        if not end.has_answered:
+            raise UnsupportedAdapterError(
+                f"adapter_config.json: {field} is {written[:_SHOWN]!r}: matching it against the names of {len(modules)} modules "
+                f"takes more than {CPU_SECONDS} s of CPU time. Write names of modules there, as the adapter's tensors have them."
+            )
+
+
+def _expressions(config: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
+    """Field, what is written there, and what PEFT makes of it."""
+    for field in ("target_modules", "exclude_modules", "feedforward_modules"):
+        value = config.get(field)
+        if isinstance(value, str) and not _PLAIN.fullmatch(value):
+            yield field, value, [value]
+    forms: dict[str, Callable[[str], str]] = {
+        "rank_pattern": key_expression,
+        "alpha_pattern": key_expression,
+        "modules_to_save": lambda name: rf"(^|.*\.){name}($|\..*)",
+        "layers_pattern": lambda name: rf"(?:^|.*?\.){name}\.(?P<number>\d+)\.",
+    }
+    for field, form in forms.items():
+        value = config.get(field)
+        names = [value] if isinstance(value, str) else value if isinstance(value, list | Mapping) else ()
+        special = [name for name in names if isinstance(name, str) and not _PLAIN.fullmatch(name)]
+        if special:
+            yield field, special[0], [form(name) for name in special]
+
+
+def _try(expressions: Collection[str], modules: Collection[str]) -> bytes:
+    limit_this_process(CPU_SECONDS)
+    for expression in expressions:
+        try:
+            compiled = re.compile(expression)
+        except (re.error, RecursionError, OverflowError):
+            continue
+        for module in modules:
+            compiled.match(module)
+            compiled.fullmatch(module)
+    return b""
