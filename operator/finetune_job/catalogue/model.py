@@ -247,6 +247,14 @@ SHARDING_ENTRIES = (
         f"{_UNITS}::test_a_unit_without_parameters_is_a_warning",
     ),
     Entry(
+        "unit-holds-most-of-the-model",
+        "warning",
+        "The classes to wrap leave most of the model in one FSDP unit",
+        "Every rank gathers a unit whole. If the named classes are norms, or the whole model, that is the memory of NO_WRAP.",
+        "Leave transformerLayerClsToWrap out, or name the model's layer classes, which the finding lists",
+        f"{_UNITS}::test_classes_that_leave_most_of_the_model_in_one_unit_are_a_warning",
+    ),
+    Entry(
         "unit-bypassed",
         "error",
         "A module that would be an FSDP unit is never called",

@@ -6,7 +6,8 @@ model on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
@@ -24,7 +25,8 @@ from finetune_job.sharding import (
     is_one_flat_parameter,
     unit_conflict,
 )
-from finetune_trainer.model.wrap_plan import held_parameters
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.wrap_plan import held_parameters, layer_classes, unit_names
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.train.optimizers import treatment
 
@@ -33,6 +35,10 @@ CLASSES_FIELD = "spec.parallelism.fsdp.transformerLayerClsToWrap"
 _VERSION_FIELD = "spec.parallelism.fsdp.version"
 _ORIGINAL_FIELD = "spec.parallelism.fsdp.useOrigParams"
 ROOT = "the root unit"
+LARGE_SHARE = 0.5
+"""Of the parameters in one unit. Embeddings of small models have it rightly, so the model's own classes are asked, too."""
+WORSE_THAN_OWN = 1.5
+"""Times the share of the largest unit with the model's own classes."""
 
 
 def check_units(seen: ModelInspection) -> list[Finding]:
@@ -53,6 +59,45 @@ def check_units(seen: ModelInspection) -> list[Finding]:
     else:
         found.append(_treated_differently(model, set(unit_names), plan))
     return [finding for finding in found if finding is not None]
+
+
+def check_unit_sizes(seen: ModelInspection) -> Iterator[Finding]:
+    """A finding if classes that the user named leave most of the model in one unit, which the model's own classes would divide.
+
+    FSDP gathers a unit whole, so its size decides about memory, whatever the names of the classes are.
+    """
+    model, plan = seen.trained.model, seen.plan
+    fsdp = plan.parallelism.fsdp
+    if fsdp.transformer_layer_cls_to_wrap is None:
+        return
+    try:
+        own = unit_names(model, fsdp.model_copy(update={"transformer_layer_cls_to_wrap": None}))
+    except ConfigError:
+        # The model names no classes itself, so nobody can say what would be better.
+        return
+    largest, share = _largest_unit(model, seen.trained.units)
+    _, best_share = _largest_unit(model, own)
+    if share < LARGE_SHARE or share < WORSE_THAN_OWN * best_share:
+        return
+    classes = layer_classes(model, None)
+    yield make_finding(
+        "unit-holds-most-of-the-model",
+        field=CLASSES_FIELD,
+        value=", ".join(fsdp.transformer_layer_cls_to_wrap),
+        message=f"{largest or ROOT} is one FSDP unit with {share:.0%} of the parameters, which every rank gathers whole, as with "
+        f"autoWrapPolicy: NO_WRAP; with {', '.join(classes)} the largest unit holds {best_share:.0%}",
+        fix=f"remove transformerLayerClsToWrap, or name {', '.join(classes)}",
+        changes={CLASSES_FIELD: None},
+    )
+
+
+def _largest_unit(model: nn.Module, units: Collection[str]) -> tuple[str, float]:
+    """Name of the unit that holds most parameters, and its share of all; the root's name is empty."""
+    names, sizes = frozenset(units), Counter[str]()
+    for name, parameter in model.named_parameters():
+        sizes[innermost_unit(name, names)] += parameter.numel()
+    ((largest, size),) = sizes.most_common(1)
+    return largest, size / sizes.total()
 
 
 def check_stacked_weights(seen: ModelInspection) -> Iterator[Finding]:

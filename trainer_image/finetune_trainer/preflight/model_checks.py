@@ -23,7 +23,7 @@ from finetune_trainer.preflight.architecture import check_compiler, check_recomp
 from finetune_trainer.preflight.attached import check_attached, check_coverage
 from finetune_trainer.preflight.bypassed import check_units_used, check_used
 from finetune_trainer.preflight.checks import CheckStep, nothing_refused, run_steps
-from finetune_trainer.preflight.fsdp_units import check_stacked_weights, check_units
+from finetune_trainer.preflight.fsdp_units import check_stacked_weights, check_unit_sizes, check_units
 from finetune_trainer.preflight.merge_check import check_merge, check_thresholds
 from finetune_trainer.preflight.meta_model import (
     attach_adapters,
@@ -66,6 +66,7 @@ STRUCTURE: tuple[CheckStep[ModelInspection], ...] = (
     CheckStep(check_recurrence, (is_loaded,)),
     CheckStep(check_conflict, (has_conflict,)),
     CheckStep(check_units, (is_attached, is_sharded)),
+    CheckStep(check_unit_sizes, (is_attached, is_sharded)),
     CheckStep(check_element_types, (is_attached,)),
     CheckStep(check_attached, (is_attached,)),
     CheckStep(check_used, (is_attached, is_observed)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,16 @@ def _gradient(holder: nn.Parameter) -> torch.Tensor:
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
-def computed(directory: Path, base: Path, method: dict[str, Any], fsdp: dict[str, Any], **training: Any) -> list[Any]:
+def computed(
+    directory: Path,
+    base: Path,
+    method: dict[str, Any],
+    fsdp: dict[str, Any],
+    *,
+    body: Callable[..., None] = losses_and_gradients,
+    **training: Any,
+) -> list[Any]:
     directory.mkdir()
     ranks = 2
-    gang(losses_and_gradients, ranks, directory, spec_of(method, fsdp, ranks, **training), base)
+    gang(body, ranks, directory, spec_of(method, fsdp, ranks, **training), base)
     return [torch.load(directory / f"found-{rank}") for rank in range(ranks)]

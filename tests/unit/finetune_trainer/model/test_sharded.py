@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from finetune_trainer.model import sharded
@@ -22,7 +24,12 @@ from tests.unit.finetune_trainer.model.sharded_gang import (
     TOKENS,
     computed,
     gang,
+    losses_and_gradients,
     spec_of,
+)
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler, and none is installed"
 )
 
 
@@ -53,11 +60,27 @@ def test_one_rank_holds_a_frozen_base_in_the_16_bit_type_of_the_computation(
     assert any(gradient is not None and bool(gradient.ne(0).any()) for gradient in gradients)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler, and none is installed")
-def test_compiled_layers_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
+def traced(*arguments: Any) -> None:
+    """With a backend that runs what was traced without making kernels of it, which takes most of the time."""
+    compiled: list[str] = []
+
+    def compile_traced(layer: nn.Module) -> None:
+        compiled.append(type(layer).__name__)
+        layer._compiled_call_impl = torch.compile(layer._call_impl, backend="aot_eager")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "compile", compile_traced)
+        losses_and_gradients(*arguments)
+    assert compiled == ["LlamaDecoderLayer"] * 2
+
+
+@pytest.mark.parametrize(
+    "body", [traced, pytest.param(losses_and_gradients, marks=[pytest.mark.nightly, NEEDS_COMPILER])], ids=["traced", "kernels"]
+)
+def test_compiled_layers_give_the_same_loss_and_gradients(tmp_path: Path, body: Callable[..., None]) -> None:
     base = write_tiny_llama(tmp_path / "base")
     expected = computed(tmp_path / "plain", base, LORA_TIED, {})
-    found = computed(tmp_path / "compiled", base, LORA_TIED, {}, compile=True)
+    found = computed(tmp_path / "compiled", base, LORA_TIED, {}, body=body, compile=True)
     for (loss, gradients), (expected_loss, expected_gradients) in zip(found, expected, strict=True):
         assert torch.allclose(loss, expected_loss, rtol=1e-5)
         assert gradients.keys() == expected_gradients.keys()

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from finetune_job.failures import Outcome
-from finetune_trainer.preflight.fsdp_units import check_units
+from finetune_trainer.preflight.fsdp_units import _largest_unit, check_units
 from finetune_trainer.preflight.model_inspection import AttachedModel, ModelInspection
 from finetune_trainer.roles.preflight import run
 from tests.support.tiny_model import plan_of, tiny_spec
@@ -28,6 +29,31 @@ def test_a_unit_without_parameters_is_a_warning(context):
     result = run(context({"parallelism.fsdp.transformerLayerClsToWrap": names}))
     assert [finding.rule for finding in result.findings] == ["unit-without-parameters"]
     assert result.outcome is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize("classes", [["LlamaRMSNorm"], ["LlamaModel"], ["LlamaForCausalLM"], ["LlamaRMSNorm", "LlamaModel"]])
+def test_classes_that_leave_most_of_the_model_in_one_unit_are_a_warning(context, classes):
+    result = run(context({"parallelism.fsdp.transformerLayerClsToWrap": classes}))
+    finding = next(finding for finding in result.findings if finding.rule == "unit-holds-most-of-the-model")
+    assert (finding.severity, finding.value) == ("warning", ", ".join(classes))
+    assert "LlamaDecoderLayer" in finding.fix
+    assert [(change.field, change.value) for change in finding.changes] == [
+        ("spec.parallelism.fsdp.transformerLayerClsToWrap", None)
+    ]
+
+
+@pytest.mark.parametrize(
+    "classes", [None, ["LlamaDecoderLayer"], ["LlamaAttention", "LlamaMLP"], ["LlamaDecoderLayer", "LlamaRMSNorm"]]
+)
+def test_classes_that_divide_the_model_are_not_spoken_of(context, classes):
+    result = run(context({"parallelism.fsdp.transformerLayerClsToWrap": classes}))
+    assert "unit-holds-most-of-the-model" not in {finding.rule for finding in result.findings}
+
+
+def test_what_is_judged_is_the_unit_and_not_the_name():
+    """A root of embeddings is as large with the model's own classes, and half a model in one of two layers is not."""
+    assert _largest_unit(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 20)), ()) == ("", 1.0)
+    assert _largest_unit(nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 30, bias=False)), ("0", "1")) == ("1", 0.75)
 
 
 def test_a_rank_beyond_a_layers_width_is_a_warning(context):
