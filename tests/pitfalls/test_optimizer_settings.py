@@ -21,12 +21,12 @@ from tests.pitfalls.one_process import llama, tokens
 RATE = 1e-2
 
 
-def stepped(plan: RunPlan, steps: int = 3) -> tuple[nn.Module, list[float]]:
+def stepped(plan: RunPlan, steps: int = 3, rate: float = RATE) -> tuple[nn.Module, list[float]]:
     """A tiny model after these steps of the trainer's own optimizer, and the loss before each of them."""
     torch.manual_seed(1)
-    model = attach(llama(), plan)
+    model = attach(llama(), plan) if plan.method.trains_adapter else llama()
     optimizer = build_optimizer(pieces(model), plan)
-    set_learning_rate(optimizer, RATE)
+    set_learning_rate(optimizer, rate)
     losses = []
     for _ in range(steps):
         loss = model(input_ids=tokens(), labels=tokens()).loss
@@ -99,6 +99,24 @@ def test_lora_b_learns_slower_below_a_ratio_of_1():
     wrong, right = plans("lora-plus-ratio-range", {"method.lora.loraPlusRatio": "0.1"})
     reached = [stepped(plan, steps=12)[1][-1] for plan in (wrong, right)]
     assert reached[0] > reached[1] + 0.05
+
+
+@pytest.mark.reproduces("steps-too-large")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training.learningRate": "50"},
+        {"method.lora.r": 1, "method.lora.loraAlpha": 65536, "training.learningRate": "1e-2"},
+        {"method.type": "Full", "method.lora": None, "training.learningRate": "1"},
+    ],
+    ids=["rate", "scaling", "full"],
+)
+def test_steps_larger_than_the_weights_unlearn(changes: dict[str, Any]):
+    """On tokens that a usual rate learns."""
+    wrong, right = plans("steps-too-large", changes)
+    for plan, learns in ((wrong, False), (right, True)):
+        losses = stepped(plan, steps=12, rate=plan.training.learning_rate)[1]
+        assert (losses[-1] < losses[0] - 1e-4) is learns
 
 
 @pytest.mark.reproduces("weight-decay-erases")

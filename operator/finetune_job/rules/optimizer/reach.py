@@ -13,6 +13,7 @@ _RATE, _NORM, _EPSILON = "training.learningRate", "training.maxGradNorm", "train
 _DECAY, _STEPS = "training.weightDecay", "training.maxSteps"
 _OPTIMIZER, _MOMENTUM = "training.optimizer", "training.momentum"
 _RATIO, _ALPHA = "method.lora.loraPlusRatio", "method.lora.loraAlpha"
+_PATTERN = "method.lora.alphaPattern"
 _BETAS = ("training.adamBeta1", "training.adamBeta2")
 
 _LEAST_REACH = 1e-10
@@ -20,6 +21,11 @@ _LEAST_REACH = 1e-10
 less of what moves."""
 _LONGEST_RUN = 100_000
 """Steps of a run whose length only the data tells."""
+_LARGEST_STEP = 1.0
+"""Fifty times a usual weight. An adapter's other factor makes about a hundredth of it, in a model of 4,096 channels."""
+_FULL_STEP = 10.0
+"""By which a step on the weights themselves counts more than one on a factor of an adapter."""
+_USUAL_RATE = 2e-4
 _LARGEST_GRADIENT = 1e4
 """Norm of a gradient that nothing clips."""
 
@@ -96,6 +102,75 @@ def _largest_step(training: TrainingPlan) -> float:
 
 
 @rule(
+    "steps-too-large",
+    "A step leaves something of the weights",
+    severity="warning",
+    reads=(
+        _RATE,
+        _OPTIMIZER,
+        _RATIO,
+        _ALPHA,
+        _PATTERN,
+        "method.lora.r",
+        "method.lora.useRslora",
+        "method.type",
+    ),
+    sources=(
+        "Kingma and Ba, 2015, Adam, section 2.1: a step is about the rate, whatever the gradient is",
+        "PEFT: an adapter's product is multiplied by loraAlpha / r",
+    ),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_optimizer_settings.py::test_steps_larger_than_the_weights_unlearn",
+        "no error: after twelve steps the loss is not below that of the base model, or is NaN, where usual steps learn",
+    ),
+    holds_for="every version",
+)
+def steps_too_large(context: RuleContext) -> Problem | None:
+    plan, spec = context.plan, context.spec
+    if plan.training.optimizer is OptimizerName.SGD or _step(plan) < _LARGEST_STEP:
+        return None
+    lora = spec.method.lora
+    usual = {
+        _RATE: plan.model_copy(update={"training": plan.training.model_copy(update={"learning_rate": _USUAL_RATE})}),
+        _ALPHA: _with_lora(plan, alpha_pattern={}, lora_alpha=2 * (plan.method.lora.r if plan.method.lora else 1)),
+        _RATIO: _with_lora(plan, lora_plus_ratio=None),
+    }
+    # The one setting that is at fault by itself; else all of them are.
+    field = next((name for name, other in usual.items() if _step(other) < _LARGEST_STEP), _RATE)
+    written = {
+        _RATE: spec.training.learning_rate,
+        _ALPHA: lora.lora_alpha if lora else None,
+        _RATIO: lora.lora_plus_ratio if lora else None,
+    }
+    removed = (_ALPHA, _PATTERN) if field == _ALPHA else (field,)
+    return Problem(
+        field=field,
+        value=written[field],
+        message=f"each step moves a weight by about {_step(plan):.2g} (learning rate x loraPlusRatio x the adapter's scaling), "
+        "and weights of language models are of the order of 0.02: what the model knows is overwritten",
+        fix=f'remove {" and ".join(removed)}, or write usual values: a rate such as "2e-4", a loraAlpha of twice the rank',
+        changes=dict.fromkeys(removed),
+    )
+
+
+def _step(plan: RunPlan) -> float:
+    """By how much a step of an optimizer of Adam's kind moves a weight of the model: an estimate of its order."""
+    rate, lora = plan.training.learning_rate, plan.method.lora
+    if lora is None:
+        # There is no second factor that would make less of it.
+        return rate * (_FULL_STEP if plan.method.type is MethodType.FULL else 1.0)
+    scaling = max(lora.lora_alpha, *lora.alpha_pattern.values(), 0) / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
+    return rate * (lora.lora_plus_ratio or 1.0) * max(scaling, 1.0)
+
+
+def _with_lora(plan: RunPlan, **changes: object) -> RunPlan:
+    lora = plan.method.lora
+    if lora is None:
+        return plan
+    return plan.model_copy(update={"method": plan.method.model_copy(update={"lora": lora.model_copy(update=changes)})})
+
+
+@rule(
     "weight-decay-erases",
     "Weight decay takes a part of each weight",
     reads=(_DECAY, _RATE, _RATIO, "method.type"),
@@ -123,4 +198,4 @@ def weight_decay_erases(context: RuleContext) -> Problem | None:
     )
 
 
-RULES = (training_moves_nothing, weight_decay_erases)
+RULES = (training_moves_nothing, steps_too_large, weight_decay_erases)

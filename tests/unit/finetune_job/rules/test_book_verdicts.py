@@ -420,6 +420,26 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         {"training.optimizer": "RAdam", "training.adamEpsilon": "1e15"},
         None,
     ),
+    ("steps-too-large", {"training.learningRate": "50"}, {"training.learningRate": "1e-2"}, None),
+    ("steps-too-large", {"training.learningRate": "1"}, {"training.learningRate": "1", "training.optimizer": "SGD"}, None),
+    (
+        "steps-too-large",
+        {"method.type": "Full", "method.lora": None, "training.learningRate": "0.1"},
+        {"method.type": "Full", "method.lora": None, "training.learningRate": "0.09"},
+        None,
+    ),
+    (
+        "steps-too-large",
+        {"method.lora.r": 1, "method.lora.loraAlpha": 65536, "training.learningRate": "2e-4"},
+        {"method.lora.r": 256, "method.lora.loraAlpha": 512, "training.learningRate": "2e-4"},
+        None,
+    ),
+    (
+        "steps-too-large",
+        {"method.lora.loraPlusRatio": "1000", "training.learningRate": "2e-3"},
+        {"method.lora.loraPlusRatio": "16", "training.learningRate": "2e-3"},
+        None,
+    ),
     (
         "weight-decay-erases",
         {"training.learningRate": "2e-4", "training.weightDecay": "5000"},
