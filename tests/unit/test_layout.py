@@ -58,7 +58,6 @@ COVERED_BY = {
     "finetune_trainer/merge/adapter_settings.py": "finetune_trainer/merge/test_plan.py",
     "finetune_trainer/merge/changes.py": "finetune_trainer/merge/test_parameter_adapters.py",
     "finetune_trainer/merge/factors.py": "finetune_trainer/merge/test_plan.py",
-    "finetune_trainer/merge/inputs.py": "finetune_trainer/merge/test_writer.py",
     "finetune_trainer/merge/lora.py": "finetune_trainer/merge/test_plan.py",
     "finetune_trainer/merge/resolve_changes.py": "finetune_trainer/merge/test_plan.py",
     "finetune_trainer/merge/steps/peft_layer.py": "finetune_trainer/merge/test_non_lora.py",

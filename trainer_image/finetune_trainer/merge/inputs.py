@@ -91,40 +91,63 @@ def plan_merge(
 def read_adapter_headers(directory: Path, model: StoredModel) -> AdapterHeaders:
     """model: of the base. Raises BrokenCheckpointError, MergeError."""
     config = read_json(directory / ADAPTER_CONFIG_FILE)
-    tensors = read_adapter(directory).tensors
-    if config.get("bias", "none") != "none":
-        tensors = _without_second_biases(tensors)
-    copies = frozenset(_copies(tensors, model)) if config.get("ensure_weight_tying") else frozenset()
-    return AdapterHeaders(tensors, config, copies)
+    tensors = _without_second_copies(read_adapter(directory).tensors)
+    are_tied = bool(config.get("ensure_weight_tying"))
+    return AdapterHeaders(
+        tensors, config, frozenset(_copies(tensors, model, are_tied=are_tied)), frozenset(_unchanged(tensors, model))
+    )
 
 
-def _without_second_biases(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-    """Without the further copies that PEFT writes of a bias. Raises AdapterTensorDuplicateError for a copy that differs."""
+def _without_second_copies(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Without the further names that PEFT writes of a parameter of a module that it saves whole, each under its plain name.
+
+    With `save_embedding_layers`, or where the vocabulary was resized, embeddings are there as `<module>.weight`, again as
+    `<module>.modules_to_save.weight`, and as they were before the training as `<module>.original_module.weight`; with bias "all"
+    so are biases. Raises AdapterTensorDuplicateError for a copy that differs.
+    """
     kept = dict(tensors)
     for name, tensor in tensors.items():
-        module, _, part = name.rpartition(".modules_to_save.")
-        if part == "bias" and (own := tensors.get(f"{module}.bias")) is not None:
-            if not have_same_values(tensor, own):
-                raise AdapterTensorDuplicateError(
-                    f"adapter tensors {own.name} and {name} are the same bias, but differ. Save the adapter again."
-                )
-            del kept[name]
-            kept.pop(f"{module}.original_module.bias", None)
+        module, is_saved, part = name.rpartition(".modules_to_save.")
+        if not is_saved:
+            continue
+        own = tensors.get(f"{module}.{part}")
+        if own is not None and not have_same_values(tensor, own):
+            raise AdapterTensorDuplicateError(
+                f"adapter tensors {own.name} and {name} are the same parameter, but differ. Save the adapter again."
+            )
+        del kept[name]
+        kept[f"{module}.{part}"] = own or tensor
+        kept.pop(f"{module}.original_module.{part}", None)
     return kept
 
 
-def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel) -> Iterator[str]:
-    """Names of the tensors of modules that have the same adapter as the module that they are tied to."""
+def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel, *, are_tied: bool) -> Iterator[str]:
+    """Names of the tensors of modules that have the same adapter, or are saved with the same values, as the module that they are
+    tied to.
+
+    are_tied: whether the adapter was trained so. Otherwise only whole parameters are looked at.
+    """
     for tie in model.ties:
         first, *others = (f"{ADAPTER_PREFIX}{path.rpartition('.')[0]}." for path in tie.paths)
         for prefix in others:
-            own = [tensor for name, tensor in tensors.items() if name.startswith(prefix)]
-            if own and all(_is_copy(tensor, prefix, first, tensors) for tensor in own):
-                yield from (tensor.name for tensor in own)
+            own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            is_asked = are_tied or own.keys() == {f"{prefix}weight"}
+            if own and is_asked and all(_is_copy(name, tensor, prefix, first, tensors) for name, tensor in own.items()):
+                yield from (tensor.name for tensor in own.values())
 
 
-def _is_copy(tensor: TensorHeader, prefix: str, first: str, tensors: Mapping[str, TensorHeader]) -> bool:
-    part = tensor.name.removeprefix(prefix)
+def _unchanged(tensors: Mapping[str, TensorHeader], model: StoredModel) -> Iterator[str]:
+    """Names of whole tied parameters that have the base's own values: PEFT saves embeddings that nobody trained, too."""
+    for tie in model.ties:
+        stored = model.parameters[tie.source].parts[0].header
+        for path in tie.paths:
+            tensor = tensors.get(f"{ADAPTER_PREFIX}{path}")
+            if tensor is not None and have_same_values(tensor, stored):
+                yield tensor.name
+
+
+def _is_copy(name: str, tensor: TensorHeader, prefix: str, first: str, tensors: Mapping[str, TensorHeader]) -> bool:
+    part = name.removeprefix(prefix)
     original = tensors.get(first + _TRANSPOSED.get(part, part))
     if original is None or original.dtype != tensor.dtype:
         return False
