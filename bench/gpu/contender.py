@@ -75,6 +75,7 @@ def ours(size: str, steps: int, device: torch.device) -> tuple[list[float], floa
     from finetune_trainer.checkpoint.state import pieces
     from finetune_trainer.data.batches import PreparedSplit
     from finetune_trainer.data.shards import SplitArrays
+    from finetune_trainer.model.dtypes import resolve_casts, resolve_dtypes
     from finetune_trainer.objective.next_token import NextToken
     from finetune_trainer.ranks.gang import Gang
     from finetune_trainer.train.optimizers import build_optimizer
@@ -99,12 +100,14 @@ def ours(size: str, steps: int, device: torch.device) -> tuple[list[float], floa
     objective.install(model)
     optimizer = build_optimizer(pieces(model), plan)
     batches = StepBatches(PreparedSplit.of(arrays, 0), plan.training, gang)
+    # As a job computes: the model is held in bfloat16, its adapters in float32.
+    autocast = resolve_casts(plan, resolve_dtypes(plan, torch.bfloat16), 1).by_autocast
     starts = []
     for step in range(steps):
         starts.append(time.monotonic())
         result = optimizer_step(
             model, optimizer, objective, batches, plan.training,
-            step=step, learning_rate=RATE, gang=gang, autocast=None, stop_requested=False,
+            step=step, learning_rate=RATE, gang=gang, autocast=autocast, stop_requested=False,
         )  # fmt: skip
     return [*starts, finished(device)], result.loss
 

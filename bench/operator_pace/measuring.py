@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +84,7 @@ class Meter:
 def histogram(operator: OperatorProcess, name: str) -> dict[float, float]:
     """Cumulative counts of a histogram of the operator by upper bound."""
     text = operator.fetch("/metrics")[1]
-    buckets: Counter[float] = Counter()
+    buckets: defaultdict[float, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == f"{name}_bucket":

@@ -20,7 +20,7 @@ from finetune_trainer.data.shards import TRAIN, SplitArrays
 from finetune_trainer.train.batches import global_batch, micro_batch
 from tests.support.tiny_model import run_context, tiny_spec, write_tiny_llama
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 4, "max_position_embeddings": 1024,
 }  # fmt: skip

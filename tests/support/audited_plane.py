@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import yaml
 
@@ -30,7 +31,7 @@ class AuditedPlane(ControlPlane):
     """Until the definitions are served: the default profile, a hook, comes after. It waits for the Deployment's controller
     too."""
 
-    def __enter__(self) -> AuditedPlane:
+    def __enter__(self) -> Self:
         super().__enter__()
         try:
             self._install()
