@@ -19,6 +19,8 @@ from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfile
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
+from finetune_job.methods import METHODS
+from finetune_job.rules.method_configuration.lora import REFUSED_INITS
 from finetune_job.rules.rule import UNREADABLE, format_value
 
 M = TypeVar("M", bound=BaseModel)
@@ -29,6 +31,8 @@ _METADATA = (
     "generation", "labels", "managedFields", "name", "namespace", "ownerReferences", "resourceVersion", "selfLink", "uid",
 )  # fmt: skip
 """Fields of every object of Kubernetes."""
+_REFUSED_WORDS = frozenset({*map(str, REFUSED_INITS), *(str(kind) for kind, method in METHODS.items() if method.refused)})
+"""Values that the schema has so that a rule can say why they are refused: nobody is advised to write them."""
 _TYPE_FIXES = {
     "int_type": "write a whole number, without quotes",
     "int_from_float": "write a whole number",
@@ -113,7 +117,13 @@ def _finding(model: type[BaseModel], field: str, location: Sequence[int | str], 
             return _unreadable(field, "unset", "is required", _meaning(model, location))
         case "enum" | "literal_error":
             expected = str(context.get("expected"))
-            meant = _nearest(details.get("input"), re.findall(r"'([^']*)'", expected))
+            words = re.findall(r"'([^']*)'", expected)
+            meant = _nearest(details.get("input"), words)
+            if meant in _REFUSED_WORDS:
+                accepted = ", ".join(word for word in words if word not in _REFUSED_WORDS)
+                return _unreadable(
+                    field, value, f"is not one of {expected}", f"write one of {accepted}; {meant} is not supported"
+                )
             return _unreadable(field, value, f"is not one of {expected}", f"write {meant or expected}")
         case "list_type" if isinstance(details.get("input"), str):
             items = [item for item in re.split(r"[\s,]+", details["input"]) if item] or ["a", "b"]
