@@ -6,7 +6,9 @@ The parent never computes with torch, so it has no threads whose locks a fork co
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import resource
 import signal
 import time
 import traceback
@@ -37,10 +39,13 @@ class BoundsExceededError(Exception):
 
 @dataclass
 class ResourceBounds:
-    """What the children of one process may take together. `deadline`: on the monotonic clock."""
+    """What a process and its children may take together. `deadline` and `began`: on the monotonic clock."""
 
     deadline: float
     memory_bytes: int
+    processor_seconds: float = math.inf
+    """Since this process began. On a busy machine the clock runs on while others compute."""
+    began: float = field(default_factory=time.monotonic)
     peak_memory_bytes: int = field(default=0, init=False)
 
     def look(self, processes: list[int]) -> None:
@@ -51,6 +56,11 @@ class ResourceBounds:
             raise BoundsExceededError(f"it took more than {self.memory_bytes / 2**30:.1f} GiB of memory")
         if time.monotonic() > self.deadline:
             raise BoundsExceededError("it did not end in time")
+        ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        used = sum(usage.ru_utime + usage.ru_stime for usage in ended)
+        used += sum(processor_seconds(process) for process in processes if process != os.getpid())
+        if used > self.processor_seconds:
+            raise BoundsExceededError(f"it took more than {self.processor_seconds:g} s of processor time")
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,15 @@ def _tail(log: Path) -> str:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         return file.read(_TAIL_BYTES).decode(errors="replace")
     return ""
+
+
+def processor_seconds(process: int) -> float:
+    """That a process has used so far, in user and system mode; 0 where the kernel does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # Fields 14 and 15 of proc(5)'s stat, counted behind the name, which may hold spaces.
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def proportional_bytes(process: int) -> int:

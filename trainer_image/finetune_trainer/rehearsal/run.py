@@ -48,7 +48,6 @@ def rehearse(
     `root`: empty directory for all files. `merge`: the merge role. `on_stage`: called with each stage when it has ended.
     """
     rehearsal = _Rehearsal(plan, directory, RehearsalPaths(root), bounds, merge=merge, on_stage=on_stage)
-    started = time.monotonic()
     verdict, findings = Verdict.PASSED, []
     try:
         rehearsal.run()
@@ -61,7 +60,7 @@ def rehearse(
         verdict, findings = Verdict.NOT_DONE, [not_done_finding(f"{reason} (in the stage {stage.value})", root)]
     return RehearsalReport(
         verdict=verdict,
-        seconds=round(time.monotonic() - started, 1),
+        seconds=round(time.monotonic() - bounds.began, 1),
         peak_memory_bytes=bounds.peak_memory_bytes,
         parameters=rehearsal.parameters,
         changes=tuple(rehearsal.changes),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import shutil
 import sys
@@ -26,8 +27,10 @@ from finetune_trainer.processes.start import NO_ADVICE, die_with, end, keep_bits
 from finetune_trainer.rehearsal.verdicts import not_done_finding
 
 log = logging.getLogger(__name__)
-SECONDS = 55.0
-"""For all of it, from the start of the process."""
+SECONDS = 600.0
+"""For all of it by the clock, from the start of the process: so that a pod that is starved ends, too."""
+PROCESSOR_SECONDS = 110.0
+"""For all of it on processors: what two ranks take in less than a minute on two of them, however busy these are."""
 ENDING_SECONDS = 3.0
 """What it may take to end its children after that."""
 MEMORY_BYTES = 3 << 30
@@ -95,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, help="process to die with")
     parser.add_argument("--model", type=Path, required=True, help="directory of the base model")
     parser.add_argument("--scratch", type=Path, required=True, help="empty directory; made where it does not exist")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all of it")
+    parser.add_argument("--seconds", type=float, help="for all of it by the clock; unset: a bound of processor time")
     parser.add_argument("--check-model", action="store_true", help="first look at the model, as preflight does")
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
@@ -116,7 +119,12 @@ def main(argv: list[str] | None = None) -> int:
             plan,
             arguments.model.absolute(),
             arguments.scratch.absolute(),
-            ResourceBounds(started + arguments.seconds, MEMORY_BYTES),
+            ResourceBounds(
+                started + (arguments.seconds or SECONDS),
+                MEMORY_BYTES,
+                PROCESSOR_SECONDS if arguments.seconds is None else math.inf,
+                started,
+            ),
             merge=merge,
             on_stage=lambda stage: _write_line(answer, stage=stage.model_dump(mode="json")),
         )

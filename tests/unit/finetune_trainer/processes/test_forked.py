@@ -1,6 +1,7 @@
 """Forked children keep to their bounds, and their parent believes nothing of what they answer."""
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -50,6 +51,38 @@ def test_a_child_of_the_rehearsal_that_was_taken_over_has_failed(behaviour: str,
 def test_a_child_of_the_rehearsal_that_never_ends_exceeds_its_time(tmp_path: Path) -> None:
     with pytest.raises(BoundsExceededError, match="did not end in time"):
         run_children({"one": lambda: time.sleep(3600)}, tmp_path, ResourceBounds(time.monotonic() + 1, 1 << 40), together=False)
+
+
+def busy(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def test_children_that_compute_too_long_exceed_their_processor_time(tmp_path: Path) -> None:
+    """Two at a time, each below the bound."""
+    bounds = ResourceBounds(time.monotonic() + 300, 1 << 40, _used() + 3)
+    with pytest.raises(BoundsExceededError, match="of processor time"):
+        run_children({"one": lambda: busy(2), "two": lambda: busy(2)}, tmp_path, bounds, together=False)
+
+
+def test_what_children_that_have_ended_took_counts_as_well(tmp_path: Path) -> None:
+    bounds = ResourceBounds(time.monotonic() + 300, 1 << 40, _used() + 3)
+    run_children({"one": lambda: busy(2)}, tmp_path, bounds, together=False)
+    with pytest.raises(BoundsExceededError, match="of processor time"):
+        run_children({"two": lambda: busy(2)}, tmp_path, bounds, together=False)
+
+
+def test_a_child_that_waits_takes_no_processor_time(tmp_path: Path) -> None:
+    bounds = ResourceBounds(time.monotonic() + 300, 1 << 40, _used() + 2)
+    ended = run_children({"one": lambda: time.sleep(3)}, tmp_path, bounds, together=False)
+    assert ended["one"].code == 0
+
+
+def _used() -> float:
+    """By this process and the children that it has had."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def test_the_log_of_a_child_is_read_only_if_it_is_a_file(tmp_path: Path) -> None:
