@@ -21,8 +21,8 @@ class PlanLost:
     message: str
 
 
-REMEMBERED = 256
-"""Plans that are held parsed: every pass over a started job reads its plan, and a plan never changes."""
+REMEMBERED = 64
+"""Plans that are held parsed, about 25 kB each: a plan never changes, and passes over one job follow each other."""
 _digest = lru_cache(REMEMBERED)(text_sha256)
 _read = lru_cache(REMEMBERED)(read_launch_plan)
 
