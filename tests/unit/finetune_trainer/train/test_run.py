@@ -14,7 +14,8 @@ import pytest
 
 from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport
 from finetune_job.progress import Progress
-from finetune_trainer.checkpoint.manifest import RunState
+from finetune_trainer.checkpoint.manifest import RunState, step_of
+from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.context import RunContext
 from finetune_trainer.json_lines import read_lines
 from finetune_trainer.observe.goodput import Cause, goodput_totals, parse_records
@@ -85,6 +86,17 @@ def test_a_run_that_no_longer_gets_better_ends_well_with_its_best_checkpoint(und
     assert {line["step"]: line["eval_loss"] for line in history_of(undisturbed) if "eval_loss" in line} == {
         step: loss for step, loss in LOSSES.items() if step <= STOP
     }
+
+
+def test_the_history_names_the_newest_checkpoint_that_was_complete(undisturbed: RunContext) -> None:
+    """A resumed run that finds none of them asks it (checkpoint/evidence.py)."""
+    known = {line["step"]: line.get("checkpoint_step") for line in history_of(undisturbed)}
+    assert known[1] is None
+    saved = [step for step in known.values() if step is not None]
+    assert saved == sorted(saved)
+    assert all(step is None or step < line for line, step in known.items())
+    complete = {step_of(path.name) for path in checkpoint_directories(undisturbed.workspace.checkpoints)}
+    assert set(saved) & complete
 
 
 def test_facts_of_the_report_are_the_last_progress_and_where_the_time_went(undisturbed: RunContext) -> None:
