@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -60,10 +62,23 @@ def busy(seconds: float) -> None:
 
 
 def test_children_that_compute_too_long_exceed_their_processor_time(tmp_path: Path) -> None:
-    """While they run: none of them would end by itself."""
     bounds = ResourceBounds(time.monotonic() + 120, 1 << 40, _used() + 2)
     with pytest.raises(BoundsExceededError, match="of processor time"):
         run_children({"one": lambda: busy(3600), "two": lambda: time.sleep(3600)}, tmp_path, bounds, together=False)
+
+
+def test_what_a_running_child_has_used_so_far_counts() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        while sum(psutil.Process(process.pid).cpu_times()[:2]) < 3:
+            time.sleep(0.1)
+        bounds = ResourceBounds(time.monotonic() + 300, 1 << 40, _used() + 2)
+        bounds.look([])
+        with pytest.raises(BoundsExceededError, match="of processor time"):
+            bounds.look([process.pid])
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_what_children_that_have_ended_took_counts_as_well(tmp_path: Path) -> None:
