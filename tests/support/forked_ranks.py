@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from finetune_trainer.context import RunContext
 from tests.support import collector
 
-DEADLINE_SECONDS = 180.0
+DEADLINE_SECONDS = 500.0
 """For one gang; far more than it takes, because the machine may be busy."""
 PRELOADED = (
     "tests.support.forked_ranks",
