@@ -1,7 +1,7 @@
 """What the workspace still knows of a run's progress if no checkpoint can be read.
 
-Whoever starts again at step 0 throws away what was trained, and perhaps only because a directory is out of reach. So before that
-three places are asked that the checkpoints' own directories have nothing to do with.
+A start at step 0 throws away what was trained, and perhaps only because a directory is out of reach. So three files are asked
+before it that do not go with a checkpoint's directory.
 """
 
 from __future__ import annotations

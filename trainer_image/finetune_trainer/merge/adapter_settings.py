@@ -48,8 +48,6 @@ class AdapterHeaders:
     config: Mapping[str, Any]
     copies: frozenset[str] = field(default_factory=frozenset)
     """Tensors of output embeddings whose values have been seen to be those of the input embeddings' (inputs.py)."""
-    unchanged: frozenset[str] = field(default_factory=frozenset)
-    """Whole tensors of tied embeddings whose values have been seen to be the base's."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune_job.module_expressions import key_expression
 from finetune_trainer.processes.child import fork_answering, wait_for_answer
-from finetune_trainer.processes.sandbox import limit_this_process
+from finetune_trainer.processes.sandbox import DATA_BYTES, limit_this_process
 from finetune_trainer.weights.errors import UnsupportedAdapterError
 
 CPU_SECONDS = 20
@@ -34,7 +34,8 @@ def require_expressions_that_end(config: Mapping[str, Any], modules: Collection[
         if not end.has_answered:
             raise UnsupportedAdapterError(
                 f"adapter_config.json: {field} is {written[:_SHOWN]!r}: matching it against the names of {len(modules)} modules "
-                f"takes more than {CPU_SECONDS} s of CPU time. Write names of modules there, as the adapter's tensors have them."
+                f"takes more than {CPU_SECONDS} s of CPU time, or more than {DATA_BYTES >> 30} GiB of memory. Write names of "
+                "modules there, as the adapter's tensors have them."
             )
 
 

@@ -59,10 +59,6 @@ def plan_merge(
     """
     checkpoint, config = read_checkpoint(base), read_json(base / CONFIG_FILE)
     model = read_stored_model(checkpoint, config)
-    headers = [read_adapter_headers(adapter, model) for adapter in adapters]
-    modules = {path.rpartition(".")[0] for path in model.parameters}
-    for adapter in headers:
-        require_expressions_that_end(adapter.config, modules)
     quantized: dict[str, Quantization] = {}
     if quantization is not None:
         # Imports transformers, which takes more memory than the merge itself: only if it is needed.
@@ -70,6 +66,10 @@ def plan_merge(
 
         quantized = quantized_tensors(base, model, quantization)
     try:
+        headers = [read_adapter_headers(adapter, model) for adapter in adapters]
+        modules = {path.rpartition(".")[0] for path in model.parameters}
+        for each in headers:
+            require_expressions_that_end(each.config, modules)
         return merge_plan(
             base=checkpoint.tensors,
             base_config=config,
@@ -92,10 +92,10 @@ def read_adapter_headers(directory: Path, model: StoredModel) -> AdapterHeaders:
     """model: of the base. Raises BrokenCheckpointError, MergeError."""
     config = read_json(directory / ADAPTER_CONFIG_FILE)
     tensors = _without_second_copies(read_adapter(directory).tensors)
+    for name in list(_unchanged(tensors, model)):
+        del tensors[name]
     are_tied = bool(config.get("ensure_weight_tying"))
-    return AdapterHeaders(
-        tensors, config, frozenset(_copies(tensors, model, are_tied=are_tied)), frozenset(_unchanged(tensors, model))
-    )
+    return AdapterHeaders(tensors, config, frozenset(_copies(tensors, model, are_tied=are_tied)))
 
 
 def _without_second_copies(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
@@ -141,9 +141,9 @@ def _unchanged(tensors: Mapping[str, TensorHeader], model: StoredModel) -> Itera
     for tie in model.ties:
         stored = model.parameters[tie.source].parts[0].header
         for path in tie.paths:
-            tensor = tensors.get(f"{ADAPTER_PREFIX}{path}")
-            if tensor is not None and have_same_values(tensor, stored):
-                yield tensor.name
+            name = f"{ADAPTER_PREFIX}{path}"
+            if name in tensors and have_same_values(tensors[name], stored):
+                yield name
 
 
 def _is_copy(name: str, tensor: TensorHeader, prefix: str, first: str, tensors: Mapping[str, TensorHeader]) -> bool:

@@ -115,7 +115,7 @@ class _Lora:
     def _add_whole(self, module: str, name: str, tensor: TensorHeader) -> None:
         """A parameter of a module that was trained whole."""
         path = self._whole_path(module, name, tensor, is_base_copy=False)
-        if tensor.name in self._adapter.copies | self._adapter.unchanged:
+        if tensor.name in self._adapter.copies:
             return
         if path in self._result.changes:
             raise AdapterTensorDuplicateError(

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import struct
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Of two entries with one name readers take different ones."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{twice!r} is there twice")
     return found
 

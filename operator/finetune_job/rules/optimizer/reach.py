@@ -130,22 +130,24 @@ def steps_too_large(context: RuleContext) -> Problem | None:
     if plan.training.optimizer is OptimizerName.SGD or _step(plan) < _LARGEST_STEP:
         return None
     lora = spec.method.lora
-    usual = {
-        _RATE: plan.model_copy(update={"training": plan.training.model_copy(update={"learning_rate": _USUAL_RATE})}),
-        _ALPHA: _with_lora(plan, alpha_pattern={}, lora_alpha=2 * (plan.method.lora.r if plan.method.lora else 1)),
-        _RATIO: _with_lora(plan, lora_plus_ratio=None),
-    }
-    # The one setting that is at fault by itself; else all of them are.
-    field = next((name for name, other in usual.items() if _step(other) < _LARGEST_STEP), _RATE)
     written = {
         _RATE: spec.training.learning_rate,
         _ALPHA: lora.lora_alpha if lora else None,
+        _PATTERN: lora.alpha_pattern if lora else None,
         _RATIO: lora.lora_plus_ratio if lora else None,
     }
-    removed = (_ALPHA, _PATTERN) if field == _ALPHA else (field,)
+    usual = {
+        _RATE: plan.model_copy(update={"training": plan.training.model_copy(update={"learning_rate": _USUAL_RATE})}),
+        _ALPHA: _with_lora(plan, lora_alpha=2 * plan.method.lora.r if plan.method.lora else 0),
+        _PATTERN: _with_lora(plan, alpha_pattern={}),
+        _RATIO: _with_lora(plan, lora_plus_ratio=None),
+    }
+    # The one setting that is at fault by itself, or else all that are written.
+    alone = next((field for field, other in usual.items() if written[field] is not None and _step(other) < _LARGEST_STEP), None)
+    removed = [alone] if alone else [field for field, value in written.items() if value is not None]
     return Problem(
-        field=field,
-        value=written[field],
+        field=removed[0],
+        value=written[removed[0]],
         message=f"each step moves a weight by about {_step(plan):.2g} (learning rate x loraPlusRatio x the adapter's scaling), "
         "and weights of language models are of the order of 0.02: what the model knows is overwritten",
         fix=f'remove {" and ".join(removed)}, or write usual values: a rate such as "2e-4", a loraAlpha of twice the rank',
@@ -160,6 +162,7 @@ def _step(plan: RunPlan) -> float:
         # There is no second factor that would make less of it.
         return rate * (_FULL_STEP if plan.method.type is MethodType.FULL else 1.0)
     scaling = max(lora.lora_alpha, *lora.alpha_pattern.values(), 0) / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
+    # A small scaling does not keep the factors themselves from being overwritten.
     return rate * (lora.lora_plus_ratio or 1.0) * max(scaling, 1.0)
 
 

@@ -436,6 +436,19 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ),
     (
         "steps-too-large",
+        {"method.lora.r": 1, "method.lora.alphaPattern": {"q_proj": 65536}, "training.learningRate": "2e-4"},
+        {"method.lora.r": 1, "method.lora.alphaPattern": {"q_proj": 4}, "training.learningRate": "2e-4"},
+        None,
+    ),
+    # Neither is at fault by itself.
+    (
+        "steps-too-large",
+        {"method.lora.r": 1, "method.lora.loraAlpha": 65536, "training.learningRate": "50"},
+        {"method.lora.r": 1, "method.lora.loraAlpha": 2, "training.learningRate": "2e-4"},
+        None,
+    ),
+    (
+        "steps-too-large",
         {"method.lora.loraPlusRatio": "1000", "training.learningRate": "2e-3"},
         {"method.lora.loraPlusRatio": "16", "training.learningRate": "2e-3"},
         None,

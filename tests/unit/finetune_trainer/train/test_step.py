@@ -10,10 +10,12 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from finetune_job.plan.run_plan import TrainingPlan
 from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.errors import NonFiniteError
 from finetune_trainer.objective.next_token import NextToken
+from finetune_trainer.observe.steps import StepResult
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.train.batches import global_batch
 from finetune_trainer.train.optimizers import build_optimizer
@@ -56,6 +58,31 @@ def plain_sum_and_count(model: torch.nn.Module, documents: list[tuple[torch.Tens
     return total, count
 
 
+def first_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: PreparedData,
+    training: TrainingPlan,
+    *,
+    learning_rate: float,
+    loss_scale: float = 1.0,
+) -> StepResult:
+    """Of one rank, in the type that the model has."""
+    return optimizer_step(
+        model,
+        optimizer,
+        NextToken(),
+        StepBatches(data.train, training, ALONE),
+        training,
+        step=0,
+        learning_rate=learning_rate,
+        gang=ALONE,
+        autocast=None,
+        stop_requested=False,
+        loss_scale=loss_scale,
+    )
+
+
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
 def test_loss_and_gradient_are_means_over_the_supervised_tokens_of_the_step(
     model_directory: Path, data: PreparedData, micro_batch_size: int
@@ -70,18 +97,7 @@ def test_loss_and_gradient_are_means_over_the_supervised_tokens_of_the_step(
     (total / count).backward()
     norm = torch.stack([parameter.grad.norm() for parameter in reference.parameters()]).norm()
     model = load(model_directory)
-    result = optimizer_step(
-        model,
-        build_optimizer(pieces(model), plan),
-        NextToken(),
-        StepBatches(data.train, training, ALONE),
-        training,
-        step=0,
-        learning_rate=0.0,
-        gang=ALONE,
-        autocast=None,
-        stop_requested=False,
-    )
+    result = first_step(model, build_optimizer(pieces(model), plan), data, training, learning_rate=0.0)
     assert result.supervised_tokens == count == data.train.supervised_tokens(sequences)
     assert result.loss == pytest.approx(float(total.detach()) / count, rel=1e-5)
     assert result.gradient_norm == pytest.approx(float(norm), rel=1e-4)
@@ -98,20 +114,7 @@ def test_the_factor_of_the_loss_changes_neither_norm_nor_clip_nor_weights(
         model = load(model_directory)
         # Its update is proportional to the gradient: one that was clipped wrong would be seen.
         optimizer = torch.optim.SGD([{"params": list(model.parameters()), "learning_rate_scale": 1.0}], lr=1.0)
-        batches = StepBatches(data.train, training, ALONE)
-        result = optimizer_step(
-            model,
-            optimizer,
-            NextToken(),
-            batches,
-            training,
-            step=0,
-            learning_rate=1.0,
-            gang=ALONE,
-            autocast=None,
-            stop_requested=False,
-            loss_scale=factor,
-        )
+        result = first_step(model, optimizer, data, training, learning_rate=1.0, loss_scale=factor)
         assert result.loss_scale == factor
         found.append((result.loss, result.gradient_norm, [parameter.detach().clone() for parameter in model.parameters()]))
     (loss, norm, weights), (scaled_loss, scaled_norm, scaled_weights) = found
@@ -159,17 +162,6 @@ def test_a_loss_that_is_not_finite_stops_before_a_weight_changes(model_directory
         model.model.norm.weight[0] = float("inf")
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with pytest.raises(NonFiniteError, match="step 1") as caught:
-        optimizer_step(
-            model,
-            build_optimizer(pieces(model), plan),
-            NextToken(),
-            StepBatches(data.train, training, ALONE),
-            training,
-            step=0,
-            learning_rate=1.0,
-            gang=ALONE,
-            autocast=None,
-            stop_requested=False,
-        )
+        first_step(model, build_optimizer(pieces(model), plan), data, training, learning_rate=1.0)
     assert caught.value.step == 1
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())

@@ -86,3 +86,11 @@ def test_a_setting_may_be_without_limit_but_not_without_a_value(tmp_path: Path) 
     path.write_text('{"rms_norm_eps": NaN}')
     with pytest.raises(errors.BrokenCheckpointError, match="NaN is not a value of a setting"):
         read_json(path)
+
+
+def test_a_long_header_with_a_name_twice_is_refused_at_once(tmp_path: Path) -> None:
+    """A stranger's may have some million names: work that grows with their square would not end."""
+    entries = ", ".join(f'"{number}": 0' for number in range(300_000))
+    path = header_file(tmp_path / "model.safetensors", f'{{{entries}, "299999": 0}}')
+    with pytest.raises(errors.BrokenCheckpointError, match="'299999' is there twice"):
+        read_header(path)
