@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 RUNS ?= 7
 DEMO_DIRECTORY ?= runs/demo
-SEED ?= 1
+SEED ?=
 NIGHT := $(shell date +%s)
 
 .PHONY: help
@@ -103,17 +103,17 @@ chaos: environment ## Kill the operator around every write, and put it into bad 
 .PHONY: kill-test
 kill-test: RUNS = 100
 kill-test: environment ## Kill training runs at random moments, RUNS with SIGKILL and RUNS with SIGTERM, and compare their bytes
-	$(PYTHON) -m tests.kill --runs $(RUNS) --seed $(SEED)
+	$(PYTHON) -m tests.kill --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 .PHONY: kill-test-merge
 kill-test-merge: RUNS = 100
 kill-test-merge: environment ## Kill merges RUNS times; every one must end with the undisturbed bytes
-	$(PYTHON) -m tests.kill.merge --runs $(RUNS) --seed $(SEED)
+	$(PYTHON) -m tests.kill.merge --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 .PHONY: kill-test-publish
 kill-test-publish: RUNS = 100
 kill-test-publish: environment ## Kill publications RUNS times for each kind of destination; no reader may see half a release
 	$(PYTHON) -m tests.support.cluster.binaries
-	$(PYTHON) -m tests.kill.publish --kills $(RUNS) --seed $(SEED)
-	$(PYTHON) -m tests.kill.publish_hub --runs $(RUNS) --seed $(SEED)
+	$(PYTHON) -m tests.kill.publish --kills $(RUNS) $(if $(SEED),--seed $(SEED))
+	$(PYTHON) -m tests.kill.publish_hub --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 
 .PHONY: bench-operator
 bench-operator: JOBS = 1000

@@ -1,7 +1,8 @@
 """`python -m tests.kill`: runs that are killed at random moments until they are done end with the bytes of undisturbed ones.
 
-Every run gets SIGKILL, and another one like it SIGTERM. Run N of a seed is always killed in the same way, but what it hits at a
-given second depends on the machine.
+Every run gets SIGKILL, and another one like it SIGTERM. The sources draw the seed, so that each change of them kills other runs
+at other moments; the seed also decides which case a run is of. Run N of a seed is always killed in the same way, but what it hits
+at a given second depends on the machine.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
-from tests.kill.cases import CASES
+from tests.kill.cases import CASES, drawn_order
 from tests.kill.moments import ALL_STAGES
 from tests.kill.run import Outcome, Undisturbed, disturbed, undisturbed
+from tests.support.source_seed import add_seed
 
 REAL_EVERY = 20
 """One run in so many is started by the real torchrun, which takes 15 seconds an attempt."""
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kill", description=__doc__)
     parser.add_argument("--runs", type=int, default=10, help="runs for each signal")
     parser.add_argument("--first", type=int, default=0, help="number of the first run, to repeat one")
-    parser.add_argument("--seed", type=int, default=1)
+    add_seed(parser)
     parser.add_argument("--signal", choices=SIGNALS, help="only this one")
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
     arguments = parser.parse_args(argv)
@@ -41,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals = (arguments.signal,) if arguments.signal else SIGNALS
     start = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="kill-"))
-    used = {number % len(CASES) for number in numbers}
-    bases = {index: undisturbed(CASES[index], directory / f"case-{index}") for index in sorted(used)}
+    order = drawn_order(arguments.seed)
+    used = {number % len(order) for number in numbers}
+    print(f"seed {arguments.seed}: {', '.join(order[index].name for index in sorted(used))}", flush=True)
+    bases = {index: undisturbed(order[index], directory / f"case-{index}") for index in sorted(used)}
     print(f"{len(bases)} undisturbed runs: {time.monotonic() - start:.0f} s", flush=True)
     with ThreadPoolExecutor(arguments.parallel) as pool:
         jobs = [(number, signal) for number in numbers for signal in signals]
@@ -58,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(seed: int, number: int, signal: str, bases: dict[int, Undisturbed], directory: Path) -> Outcome:
-    base = bases[number % len(CASES)]
+    base = bases[number % len(CASES)]  # as many as in any order
     random = Random(f"{seed}/{number}/{signal}")
     start = time.monotonic()
     outcome = disturbed(

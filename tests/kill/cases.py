@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ class Case:
     name: str
     changes: Mapping[str, Any]
     dtype: torch.dtype = torch.float32
+
+    @property
+    def saves_asynchronously(self) -> bool:
+        """Whether a checkpoint is written while the next steps are computed; full fine-tuning does, unless it is told not to."""
+        is_full = self.changes.get("method", {}).get("type") == "Full"
+        return is_full and self.changes.get("checkpoint", {}).get("asynchronous", True)
 
     def context(self, claims: Path) -> RunContext:
         """Claims with model, prepared data and plan."""
@@ -49,3 +56,16 @@ CASES = (
     ),
     Case("Full, FSDP1, async", {**_FULL, **_FSDP1}),
 )
+
+
+def drawn_order(seed: int) -> tuple[Case, ...]:
+    """All cases in an order of this seed's own, whose second one saves asynchronously.
+
+    A few runs are the first few of it, and which methods they kill changes with the seed; but what is written while training goes
+    on is always among them, and not as the first run, whose ranks a torchrun starts and which is hit by the second.
+    """
+    random = Random(f"cases of {seed}")
+    order = random.sample(CASES, len(CASES))
+    second = random.choice([case for case in order if case.saves_asynchronously])
+    order.remove(second)
+    return order[0], second, *order[1:]

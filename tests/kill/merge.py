@@ -32,6 +32,7 @@ from transformers import LlamaConfig
 from finetune_trainer.merge import chunks, journal, stream
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.writer import journal_path, temporary_directory
+from tests.support.source_seed import add_seed
 from tests.unit.finetune_trainer.merge import tiny
 
 MOST_KILLS = 4
@@ -234,8 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all, print the figures; 1 where any run differed."""
     parser = argparse.ArgumentParser(prog="python -m tests.kill.merge", description=__doc__)
     parser.add_argument("--runs", type=int, default=15, help="kills that have to land; each is followed by a resumed merge")
-    parser.add_argument("--seed", type=int, default=1)
+    add_seed(parser)
     arguments = parser.parse_args(argv)
+    print(f"seed {arguments.seed}", flush=True)
     directory = Path(tempfile.mkdtemp(prefix="kill-merge-"))
     start = time.monotonic()
     outcomes = run(arguments.runs, arguments.seed, directory)

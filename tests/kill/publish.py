@@ -37,6 +37,7 @@ from tests.support.faulty_proxy import FaultyProxy, Moment, running_proxy
 from tests.support.finished_run import finished_run, publish_arguments, published_files
 from tests.support.registry import NotThereError, Registry, running_registry
 from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY, S3Server, running_s3
+from tests.support.source_seed import add_seed
 
 WEIGHT_BYTES = (36_000_000, 100_000)
 """Three parts or chunks, and one."""
@@ -210,8 +211,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all, print what was hit; 1 where any run went wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.kill.publish", description=__doc__)
     parser.add_argument("--kills", type=int, default=10, help="that have to land, for each kind of destination")
-    parser.add_argument("--seed", type=int, default=1)
+    add_seed(parser)
     arguments = parser.parse_args(argv)
+    print(f"seed {arguments.seed}", flush=True)
     start, failed = time.monotonic(), False
     directory = Path(tempfile.mkdtemp(prefix="kill-publish-"))
     with kinds(directory, directory / "credentials") as all_kinds:

@@ -29,6 +29,7 @@ from finetune_trainer.release.files import Release
 from finetune_trainer.release.write import write_release_files
 from tests.support.hub import Fault, Hub, running_hub
 from tests.support.hub_writes import FIRST_FILES, LARGE_BYTES
+from tests.support.source_seed import add_seed
 from tests.unit.finetune_trainer.release.example import example, write_weights
 
 NAME, TOKEN = "team/tuned", "token-of-the-test"
@@ -170,7 +171,7 @@ def _kind(path: str) -> str:
     return "look"
 
 
-def run(runs: int, seed: int = 1, first: int = 0) -> list[Outcome]:
+def run(runs: int, seed: int, first: int = 0) -> list[Outcome]:
     """That many disturbed publications, one after the other."""
     with tempfile.TemporaryDirectory(prefix="kill-hub-") as directory:
         older, newer = (release_of(Path(directory) / seed_of, seed_of) for seed_of in ("old", "new"))
@@ -190,8 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kill.publish_hub", description=__doc__)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--first", type=int, default=0, help="number of the first run, to repeat one")
-    parser.add_argument("--seed", type=int, default=1)
+    add_seed(parser)
     arguments = parser.parse_args(argv)
+    print(f"seed {arguments.seed}", flush=True)
     start = time.monotonic()
     outcomes = run(arguments.runs, arguments.seed, arguments.first)
     landed = sum((outcome.landed for outcome in outcomes), Counter[str]())

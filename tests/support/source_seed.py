@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,3 +24,8 @@ def sources_digest(directories: Iterable[str] = _SOURCES) -> str:
 def seed_of_the_sources() -> int:
     """Each change of the product draws its own random cases, and the same tree the same ones."""
     return int(sources_digest(_SEEDED_BY)[:8], 16)
+
+
+def add_seed(parser: ArgumentParser) -> None:
+    """`--seed`, which the sources decide unless it is given."""
+    parser.add_argument("--seed", type=int, default=seed_of_the_sources(), help="unset: drawn by a digest of the sources")
