@@ -207,6 +207,41 @@ def test_arguments_that_would_be_written_in_quotes_are_a_problem():
     assert supervised(TOKENIZERS["bytes"]["Qwen 2.5"], document)[0].startswith('<tool_call>\nadd {"a": "ü"}\n')
 
 
+ENDING_EACH_CALL = QWEN25.template.replace(
+    "'\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>'",
+    "('\n<sum>' if call.function.name == 'add' else '\n<call>') + (call.function | tojson) + '<|im_end|>'",
+)
+"""Looks at the names of tools, so that they cannot be marked, and ends each call as it ends a turn."""
+
+
+@pytest.mark.parametrize(
+    ("said", "template"),
+    [
+        ("let me see", None),
+        ("", None),
+        (None, ENDING_EACH_CALL),
+    ],
+    ids=["a call behind words quotes the stop token", "a call alone quotes it", "each of two calls ends with it"],
+)
+def test_a_turn_whose_end_is_not_certain_is_a_problem(said, template):
+    """The first stop token would cut the turn in the middle of a call, and the model would learn to stop there."""
+    quoting = called(arguments={"text": "a <|im_end|> b"})
+    calls = [called(), called()] if template else [quoting]
+    tokenizer = TOKENIZERS["bytes"]["Qwen 2.5"]
+    problem = one(tokenizer, asked(says(said, tool_calls=calls), TOLD, says("2")), template=template)
+    assert isinstance(problem, RecordProblem)
+    assert (problem.key, problem.line) == ("messages[1]", 1)
+    assert problem.reason == "it is not certain where in the rendered text this turn of the assistant ends"
+    assert "{% generation %}" in problem.fix
+
+
+def test_a_stop_token_that_only_a_neighbour_quotes_leaves_the_end_certain():
+    tokenizer = TOKENIZERS["bytes"]["Qwen 2.5"]
+    turns = (says("once", tool_calls=[called()]), {**TOLD, "content": "<|im_end|> x"}, says("2"))
+    call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert supervised(tokenizer, one(tokenizer, asked(*turns))) == [f"once{call}", "2<|im_end|>"]
+
+
 def test_turns_behind_what_a_tool_gives_back_begin_there_where_nothing_is_written_between():
     template = MISTRAL.template.replace(
         "{%- if message['role'] == 'user' %}{{- '[INST] ' }}",
