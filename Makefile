@@ -43,9 +43,11 @@ test: environment ## All tests, as in CI, with the minutes of each suite
 test-unit test-pitfalls test-integration test-e2e lint types: environment ## One suite
 	$(PYTHON) -m tests.suites $(patsubst test-%,%,$@)
 
-.PHONY: mutants
+.PHONY: mutants mutants-decisions
 mutants: environment ## Break the operator in one line, 150 times and more: each time a unit test must fail
 	$(PYTHON) -m tests.mutants
+mutants-decisions: environment ## Break rules, plan, memory planner and the trainer's pure functions in one line, 250 times and more
+	$(PYTHON) -m tests.mutants --set decisions
 
 .PHONY: simulate
 simulate: SEEDS = 500
@@ -147,7 +149,7 @@ bench-prepare: environment ## Preparing 1 GB of text against datasets.map: MB pe
 NIGHTLY = nightly-tests nightly-hostile nightly-sweep nightly-idle nightly-pace nightly-benchmarks
 .PHONY: nightly $(NIGHTLY)
 nightly: environment ## What `make test` leaves out, with seeds and examples that nobody has tried before; a part that fails stops no other
-	$(MAKE) --keep-going SEED=$(NIGHT) kill-test kill-test-merge kill-test-publish chaos failures mutants simulate explore sweep $(NIGHTLY)
+	$(MAKE) --keep-going SEED=$(NIGHT) kill-test kill-test-merge kill-test-publish chaos failures mutants mutants-decisions simulate explore sweep $(NIGHTLY)
 nightly-tests: environment
 	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m nightly tests
 nightly-hostile: environment

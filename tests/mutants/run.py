@@ -1,4 +1,4 @@
-"""Runs the unit tests of a part against a copy of the operator with one mutant, in a process forked from one that has imported
+"""Runs the unit tests of a part against a copy of the product with one mutant, in a process forked from one that has imported
 everything that is not mutated: most of a short test run is imports."""
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.set import ROOT, Mutant
+from tests.mutants.set import PACKAGE, ROOT, Mutant
+
+SOURCES = ("operator", "trainer_image")
+"""Directories that are copied, with the mutant in one of them."""
 
 TESTS = {
     "decide/": ("tests/unit/finetune_operator/decide", "tests/unit/finetune_operator/releases"),
@@ -37,6 +40,8 @@ FOREIGN = (
     "structlog",
     "yaml",
 )
+WITH_TENSORS = (*FOREIGN, "numpy", "safetensors.torch", "transformers.utils.chat_template_utils", "peft", "tokenizers")
+"""Of the other packages, whose tests use what trains."""
 TIMEOUT_SECONDS = 180.0
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
@@ -50,6 +55,11 @@ class Verdict:
     by: str
     """The first test that failed, or what else ended it; empty where it survived."""
     seconds: float
+
+
+def chosen_tests(mutant: Mutant) -> list[str]:
+    """Files of tests to run for a mutant: those that it names, or those that belong to its file."""
+    return list(mutant.tests) or relevant_tests(mutant.file)
 
 
 def relevant_tests(file: str) -> list[str]:
@@ -66,9 +76,9 @@ def relevant_tests(file: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in sorted(found, key=order)]
 
 
-def warm_up() -> None:
+def warm_up(mutants: list[Mutant]) -> None:
     """Import what all runs share."""
-    for name in FOREIGN:
+    for name in FOREIGN if all(mutant.package == PACKAGE for mutant in mutants) else WITH_TENSORS:
         importlib.import_module(name)
 
 
@@ -77,14 +87,15 @@ def run(mutant: Mutant | None, tests: list[str], timeout: float = TIMEOUT_SECOND
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         place = Path(folder)
-        shutil.copytree(ROOT / "operator", place / "operator", ignore=shutil.ignore_patterns("__pycache__"))
+        for sources in SOURCES:
+            shutil.copytree(ROOT / sources, place / sources, ignore=shutil.ignore_patterns("__pycache__"))
         if mutant is not None:
-            path = place / "operator" / "finetune_operator" / mutant.file
+            path = place / mutant.path
             path.write_text(mutant.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
         output = place / "output"
         child = os.fork()
         if child == 0:
-            os._exit(_in_child(place / "operator", tests, output))
+            os._exit(_in_child([place / sources for sources in SOURCES], tests, output))
         code = _wait(child, timeout)
         said = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
     seconds = time.monotonic() - started
@@ -97,12 +108,12 @@ def run(mutant: Mutant | None, tests: list[str], timeout: float = TIMEOUT_SECOND
     return Verdict(mutant, True, by, seconds)
 
 
-def _in_child(operator: Path, tests: list[str], output: Path) -> int:
+def _in_child(copies: list[Path], tests: list[str], output: Path) -> int:
     os.setsid()
     os.chdir(ROOT)
-    sys.path.insert(0, str(operator))
+    sys.path[:0] = map(str, copies)
     # Programs that tests start see the mutant too.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(operator), str(ROOT / "trainer_image"), str(ROOT)])
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (*copies, ROOT)))
     sys.dont_write_bytecode = True
     with output.open("w", encoding="utf-8") as sink, redirect_stdout(sink), redirect_stderr(sink):
         import pytest

@@ -1,12 +1,12 @@
-"""The set of mutants fits the sources, and what does not fit or survives is told."""
+"""The sets of mutants fit the sources, and what does not fit or survives is told."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.mutants.__main__ import choose, report
-from tests.mutants.run import Verdict, relevant_tests
-from tests.mutants.set import PACKAGE, Mutant, outdated, read_set
+from tests.mutants.run import Verdict, relevant_tests, chosen_tests
+from tests.mutants.set import FOLDERS, ROOT, Mutant, outdated, read_set
 
 MUTANT = Mutant("group/one", "health.py", "return 1", "return 2", "one is one")
 
@@ -18,24 +18,61 @@ def test_there_are_enough_mutants_of_every_part() -> None:
     assert {"decide", "children", "cluster", "worker.py", "workqueue.py", "watch.py", "health.py", "metrics.py"} <= parts
 
 
-def test_every_mutant_fits_the_sources_and_can_be_compiled() -> None:
+def test_there_are_enough_mutants_of_all_that_is_decided_without_effects() -> None:
+    mutants = read_set(FOLDERS["decisions"])
+    assert len(mutants) >= 250
+    assert all(mutant.tests for mutant in mutants)
+    counts = {
+        part: sum(mutant.path.startswith(part) for mutant in mutants)
+        for part in (
+            *("operator/finetune_job/rules", "operator/finetune_job/plan", "operator/finetune_job/sharding.py"),
+            *("operator/finetune_memory", "trainer_image/finetune_trainer"),
+        )
+    }
+    assert min(counts.values()) >= 15, counts
+    assert sum(counts.values()) == len(mutants)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_mutant_fits_the_sources_and_can_be_compiled(name: str) -> None:
     """One that does not would end the nightly run before its first mutant."""
-    mutants = read_set()
+    mutants = read_set(FOLDERS[name])
     assert outdated(mutants) == []
     for mutant in mutants:
-        compile(mutant.applied((PACKAGE / mutant.file).read_text(encoding="utf-8")), mutant.id, "exec")
+        compile(mutant.applied((ROOT / mutant.path).read_text(encoding="utf-8")), mutant.id, "exec")
         assert mutant.old != mutant.new, mutant.id
 
 
 @pytest.mark.parametrize("source", ["return 3", "return 1 or return 1"])
 def test_a_mutant_whose_text_is_gone_or_not_alone_is_an_error(tmp_path: Path, source: str) -> None:
-    (tmp_path / "health.py").write_text(source, encoding="utf-8")
+    path = tmp_path / MUTANT.path
+    path.parent.mkdir(parents=True)
+    path.write_text(source, encoding="utf-8")
     (problem,) = outdated([MUTANT], tmp_path)
     assert "group/one" in problem
 
 
 def test_a_mutant_of_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
     assert outdated([MUTANT], tmp_path) == ["group/one: there is no health.py"]
+
+
+def test_tests_that_are_gone_are_an_error() -> None:
+    (mutant,) = [each for each in read_set() if each.id == "api/delete-orphans"]
+    gone = Mutant(mutant.id, mutant.file, mutant.old, mutant.new, mutant.breaks, tests=("tests/unit/test_gone.py",))
+    assert outdated([gone]) == ["api/delete-orphans: there is no tests/unit/test_gone.py"]
+
+
+def test_package_and_tests_of_a_file_are_those_of_its_mutants_that_name_none(tmp_path: Path) -> None:
+    entries = "".join(
+        f'[[mutant]]\nid = "{name}"\nfile = "x.py"\nold = "1"\nnew = "2"\nbreaks = "p"\n{more}'
+        for name, more in (("a", ""), ("b", 'tests = ["tests/own.py"]\n'))
+    )
+    (tmp_path / "one.toml").write_text('package = "some/package"\ntests = ["tests/all.py"]\n' + entries, encoding="utf-8")
+    assert [(each.path, chosen_tests(each)) for each in read_set(tmp_path)] == [
+        ("some/package/x.py", ["tests/all.py"]),
+        ("some/package/x.py", ["tests/own.py"]),
+    ]
+    assert chosen_tests(MUTANT) == relevant_tests("health.py")
 
 
 def test_an_id_that_occurs_twice_is_an_error(tmp_path: Path) -> None:

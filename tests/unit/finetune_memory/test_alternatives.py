@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from finetune_job.api.training import ActivationCheckpointing
+from finetune_job.plan.run_plan import RunPlan
+from finetune_memory.alternatives import cheapest_fitting
+from finetune_memory.estimate import Estimate, Term
 from finetune_memory.verdict import (
     memory_finding,
 )
-from tests.support.builders import a_job
+from tests.support.builders import JobBuilder, a_job
 from tests.unit.finetune_memory.jobs import GIB, judged, small_job
 
 
@@ -46,3 +53,71 @@ def test_nothing_helps_a_device_that_is_far_too_small() -> None:
     finding = memory_finding(verdict)
     assert finding is not None
     assert "larger devices" in finding.fix
+
+
+def changes(job: JobBuilder, size: Callable[[RunPlan], int], limit: int) -> dict[str, Any] | None:
+    """The changes that are found where a plan takes `size`."""
+
+    def predict(plan: RunPlan) -> Estimate:
+        return Estimate((Term("all", size(plan), ""),), "", ())
+
+    found = cheapest_fitting(job.plan(), limit, predict)
+    return None if found is None else {change.field.removeprefix("spec."): change.value for change in found.changes}
+
+
+BATCHES = small_job().spec("training.microBatchSize", 8).spec("training.globalBatchSize", 64)
+MICRO, LENGTH, AGAIN = "training.microBatchSize", "data.maxSequenceLength", "training.activationCheckpointing"
+
+
+def test_what_fits_to_the_byte_is_taken() -> None:
+    assert changes(BATCHES, lambda plan: 100 * plan.training.micro_batch_size, 400) == {MICRO: 4}
+    assert changes(BATCHES, lambda plan: 100 * plan.training.micro_batch_size, 100) == {MICRO: 1}
+    assert changes(BATCHES, lambda plan: 100 * plan.training.micro_batch_size, 99) is None
+
+
+def test_sequences_are_shortened_to_256_tokens() -> None:
+    assert changes(small_job(), lambda plan: plan.data.max_sequence_length, 1024) == {LENGTH: 1024}
+    assert changes(small_job(), lambda plan: plan.data.max_sequence_length, 256) == {LENGTH: 256}
+    assert changes(small_job(), lambda plan: plan.data.max_sequence_length, 255) is None
+
+
+def test_up_to_sixteen_times_the_nodes() -> None:
+    job = small_job().spec("training.globalBatchSize", 64)
+    assert changes(job, lambda plan: 1600 // plan.parallelism.world_size, 100) == {"parallelism.nodes": 16}
+    assert changes(job, lambda plan: 1600 // plan.parallelism.world_size, 99) is None
+
+
+def test_of_two_changes_the_one_that_costs_less() -> None:
+    def either(first: Callable[[RunPlan], bool], second: Callable[[RunPlan], bool]) -> Callable[[RunPlan], int]:
+        return lambda plan: 50 if first(plan) or second(plan) else 100
+
+    smaller = lambda plan: plan.training.micro_batch_size < 8  # noqa: E731
+    again = lambda plan: plan.training.activation_checkpointing is not ActivationCheckpointing.NONE  # noqa: E731
+    shorter = lambda plan: plan.data.max_sequence_length < 2048  # noqa: E731
+    assert changes(BATCHES, either(smaller, again), 50) == {MICRO: 4}
+    assert changes(BATCHES, either(again, shorter), 50) == {AGAIN: "Selective"}
+
+
+def test_more_ranks_take_smaller_micro_batches_where_the_global_batch_asks_for_it() -> None:
+    job = BATCHES.spec("training.globalBatchSize", 8)
+    assert changes(job, lambda plan: 100 // plan.parallelism.nodes, 50) == {"parallelism.nodes": 2, MICRO: 4}
+
+
+def test_what_rules_refuse_is_not_suggested() -> None:
+    compiled = small_job().spec("training.compile", True)
+    assert changes(compiled, lambda plan: 50 + 50 * (plan.training.activation_checkpointing == "None"), 50) == {AGAIN: "Full"}
+    eight = small_job().spec("method", {"type": "QLoRA", "quantization": {"bits": 8}}).spec("training.globalBatchSize", 64)
+    assert changes(eight, lambda plan: 100 // plan.parallelism.nodes, 50) is None
+    packed = lambda plan: 50 if plan.method.quantization is not None else 100  # noqa: E731
+    assert changes(small_job(), packed, 50) == {"method.type": "QLoRA"}
+    on_cpu = small_job().with_profile(gpu=None, resources={"train": {"memory": "64Gi"}})
+    assert changes(on_cpu, packed, 50) is None
+
+
+def test_weights_that_stay_gathered_are_sharded_again() -> None:
+    path = "parallelism.fsdp.reshardAfterForward"
+    sharded = lambda plan: 50 if plan.parallelism.fsdp.reshard_after_forward else 100  # noqa: E731
+    assert changes(small_job().spec(path, False), sharded, 50) == {path: True}
+    found = changes(small_job(), lambda _plan: 100, 100)
+    assert found is not None
+    assert path not in found
