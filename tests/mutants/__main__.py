@@ -12,7 +12,7 @@ import argparse
 import random
 import sys
 
-from tests.mutants.run import Verdict, run, chosen_tests, warm_up
+from tests.mutants.run import Verdict, chosen_tests, run, warm_up
 from tests.mutants.set import FOLDERS, Mutant, outdated, read_set
 
 FLOOR = 0.95

@@ -1,6 +1,7 @@
 """`python -m tests.sweep`: run combinations of settings end to end, and compare what happens with what the gates say.
 
-Prints false accepts, false refusals and unexplained outcomes; the exit code is 1 unless all three are zero.
+Prints false accepts, false refusals and unexplained outcomes; the exit code is 1 unless all three are zero. What is judged so is
+run a second time, alone, and the second judgement counts; the summary says of how many, and which of them came out otherwise.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from finetune_job.rules.book import RULES
 from tests.support.source_seed import seed_of_the_sources, sources_digest
 from tests.sweep.case import Case
-from tests.sweep.judge import WRONG
+from tests.sweep.judge import WRONG, is_never_false
 from tests.sweep.material import make_material
 from tests.sweep.methods import ATTEMPTS, table_cases
-from tests.sweep.record import OUTCOMES, REHEARSALS, entries, write_summary, write_table
+from tests.sweep.record import OUTCOMES, REHEARSALS, entries, second_looks_text, write_summary, write_table
 from tests.sweep.rehearsals import rehearsed, sample
 from tests.sweep.session import Result, run_all
 from tests.sweep.streams import fixed_cases, random_slice
@@ -41,6 +43,7 @@ def main() -> int:
     if arguments.rehearse:
         return _rehearse(arguments, digest, seed)
     kinds: dict[str, str] = {}
+    first_kinds: dict[str, str] = {}
     surprising: dict[str, Case] = {}
     started = time.monotonic()
     OUTCOMES.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +55,8 @@ def main() -> int:
             kinds[result.case.id] = result.judgement.kind
             if is_wrong:
                 surprising[result.case.id] = result.case
-            print(json.dumps({**result.entry(), "sources": digest}), file=outcomes, flush=True)
+            look = 2 if result.case.id in first_kinds else 1
+            print(json.dumps({**result.entry(look), "sources": digest}), file=outcomes, flush=True)
             if is_wrong or arguments.verbose:
                 print(result.text(), flush=True)
             if arguments.only:
@@ -67,12 +71,18 @@ def main() -> int:
         if surprising:
             # A gang can also be late or short of memory on a busy machine, which a second look tells from a wrong verdict.
             print(f"a second look at {len(surprising)}", flush=True)
+            first_kinds = {identifier: kinds[identifier] for identifier in surprising}
             run_all(list(surprising.values()), Path(directory), 1, done, stop)
     counts = Counter(kinds.values())
     print(f"seed {seed}; {len(kinds)} distinct combinations in {time.monotonic() - started:.0f} s")
     print(f"accepted and working {counts['accepted']}, refused as said {counts['refused']}, on principle {counts['policy']}")
     print(
         f"false accepts {counts['false accept']}, false refusals {counts['false refusal']}, unexplained {counts['unexplained']}"
+    )
+    print(second_looks_text(first_kinds, kinds))
+    refusing = [rule.id for rule in RULES if rule.severity == "error"]
+    print(
+        f"{sum(map(is_never_false, refusing))} of {len(refusing)} rules that refuse were not judged: they have tests of their own"
     )
     if arguments.record:
         print(f"recorded in {write_table(digest) if arguments.table else write_summary(digest, [seed])}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +18,9 @@ from finetune_job.api.training import OptimizerName
 from finetune_job.methods import METHODS, Family
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
-from finetune_trainer.data.batches import PreparedData, PreparedSplit
 from finetune_trainer.files import MANIFEST_FILE
 from finetune_trainer.weights.headers import ADAPTER_FILE
-from tests.sweep import oracle, plain, replay
+from tests.sweep import expected, oracle, plain, replay
 from tests.sweep.architectures import DTYPES
 from tests.sweep.case import SAVED_AT, STEPS, UNSET, Case
 from tests.sweep.oracle import Evidence
@@ -73,7 +73,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     first_bound = max(first_bound, ROUNDING[_orthogonal_dtype(plan)])
     problems += oracle.compare_values(parameters[0], trained, first_bound, "first values")
 
-    data = PreparedData.open(context.workspace.prepared)
+    train = expected.sequences(expected.TRAIN, packs=case.packs)
     is_noisy = MethodType(case.of("method")) in NOISY
     drops = "dropout" in case.values and case.of("dropout") not in (UNSET, "0")
     if is_noisy or drops:
@@ -81,19 +81,22 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     compared = () if is_noisy else (QUIET_STEP,) if drops else range(SAVED_AT)
     for step in compared:
         model.take(parameters[step])
-        loss, exact = model.gradients(data.train, step, torch.float32, is_training=not drops)
-        coarse = [model.gradients(data.train, step, dtype, is_training=not drops) for dtype in coarse_dtypes]
+        loss, exact = model.gradients(train, step, torch.float32, is_training=not drops)
+        coarse = [model.gradients(train, step, dtype, is_training=not drops) for dtype in coarse_dtypes]
         loss_bound = oracle.FLOAT32_BOUND
         if coarse:
             loss_bound = 5e-3 + oracle.NOISE_FACTOR * max(abs(other - loss) for other, _ in coarse) / abs(loss)
         bits = None if case.of("ranks") == "1" else _MANTISSA.get(str(plan.parallelism.fsdp.reduce_dtype))
-        scale = _clipping(plan, first[0].norms[step])
+        norm = expected.gradient_norm(exact)
+        scale = expected.clipping(norm, plan.training.max_grad_norm)
+        norm_bound = oracle.norm_bound(exact, [gradients_of for _, gradients_of in coarse], bits, gradients[step])
+        problems += oracle.compare_losses(first[0].norms[step], norm, norm_bound, f"gradient norm of step {step + 1}")
         exact = _scaled(exact, scale)
         noisy = [_scaled(gradients_of, scale) for _, gradients_of in coarse]
         redrawn = []
         if any(oracle.has_few(gradient) for gradient in exact.values()):
             redrawn = [
-                _scaled(model.gradients(data.train, step, dtype, not drops, factor)[1], scale)
+                _scaled(model.gradients(train, step, dtype, not drops, factor)[1], scale)
                 for dtype in coarse_dtypes
                 for factor in _FACTORS
             ]
@@ -101,7 +104,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
         problems += [f"step {step + 1}: {problem}" for problem in found[:3]]
         problems += oracle.compare_losses(first[0].losses[step], loss, loss_bound, f"loss of step {step + 1}")
     if is_noisy or drops:
-        problems += _without_gradient(model, data.train, parameters, gradients, [s for s in range(STEPS) if s not in compared])
+        problems += _without_gradient(model, train, parameters, gradients, [s for s in range(STEPS) if s not in compared])
     wanted = replay.replayed(model.model, plan, parameters[0], gradients)
     problems += [
         problem
@@ -112,10 +115,15 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     ]
     best = _exported_step(context)
     model.take(parameters[best])
-    if data.validation is not None:
+    if case.of("validation") == "some":
         bound = 2e-2 if coarse_dtypes else 1e-4
         model.take(parameters[-1])
-        problems += oracle.compare_losses(first[0].held_out[-1], model.held_out_loss(data.validation), bound, "held-out loss")
+        problems += oracle.compare_losses(
+            first[0].held_out[-1],
+            model.held_out_loss(expected.sequences(expected.HELD_OUT, packs=case.packs)),
+            bound,
+            "held-out loss",
+        )
         model.take(parameters[best])
     if fresh is not None:
         problems += _adapter(case, context, model, fresh)
@@ -126,7 +134,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
 
 def _without_gradient(
     model: plain.Plain,
-    split: PreparedSplit,
+    split: Sequence[expected.Packed],
     parameters: list[dict[str, torch.Tensor]],
     gradients: list[dict[str, torch.Tensor]],
     steps: list[int],
@@ -146,11 +154,6 @@ def _without_gradient(
 
 def _scaled(tensors: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
     return {name: tensor * factor for name, tensor in tensors.items()}
-
-
-def _clipping(plan: RunPlan, norm: float) -> float:
-    largest = plan.training.max_grad_norm
-    return largest / norm if 0 < largest < norm else 1.0
 
 
 def _exported_step(context: RunContext) -> int:

@@ -1,7 +1,9 @@
 """What refusals claim: which of them say that a run fails, and how; and which are refusals on principle.
 
-The judge compares a claim with what was observed. A refusal on principle is right whatever happens; each has its reason here, and
-tests/unit/sweep/test_policy.py shows what such settings do in silence.
+The judge compares a claim with what was observed. A refusal on principle is never judged to be false, whatever happens: what is
+wrong shows in no run, or in none that the sweep can compare. Each has its reason here, or in the reproduction of its rule, which
+tells what goes wrong in silence. That it does is shown elsewhere, on the real libraries: tests/unit/sweep/test_policy.py demands
+of each such refusal a test that does, or its own word that there is none.
 """
 
 POLICY: dict[str, str] = {

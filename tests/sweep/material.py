@@ -14,11 +14,11 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import TRAIN, VALIDATION
 from tests.support.tiny_model import prepared_split
+from tests.sweep import expected
 from tests.sweep.architectures import ARCHITECTURES, DTYPES, write_base
 from tests.sweep.case import MODEL_CLAIM, Case
 
 IDENTITY = JobIdentity(namespace="default", name="sweep", uid="0123456789abcdef")
-_NUM_TRAIN, _NUM_VALIDATION = 12, 4
 
 
 def make_material(root: Path) -> None:
@@ -34,9 +34,9 @@ def write_data(root: Path) -> None:
     """Prepared data, with and without packing and held-out records."""
     for documents in (1, 3):
         for has_validation in (False, True):
-            splits = {TRAIN: prepared_split(_NUM_TRAIN, 1, documents)}
+            splits = {TRAIN: prepared_split(*expected.TRAIN, documents)}
             if has_validation:
-                splits[VALIDATION] = prepared_split(_NUM_VALIDATION, 2, documents)
+                splits[VALIDATION] = prepared_split(*expected.HELD_OUT, documents)
             write_prepared(
                 root / "prepared" / _data_name(documents > 1, has_validation),
                 splits,

@@ -100,6 +100,16 @@ def compare_gradients(
     return problems
 
 
+def norm_bound(exact: Tensors, coarse: Sequence[Tensors], reduce_bits: int | None, found: Tensors) -> float:
+    """How far the norm of all gradients may be from the plain one's, over it: by no more than the gradients themselves are."""
+    whole = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in exact.values()))
+    errors = [math.sqrt(sum(float((other[name] - wanted).norm()) ** 2 for name, wanted in exact.items())) for other in coarse]
+    bound = FLOAT32_BOUND + NOISE_FACTOR * max(errors, default=0.0) / max(whole, _TINY)
+    bound += 0.0 if reduce_bits is None else 2.0**-reduce_bits
+    in_float16 = sum(gradient.numel() for gradient in found.values() if gradient.dtype is torch.float16)
+    return bound + FLOAT16_STEP * math.sqrt(in_float16) / max(whole, _TINY)
+
+
 def _kind(name: str) -> str:
     """A parameter's name without the numbers of layers."""
     return ".".join(part for part in name.split(".") if not part.isdigit())

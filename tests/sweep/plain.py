@@ -1,6 +1,6 @@
 """The same training with transformers and PEFT alone: one process, one document at a time, in float32.
 
-Nothing here is the trainer's but the order of its batches.
+Nothing here is the trainer's but the order of its batches: documents and their labels are those of expected.py.
 
 Where the manifest asks for 4-bit weights the plain model has what these weights stand for, unpacked by bitsandbytes once.
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.data.batches import PreparedSplit
 from finetune_trainer.train.batches import global_batch
 from tests.sweep.architectures import DTYPES
 from tests.sweep.case import UNSET, Case
+from tests.sweep.expected import IGNORED, Packed
 
 Tensors = dict[str, torch.Tensor]
 _INITS = {"ZeroB": True, "Random": False}
@@ -149,7 +148,7 @@ class Plain:
                 parameter.copy_(values[name])
 
     def gradients(
-        self, split: PreparedSplit, step: int, dtype: torch.dtype, is_training: bool = True, factor: float = 1.0
+        self, split: Sequence[Packed], step: int, dtype: torch.dtype, is_training: bool = True, factor: float = 1.0
     ) -> tuple[float, Tensors]:
         """Loss and gradients, in float32, of a step's whole batch, computed in `dtype`.
 
@@ -158,8 +157,8 @@ class Plain:
         model = self.model if dtype is torch.float32 else self._rounded(dtype)
         model.train(is_training)
         training = self.plan.training
-        sequences = global_batch(step, training.global_batch_size, training.seed, split.num_sequences)
-        loss = documents_loss(model, split, sequences)
+        numbers = global_batch(step, training.global_batch_size, training.seed, len(split))
+        loss = documents_loss(model, [split[number] for number in numbers])
         # Gradients below what float16 holds would vanish; the largest factor with which none overflows.
         for power in range(16, -1, -1) if dtype is torch.float16 else (0,):
             scale = factor * 2.0**power
@@ -184,27 +183,24 @@ class Plain:
                     tensor.data = tensor.data.float()
         return model
 
-    def held_out_loss(self, split: PreparedSplit) -> float:
+    def held_out_loss(self, split: Sequence[Packed]) -> float:
         self.model.eval()
         with torch.no_grad():
-            loss = float(documents_loss(self.model, split, list(range(split.num_sequences))))
+            loss = float(documents_loss(self.model, split))
         self.model.train()
         return loss
 
 
-def documents_loss(model: Any, split: PreparedSplit, sequences: list[int]) -> torch.Tensor:
+def documents_loss(model: Any, sequences: Sequence[Packed]) -> torch.Tensor:
     """Mean cross-entropy over the supervised tokens of these sequences, every document computed alone."""
     total, count = torch.zeros(()), 0
-    for sequence in sequences:
-        batch = split.batch([sequence])
-        starts = [place for place, position in enumerate(batch.position_ids[0].tolist()) if position == 0]
-        for first, last in pairwise([*starts, batch.input_ids.shape[1]]):
-            tokens, labels = batch.input_ids[0, first:last], batch.labels[0, first:last]
-            supervised = int((labels[1:] != -100).sum())
-            if supervised:
-                logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
-                total = total + functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
-                count += supervised
+    for documents in sequences:
+        for document in documents:
+            tokens, labels = torch.tensor(document.tokens), torch.tensor(document.labels)
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+            # The token at each place is said by the logits of the place before it.
+            total = total + functional.cross_entropy(logits[:-1], labels[1:], ignore_index=IGNORED, reduction="sum")
+            count += int((labels[1:] != IGNORED).sum())
     return total / count
 
 

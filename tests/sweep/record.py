@@ -32,6 +32,26 @@ def _lines(path: Path = OUTCOMES) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def second_looks(looks: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """How often a second look came to what: "false accept -> accepted" and so on."""
+    first: dict[str, str] = {}
+    found: Counter[str] = Counter()
+    for entry in looks:
+        if entry.get("look", 1) == 1:
+            first[entry["id"]] = entry["kind"]
+        elif entry["id"] in first:
+            found[f"{first[entry['id']]} -> {entry['kind']}"] += 1
+    return dict(sorted(found.items()))
+
+
+def second_looks_text(first: dict[str, str], kinds: dict[str, str]) -> str:
+    """The line of the summary. `first`: what cases that were run twice came to at first; `kinds`: at last."""
+    otherwise = [f"{case} ({kind}, then {kinds[case]})" for case, kind in first.items() if kinds[case] != kind]
+    return f"second looks {len(first)}, of which {len(otherwise)} came out otherwise" + "".join(
+        f"\n    {each}" for each in otherwise
+    )
+
+
 def write_summary(digest: str, seeds: Iterable[int]) -> Path:
     """Counts of all distinct cases that were run with these sources."""
     found = entries(digest)
@@ -42,6 +62,7 @@ def write_summary(digest: str, seeds: Iterable[int]) -> Path:
         "distinct_combinations": len(found),
         "kinds": dict(sorted(kinds.items())),
         "outcomes": dict(sorted(Counter(entry["outcome"] for entry in found.values()).items())),
+        "second_looks": second_looks(entry for entry in _lines() if entry["sources"] == digest),
         "refusals": dict(
             sorted(Counter(identifier for entry in found.values() for identifier in entry["refused_by"] or ()).items())
         ),

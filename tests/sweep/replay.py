@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from finetune_job.api.training import OptimizerName
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.train.policy import learning_rate
+from tests.sweep import expected
 
 Tensors = dict[str, torch.Tensor]
 
@@ -41,7 +41,15 @@ def replayed(model: Any, plan: RunPlan, first: Mapping[str, torch.Tensor], gradi
         for step, found in enumerate(gradients):
             if name not in found:
                 continue
-            rate = learning_rate(step, len(gradients), training) * scale
+            rate = scale * expected.rate(
+                step,
+                len(gradients),
+                peak=training.learning_rate,
+                schedule=training.scheduler.value,
+                warmup=training.warmup_ratio,
+                least=training.min_learning_rate_ratio,
+                decay=training.decay_ratio,
+            )
             optimizer.param_groups[0]["lr"] = rate
             parameter.grad = found[name].float()
             if training.optimizer is OptimizerName.SGD:

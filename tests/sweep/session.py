@@ -39,11 +39,12 @@ class Result:
         written = ", ".join(f"{name}={value}" for name, value in self.case.values.items() if value != UNSET)
         return f"{self.judgement.kind}: {self.case.id} {written}\n    {self.judgement.why}"
 
-    def entry(self) -> dict[str, Any]:
-        """What is kept."""
+    def entry(self, look: int = 1) -> dict[str, Any]:
+        """What is kept. look: how often the case had been run then."""
         verdict = self.verdict or Verdict()
         return {
             "id": self.case.id,
+            "look": look,
             "values": dict(self.case.values),
             "kind": self.judgement.kind,
             "why": self.judgement.why,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import choose, report
-from tests.mutants.run import Verdict, relevant_tests, chosen_tests
+from tests.mutants.run import Verdict, chosen_tests, relevant_tests
 from tests.mutants.set import FOLDERS, ROOT, Mutant, outdated, read_set
 
 MUTANT = Mutant("group/one", "health.py", "return 1", "return 2", "one is one")

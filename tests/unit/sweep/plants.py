@@ -13,9 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from finetune_trainer.checkpoint import checkpoints
 from finetune_trainer.context import RunContext
+from finetune_trainer.data.batches import Batch, PreparedSplit
 from finetune_trainer.roles import merge as merge_role
 from finetune_trainer.train import export
+from finetune_trainer.train import run as training_run
 from finetune_trainer.train import step as one_step
+
+PADDING = 256
+"""The sweep's data is padded with it, and has it nowhere else."""
 
 
 def wrong_gradient() -> AbstractContextManager[object]:
@@ -76,6 +81,50 @@ def lost_optimizer_state() -> AbstractContextManager[object]:
             state["exp_avg"].zero_()
 
     return patch("finetune_trainer.checkpoint.checkpoints.load", forgetful)
+
+
+@contextmanager
+def learnt_prompts() -> Iterator[None]:
+    """The second token of each document is supervised, too."""
+    original = PreparedSplit.batch
+
+    def supervised(split: PreparedSplit, indices: Any) -> Batch:
+        batch = original(split, indices)
+        second = (batch.position_ids == 1) & (batch.input_ids != PADDING)
+        batch.labels[second] = batch.input_ids[second]
+        return batch
+
+    with patch.object(PreparedSplit, "batch", supervised):
+        yield
+
+
+@contextmanager
+def joined_documents() -> Iterator[None]:
+    """Positions are counted through, so that each document sees those before it."""
+    original = PreparedSplit.batch
+
+    def joined(split: PreparedSplit, indices: Any) -> Batch:
+        batch = original(split, indices)
+        batch.position_ids.copy_(torch.arange(batch.position_ids.shape[1]).expand_as(batch.position_ids))
+        return batch
+
+    with patch.object(PreparedSplit, "batch", joined):
+        yield
+
+
+def other_norm() -> AbstractContextManager[object]:
+    """Gradients are clipped by half of their norm."""
+    original = one_step.squared_norm
+    return patch("finetune_trainer.train.step.squared_norm", lambda *arguments: original(*arguments) / 4)
+
+
+def late_rates() -> AbstractContextManager[object]:
+    """Each step has the rate of the next one."""
+    original = training_run.learning_rate
+    return patch(
+        "finetune_trainer.train.run.learning_rate",
+        lambda step, total, training: original(min(step + 1, total - 1), total, training),
+    )
 
 
 @contextmanager

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from finetune_trainer.data.batches import PreparedData
-from tests.sweep import oracle
+from tests.sweep import expected, oracle
 from tests.sweep.architectures import ARCHITECTURES, write_base
 from tests.sweep.case import Case
 from tests.sweep.covering import products
@@ -100,6 +99,10 @@ def test_what_the_rules_refuse_is_run_behind_the_trainers_own_refusals(material:
         (CASE, "wrong_gradient", "gradient of"),
         (CASE, "zeroed_adapter", "adapter file"),
         (CASE, "lost_optimizer_state", "weights at the end of a resumed run"),
+        (CASE, "learnt_prompts", "gradient"),
+        (CASE, "joined_documents", "gradient"),
+        (CASE, "other_norm", "gradient norm of step 1"),
+        (CASE, "late_rates", "weights after the optimizer's steps"),
         (CASE, "wrong_scaling", "logits of the merged model"),
         # Noise is drawn in all steps but one, and that one is compared.
         (DROPPING, "half_gradient", "step 2: gradient of"),
@@ -188,8 +191,7 @@ def test_the_error_of_a_single_number_is_drawn_more_than_once() -> None:
 
 def test_a_factor_of_the_loss_rounds_its_gradients_otherwise_and_changes_nothing_else(tmp_path: Path) -> None:
     write_base(tmp_path / "base", "llama", "bfloat16")
-    write_data(tmp_path)
-    split = PreparedData.open(tmp_path / "prepared" / "packed-alone").train
+    split = expected.sequences(expected.TRAIN, packs=True)
     model = Plain(CANCELLED, plan_of(CANCELLED), plain_base(CANCELLED, tmp_path / "base", quantized=False))
     for dtype, least, most in ((torch.float32, 0.0, 1e-5), (torch.bfloat16, 1e-4, 0.1)):
         (_, one), (_, other) = (model.gradients(split, 0, dtype, factor=factor) for factor in (1.0, 1.3))

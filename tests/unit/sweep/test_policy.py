@@ -8,17 +8,49 @@ from pathlib import Path
 import pytest
 
 import finetune_trainer.preflight
-from finetune_job.rules.book import rule_by_id
+from finetune_job.catalogue.book import entry_by_id
+from finetune_job.rules.book import RULES, rule_by_id
 from tests.sweep.explanations import CLAIMS, POLICY, POLICY_MESSAGES, UNSEEN
-from tests.sweep.judge import judged
+from tests.sweep.judge import is_never_false, judged
 from tests.sweep.observation import Observation, Verdict
 
+ROOT = Path(__file__).parents[3]
+NEVER_FALSE = sorted({rule.id for rule in RULES if rule.severity == "error" and is_never_false(rule.id)} | set(POLICY))
+"""Refusals that the sweep cannot call false, so that something else has to show them."""
 PREFLIGHT = "\n".join(path.read_text() for path in Path(finetune_trainer.preflight.__path__[0]).glob("*.py"))
 
 
 @pytest.mark.parametrize("identifier", [*POLICY, *POLICY_MESSAGES, *CLAIMS, *UNSEEN])
 def test_every_refusal_that_the_sweep_speaks_of_exists(identifier: str) -> None:
     assert rule_by_id(identifier) is not None or f'"{identifier}"' in PREFLIGHT
+
+
+def shown_by(identifier: str) -> list[str]:
+    """The tests that show what such settings do, by the refusal's entry in the rule book or the catalogue."""
+    known, entry = rule_by_id(identifier), entry_by_id(identifier)
+    named = (
+        known.reproduction.test if known is not None and known.reproduction is not None else entry.reproduction if entry else ""
+    )
+    return named.split()
+
+
+@pytest.mark.parametrize("identifier", NEVER_FALSE)
+def test_what_no_run_of_the_sweep_can_call_false_is_shown_by_a_test_of_its_own(identifier: str) -> None:
+    tests = shown_by(identifier)
+    assert tests, "name the test that shows it on the real libraries, or take it out of POLICY"
+    for test in tests:
+        path, _, name = test.partition("::")
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^def {re.escape(name)}\(", source, re.MULTILINE), test
+        # A rule of the book is shown by tests that bear its id; findings of preflight have tests of the check itself.
+        assert rule_by_id(identifier) is None or f'"{identifier}"' in source, test
+
+
+def test_of_half_of_the_rules_a_false_refusal_can_be_seen() -> None:
+    """The share is told and not hidden: a rule whose reproduction says "no error" is never judged false."""
+    errors = [rule.id for rule in RULES if rule.severity == "error"]
+    judged_by_runs = [identifier for identifier in errors if not is_never_false(identifier)]
+    assert len(judged_by_runs) >= len(errors) // 2 - 5, f"{len(judged_by_runs)} of {len(errors)}"
 
 
 def test_no_refusal_is_a_principle_and_a_claim() -> None:

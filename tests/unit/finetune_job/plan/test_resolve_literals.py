@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.element_types import Elements, held_dtype, resolve_elements
 from finetune_job.plan.resolve import resolve
@@ -192,3 +193,19 @@ def test_a_registry_gets_a_tag(written, planned_as):
     assert [choice.value for choice in plan.choices if choice.field == "spec.output.destination"] == (
         [planned_as] if written != planned_as else []
     )
+
+
+@pytest.mark.parametrize(
+    ("run", "queue", "place_in_queue", "priority"),
+    [
+        ({"queueName": "gpus", "priorityClassName": "high"}, "gpus", "high", None),
+        ({"priorityClassName": "high"}, None, None, "high"),
+        ({"queueName": "gpus"}, "gpus", None, None),
+    ],
+)
+def test_the_priority_of_a_job_is_its_place_in_a_queue_where_it_has_one(run, queue, place_in_queue, priority):
+    spec = FineTuneJobSpec.model_validate(manifest({f"run.{name}": value for name, value in run.items()}))
+    plan = resolve(IDENTITY, spec, FineTuneProfileSpec(trainer_image="trainer@sha256:0"))
+    train = plan.placement.pods.train
+    assert (train.queue_name, train.queue_priority_class_name, train.priority_class_name) == (queue, place_in_queue, priority)
+    assert plan.placement.pods.merge.queue_name is None

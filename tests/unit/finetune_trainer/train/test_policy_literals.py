@@ -58,6 +58,12 @@ def test_rates_of_four_steps(scheduler, warmup, more, expected):
     assert rates(4, scheduler, warmup, **more) == expected
 
 
+def test_the_decay_is_a_share_of_all_steps_and_not_of_those_after_the_warm_up():
+    # Two of ten steps warm up, five fall: (5 - 1) / 5 and so on.
+    expected = [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]
+    assert rates(10, "WarmupStableDecay", "0.2", decayRatio="0.5") == expected
+
+
 def test_a_warm_up_beyond_the_run_leaves_one_step():
     assert rates(4, "Linear", "0.99") == [0.333333, 0.666667, 1, 1]
 
