@@ -54,3 +54,13 @@ def test_a_session_token_is_sent_and_signed():
     assert ";x-amz-security-token," in sent("first")["authorization"]
     signatures = {sent(token)["authorization"].rpartition("Signature=")[2] for token in (None, "first", "second")}
     assert len(signatures) == 3
+
+
+def test_the_region_is_part_of_what_is_signed():
+    url, now = "https://examplebucket.s3.amazonaws.com/test.txt", datetime(2013, 5, 24, tzinfo=UTC)
+    signatures = set()
+    for region in ("us-east-1", "eu-central-1"):
+        sent = signed_headers("GET", url, {}, payload_sha256=EMPTY_SHA256, keys=EXAMPLE_KEYS, region=region, now=now)
+        assert f"Credential=AKIAIOSFODNN7EXAMPLE/20130524/{region}/s3/aws4_request," in sent["authorization"]
+        signatures.add(sent["authorization"].rpartition("Signature=")[2])
+    assert len(signatures) == 2
