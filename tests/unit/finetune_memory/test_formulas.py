@@ -15,7 +15,7 @@ from finetune_memory.estimate import Estimate, Term, _Estimator, estimate
 from finetune_memory.loss import loss_bytes, rows_per_part
 from finetune_memory.model_shape import ArchitectureFacts, Kind, ModelShape, ParameterShape, Workload, facts_of
 from finetune_memory.optimizers import state_bytes
-from finetune_memory.sharding import Shards, Unit, gathered_bytes, reduced_bytes, shards
+from finetune_memory.sharding import Shards, Unit, gathered_bytes, reduced_bytes, shards, unit_names
 from finetune_memory.verdict import MemoryLimit, MemoryVerdict, format_bytes, host_limit_of, limit_of, quantity_bytes, workload
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.finetune_memory.jobs import GIB, judged, small_job, term
@@ -192,6 +192,13 @@ def test_whole_parameters_at_the_fullest_moment() -> None:
     assert gathered_bytes(some, kept, PLAIN) == 10 + 80 + 60
     assert gathered_bytes(some, first, PLAIN) == 10 + 2 * 60
     assert gathered_bytes(units(root=5), second, PLAIN) == 20
+
+
+def test_units_by_size_have_a_hundred_million_values_where_nothing_is_said() -> None:
+    """torch's own default (torch/distributed/fsdp/wrap.py, size_based_auto_wrap_policy)."""
+    plan = sharding(autoWrapPolicy="SIZE_BASED_WRAP")
+    small, large = weight((99_999_999,), name="a.small.weight"), weight((100_000_000,), name="b.large.weight")
+    assert unit_names([small, large], plan.parallelism.fsdp, []) == ("b.large",)
 
 
 def test_packed_values_are_gathered_as_they_are() -> None:
