@@ -26,16 +26,16 @@ from finetune_memory.describe import model_shape, read_model
 from finetune_memory.estimate import quantised_shape
 from finetune_memory.sharding import shards, units_of
 from finetune_trainer.model import sharded
+from finetune_trainer.objective.next_token import NextToken
 from finetune_trainer.ranks.gang import joined
 from tests.support.forked_ranks import run_processes
-from tests.support.small_gang import Unchanged
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
 MB = 10**6
 ALLOWED_BYTES = 300 * MB
 """In addition to a shard and a layer."""
 HEADS = {"num_attention_heads": 20, "num_key_value_heads": 10}
-SIZES = {"vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 10240, **HEADS}
+SIZES: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 10240, **HEADS}
 
 
 def main() -> int:
@@ -98,14 +98,14 @@ def _measure(root: Path, base: Path, tiny: Path, ranks: int, version: int, *, wh
 def _rank(rank: int, ranks: int, directory: Path, spec: dict[str, Any], tiny: Path, base: Path, whole: bool) -> None:  # noqa: PLR0917 - as run in a process
     plan = plan_of(spec)
     if whole:
-        sharded.unloaded_base_model = lambda *_: None
+        vars(sharded)["unloaded_base_model"] = lambda *_: None
     with joined(rank, ranks, rank, f"file://{directory}/store") as gang:
-        sharded.build(plan, tiny, gang, Unchanged())
+        sharded.build(plan, tiny, gang, NextToken())
         gang.barrier()
         # From here on the kernel's high-water mark counts anew.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         before, started = _status("VmRSS"), time.perf_counter()
-        model = sharded.build(plan, base, gang, Unchanged())
+        model = sharded.build(plan, base, gang, NextToken())
         seconds = time.perf_counter() - started
         peak, after = _status("VmHWM"), _status("VmRSS")
         gang.barrier()

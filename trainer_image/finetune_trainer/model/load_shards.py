@@ -90,7 +90,7 @@ def unloaded_base_model(plan: RunPlan, directory: Path, device: torch.device) ->
     dtypes = resolve_dtypes(plan, stored_dtype(directory))
     dtype = dtypes.load
     headers = stored_by_name(model, directory)
-    if _keeps_some_in_float32(model, dtype) or _has_magnitudes_of_embeddings(model, plan) or headers is None:
+    if keeps_some_in_float32(model, dtype) or _has_magnitudes_of_embeddings(model, plan) or headers is None:
         log.info("every rank loads the whole model: its files do not hold the parameters as %s does", type(model).__name__)
         return None
     headers = {**headers, **_tied(model, headers)}
@@ -112,7 +112,7 @@ def _tied(model: PreTrainedModel, headers: Mapping[str, TensorHeader]) -> dict[s
     return {name: headers[first_names[id(parameter)]] for name, parameter in every}
 
 
-def _keeps_some_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+def keeps_some_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Whether transformers would hold some modules in float32 and others not."""
     always = bool(model._keep_in_fp32_modules_strict)  # noqa: SLF001 - transformers has no public name for it
     return dtype is not torch.float32 and (always or (dtype is torch.float16 and bool(model._keep_in_fp32_modules)))  # noqa: SLF001

@@ -113,7 +113,7 @@ class PackedWeight:
         sizes = (width, -(-scales // NESTED_BLOCK_SIZE) * width, scales) if layer.is_nested else (0, 0, scales * width)
         self.bytes = torch.empty(sum(sizes) + -(-values // 2), dtype=torch.uint8, device=device)
         """What goes from rank to rank."""
-        mean, of_scales, held, self.codes = self.bytes.split((*sizes, -(-values // 2)))
+        mean, of_scales, held, self.codes = torch.split(self.bytes, [*sizes, -(-values // 2)])
         self._mean, self._of_scales = mean.view(torch.float32), of_scales.view(torch.float32)
         self._scales = held if layer.is_nested else held.view(torch.float32)
 
@@ -144,7 +144,7 @@ class PackedWeight:
         if layer.is_transposed:
             whole = torch.empty(layer.header.shape, dtype=layer.loaded)
             read_into(layer.header, 0, whole.view(-1), layer.loaded)
-            for piece in whole.T.contiguous().view(-1).split(PIECE_VALUES):
+            for piece in torch.split(whole.T.contiguous().view(-1), PIECE_VALUES):
                 yield piece.to(device)
             return
         for first in range(0, count, PIECE_VALUES):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from torch import nn
 from torch.nn import functional
 
@@ -99,6 +100,27 @@ def _two_steps(module: nn.Module) -> Iterator[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     yield from (piece.parameter_values().clone() for piece in pieces(module))
+
+
+def test_packed_layers_that_are_loaded_by_shards_are_fit_for_training(tmp_path: Path) -> None:
+    base = write_tiny_llama(tmp_path / "base", attention_bias=True)
+    unloaded = sharded.unloaded_base_model(plan_of(spec_of(QLORA, {}, 2)), base, torch.device("cpu"))
+    assert unloaded is not None
+    layers = [layer for layer in unloaded.module.modules() if isinstance(layer, Linear4bit)]
+    assert len(layers) == 2 * 7
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
+    # Their forward passes leave biases where they are (test_packed_weights.py).
+    assert (
+        ["forward" in vars(layer) for layer in layers]
+        == [layer.bias is not None for layer in layers]
+        == [*[True] * 4, *[False] * 3] * 2
+    )
+
+
+def test_8_bits_are_not_loaded_by_shards(tmp_path: Path) -> None:
+    """Nothing would pack them."""
+    base = write_tiny_llama(tmp_path / "base")
+    assert sharded.unloaded_base_model(plan_of(spec_of(quantised(bits=8), {}, 1)), base, torch.device("cpu")) is None
 
 
 def test_a_rank_needs_memory_for_its_shard_and_not_for_the_model(tmp_path: Path) -> None:
