@@ -137,6 +137,7 @@ bench-preflight: environment ## Looking at a 70B model without its weights: seco
 	$(PYTHON) -m bench.preflight
 bench-memory: environment ## The memory planner against what is measured: CPU, and a GPU where there is one
 	$(PYTHON) -m bench.memory
+	$(PYTHON) -m bench.memory.packed_load
 bench-validate: environment ## `finetune validate`: milliseconds from process start, one manifest and 1,000
 	$(PYTHON) -m bench.validate
 bench-gpu: environment ## LoRA of an 8B-class model on a GPU next to TRL; says so where there is none

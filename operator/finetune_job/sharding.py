@@ -24,6 +24,8 @@ from finetune_job.methods import METHODS, Family
 
 INTEGERS = frozenset({"uint8", "int8"})
 """Element types of packed weights that FSDP 1 cannot flatten."""
+SHARDED_BITS = 4
+"""Of a packed base, the only ones that several ranks can share."""
 LEAF_CLASSES = ("Linear", "Linear4bit")
 """Classes of adapters and of the layers around them, which a plan may name as units."""
 DEFAULT_MIN_NUM_PARAMS = 100_000_000

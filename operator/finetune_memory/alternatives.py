@@ -18,10 +18,9 @@ from finetune_job.method_settings import effective_settings
 from finetune_job.methods import METHODS
 from finetune_job.plan.resolve_model import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_job.sharding import SHARDED_BITS
 from finetune_memory.estimate import Estimate
 
-SHARDED_BITS = 4
-"""Of a packed base, the only ones that several ranks can share."""
 SHORTEST_SEQUENCE = 256
 """Tokens; shorter ones would drop most of the records of most data sets."""
 MAX_RANKS_FACTOR = 16

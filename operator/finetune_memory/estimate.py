@@ -10,6 +10,7 @@ from finetune_job.api.training import ActivationCheckpointing, OptimizerName
 from finetune_job.methods import METHODS
 from finetune_job.plan.element_types import DTYPE_BYTES, Elements
 from finetune_job.plan.run_plan import RunPlan
+from finetune_job.sharding import SHARDED_BITS
 from finetune_memory.activations import Activations, Layer, TrainingPass, layer_activations, read_layers
 from finetune_memory.adapters import quantised
 from finetune_memory.loss import loss_bytes
@@ -197,27 +198,31 @@ class _Estimator:
         return f"{self.work.rows} x {self.work.length:,} tokens, {how}"
 
     def _loading(self) -> list[Term]:
-        """Every rank packs the whole base before it is sharded; on a CPU it may have to read the whole base, too."""
+        """What a rank packs or reads of the base before it is sharded: all of it, where it cannot load its shards alone.
+
+        Then there are at most two packed weights at a time (model/pack_shards.py): less than a step gathers of any unit.
+        """
         if not self.is_sharded:
             return []
         if self.plan.method.quantization is not None:
-            whole = sum(each.num_bytes for each in self.held.parameters if not each.is_trained)
-            return [Term("packed weights", whole - self.kept.frozen, "the whole base, until it is sharded")]
+            whole = sum(each.num_bytes for each in self.held.parameters if not each.is_trained) if self._loads_whole() else 0
+            return [Term("packed weights", max(whole - self.kept.frozen, 0), "the whole base, until it is sharded")]
         if self.work.on_gpu:
             return []
         held = self.kept.frozen if self.plan.method.trains_adapter else self.kept.frozen + self.kept.trained
         return [Term("base while it is loaded", max(self._read_whole() - held, 0), WHOLE_BASE)]
 
-    def _read_whole(self) -> int:
-        """Bytes of the base where a rank reads all of it into host memory; else 0: blocks of its own shards
-        (model/load_shards.py).
-
-        Packed weights go to the device tensor by tensor.
-        """
-        plan = self.plan
+    def _loads_whole(self) -> bool:
+        """Whether a rank reads all of the base, and not its own shards alone (model/load_shards.py)."""
+        plan, quantization = self.plan, self.plan.method.quantization
+        other_bits = quantization is not None and quantization.bits != SHARDED_BITS
         is_whole = not self.is_sharded or self.shape.facts.is_stored_otherwise or plan.model.allow_remote_code
-        is_whole = is_whole or METHODS[plan.method.type].attaches_to_values
-        if plan.method.quantization is not None or not is_whole:
+        return is_whole or other_bits or METHODS[plan.method.type].attaches_to_values
+
+    def _read_whole(self) -> int:
+        """Bytes of the base where a rank reads all of it into host memory; packed weights go to the device tensor by tensor."""
+        plan = self.plan
+        if plan.method.quantization is not None or not self._loads_whole():
             return 0
         return sum(each.num_bytes for each in self.held.parameters if not (each.is_trained and plan.method.trains_adapter))
 

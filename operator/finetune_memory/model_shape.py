@@ -95,8 +95,8 @@ class ArchitectureFacts:
     """Whether transformers has torch's fused attention (SDPA) for this architecture; without it the trainer takes the eager
     one."""
     is_stored_otherwise: bool
-    """Whether the files hold other tensors than the model has parameters, such as each expert alone: every rank reads them
-    all."""
+    """Whether the files hold other tensors than the model has parameters, such as each expert alone, or transformers holds
+    some in float32 and others not: every rank reads them all."""
 
 
 @dataclass(frozen=True)

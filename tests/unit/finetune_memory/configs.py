@@ -25,6 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-3.2-1B": _sizes("llama", 2048, 8192, 16, 32, 8, 128256, head_dim=64, tie_word_embeddings=True),
     "Llama-3.1-8B": _sizes("llama", 4096, 14336, 32, 32, 8, 128256),
     "Llama-3.1-70B": _sizes("llama", 8192, 28672, 80, 64, 8, 128256),
+    "Llama-3.1-405B": _sizes("llama", 16384, 53248, 126, 128, 8, 128256),
     "Mistral-7B": _sizes("mistral", 4096, 14336, 32, 32, 8, 32768, head_dim=128),
     "Qwen2.5-0.5B": _sizes("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True),
     "Qwen2.5-7B": _sizes("qwen2", 3584, 18944, 28, 28, 4, 152064),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from finetune_job.failures import FailureClass, Outcome
 from finetune_job.finding import Finding
@@ -16,6 +16,7 @@ from finetune_memory.describe import model_shape, read_model
 from finetune_memory.model_shape import facts_of
 from finetune_operator.decide.reconcile import reconcile
 from finetune_trainer.context import RunContext
+from finetune_trainer.preflight.memory import shape_of
 from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.roles.preflight import run
 from tests.support import quickstart
@@ -190,3 +191,17 @@ def test_what_is_no_number_is_not_kept(said: str) -> None:
     status = reconcile(observing(a_job()).started().succeeded(memory_estimate=said).build(), T0).status
     assert status is not None
     assert status.memory is None
+
+
+@pytest.mark.parametrize(("strict", "load", "reads_all"), [
+    (None, "bfloat16", False), ({"norm"}, "bfloat16", True), ({"norm"}, "float16", True), ({"norm"}, "float32", False),
+])  # fmt: skip
+def test_a_model_of_which_some_stays_in_float32_is_read_whole_by_every_rank(
+    monkeypatch: pytest.MonkeyPatch, strict: set[str] | None, load: str, reads_all: bool
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", strict)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64))
+    shape = shape_of(model, model, [], load)
+    assert shape is not None
+    assert shape.facts.is_stored_otherwise is reads_all

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.builders import JobBuilder
-from tests.unit.finetune_memory.jobs import judged, small_job, term
+from tests.unit.finetune_memory.jobs import GIB, judged, small_job, term
 
 
 def changed(**fields: Any) -> int:
@@ -49,6 +49,37 @@ def test_full_fine_tuning_holds_float32_weights_moments_and_gradients() -> None:
     weights = 4 * 1_235_814_400
     assert (term(estimate, "trained weights"), term(estimate, "gradients")) == (weights, weights)
     assert term(estimate, "optimizer state") == 2 * weights + 4 * 146
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "gib", "layers", "hidden", "width"),
+    [("Llama-3.1-70B", 24, 80, 8192, 28672), ("Llama-3.1-405B", 80, 126, 16384, 53248)],
+)
+def test_eight_ranks_share_a_packed_base(version: int, name: str, gib: int, layers: int, hidden: int, width: int) -> None:
+    """70B on 8 x 24 GiB and 405B on 8 x 80 GiB: half a byte a value, cut into 8; the scales are whole on every rank."""
+    job = small_job().spec("method.type", "QLoRA").spec("training.activationCheckpointing", "Full").processes_per_node(8)
+    verdict = judged(job.spec("parallelism.fsdp.version", version), name, gib)
+    assert verdict.fits
+    # Of a layer: queries and output, keys and values, three of the MLP.
+    linear = 2 * hidden * hidden + 2 * hidden * 1024 + 3 * hidden * width
+    embeddings, norms = 2 * 128256 * hidden * 2, (2 * layers + 1) * hidden * 2
+    assert term(verdict.estimate, "frozen weights") == (layers * linear // 2 + embeddings + norms) // 8
+    # A byte for 64 values, 4 bytes for 256 of these; two code books of 16 and 256 values and a mean for each weight.
+    assert term(verdict.estimate, "constants") == layers * linear // 64 + layers * linear // 64 // 256 * 4 + 7 * layers * 1092
+    assert term(verdict.estimate, "packed weights") == 0
+    # A checkpoint's copy: weights and two moments of the adapters' shard, in float32; and the process.
+    adapters = 16 * layers * (4 * hidden + 2 * (hidden + 1024) + 3 * (hidden + width))
+    assert verdict.estimate.host_total < 12 * adapters // 8 + 2 * GIB
+
+
+def test_a_packed_base_of_which_every_rank_reads_all_is_whole_while_it_is_loaded() -> None:
+    """Experts are stored one by one, and stay in 16 bits; the linear layers around them are packed."""
+    job = small_job().spec("method.type", "QLoRA").spec("training.activationCheckpointing", "Full").processes_per_node(8)
+    estimate = judged(job, "Mixtral-8x7B").estimate
+    attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
+    whole = 2 * (46_702_792_704 - attention) + attention // 2
+    assert (estimate.moment, term(estimate, "packed weights")) == ("loading", whole - term(estimate, "frozen weights"))
 
 
 def test_short_records_need_less() -> None:

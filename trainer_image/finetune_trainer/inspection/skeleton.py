@@ -5,20 +5,16 @@ them, without one weight being read. Called by preflight and the rehearsal.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
-from transformers.quantizers import AutoHfQuantizer
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.dtypes import resolve_dtypes
@@ -28,7 +24,6 @@ from finetune_trainer.model.load import (
     build_on_meta,
     build_with_lazy_zeros,
     freeze_as_built,
-    quantization_config,
     stored_dtype,
 )
 from finetune_trainer.model.meta_device import on_meta_device
@@ -65,39 +60,6 @@ def load_skeleton(plan: RunPlan, directory: Path) -> tuple[PreTrainedModel, list
     freeze_as_built(model, built)
     model.train()
     return model, [*_incomplete(info), *_unconverted(info)]
-
-
-def pack_layers(model: PreTrainedModel, quantization: QuantizationPlan, storage: torch.dtype) -> None:
-    """Put 4-bit or 8-bit layers in place of those that transformers would quantise, their weights in the shape of packed ones."""
-    import bitsandbytes
-
-    settings = quantization_config(quantization, model.dtype, storage)
-    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
-    biases = {name: module.bias for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    quantizer.preprocess_model(model=model, device_map={"": "cpu"})
-    quantizer.postprocess_model(model)
-    for name, module in model.named_modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            storage = settings.bnb_4bit_quant_storage
-            values_per_element = 2 * storage.itemsize
-            packed = torch.empty(-(-module.weight.numel() // values_per_element), 1, dtype=storage, device=META)
-            module.weight = _packed_parameter(module.weight, packed)
-        elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
-            # PEFT and FSDP look at the element type; its own parameter class would compute.
-            module.weight = nn.Parameter(torch.empty(module.weight.shape, dtype=torch.int8, device=META), requires_grad=False)
-        else:
-            continue
-        if biases.get(name) is not None:
-            module.bias = biases[name]
-
-
-def _packed_parameter(unpacked: nn.Parameter, packed: torch.Tensor) -> nn.Parameter:
-    settings = {
-        key: getattr(unpacked, key) for key in ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
-    }
-    kind: Any = type(unpacked)
-    made: nn.Parameter = kind(packed, requires_grad=False, bnb_quantized=True, **settings)
-    return made
 
 
 def _incomplete(info: dict[str, object]) -> list[Finding]:

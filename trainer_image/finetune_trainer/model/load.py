@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import AutoHfQuantizer
 
 from finetune_job.api.inputs import Attention
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_trainer.errors import ModelError
 from finetune_trainer.model.dtypes import ModelDtypes, resolve_dtypes, torch_dtype
-from finetune_trainer.model.packed_weights import fix_cpu_unpacking, keep_biases
+from finetune_trainer.model.packed_weights import make_fit_for_training
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import read_checkpoint
 
@@ -112,9 +114,12 @@ def reserve_parameters(model: PreTrainedModel) -> None:
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take no room until they are written: fresh pages, which no allocator promises of memory that it uses again."""
+    """Zeros that take no room until they are written: fresh pages, which no allocator promises of memory that it uses again.
+
+    Private ones: a shared page takes its room as soon as it is read.
+    """
     count = math.prod(shape)
-    pages = mmap.mmap(-1, max(count * dtype.itemsize, 1))
+    pages = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype, count=count).view(*shape)
 
 
@@ -151,9 +156,7 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
                 "copy all files of the model; a missing weight would be initialised at random",
             )
     if plan.method.quantization is not None:
-        keep_biases(model)
-        if device.type == "cpu":
-            fix_cpu_unpacking(model)
+        make_fit_for_training(model, device)
     if not plan.method.trains_adapter:
         freeze_as_built(model, build_on_meta(plan, directory))
     model.config.use_cache = False
@@ -200,3 +203,49 @@ def quantization_config(quantization: QuantizationPlan, model_dtype: torch.dtype
         bnb_4bit_compute_dtype=torch_dtype(quantization.compute_dtype) if quantization.compute_dtype else model_dtype,
         bnb_4bit_quant_storage=storage,
     )
+
+
+def empty_on_meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def pack_layers(
+    model: PreTrainedModel,
+    quantization: QuantizationPlan,
+    storage: torch.dtype,
+    made: Callable[[Sequence[int], torch.dtype], torch.Tensor] = empty_on_meta,
+) -> None:
+    """Put 4-bit or 8-bit layers in place of those that transformers would quantise, their weights in the shape of packed ones.
+
+    `made`: makes the packed weights, whose values are still to come.
+    """
+    import bitsandbytes
+
+    settings = quantization_config(quantization, model.dtype, storage)
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
+    biases = {name: module.bias for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    quantizer.preprocess_model(model=model, device_map={"": "cpu"})
+    quantizer.postprocess_model(model)
+    for name, module in model.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            held = settings.bnb_4bit_quant_storage
+            values_per_element = 2 * held.itemsize
+            packed = made((-(-module.weight.numel() // values_per_element), 1), held)
+            module.weight = _packed_parameter(module.weight, packed)
+        elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            # PEFT and FSDP look at the element type; its own parameter class would compute.
+            module.weight = nn.Parameter(made(module.weight.shape, torch.int8), requires_grad=False)
+        else:
+            continue
+        if biases.get(name) is not None:
+            module.bias = biases[name]
+
+
+def _packed_parameter(unpacked: nn.Parameter, packed: torch.Tensor) -> nn.Parameter:
+    settings = {
+        key: getattr(unpacked, key) for key in ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
+    }
+    kind: Any = type(unpacked)
+    result: nn.Parameter = kind(packed, requires_grad=False, bnb_quantized=True, **settings)
+    return result

@@ -25,11 +25,20 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import RunPlan
+from finetune_job.sharding import SHARDED_BITS
 from finetune_trainer.checkpoint.state import ParameterRange
 from finetune_trainer.errors import InvariantError, ModelError
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import LORA_MARKS
-from finetune_trainer.model.load import SAFETENSORS_DTYPES, build_with_lazy_zeros, stored_dtype
+from finetune_trainer.model.load import (
+    SAFETENSORS_DTYPES,
+    build_with_lazy_zeros,
+    lazy_zeros,
+    pack_layers,
+    packed_dtype,
+    stored_dtype,
+)
+from finetune_trainer.model.packed_weights import make_fit_for_training
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
 
@@ -68,19 +77,29 @@ class UnloadedModel:
     """By every name of a parameter, those that are tied to another included, and by names of stored buffers."""
 
 
-def unloaded_base_model(plan: RunPlan, directory: Path) -> UnloadedModel | None:
-    """The model as a rank can load its shards; None: it has to be loaded whole. Raises ModelError."""
-    if plan.method.quantization is not None or plan.model.allow_remote_code or METHODS[plan.method.type].attaches_to_values:
+def unloaded_base_model(plan: RunPlan, directory: Path, device: torch.device) -> UnloadedModel | None:
+    """The model as a rank can load its shards, with layers of 4 bits where the plan packs it; None: it has to be loaded whole.
+
+    `device`: where it is to be trained. Raises ModelError.
+    """
+    quantization = plan.method.quantization
+    has_other_bits = quantization is not None and quantization.bits != SHARDED_BITS
+    if has_other_bits or plan.model.allow_remote_code or METHODS[plan.method.type].attaches_to_values:
         return None
     model = build_with_lazy_zeros(plan, directory)
-    dtype = resolve_dtypes(plan, stored_dtype(directory)).load
+    dtypes = resolve_dtypes(plan, stored_dtype(directory))
+    dtype = dtypes.load
     headers = stored_by_name(model, directory)
-    if _keeps_some_in_float32(model, dtype) or _has_magnitudes_of_embeddings(model, plan) or headers is None:
+    if keeps_some_in_float32(model, dtype) or _has_magnitudes_of_embeddings(model, plan) or headers is None:
         log.info("every rank loads the whole model: its files do not hold the parameters as %s does", type(model).__name__)
         return None
+    headers = {**headers, **_tied(model, headers)}
+    if quantization is not None:
+        pack_layers(model, quantization, packed_dtype(plan, dtypes), lazy_zeros)
+        make_fit_for_training(model, device)
     model.config.use_cache = False
     model.train()
-    return UnloadedModel(model, {**headers, **_tied(model, headers)})
+    return UnloadedModel(model, headers)
 
 
 def _tied(model: PreTrainedModel, headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
@@ -93,7 +112,7 @@ def _tied(model: PreTrainedModel, headers: Mapping[str, TensorHeader]) -> dict[s
     return {name: headers[first_names[id(parameter)]] for name, parameter in every}
 
 
-def _keeps_some_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+def keeps_some_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Whether transformers would hold some modules in float32 and others not."""
     always = bool(model._keep_in_fp32_modules_strict)  # noqa: SLF001 - transformers has no public name for it
     return dtype is not torch.float32 and (always or (dtype is torch.float16 and bool(model._keep_in_fp32_modules)))  # noqa: SLF001

@@ -20,6 +20,13 @@ from torch import nn
 _UNPACK = "dequantize_4bit"
 
 
+def make_fit_for_training(model: nn.Module, device: torch.device) -> None:
+    """Mend all three in the packed layers of `model`, which is to be trained on `device`."""
+    keep_biases(model)
+    if device.type == "cpu":
+        fix_cpu_unpacking(model)
+
+
 def keep_biases(model: nn.Module) -> None:
     """Let the packed layers of `model` leave their biases where and as they are."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt

@@ -32,6 +32,7 @@ from finetune_trainer.model.load_shards import (
     unloaded_base_model,
 )
 from finetune_trainer.model.objective import Objective
+from finetune_trainer.model.pack_shards import fill_packed, packed_layers
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.weights.headers import TensorHeader
 
@@ -62,7 +63,7 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
     fsdp, trains_adapter, is_sharded = plan.parallelism.fsdp, plan.method.trains_adapter, gang.world_size > 1
     check_decomposed(plan, stored)
     # A single rank holds all of it anyway.
-    unloaded = unloaded_base_model(plan, base_model) if is_sharded else None
+    unloaded = unloaded_base_model(plan, base_model, gang.device) if is_sharded else None
     headers = None if unloaded is None else unloaded.headers
     base = load_base_model(plan, base_model, gang.device) if unloaded is None else unloaded.module
     # Adapters freeze all of the base.
@@ -84,9 +85,12 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
         cast_embedding_outputs(model, dtypes.load)
     if plan.training.compile:
         compile_layers(model, fsdp)
+    packed = packed_layers(model, headers, dtypes.load) if headers is not None and plan.method.quantization is not None else {}
     model = _shard(model, fsdp, replace(dtypes, param=casts.by_fsdp), gang)
     if headers is not None:
-        fill_from_files(model, pieces(model, frozen=True), headers, dtypes.load)
+        every = pieces(model, frozen=True)
+        fill_from_files(model, [piece for piece in every if piece.name not in packed], headers, dtypes.load)
+        fill_packed(packed, every, gang)
     model.train()
     found = pieces(model)
     check_complete(shapes, found)

@@ -45,9 +45,11 @@ def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], lo
 
     Weights that are packed already count as what they were packed from: the planner packs them itself.
     """
+    import torch
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     from finetune_trainer.model.invariants import SAVED_WHOLE
+    from finetune_trainer.model.load_shards import keeps_some_in_float32
     from finetune_trainer.objective.head import returns_output_of_head
 
     try:
@@ -56,7 +58,8 @@ def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], lo
             base.config.to_dict(),
             has_whole_logits=not returns_output_of_head(base),
             has_fused_attention=bool(getattr(base, "_supports_sdpa", False)),
-            is_stored_otherwise=bool(get_model_conversion_mapping(base, add_legacy=False)),
+            is_stored_otherwise=bool(get_model_conversion_mapping(base, add_legacy=False))
+            or keeps_some_in_float32(base, getattr(torch, load)),
         )
     except UnknownModelError:
         return None

@@ -24,7 +24,7 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.inspection.module_use import observe_use
 from finetune_trainer.inspection.report import ModelStructure
-from finetune_trainer.inspection.skeleton import attach_skeleton_adapters, load_skeleton, pack_layers
+from finetune_trainer.inspection.skeleton import attach_skeleton_adapters, load_skeleton
 from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, stored_names
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import (
@@ -34,7 +34,7 @@ from finetune_trainer.model.invariants import (
     check_trainable,
     trainable_shapes,
 )
-from finetune_trainer.model.load import frozen_names, packed_dtype, stored_dtype
+from finetune_trainer.model.load import frozen_names, pack_layers, packed_dtype, stored_dtype
 from finetune_trainer.model.wrap_plan import layer_classes, unit_names
 from finetune_trainer.preflight.library_errors import attaching_error, loading_error
 from finetune_trainer.preflight.memory import shape_of

@@ -26,9 +26,9 @@ from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import TRAIN, VALIDATION, SplitArrays
-from finetune_trainer.inspection.skeleton import attach_skeleton_adapters, load_skeleton, pack_layers
+from finetune_trainer.inspection.skeleton import attach_skeleton_adapters, load_skeleton
 from finetune_trainer.model.dtypes import resolve_dtypes
-from finetune_trainer.model.load import load_config, packed_dtype, stored_dtype
+from finetune_trainer.model.load import load_config, pack_layers, packed_dtype, stored_dtype
 from finetune_trainer.model.wrap_plan import unit_names
 from finetune_trainer.preflight.model_checks import inspect_structure
 from finetune_trainer.rehearsal.scaled_plan import (

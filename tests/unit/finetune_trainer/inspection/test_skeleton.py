@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from finetune_trainer.inspection.skeleton import attach_skeleton_adapters, load_skeleton, pack_layers
+from finetune_trainer.inspection.skeleton import attach_skeleton_adapters, load_skeleton
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.dtypes import resolve_dtypes
-from finetune_trainer.model.load import load_base_model, packed_dtype, stored_dtype
+from finetune_trainer.model.load import load_base_model, pack_layers, packed_dtype, stored_dtype
 from finetune_trainer.preflight.model_process import check_model
 from tests.support.declared_model import LLAMA_70B, declare_model
 from tests.support.tiny_model import plan_of, tiny_spec

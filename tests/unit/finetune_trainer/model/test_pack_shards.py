@@ -1,0 +1,97 @@
+"""A weight that is packed piece by piece, and sent as one tensor of bytes, is what bitsandbytes packs whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bitsandbytes import functional
+from bitsandbytes.nn import Linear4bit
+from safetensors.torch import save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from finetune_trainer.model import pack_shards
+from finetune_trainer.model.pack_shards import PackedLayer, PackedWeight, packed_layers
+from finetune_trainer.weights.headers import read_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def layer_of(directory: Path, weight: torch.Tensor, code: str, nested: bool, turned: bool = False) -> PackedLayer:
+    save_file({"weight": weight}, directory / "model.safetensors")
+    module = SimpleNamespace()
+    return PackedLayer(module, read_checkpoint(directory).tensors["weight"], turned, code, nested, torch.bfloat16)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("code", ["nf4", "fp4"])
+@pytest.mark.parametrize(("rows", "columns"), [(640, 40), (20, 30), (64, 6)])
+def test_the_bits_of_a_weight_packed_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool, code: str, rows: int, columns: int
+) -> None:
+    monkeypatch.setattr(pack_shards, "PIECE_VALUES", 192)
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)) * 5
+    layer = layer_of(tmp_path, weight, code, nested)
+    expected, state = functional.quantize_4bit(
+        weight.bfloat16(), blocksize=64, compress_statistics=nested, quant_type=code, quant_storage=torch.uint8
+    )
+    made, sent = PackedWeight(layer, CPU), PackedWeight(layer, CPU)
+    made.pack()
+    sent.bytes.copy_(made.bytes)
+    for packed in (made, sent):
+        assert torch.equal(packed.codes, expected.view(-1))
+        found = packed.state()
+        assert (found.shape, found.dtype, found.blocksize, found.quant_type) == ((rows, columns), torch.bfloat16, 64, code)
+        assert torch.equal(found.absmax, state.absmax)
+        assert torch.equal(found.code, state.code)
+        assert found.nested is nested
+        if nested:
+            assert torch.equal(found.offset, state.offset)
+            assert torch.equal(found.state2.absmax, state.state2.absmax)
+            assert torch.equal(found.state2.code, state.state2.code)
+            assert found.state2.blocksize == 256
+        assert torch.equal(
+            functional.dequantize_4bit(packed.codes.view(-1, 1), found), functional.dequantize_4bit(expected, state)
+        )
+
+
+def test_a_weight_that_is_stored_the_other_way_round_is_turned_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_shards, "PIECE_VALUES", 64)
+    weight = torch.randn(24, 36, generator=torch.Generator().manual_seed(4))
+    packed = PackedWeight(layer_of(tmp_path, weight, "nf4", nested=True, turned=True), CPU)
+    packed.pack()
+    expected, state = functional.quantize_4bit(
+        weight.bfloat16().T.contiguous(), blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
+    assert torch.equal(packed.codes, expected.view(-1))
+    assert packed.state().shape == state.shape == (36, 24)
+
+
+def test_what_is_kept_of_a_weight_holds_nothing_of_its_codes(tmp_path: Path) -> None:
+    packed = PackedWeight(layer_of(tmp_path, torch.randn(64, 64), "nf4", nested=True), CPU)
+    packed.pack()
+    state = packed.state()
+    kept = (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
+    # A byte for each 64 of 4,096 values, 16 and 256 of a code book, the mean, and one scale of scales.
+    assert [each.untyped_storage().nbytes() for each in kept] == [64, 64, 4, 4, 1024]
+
+
+def test_layers_are_found_by_the_names_of_their_weights_in_one_order(tmp_path: Path) -> None:
+    save_file({f"{name}.weight": torch.zeros(8, 16) for name in "ba"}, tmp_path / "model.safetensors")
+    model = nn.Module()
+    for name, source in (("b", nn.Linear), ("a", Conv1D)):
+        layer = Linear4bit(16, 8, bias=False, quant_type=f"{'nf4' if name == 'a' else 'fp4'}", compress_statistics=name == "a")
+        layer.source_cls = source
+        model.add_module(name, layer)
+    model.add_module("norm", nn.LayerNorm(8))
+    found = packed_layers(model, read_checkpoint(tmp_path).tensors, torch.float16)
+    assert list(found) == ["a.weight", "b.weight"]
+    assert [(each.is_transposed, each.quant_type, each.is_nested) for each in found.values()] == [
+        (True, "nf4", True),
+        (False, "fp4", False),
+    ]
+    assert [each.shape for each in found.values()] == [(16, 8), (8, 16)]
+    assert {each.loaded for each in found.values()} == {torch.float16}
