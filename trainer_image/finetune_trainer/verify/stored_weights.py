@@ -18,7 +18,7 @@ from finetune_trainer.weights.errors import BrokenCheckpointError
 from finetune_trainer.weights.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.weights.read_model import read_stored_model
 from finetune_trainer.weights.rounding import READ_DTYPES, TORCH_DTYPES
-from finetune_trainer.weights.stored import StoredParameter
+from finetune_trainer.weights.stored import StoredParameter, StoredPart
 
 BLOCK_BYTES = 16 << 20
 """Read at a time where values are converted."""
@@ -76,12 +76,7 @@ class StoredWeights:
         if parts[0].header.name in self._quantized:
             (part,) = parts
             return self._unpacked(part.header)[first:last].to(dtype)
-        found = []
-        for part in parts:
-            begin, end = max(first - part.first_row, 0), min(last - part.first_row, part.header.shape[0])
-            if begin < end:
-                found.append(self._values(part.header, begin, end).to(dtype))
-        return torch.cat(found) if len(found) != 1 else found[0]
+        return self._rows_of(parts, first, last, dtype)
 
     def some_rows(self, path: str, indices: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         """A parameter of which only the rows `indices` hold their values and take memory; the others are zero."""
@@ -90,7 +85,7 @@ class StoredWeights:
         for row in sorted(set(indices)):
             if not 0 <= row < parameter.shape[0]:
                 raise ValueError(f"token id {row}: {path} has {parameter.shape[0]} rows.")
-            out[row].copy_(self.rows(path, row, row + 1, dtype)[0])
+            out[row].copy_(self._rows_of(parameter.parts, row, row + 1, dtype)[0])
         return out
 
     def is_one_tensor(self, path: str) -> bool:
@@ -105,6 +100,14 @@ class StoredWeights:
                 f"{self.directory}: holds no parameter {path}, which the model has. Fetch the model again."
             )
         return parameter
+
+    def _rows_of(self, parts: Iterable[StoredPart], first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        found = []
+        for part in parts:
+            begin, end = max(first - part.first_row, 0), min(last - part.first_row, part.header.shape[0])
+            if begin < end:
+                found.append(self._values(part.header, begin, end).to(dtype))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _unpacked(self, header: TensorHeader) -> torch.Tensor:
         from finetune_trainer.merge.steps.quantization import dequantized
