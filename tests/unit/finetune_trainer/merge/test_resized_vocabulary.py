@@ -26,7 +26,7 @@ from finetune_trainer.merge import stream
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.inputs import num_tokens
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
-from finetune_trainer.verify import logits, streaming
+from finetune_trainer.verify import logits, streaming, tensors
 from finetune_trainer.verify.gate import GATES, gate_failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.prompts import default_prompts
@@ -430,19 +430,46 @@ def test_a_killed_merge_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["saved", "rows", "tied, untrained", "bias"])
-@pytest.mark.parametrize("way", ["whole", "by block"])
 def test_models_are_compared_at_the_new_size_however_they_are_loaded(
-    name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if way == "whole":
-        monkeypatch.setattr(logits, "needs_base_weights", lambda _: True)
-    else:
-        monkeypatch.setattr(streaming, "HEAD_BLOCK_BYTES", 10_000)  # the border of two blocks is none of old and new rows
     base, adapter = saved(tmp_path, name)
     output = merge(base, adapter)
-    (figures,) = compare_logits([Reference(base, [adapter])], output, PROMPTS, tmp_path)
-    assert gate_failures(figures, GATES[str(CASES[name].dtype).removeprefix("torch.")]) == ()
-    assert 100 * figures.mean_kl < figures.effect_mean_kl < 10
+    found = compare_logits([Reference(base, [adapter])], output, PROMPTS, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "HEAD_BLOCK_BYTES", 10_000)  # the border of two blocks is none of old and new rows
+        found += compare_logits([Reference(base, [adapter])], output, PROMPTS, tmp_path)
+    monkeypatch.setattr(logits, "needs_base_weights", lambda _: True)
+    found += compare_logits([Reference(base, [adapter])], output, PROMPTS, tmp_path)
+    gate = GATES[str(CASES[name].dtype).removeprefix("torch.")]
+    assert [gate_failures(figures, gate) for figures in found] == [(), (), ()]
+    effects = [figures.effect_mean_kl for figures in found]
+    assert effects == pytest.approx([effects[0]] * 3, rel=0.02)
+    assert effects[0] > 100 * found[0].mean_kl
+
+
+def test_a_merge_into_another_dtype_is_verified_in_pieces_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, adapter = saved(tmp_path, "saved")
+    merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", "float32", 1 << 30))
+    # 14 values: as many of the larger matrix take 57 bytes, which is no number of elements.
+    monkeypatch.setattr(tensors, "READ_BYTES", 8 * 14)
+    assert tensors.check_tensors(base, [adapter], tmp_path / "merged").faults == []
+
+
+def test_equal_values_for_different_tokens_are_not_one_change(tmp_path: Path) -> None:
+    case = Case(tiny.qwen2(), lora(trainable_token_indices={"embed_tokens": [3], "lm_head": [9]}), FP32)
+    base = save_base(tmp_path / "base", case)
+    adapter = save_adapter(tmp_path / "adapter", base, case)
+    delta = f"{INPUT}.token_adapter.trainable_tokens_delta"
+    values = load_file(adapter / ADAPTER_FILE)[delta]
+    edit_adapter(adapter, lambda tensors: tensors.update({delta.replace(INPUT, OUTPUT): values.clone()}))
+    found = tensors_of(merge(base, adapter))
+    changed = [
+        row for row in range(NEW) if not torch.equal(found["lm_head.weight"][row], found["model.embed_tokens.weight"][row])
+    ]
+    assert changed == [3, 9]
+    assert torch.equal(found["model.embed_tokens.weight"][3], values[0])
+    assert torch.equal(found["lm_head.weight"][9], values[0])
 
 
 def test_rows_are_read_from_base_and_adapter(tmp_path: Path) -> None:
