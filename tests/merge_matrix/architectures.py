@@ -64,9 +64,11 @@ class Architecture:
         model.save_pretrained(directory, max_shard_size=max_shard_size, save_original_format=not self.stores_experts_fused)
         return directory
 
-    def load(self, directory: Path) -> PreTrainedModel:
-        """In the dtype that the files have."""
+    def load(self, directory: Path, num_rows: int | None = None) -> PreTrainedModel:
+        """In the dtype that the files have. num_rows: that the embeddings are resized to."""
         model: PreTrainedModel = self.auto.from_pretrained(directory, dtype="auto")
+        if num_rows is not None:
+            model.resize_token_embeddings(num_rows)
         return model
 
     def logits(self, model: Any) -> torch.Tensor:

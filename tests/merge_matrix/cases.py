@@ -37,6 +37,8 @@ class Method:
     embeddings: Embeddings = Embeddings.UNTOUCHED
     adapter_dtype: torch.dtype | None = None
     """Of the adapter's file, where it is not what PEFT trains in."""
+    num_added_tokens: int = 0
+    """For which the embeddings are resized before the training."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,12 @@ class Case:
     def name(self) -> str:
         shards = f"{'many' if self.base_in_shards else 'one'}-to-{'many' if self.output_in_shards else 'one'}"
         return f"{self.architecture.name}-{self.method.name}-{self.dtype}-{shards}"
+
+    @property
+    def num_rows(self) -> int | None:
+        """Of the embeddings in training; None: as many as the base has."""
+        added = self.method.num_added_tokens
+        return self.architecture.config.get_text_config().vocab_size + added if added else None
 
 
 def _lora(**settings: Any) -> Callable[[Architecture], list[PeftConfig]]:
@@ -155,6 +163,8 @@ LORA_METHODS = (
         "adapted_together", _lora(target_modules=_both, ensure_weight_tying=True), _is_tied_decoder, Embeddings.TOGETHER_TWICE
     ),
     Method("tokens", _lora(trainable_token_indices=[3, 9, 44]), embeddings=Embeddings.TOGETHER),
+    Method("added_tokens", _lora(), embeddings=Embeddings.TOGETHER, num_added_tokens=5),
+    Method("added_tokens_saved", _lora(modules_to_save=_both), _is_decoder, Embeddings.APART, num_added_tokens=7),
     Method(
         "tokens_apart",
         _lora(trainable_token_indices=lambda a: {a.embedding: [3, 44], a.head: [9]}),

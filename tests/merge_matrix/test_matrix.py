@@ -57,19 +57,21 @@ def with_adapters(model: PreTrainedModel, adapters: list[Path]) -> PeftModel:
     return adapted
 
 
-def untied(architecture: Architecture, base: Path) -> PreTrainedModel:
+def untied(architecture: Architecture, base: Path, num_rows: int | None) -> PreTrainedModel:
     """The base with output embeddings of their own, as PEFT advises to make it."""
     config = type(architecture.config).from_pretrained(base)
     config.tie_word_embeddings = False
     model: PreTrainedModel = architecture.auto.from_pretrained(base, config=config, dtype="auto")
     model.get_output_embeddings().weight.data = model.get_input_embeddings().weight.data.clone()
+    if num_rows is not None:
+        model.resize_token_embeddings(num_rows)
     return model
 
 
 def peft_merged(case: Case, base: Path, adapters: list[Path], directory: Path) -> dict[str, torch.Tensor]:
     """What PEFT merges, saved by transformers, which gives parameters the names that files have."""
     parts = case.architecture.is_tied and case.method.embeddings is Embeddings.APART
-    model = untied(case.architecture, base) if parts else case.architecture.load(base)
+    model = untied(case.architecture, base, case.num_rows) if parts else case.architecture.load(base, case.num_rows)
     merged = with_adapters(model, adapters).merge_and_unload(safe_merge=False)
     merged.save_pretrained(directory, save_original_format=not case.architecture.stores_experts_fused)
     return tensors_of(directory)
@@ -85,6 +87,7 @@ def saved_adapters(case: Case, base: Path, directory: Path) -> list[Path]:
             case.method.adapter_dtype,
             seed=number,
             auto=case.architecture.auto,
+            num_rows=case.num_rows,
         )
         for number, config in enumerate(configs)
     ]
@@ -126,8 +129,8 @@ def test_the_merge_is_pefts(name: str, bases: Bases, tmp_path: Path) -> None:
         different = [n for n, t in merged.items() if t.dtype != expected[n].dtype or not torch.equal(t, expected[n])]
         assert different == []
     if architecture.is_tied and case.method.embeddings is not Embeddings.UNTOUCHED:
-        wanted = architecture.logits(with_adapters(architecture.load(base), adapters))
+        wanted = architecture.logits(with_adapters(architecture.load(base, case.num_rows), adapters))
         found = architecture.logits(architecture.load(tmp_path / "merged"))
         assert (found - wanted).abs().max() <= TOLERANCE[case.dtype] * wanted.abs().max()
-        before = architecture.logits(architecture.load(base))
+        before = architecture.logits(architecture.load(base, case.num_rows))
         assert (before - wanted).abs().max() > 10 * (found - wanted).abs().max()

@@ -30,6 +30,11 @@ FACTOR_PARTS: Mapping[str, str] = {
 }
 """Parts as files name them, older ones included -> what they are."""
 
+TOKENS_BASE = "token_adapter.base_layer"
+"""Below this are the whole parameters of a module with trained rows, if they are saved, too."""
+WRAPPERS = ("modules_to_save", TOKENS_BASE, "base_layer")
+"""What PEFT puts between a module's name and that of its parameter."""
+
 _NESTED = re.compile(r"(?P<module>.+?)(?P<nesting>(\.base_layer)*)\.(?P<part>(?:lora_|token_adapter\.|modules_to_save\.).+)")
 
 
@@ -58,8 +63,10 @@ def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
             )
         path = name.removeprefix(ADAPTER_PREFIX)
         match = _NESTED.fullmatch(path)
-        if match is None:
-            module, _, parameter = path.rpartition(".")
+        module, _, parameter = path.rpartition(".")
+        if module.endswith(f".{TOKENS_BASE}"):
+            _claim(parsed.base_copies, (module.removesuffix(f".{TOKENS_BASE}"), parameter), tensor)
+        elif match is None:
             owners = parsed.base_copies if module.endswith(".base_layer") else parsed.whole
             _claim(owners, (module.removesuffix(".base_layer"), parameter), tensor)
             if not module or not parameter or ".base_layer" in module.removesuffix(".base_layer"):
@@ -79,6 +86,15 @@ def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
     for key in parsed.whole.keys() & parsed.base_copies.keys():
         raise _duplicate(parsed.whole[key], parsed.base_copies[key])
     return parsed
+
+
+def whole_parameter(name: str) -> str | None:
+    """The parameter of the base model that an adapter tensor of this name has all values of; None: it is a part of an adapter."""
+    if ".lora_" in name or not name.endswith((".weight", ".bias")):
+        return None
+    module, _, parameter = name.removeprefix(ADAPTER_PREFIX).rpartition(".")
+    wrapper = next((wrapper for wrapper in WRAPPERS if module.endswith(f".{wrapper}")), None)
+    return f"{module.removesuffix(f'.{wrapper}') if wrapper else module}.{parameter}"
 
 
 def _claim(owners: dict[Key, TensorHeader], key: Key, tensor: TensorHeader) -> None:

@@ -33,8 +33,8 @@ REFUSED_FIELDS: Mapping[str, str] = {
 """Fields of LoraConfig that, when set, change what an adapter computes beyond LoRA, rsLoRA and DoRA."""
 
 EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})
-"""Modules that PEFT takes for embeddings (peft.utils.other.EMBEDDING_LAYER_NAMES): it may save them whole although the
-configuration does not name them, when the vocabulary was resized in training, and ensure_weight_tying looks for them."""
+"""Modules that PEFT takes for embeddings (peft.utils.other.EMBEDDING_LAYER_NAMES) where it looks for those that
+ensure_weight_tying is about."""
 
 _LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
 """The first numbered part of a module's name is its layer."""

@@ -7,16 +7,19 @@ by their files' headers, ends, sizes and times: to hash them would take as long 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from finetune_trainer.files import file_sha256
-from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
+from finetune_trainer.merge.adapter_changes import with_saved_vocabulary
+from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX, TOKENS_BASE, TOKENS_PART
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.expressions import require_expressions_that_end
@@ -40,6 +43,12 @@ from finetune_trainer.weights.read_model import have_same_values, read_stored_mo
 from finetune_trainer.weights.rounding import TORCH_DTYPES
 from finetune_trainer.weights.stored import StoredModel
 
+log = logging.getLogger(__name__)
+
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
+
 FINGERPRINT_BYTES = 64 << 10
 """Read from each end of every base shard to tell models of equal layout apart."""
 
@@ -48,6 +57,8 @@ MALFORMED_SETTING_ERRORS = (TypeError, ValueError, LookupError, AttributeError, 
 
 _TRANSPOSED = {"lora_A.weight": "lora_embedding_B", "lora_B.weight": "lora_embedding_A"}
 """Part on the output embeddings -> the one on the input embeddings that it is the transpose of."""
+_ROWS = frozenset({TOKENS_PART, f"{TOKENS_BASE}.weight", "trainable_tokens_delta", "base_layer.weight"})
+"""Parts of a module with trained rows."""
 
 
 def plan_merge(
@@ -66,6 +77,8 @@ def plan_merge(
 
         quantized = quantized_tensors(base, model, quantization)
     try:
+        # Before any values are compared: these may be as many as an adapter's file says.
+        model = with_adapters_vocabulary(model, adapters)
         headers = [read_adapter_headers(adapter, model) for adapter in adapters]
         modules = {path.rpartition(".")[0] for path in model.parameters}
         for each in headers:
@@ -88,14 +101,73 @@ def plan_merge(
         ) from error
 
 
+def with_adapters_vocabulary(model: StoredModel, adapters: Sequence[Path]) -> StoredModel:
+    """The model with embeddings as large as the adapters have them. Raises as `with_saved_vocabulary` and `read_adapter` do."""
+    return with_saved_vocabulary(model, [read_adapter(adapter).tensors for adapter in adapters])
+
+
+def tokenizer_directory(base: Path, adapters: Sequence[Path], num_rows: int | None) -> Path:
+    """Whose tokenizer the merged model gets: the last adapter's that has one, else the base's.
+
+    num_rows: of embeddings that were made larger; then tokens were added, and a tokenizer of an adapter that has fewer than the
+    base's is not the one of this training. None: they are the base's. Raises UnsupportedAdapterError for a tokenizer whose tokens
+    have no rows.
+    """
+    with_tokenizer = [adapter for adapter in reversed(adapters) if (adapter / TOKENIZER_CONFIG_FILE).exists()]
+    if num_rows is None:
+        return next(iter(with_tokenizer), base)
+    known = num_tokens(base)
+    for adapter in with_tokenizer:
+        count = num_tokens(adapter)
+        if count > num_rows:
+            raise UnsupportedAdapterError(
+                f"{adapter / TOKENIZER_FILE}: the tokenizer has {count} tokens, but the adapter's embeddings have {num_rows} "
+                "rows: the model would fail at the others. Give the tokenizer that the adapter was trained with."
+            )
+        if count >= known:
+            return adapter
+    log.warning(
+        "the adapter's embeddings have %d rows, but no adapter's directory has a tokenizer with at least the base's %d tokens: "
+        "the merged model gets the base's, which does not know the added tokens. Save the tokenizer with the adapter.",
+        num_rows,
+        known,
+    )
+    return base
+
+
+def num_tokens(directory: Path) -> int:
+    """One more than the highest token id that the directory's tokenizer has; 0 where none is named. Raises MergeError.
+
+    A tokenizer that keeps its own vocabulary in another form than tokenizer.json is known by its added tokens alone.
+    """
+    try:
+        return 1 + max((number for number in _token_ids(directory) if isinstance(number, int)), default=-1)
+    except MALFORMED_SETTING_ERRORS as error:
+        raise BrokenCheckpointError(
+            f"{directory}: its tokenizer's files hold something else than a tokenizer ({type(error).__name__}: "
+            f"{str(error)[:300]}). Save the tokenizer again."
+        ) from error
+
+
+def _token_ids(directory: Path) -> Iterator[Any]:
+    tokenizer, settings, added = (
+        read_json(directory / name) if (directory / name).is_file() else {}
+        for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, ADDED_TOKENS_FILE)
+    )
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    yield from vocabulary.values() if isinstance(vocabulary, Mapping) else [len(vocabulary) - 1]
+    yield from (token["id"] for token in tokenizer.get("added_tokens") or ())
+    yield from (int(number) for number in settings.get("added_tokens_decoder") or ())
+    yield from added.values()
+
+
 def read_adapter_headers(directory: Path, model: StoredModel) -> AdapterHeaders:
     """model: of the base. Raises BrokenCheckpointError, MergeError."""
     config = read_json(directory / ADAPTER_CONFIG_FILE)
     tensors = _without_second_copies(read_adapter(directory).tensors)
     for name in list(_unchanged(tensors, model)):
         del tensors[name]
-    are_tied = bool(config.get("ensure_weight_tying"))
-    return AdapterHeaders(tensors, config, frozenset(_copies(tensors, model, are_tied=are_tied)))
+    return AdapterHeaders(tensors, config, frozenset(_copies(tensors, model, config)))
 
 
 def _without_second_copies(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
@@ -121,17 +193,22 @@ def _without_second_copies(tensors: Mapping[str, TensorHeader]) -> dict[str, Ten
     return kept
 
 
-def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel, *, are_tied: bool) -> Iterator[str]:
+def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel, config: Mapping[str, Any]) -> Iterator[str]:
     """Names of the tensors of modules that have the same adapter, or are saved with the same values, as the module that they are
     tied to.
 
-    are_tied: whether the adapter was trained so. Otherwise only whole parameters are looked at.
+    config: adapter_config.json. If it does not say that they were trained as one, only whole parameters and trained rows of the
+    same tokens are looked at.
     """
+    are_tied = bool(config.get("ensure_weight_tying"))
+    indices = config.get("trainable_token_indices")
+    are_same_rows = not isinstance(indices, Mapping) or len({tuple(rows) for rows in indices.values()}) == 1
     for tie in model.ties:
         first, *others = (f"{ADAPTER_PREFIX}{path.rpartition('.')[0]}." for path in tie.paths)
         for prefix in others:
             own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            is_asked = are_tied or own.keys() == {f"{prefix}weight"}
+            parts = {name.removeprefix(prefix) for name in own}
+            is_asked = are_tied or parts == {"weight"} or (are_same_rows and parts <= _ROWS and len(parts) > 1)
             if own and is_asked and all(_is_copy(name, tensor, prefix, first, tensors) for name, tensor in own.items()):
                 yield from (tensor.name for tensor in own.values())
 

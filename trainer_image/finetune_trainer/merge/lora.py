@@ -11,9 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune_job.api.method import ALL_LINEAR
-from finetune_trainer.merge.adapter_changes import AdapterChanges, apply_to_tied_copies, module_of, require_all_targets
+from finetune_trainer.merge.adapter_changes import (
+    AdapterChanges,
+    apply_to_tied_copies,
+    follow_ties,
+    module_of,
+    require_all_targets,
+    saved_parameters,
+)
 from finetune_trainer.merge.adapter_names import TOKENS_PART, ParsedAdapter, parse_names
-from finetune_trainer.merge.adapter_settings import EMBEDDINGS, AdapterHeaders, AdapterSettings, adapter_settings
+from finetune_trainer.merge.adapter_settings import AdapterHeaders, AdapterSettings, adapter_settings
 from finetune_trainer.merge.changes import TokenRows
 from finetune_trainer.merge.factors import LayerTensors, bias_change, check_shapes, convolution_changes, module_change
 from finetune_trainer.merge.parameter_adapters import parameter_changes
@@ -57,7 +64,8 @@ class _Lora:
             self._add_whole(module, name, tensor)
         for (module, name), tensor in parsed.base_copies.items():
             self._add_base_copy(module, name, tensor)
-        add_token_rows(parsed.tokens, self._model, self._settings, self._result)
+        tokens = {module: tensor for module, tensor in parsed.tokens.items() if tensor.name not in self._adapter.copies}
+        add_token_rows(tokens, self._model, self._settings, self._result)
         apply_to_tied_copies(self._adapter, self._model, self._result)
         require_all_targets(self._model, self._settings, adapted)
         return self._result
@@ -122,6 +130,9 @@ class _Lora:
                 f"adapter tensors {tensor.name} and factors of {module} both change {path}. Save the adapter again."
             )
         self._replace(path, tensor)
+        # Where sizes differ, there is no other value for what is tied to it.
+        if self._model.num_rows is not None and path in self._model.embeddings and not self._settings.is_saved_whole(module):
+            follow_ties(path, tensor, self._model, saved_parameters(self._adapter, self._model), self._result)
 
     def _add_base_copy(self, module: str, name: str, tensor: TensorHeader) -> None:
         """PEFT loads it into the base model itself, and thereby into every parameter that shares its memory."""
@@ -154,7 +165,8 @@ class _Lora:
     def _whole_path(self, module: str, name: str, tensor: TensorHeader, *, is_base_copy: bool) -> str:
         """Path of the parameter that the tensor holds, once it is sure that it may, and fits."""
         parameter = self._parameter(f"{module}.{name}", tensor.name)
-        is_embedding = module.rpartition(".")[2] in EMBEDDINGS or (is_base_copy and name == "weight")
+        # PEFT saves them whole although the configuration does not name them, if the vocabulary was resized in training.
+        is_embedding = self._model.path(f"{module}.{name}") in self._model.embeddings or (is_base_copy and name == "weight")
         if not (self._is_trained_bias(module, name) or is_embedding or self._settings.is_saved_whole(module)):
             raise AdapterTensorUnknownError(
                 f"adapter tensor {tensor.name}: adapter_config.json does not say that {module}.{name} is trained "
@@ -163,7 +175,7 @@ class _Lora:
         if tensor.shape != parameter.shape:
             raise AdapterTensorMisshapedError(
                 f"adapter tensor {tensor.name}: shape {list(tensor.shape)} does not fit {parameter.parts[0].header.name} of "
-                f"shape {list(parameter.shape)}. If the vocabulary was resized in training, give the resized model as the base."
+                f"shape {list(parameter.shape)}. The adapter was trained on another model or revision; give that one as the base."
             )
         check_shapes({name: tensor}, {name: parameter.shape}, parameter.path)
         return self._model.path(f"{module}.{name}")
@@ -179,7 +191,7 @@ def add_token_rows(tokens: Tokens, model: StoredModel, settings: AdapterSettings
         tie = model.tie(path)
         followers = [other for other in tie.paths[1:] if module_of(other) not in tokens] if tie and path == tie.paths[0] else []
         for owner in (path, *followers):
-            if owner in result.changes or owner in result.replacements:
+            if owner in result.changes or (owner in result.replacements and owner not in result.base_copies):
                 raise UnsupportedAdapterError(
                     f"adapter tensor {tensor.name}: trainable_token_indices and another part of the adapter both change {owner}, "
                     "which PEFT does not define. Train either the rows or the whole matrix, or publish the adapter alone "
@@ -202,7 +214,7 @@ def _rows(module: str, tensor: TensorHeader, model: StoredModel, settings: Adapt
         if not 0 <= index < weight.shape[0]:
             raise AdapterTensorMisshapedError(
                 f"adapter tensor {tensor.name}: trainable_token_indices holds {index}, but {weight.path} has {weight.shape[0]} "
-                "rows. If the vocabulary was resized in training, give the resized model as the base."
+                "rows. If the vocabulary was resized in training, save the adapter with save_embedding_layers=True."
             )
     return path, TokenRows(indices, tensor)
 

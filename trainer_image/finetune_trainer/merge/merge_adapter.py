@@ -12,7 +12,7 @@ from pathlib import Path
 
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.merge.inputs import MergeInputs, plan_merge
+from finetune_trainer.merge.inputs import MergeInputs, plan_merge, tokenizer_directory
 from finetune_trainer.merge.plan import MergePlan, plan_digest
 from finetune_trainer.merge.stream import ProgressCallback, StreamResult, stream
 from finetune_trainer.merge.writer import OutputDirectory, WrittenFile, complete_manifest, remove_leftovers
@@ -42,7 +42,8 @@ class MergeOptions:
 class MergeReport:
     """Figures of a finished merge. bytes_resumed: of shards that an earlier, killed merge had finished.
 
-    whole_tensors: those of which a matrix had to be computed at once (see stream.py).
+    whole_tensors: those of which a matrix had to be computed at once (see stream.py). num_rows: of embeddings that were made
+    larger than the base's.
     """
 
     output: Path
@@ -57,6 +58,7 @@ class MergeReport:
     sha256: dict[str, str]
     whole_tensors: tuple[str, ...]
     was_complete: bool
+    num_rows: int | None = None
 
 
 def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = None) -> MergeReport:
@@ -74,6 +76,7 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
     digest = plan_digest(plan, digests if options.device == "cpu" else {**digests, "device": options.device})
     existing = complete_manifest(options.output, digest)
     if existing is None:
+        tokenizer = tokenizer_directory(options.base, options.adapters, plan.num_rows)
         directory = OutputDirectory(options.output, digest, inputs.identity())
         try:
             # Another merge may have ended between the two lines above.
@@ -83,7 +86,7 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
             raise
         if existing is None:
             files, result = _write(
-                options, plan, directory, inputs=inputs, digests=digests, plan_sha256=digest, progress=progress
+                options, plan, directory, tokenizer, inputs=inputs, digests=digests, plan_sha256=digest, progress=progress
             )
             return _report(options, plan, digest, started, sha256={file.name: file.sha256 for file in files}, result=result)
         directory.close(keep=False)
@@ -96,6 +99,7 @@ def _write(
     options: MergeOptions,
     plan: MergePlan,
     directory: OutputDirectory,
+    tokenizer: Path,
     *,
     inputs: MergeInputs,
     digests: dict[str, str],
@@ -106,7 +110,7 @@ def _write(
     try:
         shards = directory.open_shards(plan)
         try:
-            directory.copy_model_files(options.base, options.adapters, options.dtype, plan.config_changes)
+            directory.copy_model_files(options.base, tokenizer, options.dtype, plan.config_changes)
             directory.write_index(plan)
             result = stream(shards, directory.journal, progress, device=options.device)
         finally:
@@ -152,4 +156,5 @@ def _report(
         sha256=sha256,
         whole_tensors=tuple(done.whole_tensors),
         was_complete=result is None,
+        num_rows=plan.num_rows,
     )

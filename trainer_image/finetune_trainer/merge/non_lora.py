@@ -14,7 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from finetune_job.methods import METHODS, MergeSetting
-from finetune_trainer.merge.adapter_changes import AdapterChanges, apply_to_tied_copies, require_all_targets
+from finetune_trainer.merge.adapter_changes import (
+    AdapterChanges,
+    apply_to_tied_copies,
+    follow_ties,
+    require_all_targets,
+    saved_parameters,
+)
 from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX
 from finetune_trainer.merge.adapter_settings import AdapterHeaders, adapter_settings
 from finetune_trainer.merge.changes import ModuleMerge, TokenRows
@@ -82,6 +88,7 @@ def non_lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: M
     shared: dict[str, TensorHeader] = {}
     own: dict[str, dict[str, TensorHeader]] = {}
     tokens: dict[str, TensorHeader] = {}
+    saved = saved_parameters(adapter, model)
     for name, tensor in adapter.tensors.items():
         if not name.startswith(ADAPTER_PREFIX):
             if not name.startswith(SHARED_PREFIX):
@@ -90,9 +97,10 @@ def non_lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: M
             continue
         module, part = _split(name, model)
         whole = part.removeprefix(LAYER_NORM_PART).removeprefix("base_layer.")
-        base = _header(model, f"{module}.{whole}")
-        if base is not None:
-            _replace(result.replacements, model.path(f"{module}.{whole}"), tensor, base)
+        if _header(model, f"{module}.{whole}") is not None:
+            _replace(result, f"{module}.{whole}", tensor, model)
+            if model.num_rows is not None and not adapter_settings(_chosen(config)).is_saved_whole(module):
+                follow_ties(model.path(f"{module}.{whole}"), tensor, model, saved, result)
         elif method == "TRAINABLE_TOKENS" and part == ROWS_PART:
             tokens[module] = tensor
         else:
@@ -106,8 +114,7 @@ def non_lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: M
             f"the adapter holds {next(iter(shared))}, but no tensor of any single module. Save the adapter again from all ranks."
         )
     if own:
-        chosen = adapter_settings({name: config[name] for name in _CHOICE if name in config})
-        require_all_targets(model, chosen, {model.path(f"{module}.weight") for module in own})
+        require_all_targets(model, adapter_settings(_chosen(config)), {model.path(f"{module}.weight") for module in own})
     bases = {module: _parameters(module, model, result.replacements) for module in own}
     layers = {module: _layer(module, own[module], bases[module], model, base_config) for module in own}
     extent = _largest(bases, layers) if method in _SHARED_PROJECTIONS else None
@@ -117,6 +124,10 @@ def non_lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: M
             result.add(model.path(f"{module}.{change.parameter}"), change)
     apply_to_tied_copies(adapter, model, result)
     return result
+
+
+def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: config[name] for name in _CHOICE if name in config}
 
 
 def _header(model: StoredModel, path: str) -> TensorHeader | None:
@@ -157,12 +168,14 @@ def _split(name: str, model: StoredModel) -> tuple[str, str]:
     )
 
 
-def _replace(replacements: dict[str, TensorHeader], path: str, tensor: TensorHeader, base: TensorHeader) -> None:
+def _replace(result: AdapterChanges, name: str, tensor: TensorHeader, model: StoredModel) -> None:
+    path, base, replacements = model.path(name), model.parameter(name), result.replacements
     if path in replacements:
         raise AdapterTensorDuplicateError(
             f"adapter tensors {replacements[path].name} and {tensor.name} both replace {path}. Save the adapter again."
         )
-    check_shapes({path: tensor}, {path: base.shape}, f"{base.name}, which it replaces (with the rows of a resized vocabulary)")
+    if base is not None:
+        check_shapes({path: tensor}, {path: base.shape}, f"{base.path}, which it replaces")
     replacements[path] = tensor
 
 
@@ -175,7 +188,7 @@ def _add_tokens(
     """
     indices = tuple(config.get("token_indices") or ())
     for module, tensor in tokens.items():
-        base = _header(model, f"{module}.weight")
+        base = model.parameter(f"{module}.weight") if _header(model, f"{module}.weight") is not None else None
         if base is None:
             raise AdapterTensorUnknownError(f"adapter tensor {tensor.name}: the base model has no {module}.weight with rows.")
         rows = {module: (len(indices), *base.shape[1:])}
@@ -183,8 +196,9 @@ def _add_tokens(
         for index in indices:
             if not 0 <= index < base.shape[0]:
                 raise AdapterTensorMisshapedError(
-                    f"adapter_config.json: token_indices holds {index}, but {base.name} has {base.shape[0]} rows. Give the model "
-                    "that the adapter was trained on as the base."
+                    f"adapter_config.json: token_indices holds {index}, but {base.path} has {base.shape[0]} rows. Give the model "
+                    "that the adapter was trained on as the base, or, if its vocabulary was resized, save the adapter with "
+                    "save_embedding_layers=True."
                 )
         path = model.path(f"{module}.weight")
         tie = model.tie(path)

@@ -1,8 +1,9 @@
 """Headers and configurations -> MergePlan: every output tensor, its bytes' place, and where they come from.
 
 Called by merge_adapter.py, and by verify to know which tensors may differ from the base. Invariants: each adapter tensor is used
-exactly once (resolve_changes.py), each base tensor gives exactly one output tensor of the same name and shape, tied tensors that
-the adapters separate follow them, and offsets within a shard are contiguous. Bytes are computed by `steps`, moved by stream.py.
+exactly once (resolve_changes.py), each base tensor gives exactly one output tensor of the same name and shape, but for the rows
+of a resized vocabulary, tied tensors that the adapters separate follow them, and offsets within a shard are contiguous. Bytes are
+computed by `steps`, moved by stream.py.
 """
 
 import dataclasses
@@ -93,6 +94,8 @@ class MergePlan:
     """Of all adapters, in their order."""
     config_changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of config.json that the merged model needs other values in."""
+    num_rows: int | None = None
+    """Of the embeddings, where these are larger than the base's."""
 
     @property
     def tensors(self) -> tuple[OutputTensor, ...]:
@@ -160,7 +163,7 @@ def merge_plan(
             OutputTensor(
                 name=name,
                 dtype=out_dtype,
-                shape=tensor.shape,
+                shape=changed.source.shape if changed else tensor.shape,
                 source=changed.source if changed else tensor,
                 compute_dtype=_held_dtype(name, tensor.dtype, out_dtype, model) if changed else _wider(tensor.dtype, out_dtype),
                 changes=changes,
@@ -171,6 +174,7 @@ def merge_plan(
         shards=shard_layout(outputs, max_shard_bytes),
         adapter_tensors=tuple(tensor for adapter in adapters for tensor in adapter.tensors.values()),
         config_changes=resolved.config_changes,
+        num_rows=model.num_rows,
     )
 
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune_trainer.merge.adapter_changes import AdapterChanges
+from finetune_trainer.merge.adapter_changes import AdapterChanges, require_all_rows
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.changes import Change, LowRank, TokenRows
 from finetune_trainer.merge.lora import lora_changes
 from finetune_trainer.merge.non_lora import non_lora_changes
 from finetune_trainer.weights.errors import TiedWeightsError, UnsupportedAdapterError
-from finetune_trainer.weights.families import tie_settings
+from finetune_trainer.weights.families import tie_settings, vocabulary_settings
 from finetune_trainer.weights.headers import TensorHeader
 from finetune_trainer.weights.stored import StoredModel, StoredParameter, StoredPart, Tie
 
@@ -86,7 +86,9 @@ def resolve_changes(model: StoredModel, base_config: Mapping[str, Any], adapters
     edits: dict[str, ParameterEdit] = {}
     for number, adapter in enumerate(adapters):
         _chain_adapter(edits, number, _changes_of_adapter(adapter, model, base_config), model)
-    ties = separate_ties(edits, model, base_config)
+    require_all_rows(model, {path for path, edit in edits.items() if edit.source is not None})
+    sizes = {} if model.num_rows is None else vocabulary_settings(base_config, model.num_rows)
+    ties = separate_ties(edits, model, {**base_config, **sizes})
     changed: dict[str, ChangedTensor] = {}
     for path, edit in edits.items():
         parameter = model.parameters.get(path)
@@ -97,7 +99,9 @@ def resolve_changes(model: StoredModel, base_config: Mapping[str, Any], adapters
         edit = edits.get(path, ParameterEdit())
         changed[path] = _changed_part(edit, model.parameters[ties.sources[path]], StoredPart(base))
     return ResolvedChanges(
-        {name: one for name, one in changed.items() if one.is_replaced or any(one.changes)}, ties.added, ties.config_changes
+        {name: one for name, one in changed.items() if one.is_replaced or any(one.changes)},
+        ties.added,
+        sizes | ties.config_changes,
     )
 
 

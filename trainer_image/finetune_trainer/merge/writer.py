@@ -14,7 +14,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 from finetune_trainer.files import MANIFEST_FILE, TEMPORARY_MARK
 from finetune_trainer.licence_files import licence_files
+from finetune_trainer.merge.inputs import ADDED_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from finetune_trainer.merge.journal import Journal
 from finetune_trainer.merge.plan import MergePlan, Shard
 from finetune_trainer.merge.shard_file import ShardFile
@@ -31,13 +32,12 @@ from finetune_trainer.weights.storage import sync, translate_os_errors
 
 MANIFEST_FORMAT = 1
 GENERATION_FILES = ("generation_config.json",)
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", TOKENIZER_CONFIG_FILE, "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "tokenizer.model", "special_tokens_map.json", ADDED_TOKENS_FILE,
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-"""Files that transformers' tokenizers save. Taken as one set, from the last adapter that has a tokenizer, else the base."""
+"""Files that transformers' tokenizers save. Taken as one set; whose they are, inputs.tokenizer_directory says."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 HASHING_THREADS = 2
 """That read again what an earlier merge has finished, a shard each."""
@@ -150,15 +150,15 @@ class OutputDirectory:
             raise
         return {shard: opened[shard] for shard in plan.shards}
 
-    def copy_model_files(
-        self, base: Path, adapters: Sequence[Path], dtype: str | None, config_changes: Mapping[str, Any]
-    ) -> None:
-        """Configuration, generation defaults, tokenizer, chat template, licence. dtype: recorded in config.json."""
+    def copy_model_files(self, base: Path, tokenizer: Path, dtype: str | None, config_changes: Mapping[str, Any]) -> None:
+        """Configuration, generation defaults, tokenizer, chat template, licence.
+
+        tokenizer: the directory that has it. dtype: recorded in config.json.
+        """
         config = {**read_json(base / CONFIG_FILE), **config_changes}
         if dtype is not None:
             config = {**_in_dtype(config, dtype), "dtype": dtype}
         self._write_json(CONFIG_FILE, config)
-        tokenizer = next((adapter for adapter in reversed(adapters) if (adapter / TOKENIZER_CONFIG_FILE).exists()), base)
         # Models with code of their own cannot be loaded without it; it is run only by those who allow it.
         code = sorted(path.name for path in base.glob("*.py")) if "auto_map" in config else []
         terms = [path.name for path in licence_files(base)]

@@ -95,12 +95,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         quantization=quantization if arguments.base_form is MergeBase.DEQUANTIZED else None,
         device=arguments.device,
     )
-    report = {**dataclasses.asdict(merge_adapter(options, ProgressLines())), "output": str(output)}
-    return report | _verify(arguments, options, paths, quantization) if arguments.verify else report
+    merged = merge_adapter(options, ProgressLines())
+    report = {**dataclasses.asdict(merged), "output": str(output)}
+    return report | _verify(arguments, options, paths, quantization, merged.num_rows) if arguments.verify else report
 
 
 def _verify(
-    arguments: argparse.Namespace, options: MergeOptions, paths: MergedPaths, quantization: Quantization | None
+    arguments: argparse.Namespace,
+    options: MergeOptions,
+    paths: MergedPaths,
+    quantization: Quantization | None,
+    num_rows: int | None,
 ) -> dict[str, Any]:
     """What the verification adds to the report. Raises VerificationError, and as `verify_and_name` does."""
     # Imports transformers, which takes more memory than the merge itself.
@@ -108,11 +113,15 @@ def _verify(
     from finetune_trainer.verify.prompts import default_prompts
     from finetune_trainer.verify.verification import gate_of_merge, verify_and_name
 
+    if arguments.prompts is None:
+        prompts = default_prompts(options.base, num_rows)
+    else:
+        prompts = read_prompts(arguments.prompts, options.output)
     verify_and_name(
         paths,
         base=options.base,
         adapters=options.adapters,
-        prompts=default_prompts(options.base) if arguments.prompts is None else read_prompts(arguments.prompts, options.output),
+        prompts=prompts,
         gate=gate_of_merge(options.base, options.dtype),
         quantization=quantization,
         merged_onto=arguments.base_form,

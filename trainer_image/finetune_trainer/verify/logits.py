@@ -236,7 +236,7 @@ class _StreamedOrWholeModels:
 
     def _made(self) -> list[StreamedModels]:
         reference, labels = self._reference, self._labels
-        stored = StoredWeights(reference.base, reference.quantized)
+        stored = StoredWeights(reference.base, reference.quantized, reference.adapters)
         weights: WeightSource = stored
         allow = reference.allow_remote_code
         for adapter in reference.adapters[:-1]:
@@ -280,7 +280,7 @@ class _WholeModels:
 
     def __init__(self, reference: Reference, labels: Sequence[str], reason: str) -> None:
         self._reference, self._labels = reference, labels
-        self._stored = StoredWeights(reference.base, reference.quantized)
+        self._stored = StoredWeights(reference.base, reference.quantized, reference.adapters)
         require_whole(reference.base, self._stored.num_bytes, reason)
         self.dtype = torch.get_default_dtype()
 
@@ -290,10 +290,12 @@ class _WholeModels:
             base, dtype="auto", trust_remote_code=allow, local_files_only=True, use_safetensors=True
         )
         self.dtype = loaded.dtype
+        if self._stored.num_rows is not None:
+            loaded.resize_token_embeddings(self._stored.num_rows, mean_resizing=False)
         model: nn.Module = loaded
-        if self._reference.quantized:
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if self._reference.quantized or name in self._stored.resized:
                     parameter.copy_(self._stored.whole(name, parameter.dtype))
         files: dict[str, list[Path]] = {}
         for label in sorted(self._labels, key=lambda label: label == ADAPTED):

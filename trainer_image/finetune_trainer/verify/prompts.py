@@ -18,19 +18,27 @@ _POSITION_FIELDS = ("max_position_embeddings", "n_positions")
 _TOKENIZER_FILE, _TOKENIZER_CONFIG_FILE, _GENERATION_FILE = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 
 
-def default_prompts(base: Path) -> list[list[int]]:
-    """NUM_PROMPTS sequences of ordinary tokens, the same ones for the same model. Raises MergeError for a broken config.json."""
+def default_prompts(base: Path, num_rows: int | None = None) -> list[list[int]]:
+    """NUM_PROMPTS sequences of ordinary tokens, the same ones for the same model.
+
+    num_rows: of embeddings that a merge made larger than the base's; then there is one more prompt, of added tokens. Raises
+    MergeError for a broken config.json.
+    """
     config = read_json(base / CONFIG_FILE)
     text = {**config, **(config.get("text_config") or {})}
     size = text.get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise BrokenCheckpointError(f"{base / CONFIG_FILE}: vocab_size is {size!r}, it should be a positive number of tokens.")
+    added = range(size, max(size, num_rows or 0))
     special = set(_special_tokens(base, text))
     ordinary = [token for token in range(size) if token not in special] or [0]
     limits = [text[name] for name in _POSITION_FIELDS if isinstance(text.get(name), int)]
     length = max(1, min([NUM_TOKENS, *limits]))
     chosen = random.Random(size)  # noqa: S311 - no secret: the same prompts each time
-    return [chosen.choices(ordinary, k=length) for _ in range(NUM_PROMPTS)]
+    prompts = [chosen.choices(ordinary, k=length) for _ in range(NUM_PROMPTS)]
+    # Between ordinary ones, because that is where they come.
+    mixed = [chosen.choice(added if position % 2 else ordinary) for position in range(length)] if added else []
+    return [*prompts, mixed] if mixed else prompts
 
 
 def _special_tokens(base: Path, config: Mapping[str, Any]) -> Iterator[int]:

@@ -77,6 +77,8 @@ def skeleton_model(weights: StoredWeights, adapter: Path | None, *, allow_remote
     )
     dtypes = {name: parameter.dtype for name, parameter in example.named_parameters(remove_duplicate=False)}
     config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
+    if weights.num_rows is not None:
+        config.get_text_config().vocab_size = weights.num_rows
     with init_empty_weights(include_buffers=False):
         base: PreTrainedModel = loader.from_config(config, dtype=example.dtype, trust_remote_code=allow_remote_code)
     del example

@@ -6,18 +6,19 @@ Their memory goes back to the system when they are let go of (return_freed_memor
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from finetune_trainer.merge.changes import Quantization
+from finetune_trainer.merge.inputs import with_adapters_vocabulary
 from finetune_trainer.model.load import lazy_zeros
 from finetune_trainer.weights.errors import BrokenCheckpointError
 from finetune_trainer.weights.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.weights.read_model import read_stored_model
 from finetune_trainer.weights.rounding import READ_DTYPES, TORCH_DTYPES
-from finetune_trainer.weights.stored import StoredParameter
+from finetune_trainer.weights.stored import StoredParameter, StoredPart
 
 BLOCK_BYTES = 16 << 20
 """Read at a time where values are converted."""
@@ -30,11 +31,19 @@ class StoredWeights:
     """A model directory's weights. Raises MergeError if it is broken.
 
     quantized: stored tensors, by name, that stand for what a quantised layer computes with (merge/quantized_base.py).
+    adapters: their directories; where these have embeddings of more rows than the files, the further rows are theirs.
     """
 
-    def __init__(self, directory: Path, quantized: Mapping[str, Quantization] | None = None) -> None:
+    def __init__(
+        self, directory: Path, quantized: Mapping[str, Quantization] | None = None, adapters: Sequence[Path] = ()
+    ) -> None:
         self._checkpoint = read_checkpoint(directory)
         self._model = read_stored_model(self._checkpoint, read_json(directory / CONFIG_FILE))
+        self._model = with_adapters_vocabulary(self._model, adapters)
+        self.num_rows = self._model.num_rows
+        """Of the embeddings, where these are larger than the files have them."""
+        self.resized = frozenset(self._model.embeddings if self.num_rows is not None else ())
+        """Paths of what has as many rows."""
         self._quantized = quantized or {}
         self.directory = directory
 
@@ -62,27 +71,27 @@ class StoredWeights:
         return out
 
     def rows(self, path: str, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows [first, last) of a parameter that is stored as one tensor."""
-        (part,) = self._parameter(path).parts
-        if part.header.name in self._quantized:
+        """Rows [first, last) of a parameter that is stored as one tensor, or as some that follow one another."""
+        parts = self._parameter(path).parts
+        if parts[0].header.name in self._quantized:
+            (part,) = parts
             return self._unpacked(part.header)[first:last].to(dtype)
-        return self._values(part.header, first, last).to(dtype)
+        return self._rows_of(parts, first, last, dtype)
 
     def some_rows(self, path: str, indices: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         """A parameter of which only the rows `indices` hold their values and take memory; the others are zero."""
         parameter = self._parameter(path)
-        (part,) = parameter.parts
         out = lazy_zeros(parameter.shape, dtype)
         for row in sorted(set(indices)):
             if not 0 <= row < parameter.shape[0]:
                 raise ValueError(f"token id {row}: {path} has {parameter.shape[0]} rows.")
-            out[row].copy_(self._values(part.header, row, row + 1)[0])
+            out[row].copy_(self._rows_of(parameter.parts, row, row + 1, dtype)[0])
         return out
 
     def is_one_tensor(self, path: str) -> bool:
         """Whether rows of the parameter can be read by themselves."""
         parts = self._parameter(path).parts
-        return len(parts) == 1 and parts[0].expert is None and parts[0].header.name not in self._quantized
+        return all(part.expert is None and part.header.name not in self._quantized for part in parts)
 
     def _parameter(self, path: str) -> StoredParameter:
         parameter = self._model.readable(path)
@@ -91,6 +100,14 @@ class StoredWeights:
                 f"{self.directory}: holds no parameter {path}, which the model has. Fetch the model again."
             )
         return parameter
+
+    def _rows_of(self, parts: Iterable[StoredPart], first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        found = []
+        for part in parts:
+            begin, end = max(first - part.first_row, 0), min(last - part.first_row, part.header.shape[0])
+            if begin < end:
+                found.append(self._values(part.header, begin, end).to(dtype))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _unpacked(self, header: TensorHeader) -> torch.Tensor:
         from finetune_trainer.merge.steps.quantization import dequantized

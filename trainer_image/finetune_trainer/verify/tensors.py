@@ -137,7 +137,7 @@ def check_tensors(base: Path, adapters: Sequence[Path], merged: Path, quantizati
             original = originals.get(name)
             if original is not None and _is_cast_of(original, result, original.dtype):
                 figures.num_changed_tensors_with_base_bytes += 1
-            figures.faults += _faults_of_changed(tensor, result, of_class)
+            figures.faults += _faults_of_changed(tensor, original, result, of_class)
         else:
             of_class.num_untouched += 1
             if not _is_cast_of(tensor.source, result, tensor.compute_dtype):
@@ -190,7 +190,9 @@ def _is_zero_change(tensor: OutputTensor, originals: Mapping[str, TensorHeader])
     )
 
 
-def _faults_of_changed(tensor: OutputTensor, result: TensorHeader, figures: TensorClassFigures) -> Iterator[str]:
+def _faults_of_changed(
+    tensor: OutputTensor, original: TensorHeader | None, result: TensorHeader, figures: TensorClassFigures
+) -> Iterator[str]:
     """At most one: the first row that rounding does not explain."""
     if not tensor.changes:
         if not _is_cast_of(tensor.source, result, tensor.compute_dtype):
@@ -203,9 +205,12 @@ def _faults_of_changed(tensor: OutputTensor, result: TensorHeader, figures: Tens
     held = torch.promote_types(TORCH_DTYPES[tensor.compute_dtype], out)
     shape = tensor.matrix_shape
     sampler = random.Random(tensor.name)  # noqa: S311 - which rows are looked at, the same ones each time
+    # Of a resized vocabulary; one that is not in the base by itself has the size of the one that it was tied to.
+    added = range(original.shape[0], shape[0]) if original is not None and len(tensor.changes) == 1 else range(0)
     for index, changes in enumerate(tensor.changes):
         tokens = [row for change in changes if isinstance(change, TokenRows) for row in change.indices]
-        rows = _sample(shape[0], max(MIN_SAMPLE_ROWS, SAMPLE_ROWS // len(tensor.changes)), tokens, sampler)
+        size = max(MIN_SAMPLE_ROWS, SAMPLE_ROWS // len(tensor.changes))
+        rows = sorted({*_sample(shape[0], size, tokens, sampler), *sampler.sample(added, min(len(added), TOKEN_ROWS))})
         merged = read_rows(result, index, shape, rows).double()
         before = read_rows(tensor.source, index, shape, rows).double()
         expected, allowed = ExactMatrix(tensor.source, index, shape, changes, held=held, out=out).rows(rows)
@@ -234,6 +239,8 @@ def _sample(count: int, size: int, tokens: Sequence[int], sampler: random.Random
 def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> bool:
     """True when `result` has the values of `source`, held in the wider of `held_as` and its own dtype, then cast to it."""
     if source.dtype != result.dtype and not {source.dtype, result.dtype} <= TORCH_DTYPES.keys():
+        return False
+    if math.prod(source.shape) != math.prod(result.shape):
         return False
     num_elements = math.prod(source.shape)
     step = READ_BYTES // 8

@@ -13,6 +13,7 @@ from typing import Any
 from finetune_trainer.weights.name_rules import ExpertStack, NameRule, Renaming, Unreadable
 
 TIE_FIELD = "tie_word_embeddings"
+VOCABULARY_FIELD = "vocab_size"
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,13 @@ def tie_settings(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, Any]:
     if isinstance(text, Mapping) and TIE_FIELD in text:
         changes["text_config"] = {**text, TIE_FIELD: is_tied}
     return changes
+
+
+def vocabulary_settings(config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
+    """What says in config.json how many rows the embeddings have, as transformers' resize_token_embeddings sets it."""
+    text = config.get("text_config")
+    changes: dict[str, Any] = {"text_config": {**text, VOCABULARY_FIELD: num_rows}} if isinstance(text, Mapping) else {}
+    return changes | ({} if changes and VOCABULARY_FIELD not in config else {VOCABULARY_FIELD: num_rows})
 
 
 def family_of(config: Mapping[str, Any], stored: Mapping[str, Any]) -> ModelFamily:

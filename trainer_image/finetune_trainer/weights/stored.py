@@ -6,9 +6,10 @@ stored tensors of a parameter and the other way round.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune_trainer.weights.errors import BrokenCheckpointError, UnsupportedBaseError
@@ -141,6 +142,9 @@ class StoredModel:
         """By the model's own path, in the order of the files."""
         self._owners = {part.header.name: (found, part) for found in self.parameters.values() for part in found.parts}
         self.ties: tuple[Tie, ...] = self._find_ties(family, differing) if family.is_tied(config) else ()
+        self.num_rows: int | None = None
+        """Of the embeddings, where these are larger than in the files; see `with_vocabulary`."""
+        self._added: Mapping[str, StoredPart] = {}
 
     def parameter(self, path: str) -> StoredParameter | None:
         """The parameter that PEFT would call so, which may be stored under the name of one tied to it; None: the files lack it.
@@ -170,6 +174,8 @@ class StoredModel:
         joined = next((candidate for candidate in self._spellings(path) if candidate in self._joined), None)
         if joined is None or len(self._joined[joined]) != len(self._unreadable[joined].sources):
             found, header = self.parameter(path), self._headers.get(path)
+            if found is not None and (added := self._added.get(found.path)) is not None:
+                return replace(found, parts=(replace(found.parts[0], is_whole=False), added))
             return found if found is not None or header is None else StoredParameter(path, header.shape, (StoredPart(header),))
         parts: list[StoredPart] = []
         num_rows = 0
@@ -177,6 +183,36 @@ class StoredModel:
             parts.append(StoredPart(header, first_row=num_rows, is_whole=False))
             num_rows += header.shape[0]
         return StoredParameter(joined, (num_rows, *parts[0].header.shape[1:]), tuple(parts))
+
+    @property
+    def embeddings(self) -> frozenset[str]:
+        """Paths of all that has a row for each token: input and output embeddings, and the latter's biases."""
+        biases = (f"{path.removesuffix('.weight')}.bias" for path in self.family.ties)
+        return frozenset((*self.family.ties, *self.family.ties.values(), *biases))
+
+    def vocabulary(self) -> Mapping[str, StoredParameter]:
+        """Which of these the files hold, by path; as many rows as the input embeddings have."""
+        found = {path: self.parameters[path] for path in sorted(self.embeddings) if path in self.parameters}
+        sizes = [found[path].shape[0] for path in (*self.family.ties.values(), *self.family.ties) if path in found]
+        return {path: parameter for path, parameter in found.items() if parameter.shape[:1] == tuple(sizes[:1])}
+
+    def with_vocabulary(self, num_rows: int, saved: Mapping[str, TensorHeader]) -> StoredModel:
+        """The same with embeddings of `num_rows` rows, more than the files hold, as after transformers' resize_token_embeddings.
+
+        saved: tensors of all rows, by path. `readable` takes from them the rows that the files lack, where one is given.
+        """
+        grown = copy.copy(self)
+        old = self.vocabulary()
+        new = {path: replace(parameter, shape=(num_rows, *parameter.shape[1:])) for path, parameter in old.items()}
+        grown.num_rows = num_rows
+        grown.parameters = {**self.parameters, **new}
+        grown._owners = {part.header.name: (found, part) for found in grown.parameters.values() for part in found.parts}  # noqa: SLF001
+        grown._added = {  # noqa: SLF001 - of this class
+            path: StoredPart(_last_rows(saved[path], old[path].shape[0]), first_row=old[path].shape[0], is_whole=False)
+            for path in old
+            if path in saved
+        }
+        return grown
 
     def require_readable(self) -> None:
         """Every parameter that the trained model loads can be read. Raises UnsupportedBaseError naming one that cannot."""
@@ -271,6 +307,12 @@ class StoredModel:
             if stored and len(paths) > 1:
                 ties.append(Tie(paths, stored))
         return tuple(ties)
+
+
+def _last_rows(tensor: TensorHeader, first: int) -> TensorHeader:
+    """The rows from `first` on."""
+    row_bytes = tensor.num_bytes // tensor.shape[0]
+    return replace(tensor, shape=(tensor.shape[0] - first, *tensor.shape[1:]), offset=tensor.offset + first * row_bytes)
 
 
 def _stack(

@@ -67,12 +67,17 @@ def save_adapter(
     adapter_dtype: torch.dtype | None = None,
     seed: int = 5,
     auto: Any = AutoModelForCausalLM,
+    num_rows: int | None = None,
 ) -> Path:
     """An adapter as after training: every trainable tensor moved away from where it began.
 
-    adapter_dtype: what the adapter file holds, when not what PEFT trains in. auto: loads the base.
+    adapter_dtype: what the adapter file holds, when not what PEFT trains in. auto: loads the base. num_rows: of its embeddings,
+    if these are resized before.
     """
-    model = get_peft_model(auto.from_pretrained(base), settings)
+    loaded = auto.from_pretrained(base)
+    if num_rows is not None:
+        loaded.resize_token_embeddings(num_rows)
+    model = get_peft_model(loaded, settings)
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

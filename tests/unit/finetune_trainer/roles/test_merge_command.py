@@ -15,6 +15,8 @@ from finetune_trainer.merge.chunks import common_cuts
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.steps.step import OnDevice
 from finetune_trainer.roles import merge_command as command
+from finetune_trainer.verify import verification
+from finetune_trainer.verify.verification import verify_and_name
 from tests.unit.finetune_trainer.merge import tiny
 
 
@@ -48,6 +50,25 @@ def test_a_verified_merge_has_a_report_and_its_name(
     assert Path(report["verification_page"]).read_text()
     assert (output / "manifest.json").exists()
     assert not output.with_name("merged.unverified").exists()
+
+
+def test_added_tokens_are_among_the_prompts_that_a_merge_is_verified_with(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    adapter = tiny.save_adapter(tmp_path / "adapter", pair[0], settings, num_rows=tiny.VOCABULARY + 3)
+    seen: list[set[int]] = []
+
+    def verified(*paths: Any, prompts: list[list[int]], **others: Any) -> Any:
+        seen.extend(set(prompt) for prompt in prompts)
+        return verify_and_name(*paths, prompts=prompts, **others)
+
+    monkeypatch.setattr(verification, "verify_and_name", verified)
+    assert run((pair[0], adapter), tmp_path / "merged") == 0
+    lines, _ = printed(capsys)
+    assert lines[-1]["report"]["num_rows"] == 323
+    assert lines[-1]["report"]["verification"]["passed"] is True
+    assert {320, 321, 322} <= set.union(*seen) <= set(range(323))
 
 
 def test_a_merge_that_fails_its_verification_never_has_the_name(
