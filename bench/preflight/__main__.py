@@ -155,7 +155,7 @@ def measured(command: list[str], said: bytes, pass_fds: tuple[int, ...] = ()) ->
         told.write(said)
         told.seek(0)
         start = time.monotonic()
-        files = {"stdin": told, "stdout": answer, "pass_fds": pass_fds}
+        files: dict[str, Any] = {"stdin": told, "stdout": answer, "pass_fds": pass_fds}
         process = subprocess.Popen(command, env=environment, preexec_fn=bounded, **files)  # noqa: PLW1509 - no threads here
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.monotonic() - start
