@@ -70,7 +70,6 @@ COVERED_BY = {
     "finetune_trainer/model/wrap_plan.py": "finetune_trainer/model/test_trained_parts.py",
     "finetune_trainer/network/hub_answers.py": "finetune_trainer/publish/test_hub.py",
     "finetune_trainer/preflight/checks.py": "finetune_trainer/preflight/test_refused_jobs.py",
-    "finetune_trainer/preflight/job_steps.py": "finetune_trainer/preflight/test_expressions.py",
     "finetune_trainer/preflight/library_errors.py": "finetune_trainer/preflight/test_refused_jobs.py",
     "finetune_trainer/preflight/memory.py": "finetune_memory/test_describe_in_preflight.py",
     "finetune_trainer/preflight/model_checks.py": "finetune_trainer/preflight/test_refused_jobs.py",

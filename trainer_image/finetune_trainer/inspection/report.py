@@ -113,6 +113,8 @@ class RehearsalReport(StrictModel):
     """What differs between the job and its rehearsal, in words."""
     stages: tuple[StageResult, ...] = ()
     findings: tuple[Finding, ...] = ()
+    kept_since: str = ""
+    """When it was, in UTC, if this is the verdict of an earlier rehearsal of the same (rehearsal/verdicts.py); empty: now."""
 
 
 SKIPPED = RehearsalReport(verdict=Verdict.SKIPPED)

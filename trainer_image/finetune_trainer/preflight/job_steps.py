@@ -1,4 +1,7 @@
-"""The steps that fill in a `JobInspection`: files, tokenizer, structure, data and memory, with what is wrong with each."""
+"""The steps that fill in a `JobInspection`: files, tokenizer, data and memory, with what is wrong with each.
+
+The structure is looked at by a process that roles/preflight.py starts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.observe.trackers import unknown_trackers
 from finetune_trainer.preflight.checks import JobInspection
 from finetune_trainer.preflight.memory import memory_need
-from finetune_trainer.preflight.model_process import check_model
 
 
 def check_trackers(seen: JobInspection) -> Iterable[Finding]:
@@ -30,12 +32,6 @@ def check_files(seen: JobInspection) -> Iterable[Finding]:
 def check_tokenizer(seen: JobInspection) -> Iterable[Finding]:
     """Fill in `tokenizer`."""
     seen.tokenizer, found = load_checked_tokenizer(seen.plan, seen.context.base_model)
-    return found
-
-
-def check_structure(seen: JobInspection) -> Iterable[Finding]:
-    """Fill in `structure`, in a process of its own (model_checks.py)."""
-    seen.structure, found = check_model(seen.plan, seen.context.base_model)
     return found
 
 

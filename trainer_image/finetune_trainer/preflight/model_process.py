@@ -1,14 +1,13 @@
-"""`python -m finetune_trainer.preflight.model_process`: what will be trained and merged, found out in a process of its own.
+"""What will be trained and merged, found out in a process of its own, and what is known of a model where that process failed.
 
 torch and the libraries around it take hundreds of MB for as long as a process lives, so the one that prepares the data, perhaps
-for an hour and with workers next to it, does without them (processes/start.py). Called by roles/preflight.py.
+for an hour and with workers next to it, does without them (processes/start.py). The process is a fork of one that has imported
+them (roles/rehearse.py).
 """
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -19,9 +18,8 @@ from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.inspection.report import ModelStructure
-from finetune_trainer.processes.child import encode_answer, parse_answer, start_answering, wait_for_answer
-from finetune_trainer.processes.sandbox import WALL_SECONDS, how_it_ended, limit_this_process
-from finetune_trainer.processes.start import NO_ADVICE, die_with, end, keep_bitsandbytes_out, preload, torch_is_kept_out
+from finetune_trainer.processes.child import ChildEnd, encode_answer, parse_answer
+from finetune_trainer.processes.sandbox import how_it_ended, limit_this_process
 
 Checked = tuple[ModelStructure | None, list[Finding]]
 ANSWER: TypeAdapter[Checked] = TypeAdapter(Checked)
@@ -40,22 +38,21 @@ class ModelCheckKilledError(ModelCheckError):
 
 
 def check_model(plan: RunPlan, directory: Path) -> Checked:
-    """The structure, or None where it cannot be built, and every finding, of the merge too. Reads headers only.
-
-    Raises ModelCheckError where the process of its own fails.
-    """
-    if torch_is_kept_out():
-        return _in_own_process(plan, directory)
+    """The structure, or None where it cannot be built, and every finding, of the merge too. Reads headers only."""
     from finetune_trainer.preflight.model_checks import inspect_model
 
     seen = inspect_model(plan, directory)
     return seen.structure, seen.findings
 
 
-def _in_own_process(plan: RunPlan, directory: Path) -> Checked:
-    environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
-    command = [sys.executable, "-m", "finetune_trainer.preflight.model_process", str(os.getpid()), str(directory)]
-    ended = wait_for_answer(start_answering(command, environment, plan.model_dump_json().encode(), ANSWER_BYTES), WALL_SECONDS)
+def check_within_bounds(plan: RunPlan, directory: Path) -> bytes:
+    """`check_model` as an answer, of a process that lives for nothing else: its time and memory are bounded from here on."""
+    limit_this_process()
+    return encode_answer(ANSWER.dump_python(check_model(plan, directory), mode="json"))
+
+
+def checked(ended: ChildEnd, directory: Path) -> Checked:
+    """What such a process says of the model in `directory`. Raises ModelCheckError where it says nothing."""
     if ended.exceeded is not None or ended.code == -signal.SIGXCPU:
         return None, [_endless(directory, how_it_ended(ended))]
     if ended.code in (-signal.SIGKILL, 128 + signal.SIGKILL):
@@ -82,20 +79,3 @@ def _endless(directory: Path, reason: str) -> Finding:
         fix="check the numbers in config.json, those of layers and experts first, against the original model's, and write "
         "simpler regular expressions where the settings of the method hold any",
     )
-
-
-def main(parent: str, directory: str) -> int:
-    """Reads the plan from standard input, writes the answer to standard output; what libraries print goes to the log."""
-    die_with(int(parent))
-    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answer:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
-        limit_this_process()
-        keep_bitsandbytes_out(plan)
-        preload("finetune_trainer.preflight.model_checks")
-        answer.write(encode_answer(ANSWER.dump_python(check_model(plan, Path(directory)), mode="json")))
-    return 0
-
-
-if __name__ == "__main__":
-    end(main(*sys.argv[1:]))

@@ -227,10 +227,17 @@ def start(
     return Child(process.pid, process.wait, output)
 
 
-def start_answering(command: Sequence[str], environment: Mapping[str, str], given: bytes, max_answer_bytes: int) -> Child:
+def start_answering(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    given: bytes,
+    max_answer_bytes: int,
+    pass_fds: Sequence[int] = (),
+) -> Child:
     """As `start`, for a program that answers on its standard output."""
     reading, writing = os.pipe()
-    child = start(command, environment, given=given, stdout=writing, output=ChildOutput(reading, max_answer_bytes))
+    output = ChildOutput(reading, max_answer_bytes)
+    child = start(command, environment, given=given, stdout=writing, pass_fds=pass_fds, output=output)
     os.close(writing)
     return child
 
@@ -255,6 +262,16 @@ def wait_for_answer(child: Child, seconds: float) -> ChildEnd:
     """How a child ends that has this much time from now on. It is gone afterwards, whatever happens."""
     with child:
         return next(found[1] for found in wait_for_ends([child], time.monotonic() + seconds) if found is not None)
+
+
+def wait_for_line(child: Child, deadline: float) -> bytes | ChildEnd:
+    """The next line that a child writes, without its end; or how it has ended, with all that it wrote since the last one."""
+    while (end := child.look(deadline)) is None:
+        line = None if child.output is None else child.output.take_line()
+        if line is not None:
+            return line
+        wait(child.descriptors(), child.seconds_left(deadline))
+    return end
 
 
 def encode_answer(value: Any) -> bytes:

@@ -35,6 +35,8 @@ from finetune_trainer.rehearsal.scaled_plan import (
     MODEL_CLAIM,
     OUTPUT_CLAIM,
     STEPS,
+    UNSCALED_LAYERS,
+    UNSCALED_PARAMETERS,
     WORKSPACE_CLAIM,
     draws_random_numbers,
     scaled_plan,
@@ -47,8 +49,6 @@ from finetune_trainer.small_models.shrink import ConfigChange, Tokens, has_dropo
 from finetune_trainer.weights.headers import read_checkpoint
 
 log = logging.getLogger(__name__)
-UNSCALED_PARAMETERS, UNSCALED_LAYERS = 4_000_000, 6
-"""A model of at most this size is tried as it is."""
 SHORTEST, LONGEST = 6, 16
 """Tokens of a document."""
 DOCUMENTS_PER_SEQUENCE = 3

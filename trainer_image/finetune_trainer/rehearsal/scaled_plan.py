@@ -17,6 +17,8 @@ KILLED_IN_STEP = 3
 """Counted from 1: after the checkpoints of the steps before."""
 RANKS = 2
 MODEL_CLAIM, WORKSPACE_CLAIM, OUTPUT_CLAIM = "model", "workspace", "results"
+UNSCALED_PARAMETERS, UNSCALED_LAYERS = 4_000_000, 6
+"""A model of at most this size is tried as it is."""
 LARGEST_RANK = 32
 """The least number of channels of an adapted layer of a scaled-down model."""
 _MICRO_BATCH, _ACCUMULATION, _PROMPTS, _KEPT_CHECKPOINTS = 2, 2, 4, 10

@@ -1,20 +1,63 @@
-"""What a rehearsal saw -> a finding."""
+"""Verdicts of rehearsals: what one saw -> a finding; and those that passed, kept for jobs that differ in nothing it looks at.
+
+A kept verdict is a small file on the workspace's claim, next to the directories of its jobs. Who can write there can plant one,
+and gets no more for it than `spec.preflight.rehearsal: Skip` gives everybody: a job that was not tried. Training asserts its
+invariants and the merge is verified all the same.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import platform
 import re
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+import finetune_job
+import finetune_memory
+import finetune_trainer
 from finetune_job.catalogue.book import make_finding
 from finetune_job.failures import FailureClass
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.inspection.report import TITLES, Stage
+from finetune_trainer.context import RunContext
+from finetune_trainer.files import file_sha256, open_regular, write_durably
+from finetune_trainer.inspection.report import TITLES, RehearsalReport, Stage, StrictModel, Verdict
+from finetune_trainer.rehearsal.scaled_plan import UNSCALED_PARAMETERS
+from finetune_trainer.weights.headers import CONFIG_FILE
 
 FAILED, NOT_DONE = "rehearsal-failed", "rehearsal-not-done"
 SKIP = "set spec.preflight.rehearsal: Skip"
 _FIELD = re.compile(r"^(spec(?:\.[A-Za-z0-9_\[\]]+)+): ")
 _LONGEST_MESSAGE = 600
+KEPT = "rehearsals"
+"""Directory of kept verdicts, at the root of the workspace's claim."""
+MOST_KEPT, KEPT_BYTES = 200, 1 << 18
+"""Files, the oldest of which make room; and of one of them. A verdict takes some KB."""
+_KEPT_NAME = re.compile(r"[0-9a-f]{64}\.json$")
+_UNSCALED_BYTES = 8 * UNSCALED_PARAMETERS
+"""The most that the weights of a model take that is tried as it is."""
+_PLACES: dict[str, Any] = {
+    "job": True,
+    "fetch": True,
+    "publish": True,
+    "placement": True,
+    "workspace": True,
+    "output": True,
+    "choices": True,
+    "model": {"location": True, "revision": True},
+    "data": {"train": True, "validation": True},
+}
+"""What of a plan says only who runs it, where, and on which texts: a rehearsal makes its own."""
+log = logging.getLogger(__name__)
 
 
 class StageFailure(Exception):  # noqa: N818 - what was looked for, not an error of this program
@@ -65,3 +108,100 @@ def not_done_finding(reason: str, root: Path) -> Finding:
 def _shortened(message: str, root: Path) -> str:
     text = message.replace(str(root), "<rehearsal>").strip()
     return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
+
+
+def rehearsal_key(plan: RunPlan, directory: Path, model_digest: str, weight_bytes: int) -> str:
+    """Digest of all that a verdict depends on, or empty where nobody can tell. Raises OSError as the file system does.
+
+    That is: the settings, the model's architecture, the libraries and this code. model_digest: of configuration and headers.
+    weight_bytes: of the weights, which count where the model is small enough to be tried as it is.
+    """
+    if plan.model.allow_remote_code:
+        return ""
+    described = {
+        "plan": plan.model_dump(mode="json", exclude=_PLACES),
+        "has_validation": plan.data.validation is not None,
+        "image": None if plan.placement is None else plan.placement.trainer_image,
+        "model": model_digest,
+        "files": _file_digests(directory, weight_bytes),
+        "software": _software(),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _file_digests(directory: Path, weight_bytes: int) -> dict[str, str]:
+    """Of files next to the weights, which may be read in a rehearsal, and of small weights."""
+    is_small = weight_bytes <= _UNSCALED_BYTES
+    paths = (path for path in sorted(directory.iterdir()) if path.is_file() and (is_small or path.suffix == ".json"))
+    return {path.name: file_sha256(path) for path in paths if path.name != CONFIG_FILE}
+
+
+@cache
+def _software() -> str:
+    """Digest of Python, every installed distribution and the code of the trainer."""
+    digest = hashlib.sha256(f"{platform.python_version()} {platform.machine()}\n".encode())
+    for name in sorted(f"{each.name}=={each.version}" for each in distributions()):
+        digest.update(f"{name}\n".encode())
+    for package in (finetune_job, finetune_memory, finetune_trainer):
+        for path in sorted(_root(package).rglob("*.py")):
+            digest.update(f"{package.__name__} {path.relative_to(_root(package))} {file_sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _root(package: ModuleType) -> Path:
+    return Path(package.__path__[0])
+
+
+class _Kept(StrictModel):
+    """Content of a file."""
+
+    key: str
+    since: str
+    report: RehearsalReport
+
+
+_KEPT = TypeAdapter(_Kept)
+
+
+def find_verdict(context: RunContext, key: str) -> RehearsalReport | None:
+    """The verdict of a rehearsal with this key that has passed; None: there is none, or no whole one."""
+    if not key:
+        return None
+    try:
+        with open_regular(_kept_path(context, key)) as file:
+            content = file.read(KEPT_BYTES + 1)
+        kept = _KEPT.validate_json(content)
+        datetime.fromisoformat(kept.since)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError, ValueError) as error:
+        log.warning("a kept verdict of a rehearsal is not used: %s", type(error).__name__)
+        return None
+    report = kept.report
+    if kept.key != key or len(content) > KEPT_BYTES or report.verdict is not Verdict.PASSED or report.findings:
+        log.warning("a kept verdict of a rehearsal is not used: it is of another one, or did not pass")
+        return None
+    return report.model_copy(update={"kept_since": kept.since, "seconds": 0.0})
+
+
+def keep_verdict(context: RunContext, key: str, report: RehearsalReport) -> None:
+    """Keep a verdict under its key if the rehearsal has passed. Nothing happens where it cannot be written."""
+    if not key or report.verdict is not Verdict.PASSED:
+        return
+    path = _kept_path(context, key)
+    kept = _Kept(key=key, since=datetime.now(UTC).isoformat(timespec="seconds"), report=report)
+    try:
+        if path.parent.is_symlink():
+            raise NotADirectoryError(f"{path.parent} is a link")
+        path.parent.mkdir(exist_ok=True)
+        write_durably(path, kept.model_dump_json().encode())
+        found = (each for each in path.parent.iterdir() if _KEPT_NAME.match(each.name))
+        ages = sorted(((each.lstat().st_mtime, each) for each in found), reverse=True)
+        for _, oldest in ages[MOST_KEPT:]:
+            oldest.unlink(missing_ok=True)
+    except OSError:
+        log.warning("the verdict of the rehearsal could not be kept at %s", path, exc_info=True)
+
+
+def _kept_path(context: RunContext, key: str) -> Path:
+    return context.claims_root / context.plan.workspace.claim / KEPT / f"{key}.json"

@@ -1,5 +1,5 @@
 """The order of preflight: storage, model files, tokenizer, structure, data, and whether they fit; then data and report are
-written.
+written. The rehearsal begins as soon as the structure is known, and goes on next to the data.
 
 Every check runs that can, so that a user sees all findings at once; a check is left out only if what it looks at does not exist.
 A refusal leaves nothing on the workspace but reports. Called by `python -m finetune_trainer preflight`.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.finding import Finding
@@ -41,50 +42,98 @@ from finetune_trainer.preflight.job_steps import (
     check_data,
     check_files,
     check_memory,
-    check_structure,
     check_tokenizer,
     check_trackers,
 )
+from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.preflight.storage import check_room, check_storage
 from finetune_trainer.preflight.token_rows import check_token_rows, check_trained_rows
-from finetune_trainer.roles.rehearse import rehearse_in_own_process
+from finetune_trainer.processes.start import torch_is_kept_out
+from finetune_trainer.rehearsal.verdicts import find_verdict, keep_verdict, rehearsal_key
+from finetune_trainer.roles.rehearse import ModelProcess
 from finetune_trainer.train.policy import total_steps
 
 log = logging.getLogger(__name__)
 
 
-def asks_for_rehearsal(seen: JobInspection) -> bool:
-    return seen.plan.rehearses
+@dataclass
+class PreflightInspection(JobInspection):
+    """With the process that has torch."""
+
+    process: ModelProcess | None = None
+    """None: it is not needed yet, or not any more."""
+    key: str = ""
+    """Of the rehearsal, where its verdict may be kept for other jobs."""
 
 
-def rehearse(seen: JobInspection) -> Iterable[Finding]:
+def check_structure(seen: PreflightInspection) -> Iterable[Finding]:
+    """Fill in `structure`, in a process of its own unless this one has torch already."""
+    if seen.process is None:
+        seen.structure, found = check_model(seen.plan, seen.context.base_model)
+    else:
+        seen.structure, found = seen.process.check()
+    return found
+
+
+def begin_rehearsal(seen: PreflightInspection) -> Iterable[Finding]:
+    """Let the process rehearse the job while the data is prepared, or end it: it holds as much memory as all the rest.
+
+    What is refused after this ends the rehearsal, as if it had not begun.
+    """
+    if seen.plan.rehearses and seen.structure is not None and nothing_refused(seen):
+        files = seen.known_files
+        seen.key = rehearsal_key(seen.plan, seen.context.base_model, files.digest, files.weight_bytes)
+        kept = find_verdict(seen.context, seen.key)
+        if kept is None:
+            seen.process = seen.process or seen.until_done.enter_context(ModelProcess(seen.context))
+            seen.process.begin_rehearsal()
+            return ()
+        log.info("this rehearsal has passed on this claim before, %s", kept.kept_since)
+        seen.rehearsal = kept
+    if seen.process is not None:
+        seen.process.close()
+        seen.process = None
+    return ()
+
+
+def is_rehearsing(seen: PreflightInspection) -> bool:
+    return seen.process is not None and seen.process.is_rehearsing
+
+
+def rehearse(seen: PreflightInspection) -> Iterable[Finding]:
     """Fill in `rehearsal`."""
-    seen.rehearsal = rehearse_in_own_process(seen.context)
+    if seen.process is not None:
+        seen.rehearsal = seen.process.rehearsal()
+        keep_verdict(seen.context, seen.key, seen.rehearsal)
     return seen.rehearsal.findings
 
 
-CHECKS: tuple[CheckStep[JobInspection], ...] = (
+CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
     CheckStep(check_storage),
     CheckStep(check_trackers),
     CheckStep(check_files),
     CheckStep(check_tokenizer, (files_can_be_opened,)),
     CheckStep(check_expressions),
     CheckStep(check_structure, (files_are_whole, expressions_compile)),
+    CheckStep(begin_rehearsal),
     CheckStep(check_data),
     CheckStep(check_fit),
     CheckStep(check_token_rows, (has_structure, has_tokenizer)),
     CheckStep(check_trained_rows, (trains_input_rows_alone, has_training_data, storage_is_ready)),
     CheckStep(check_room, (has_structure, storage_is_ready)),
     CheckStep(check_memory, (has_structure,)),
-    CheckStep(rehearse, (has_structure, nothing_refused, asks_for_rehearsal)),
+    CheckStep(rehearse, (is_rehearsing, nothing_refused)),
 )
 """In the order in which findings are shown; those of the model are listed in preflight/model_checks.py."""
 
 
 def run(context: RunContext) -> TerminationReport:
     """Check everything and prepare the data. Raises OSError where the workspace fails while it is written."""
-    seen = JobInspection(context)
+    seen = PreflightInspection(context)
     with seen.until_done:
+        if torch_is_kept_out():
+            # Now, because its imports take longer than all that comes before it is asked.
+            seen.process = seen.until_done.enter_context(ModelProcess(context))
         run_steps(CHECKS, seen)
         for finding in seen.findings:
             log.log(logging.ERROR if finding.severity == "error" else logging.WARNING, "%s: %s", finding.rule, finding.message)

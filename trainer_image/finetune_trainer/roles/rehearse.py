@@ -1,7 +1,11 @@
-"""`python -m finetune_trainer.roles.rehearse`: the rehearsal in a process of its own, so that torch leaves memory with it.
+"""`python -m finetune_trainer.roles.rehearse`: a process that imports torch and the libraries around it once, and whose forks
+look at the model and rehearse the job.
 
-Standard input: the plan. Standard output: one JSON object per line, `{"finding": ...}` and `{"stage": ...}` as they come and
-`{"report": ...}` last. What libraries print goes to standard error. Called by preflight, and by finetune_cli.
+So torch leaves memory with it, and is imported once. It begins with preflight and imports while files and tokenizer are looked
+at; the rehearsal runs while the data is prepared. It never computes itself, so that no thread's lock and no device is copied.
+
+Standard input: the plan. Standard output: one JSON object per line: `{"finding": ...}`, `{"checked": ...}` and `{"stage": ...}`
+as they come and `{"report": ...}` last. What libraries print goes to standard error. Called by preflight, and by finetune_cli.
 """
 
 from __future__ import annotations
@@ -13,8 +17,12 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 from pydantic import BaseModel, TypeAdapter
 
@@ -22,77 +30,174 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import TEMPORARY_MARK, temporary_beside
 from finetune_trainer.inspection.report import RehearsalReport, Verdict
-from finetune_trainer.processes.child import encode_answer, parse_answer, start_answering, wait_for_answer
+from finetune_trainer.preflight.model_process import ANSWER_BYTES as CHECK_BYTES
+from finetune_trainer.preflight.model_process import Checked, check_within_bounds, checked
+from finetune_trainer.processes.child import (
+    ChildEnd,
+    Exceeded,
+    encode_answer,
+    fork_answering,
+    parse_answer,
+    start_answering,
+    wait_for_answer,
+    wait_for_ends,
+    wait_for_line,
+)
+from finetune_trainer.processes.sandbox import WALL_SECONDS
 from finetune_trainer.processes.start import NO_ADVICE, die_with, end, keep_bitsandbytes_out, preload
 from finetune_trainer.rehearsal.verdicts import not_done_finding
 
 log = logging.getLogger(__name__)
 SECONDS = 600.0
-"""For all of it by the clock, from the start of the process: so that a pod that is starved ends, too."""
+"""For all of it by the clock, from the word to begin: so that a pod that is starved ends, too."""
 PROCESSOR_SECONDS = 110.0
 """For all of it on processors: what two ranks take in less than a minute on two of them, however busy these are."""
 ENDING_SECONDS = 3.0
 """What it may take to end its children after that."""
 MEMORY_BYTES = 3 << 30
-ANSWER_BYTES = 4 << 20
-"""Of all its lines together; a report takes some KB."""
+ANSWER_BYTES = (2 * CHECK_BYTES) + (4 << 20)
+"""Of all its lines together: what was found of the model as a text within a line, and a report of some KB."""
 NAME = "rehearsal"
 """Of the temporary directory on the workspace."""
+CHECK, REHEARSE = b"c", b"r"
+"""Commands of preflight, in this order."""
+DEVICES = "CUDA_VISIBLE_DEVICES"
+_REMOVAL_SECONDS = 5.0
+"""For ranks of a rehearsal that was ended to write no more."""
+
+
+class _CheckEnd(BaseModel):
+    """How the process that looks at the model ended, as a line says it."""
+
+    code: int
+    exceeded: Exceeded | None
+    answer: str
 
 
 class _AnswerLine(BaseModel):
-    """A line of the answer; only the report is of interest here."""
+    """A line of the answer, as far as preflight asks for it."""
 
+    checked: _CheckEnd | None = None
     report: RehearsalReport | None = None
 
 
 _LINE = TypeAdapter(_AnswerLine)
 
 
+class ModelProcess:
+    """This program as a process next to preflight. As a context it is killed at the end, and leaves nothing on the workspace."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._began = context, time.monotonic()
+        workspace = context.workspace.root
+        self._scratch = temporary_beside(workspace / NAME)
+        self._stack = ExitStack()
+        self.is_rehearsing = False
+        """Whether the rehearsal was begun."""
+        environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
+        reading, self._commands = os.pipe()
+        command = [sys.executable, "-m", __spec__.name, "--parent", str(os.getpid()), "--model", str(context.base_model)]
+        command += ["--scratch", str(self._scratch), "--commands", str(reading)]
+        if DEVICES in environment:
+            command += ["--devices", environment[DEVICES]]
+        self._stack.callback(os.close, self._commands)
+        given = context.plan.model_dump_json().encode()
+        try:
+            self._child = start_answering(command, environment | on_cpu(), given, ANSWER_BYTES, pass_fds=(reading,))
+        except BaseException:
+            self._stack.close()
+            raise
+        finally:
+            os.close(reading)
+        self._stack.callback(lambda: _remove(self._scratch))
+        self._stack.enter_context(self._child)
+
+    def check(self) -> Checked:
+        """As `check_model`. Raises ModelCheckError where the process fails."""
+        self._tell(CHECK)
+        found = wait_for_line(self._child, time.monotonic() + WALL_SECONDS)
+        directory = self._context.base_model
+        if isinstance(found, ChildEnd):
+            return checked(found, directory)
+        try:
+            said = parse_answer(found, _LINE).checked
+        except ValueError:
+            said = None
+        if said is None:
+            return checked(ChildEnd(0, found), directory)
+        return checked(ChildEnd(said.code, said.answer.encode(), said.exceeded), directory)
+
+    def begin_rehearsal(self) -> None:
+        """Let it rehearse, on its own."""
+        self._began, self.is_rehearsing = time.monotonic(), True
+        workspace = self._context.workspace.root
+        workspace.mkdir(parents=True, exist_ok=True)
+        for leftover in workspace.glob(f"{NAME}{TEMPORARY_MARK}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._scratch.mkdir()
+        self._tell(REHEARSE)
+
+    def rehearsal(self) -> RehearsalReport:
+        """The verdict, when it has one. It has ended then."""
+        deadline = self._began + SECONDS + ENDING_SECONDS
+        ended = next(found[1] for found in wait_for_ends([self._child], deadline) if found is not None)
+        self.close()
+        return self._report(ended)
+
+    def close(self) -> None:
+        """End it, unless it has ended."""
+        self._stack.close()
+
+    def _tell(self, command: bytes) -> None:
+        with suppress(BrokenPipeError):  # how it has ended is asked for next
+            os.write(self._commands, command)
+
+    def _report(self, ended: ChildEnd) -> RehearsalReport:
+        if ended.exceeded is not None:
+            return self._not_finished(f"it {ended.exceeded.value}")
+        for line in reversed(ended.answer.splitlines()):
+            try:
+                answer = parse_answer(line, _LINE)
+            except ValueError:
+                break
+            if answer.report is not None:
+                return answer.report
+        return self._not_finished(f"its process ended with status {ended.code}; its log says why")
+
+    def _not_finished(self, reason: str) -> RehearsalReport:
+        seconds = round(time.monotonic() - self._began, 1)
+        return RehearsalReport(verdict=Verdict.NOT_DONE, seconds=seconds, findings=(not_done_finding(reason, self._scratch),))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
 def rehearse_in_own_process(context: RunContext) -> RehearsalReport:
     """The verdict on a job whose model and settings preflight has accepted. Leaves nothing on the workspace."""
-    workspace = context.workspace.root
-    workspace.mkdir(parents=True, exist_ok=True)
-    for leftover in workspace.glob(f"{NAME}{TEMPORARY_MARK}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    scratch = temporary_beside(workspace / NAME)
-    scratch.mkdir()
-    try:
-        return _run(context, scratch)
-    finally:
+    with ModelProcess(context) as process:
+        process.begin_rehearsal()
+        return process.rehearsal()
+
+
+def _remove(scratch: Path) -> None:
+    """With what ranks still wrote that end with their parent."""
+    deadline = time.monotonic() + _REMOVAL_SECONDS
+    shutil.rmtree(scratch, ignore_errors=True)
+    while scratch.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _run(context: RunContext, scratch: Path) -> RehearsalReport:
-    started = time.monotonic()
-    environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
-    command = [sys.executable, "-m", __spec__.name, "--parent", str(os.getpid()), "--model", str(context.base_model)]
-    command += ["--scratch", str(scratch)]
-    child = start_answering(command, environment | on_cpu(), context.plan.model_dump_json().encode(), ANSWER_BYTES)
-    ended = wait_for_answer(child, SECONDS + ENDING_SECONDS)
-    if ended.exceeded is not None:
-        return _not_finished(f"it {ended.exceeded.value}", time.monotonic() - started, scratch)
-    for line in reversed(ended.answer.splitlines()):
-        try:
-            answer = parse_answer(line, _LINE)
-        except ValueError:
-            break
-        if answer.report is not None:
-            return answer.report
-    return _not_finished(f"its process ended with status {ended.code}; its log says why", time.monotonic() - started, scratch)
 
 
 def on_cpu() -> dict[str, str]:
     """Variables of the process: no accelerator, and one thread for each rank."""
-    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def _not_finished(reason: str, seconds: float, scratch: Path) -> RehearsalReport:
-    return RehearsalReport(verdict=Verdict.NOT_DONE, seconds=round(seconds, 1), findings=(not_done_finding(reason, scratch),))
+    return {DEVICES: "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: a report was written."""
+    """0: all was said that was asked for."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.rehearse", description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="process to die with")
@@ -100,55 +205,112 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scratch", type=Path, required=True, help="empty directory; made where it does not exist")
     parser.add_argument("--seconds", type=float, help="for all of it by the clock; unset: a bound of processor time")
     parser.add_argument("--check-model", action="store_true", help="first look at the model, as preflight does")
+    parser.add_argument("--commands", type=int, help="descriptor from which preflight's commands are read")
+    parser.add_argument("--devices", help=f"{DEVICES} for the look at the model; the rehearsal has none")
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    arguments.scratch.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
-        if arguments.check_model and not _is_accepted(plan, arguments.model, answer):
-            return 0
-        keep_bitsandbytes_out(plan)
-        preload("finetune_trainer.rehearsal.run", "finetune_trainer.roles.merge")
-        from finetune_trainer.processes.forked import ResourceBounds
-        from finetune_trainer.rehearsal.run import rehearse
-        from finetune_trainer.roles.merge import merge
-
-        report = rehearse(
-            plan,
-            arguments.model.absolute(),
-            arguments.scratch.absolute(),
-            ResourceBounds(
-                started + (arguments.seconds or SECONDS),
-                MEMORY_BYTES,
-                PROCESSOR_SECONDS if arguments.seconds is None else math.inf,
-                started,
-            ),
-            merge=merge,
-            on_stage=lambda stage: _write_line(answer, stage=stage.model_dump(mode="json")),
-        )
-        _write_line(answer, report=report.model_dump(mode="json"))
+        model, scratch = arguments.model.absolute(), arguments.scratch.absolute()
+        order = _Order(plan, model, scratch, answer)
+        if arguments.commands is not None:
+            import_libraries(plan)
+            _obey(order, arguments.commands, arguments.devices)
+        elif not arguments.check_model or _is_accepted(order):
+            _rehearse(order, started, arguments.seconds)
     return 0
 
 
-def _is_accepted(plan: RunPlan, model: Path, answer: IO[str]) -> bool:
+@dataclass(frozen=True)
+class _Order:
+    """What this process is for."""
+
+    plan: RunPlan
+    model: Path
+    scratch: Path
+    answer: IO[str]
+
+
+def import_libraries(plan: RunPlan) -> None:
+    """Import what the model's check and the rehearsal need, and make what every one of their processes would make again."""
+    keep_bitsandbytes_out(plan)
+    preload("finetune_trainer.rehearsal.run", "finetune_trainer.roles.merge")
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    # Of any model: the first call compiles the expressions of all.
+    get_checkpoint_conversion_mapping("")
+
+
+def _obey(order: _Order, commands: int, devices: str | None) -> None:
+    """commands: descriptor from which they are read, until preflight closes it. devices: for the look at the model."""
+    while command := os.read(commands, 1):
+        if command == CHECK:
+            ended = _look(order, (order.answer.fileno(), commands), {DEVICES: devices})
+            said = _CheckEnd(code=ended.code, exceeded=ended.exceeded, answer=ended.answer.decode(errors="replace"))
+            _write_line(order.answer, checked=said.model_dump(mode="json"))
+        elif command == REHEARSE:
+            _rehearse(order, time.monotonic(), None)
+            return
+
+
+def _look(order: _Order, private: Sequence[int], variables: Mapping[str, str | None]) -> ChildEnd:
+    """How a fork has ended that looks at the model, within the bounds of a process that lives for nothing else.
+
+    private: descriptors of this process which a model that takes the fork over must not write to. variables: of its environment.
+    """
+
+    def work() -> bytes:
+        for descriptor in private:
+            os.close(descriptor)
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        return check_within_bounds(order.plan, order.model)
+
+    return wait_for_answer(fork_answering(work, CHECK_BYTES), WALL_SECONDS)
+
+
+def _rehearse(order: _Order, began: float, seconds: float | None) -> None:
+    """began: on the monotonic clock. seconds: for all of it by the clock; None: a bound of processor time."""
+    import_libraries(order.plan)
+    from finetune_trainer.processes.forked import ResourceBounds, used_processor_seconds
+    from finetune_trainer.rehearsal.run import rehearse
+    from finetune_trainer.roles.merge import merge
+
+    order.scratch.mkdir(parents=True, exist_ok=True)
+    bounds = ResourceBounds(
+        began + (seconds or SECONDS),
+        MEMORY_BYTES,
+        # What looking at the model took is not the rehearsal's.
+        used_processor_seconds() + PROCESSOR_SECONDS if seconds is None else math.inf,
+        began,
+    )
+    report = rehearse(
+        order.plan,
+        order.model,
+        order.scratch,
+        bounds,
+        merge=merge,
+        on_stage=lambda stage: _write_line(order.answer, stage=stage.model_dump(mode="json")),
+    )
+    _write_line(order.answer, report=report.model_dump(mode="json"))
+
+
+def _is_accepted(order: _Order) -> bool:
     """What preflight says of files, structure and settings before it would rehearse."""
     from finetune_trainer.inspection.model_files import inspect_model_files
-    from finetune_trainer.preflight.model_process import check_model
-    from finetune_trainer.processes.start import keep_torch_out
 
-    files = inspect_model_files(model, plan.model.name)
+    files = inspect_model_files(order.model, order.plan.model.name)
     findings = list(files.findings)
     if files.digest:
-        # In a process of its own, because this one must not compute with torch before it forks.
-        keep_torch_out()
-        try:
-            findings += check_model(plan, model)[1]
-        finally:
-            del sys.modules["torch"]
+        import_libraries(order.plan)
+        # In a fork, because this process must not compute with torch before it forks for the rehearsal.
+        findings += checked(_look(order, (order.answer.fileno(),), {}), order.model)[1]
     for finding in findings:
-        _write_line(answer, finding=finding.model_dump(mode="json"))
+        _write_line(order.answer, finding=finding.model_dump(mode="json"))
     return not any(finding.severity == "error" for finding in findings)
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from finetune_job.failures import FailureClass, Outcome
-from finetune_trainer.preflight import job_steps as job_parts
 from finetune_trainer.preflight.expressions import uncompiled_expressions
 from finetune_trainer.processes import sandbox
+from finetune_trainer.roles import preflight
 from finetune_trainer.roles.preflight import run
 
 HOSTILE = "(?i:" + "[\u0080-\uffff]" * 55 + ")"
@@ -24,7 +24,7 @@ HOSTILE_KEYS = {f"{HOSTILE}{number}": 4 for number in range(60)}
     ],
 )  # fmt: skip
 def test_what_does_not_compile_is_refused_by_the_rules_id_and_the_model_is_left_alone(context, monkeypatch, method, rule, field):
-    monkeypatch.setattr(job_parts, "check_model", None)
+    monkeypatch.setattr(preflight, "check_model", None)
     result = run(context({"method": method}))
     assert result.outcome is Outcome.REFUSED
     assert result.failure is FailureClass.USER_CONFIG

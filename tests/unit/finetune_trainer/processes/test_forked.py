@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch  # noqa: F401 - children of the rehearsal import it, and need no seconds for that if it is there
 
-from finetune_trainer.processes import child
+from finetune_trainer.processes import child, forked
 from finetune_trainer.processes.forked import BoundsExceededError, ResourceBounds, run_children
 from tests.support.living import living
 from tests.unit.finetune_trainer.processes.hostile_children import opened, taken_over
@@ -124,3 +124,35 @@ def test_values_of_children_arrive_and_one_that_fails_ends_the_others(tmp_path: 
     assert {name: (ended.code, ended.value) for name, ended in apart.items()} == {"one": (0, {"a": [1, None]}), "two": (0, None)}
     gang = run_children({"one": lambda: time.sleep(3600), "two": lambda: os._exit(7)}, tmp_path, bounds, together=True)
     assert {name: ended.code for name, ended in gang.items()} == {"one": -signal.SIGKILL, "two": 7}
+
+
+def test_memory_is_measured_at_once_where_it_may_be_too_much_and_now_and_then_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    taken = {"resident": 10, "proportional": 4}
+
+    def proportional(process: int) -> int:
+        measured.append(process)
+        return taken["proportional"]
+
+    monkeypatch.setattr(forked, "resident_bytes", lambda _: taken["resident"])
+    monkeypatch.setattr(forked, "proportional_bytes", proportional)
+    bounds = ResourceBounds(time.monotonic() + 300, 100)
+    bounds.look([1, 2])
+    bounds.look([1, 2])
+    assert measured == [1, 2]
+    assert bounds.peak_memory_bytes == 8
+    taken["resident"] = 60
+    bounds.look([1, 2])
+    assert measured == [1, 2, 1, 2]
+    taken["proportional"] = 51
+    with pytest.raises(BoundsExceededError, match="of memory"):
+        bounds.look([1, 2])
+    monkeypatch.setattr(forked, "MEASURE_SECONDS", 0.0)
+    taken.update(resident=10, proportional=5)
+    bounds.look([1, 2])
+    assert len(measured) == 8
+
+
+def test_what_is_resident_is_never_less_than_its_share() -> None:
+    assert forked.resident_bytes(os.getpid()) * 1.01 > forked.proportional_bytes(os.getpid()) > 1 << 20
+    assert forked.resident_bytes(2**30) == 0

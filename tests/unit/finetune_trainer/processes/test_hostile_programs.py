@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from finetune_trainer.inspection.report import Verdict
-from finetune_trainer.preflight import model_process
-from finetune_trainer.preflight.model_process import ModelCheckError, check_model
+from finetune_trainer.preflight.model_process import ModelCheckError
 from finetune_trainer.processes import child, sandbox
 from finetune_trainer.roles import rehearse
 from tests.support.living import living
@@ -47,19 +46,19 @@ def behaviour(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(child, "ENDING_SECONDS", 0.5)
     if request.param == "never":
         monkeypatch.setattr(sandbox, "WALL_SECONDS", 1.0)
-        monkeypatch.setattr(model_process, "WALL_SECONDS", 1.0)
+        monkeypatch.setattr(rehearse, "WALL_SECONDS", 1.0)
         monkeypatch.setattr(rehearse, "SECONDS", 1.0)
         monkeypatch.setattr(rehearse, "ENDING_SECONDS", 0.0)
     return str(request.param)
 
 
-def test_the_check_of_the_model(behaviour: str, context: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    if behaviour == "garbage":
-        with pytest.raises(ModelCheckError, match="answered with something else than a structure"):
-            check_model(context().plan, model)
-        return
-    structure, (finding,) = check_model(context().plan, model)
+def test_the_check_of_the_model(behaviour: str, context: Any) -> None:
+    with rehearse.ModelProcess(context()) as process:
+        if behaviour == "garbage":
+            with pytest.raises(ModelCheckError, match="answered with something else than a structure"):
+                process.check()
+            return
+        structure, (finding,) = process.check()
     assert structure is None
     assert (finding.rule, finding.severity, finding.field) == ("model-not-accepted", "error", "spec.model.source")
     said = {

@@ -23,6 +23,7 @@ def test_findings_are_shown_from_the_storage_to_the_rehearsal() -> None:
         "check_tokenizer",
         "check_expressions",
         "check_structure",
+        "begin_rehearsal",
         "check_data",
         "check_fit",
         "check_token_rows",

@@ -1,24 +1,145 @@
-"""Preflight rehearses a job that it accepts, and says so; in a process of its own, which leaves nothing."""
+"""Preflight rehearses a job that it accepts, next to its data, and says so; in a process of its own, which leaves nothing."""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from finetune_job.failures import Outcome
-from finetune_trainer.inspection.report import RehearsalReport, Verdict, read_report
+from finetune_trainer.inspection.report import RehearsalReport, Stage, StageResult, Verdict, read_report
 from finetune_trainer.rehearsal.verdicts import not_done_finding
 from finetune_trainer.roles import preflight
 from finetune_trainer.roles import rehearse as process
+from tests.support.living import living
 from tests.unit.finetune_trainer.preflight.conftest import claims, context, made_claims, manifest, model
 
 __all__ = ["claims", "context", "made_claims", "manifest", "model"]
+PASSED = RehearsalReport(verdict=Verdict.PASSED, seconds=9.0, stages=(StageResult(stage=Stage.BUILD, seconds=1.0),))
+
+
+class Recorded:
+    """Stands for the process, and writes down what it is told."""
+
+    def __init__(self, told: list[str], verdict: RehearsalReport) -> None:
+        self.told, self.verdict, self.is_rehearsing = told, verdict, False
+
+    def __call__(self, _context: Any) -> Recorded:
+        self.told.append("start")
+        return self
+
+    def check(self) -> Any:
+        self.told.append("check")
+        return preflight.check_model(self.job.plan, self.job.base_model)
+
+    def begin_rehearsal(self) -> None:
+        self.told.append("begin")
+        self.is_rehearsing = True
+
+    def rehearsal(self) -> RehearsalReport:
+        self.told.append("verdict")
+        return self.verdict
+
+    def close(self) -> None:
+        self.told.append("end")
+
+    def __enter__(self) -> Recorded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.told.append("exit")
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Preflight as in a pod, where it does without torch; the check of the data is written down, too."""
+    told: list[str] = []
+    stand_in = Recorded(told, PASSED)
+
+    def run(job: Any, verdict: RehearsalReport = PASSED) -> tuple[Any, list[str]]:
+        told.clear()
+        stand_in.job, stand_in.verdict, stand_in.is_rehearsing = job, verdict, False
+        monkeypatch.setattr(preflight, "ModelProcess", stand_in)
+        monkeypatch.setattr(preflight, "torch_is_kept_out", lambda: True)
+        return preflight.run(job), list(told)
+
+    return run
+
+
+def test_the_process_begins_first_and_rehearses_next_to_the_data(context: Any, recorded: Any, monkeypatch: Any) -> None:
+    from finetune_trainer.preflight import job_steps
+
+    seen: list[str] = []
+    original = job_steps.prepare
+
+    def prepare(*arguments: Any, **named: Any) -> Any:
+        seen.append(f"after {recorded_steps[-1]}")
+        return original(*arguments, **named)
+
+    recorded_steps: list[str] = []
+    monkeypatch.setattr(
+        Recorded, "begin_rehearsal", lambda self: (recorded_steps.append("begin"), setattr(self, "is_rehearsing", True))
+    )
+    monkeypatch.setattr(job_steps, "prepare", prepare)
+    result, told = recorded(context({"preflight.rehearsal": "Run"}))
+    assert result.outcome is Outcome.SUCCEEDED
+    assert seen == ["after begin"]
+    assert told == ["start", "check", "verdict", "exit"]
+
+
+def test_a_process_that_rehearses_nothing_has_ended_before_the_data_is_prepared(context: Any, recorded: Any) -> None:
+    assert recorded(context({"preflight.rehearsal": "Skip"}))[1] == ["start", "check", "end", "exit"]
+    refused = {"preflight.rehearsal": "Run", "method.lora.targetModules": ["nowhere"]}
+    result, told = recorded(context(refused))
+    assert result.outcome is Outcome.REFUSED
+    assert told == ["start", "check", "end", "exit"]
+
+
+def test_what_the_data_refuses_ends_a_rehearsal_unheard(context: Any, recorded: Any) -> None:
+    result, told = recorded(context({"preflight.rehearsal": "Run", "data.source": "pvc://data/nothing.jsonl"}))
+    assert result.outcome is Outcome.REFUSED
+    assert told == ["start", "check", "begin", "exit"]
+    assert [finding.field for finding in result.findings] == ["spec.data.source"]
+
+
+def test_a_rehearsal_that_passed_is_not_repeated(context: Any, recorded: Any) -> None:
+    job = context({"preflight.rehearsal": "Run"})
+    assert recorded(job)[1] == ["start", "check", "begin", "verdict", "exit"]
+    (kept,) = (job.claims_root / "workspace" / "rehearsals").iterdir()
+    result, told = recorded(job)
+    assert told == ["start", "check", "end", "exit"]
+    assert result.facts["rehearsal"] == "Passed"
+    report = read_report(job.workspace.model_report)
+    assert report is not None
+    assert report.rehearsal.kept_since == json.loads(kept.read_bytes())["since"]
+    assert report.rehearsal.stages == PASSED.stages
+
+
+def test_other_settings_are_rehearsed_again(context: Any, recorded: Any) -> None:
+    recorded(context({"preflight.rehearsal": "Run"}))
+    assert "begin" in recorded(context({"preflight.rehearsal": "Run", "method.lora.r": 4}))[1]
+
+
+@pytest.mark.parametrize("severity", ["error", "warning"])
+def test_what_the_rehearsal_finds_decides_and_is_found_again(context: Any, recorded: Any, severity: str) -> None:
+    job = context({"preflight.rehearsal": "Run"})
+    finding = not_done_finding("made up", job.claims_root).model_copy(update={"severity": severity})
+    verdict = Verdict.FAILED if severity == "error" else Verdict.NOT_DONE
+    for _ in range(2):
+        result, told = recorded(job, RehearsalReport(verdict=verdict, findings=(finding,)))
+        assert told == ["start", "check", "begin", "verdict", "exit"]
+        assert result.outcome is (Outcome.REFUSED if severity == "error" else Outcome.SUCCEEDED)
+        assert [each.rule for each in result.findings] == ["rehearsal-not-done"]
+        assert job.workspace.prepared.exists() == (severity == "warning")
 
 
 def test_an_accepted_job_is_rehearsed_and_nothing_is_left(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "SECONDS", 240.0)
-    monkeypatch.setattr(preflight, "rehearse_in_own_process", process.rehearse_in_own_process)
+    monkeypatch.setattr(preflight, "torch_is_kept_out", lambda: True)
     job = context({"preflight.rehearsal": "Run"})
     result = preflight.run(job)
     assert result.outcome is Outcome.SUCCEEDED, result
@@ -30,6 +151,20 @@ def test_an_accepted_job_is_rehearsed_and_nothing_is_left(context: Any, monkeypa
     assert not list(job.workspace.root.glob("rehearsal*"))
 
 
+def test_a_rehearsal_that_is_ended_leaves_neither_processes_nor_files(context: Any) -> None:
+    before = psutil.Process().children(recursive=True)
+    job = context({"preflight.rehearsal": "Run"})
+    with process.ModelProcess(job) as running:
+        running.begin_rehearsal()
+        ranks = ("undisturbed", "killed")
+        while not any((scratch / name).exists() for scratch in job.workspace.root.glob("rehearsal.tmp-*") for name in ranks):
+            assert running._child.wait(0.05) is None
+        family = psutil.Process().children(recursive=True)
+    assert not list(job.workspace.root.glob("rehearsal*"))
+    psutil.wait_procs(family, timeout=10)
+    assert [each for each in living(family) if each not in before] == []
+
+
 def test_a_skipped_rehearsal_is_recorded(context: Any) -> None:
     job = context({"preflight.rehearsal": "Skip"})
     assert preflight.run(job).facts["rehearsal"] == "Skipped"
@@ -38,13 +173,66 @@ def test_a_skipped_rehearsal_is_recorded(context: Any) -> None:
     assert report.rehearsal.verdict is Verdict.SKIPPED
 
 
-@pytest.mark.parametrize("severity", ["error", "warning"])
-def test_what_the_rehearsal_finds_decides(context: Any, monkeypatch: pytest.MonkeyPatch, severity: str) -> None:
+RANK = """
+import sys
+from pathlib import Path
+from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.rehearsal.child_tasks import run_rank
+from finetune_trainer.rehearsal.scaled_model import RehearsalPaths
+root, run, store, rank = sys.argv[1:]
+import torch
+torch.set_num_threads(1)
+context = RehearsalPaths(Path(root)).run(run, RunPlan.model_validate_json((Path(root) / "plan.json").read_bytes()))
+run_rank(context, int(rank), 2, store)
+"""
+
+
+def test_forked_ranks_learn_what_started_ones_learn(context: Any, model: Path, tmp_path: Path) -> None:
+    """To the bit: losses, norms, and the adapter's bytes."""
+    import os
+    import subprocess
+
     job = context({"preflight.rehearsal": "Run"})
-    finding = not_done_finding("made up", job.claims_root).model_copy(update={"severity": severity})
-    found = RehearsalReport(verdict=Verdict.FAILED, findings=(finding,))
-    monkeypatch.setattr(preflight, "rehearse_in_own_process", lambda _context: found)
-    result = preflight.run(job)
-    assert result.outcome is (Outcome.REFUSED if severity == "error" else Outcome.SUCCEEDED)
-    assert [each.rule for each in result.findings] == ["rehearsal-not-done"]
-    assert job.workspace.prepared.exists() == (severity == "warning")
+    forked = tmp_path / "forked.py"
+    forked.write_text(
+        "import os, sys, time\nfrom functools import partial\nfrom pathlib import Path\n"
+        "from finetune_job.plan.run_plan import RunPlan\n"
+        "from finetune_trainer.roles.rehearse import import_libraries\n"
+        "plan, model, root = RunPlan.model_validate_json(sys.stdin.buffer.read()), Path(sys.argv[1]), Path(sys.argv[2])\n"
+        "import_libraries(plan)\n"
+        "from finetune_trainer.processes.forked import ResourceBounds, run_children\n"
+        "from finetune_trainer.rehearsal import child_tasks\n"
+        "from finetune_trainer.rehearsal.scaled_model import RehearsalPaths\n"
+        "paths, bounds = RehearsalPaths(root), ResourceBounds(time.monotonic() + 300, 1 << 40)\n"
+        "made = run_children({'m': partial(child_tasks.make_model_in_child, plan, model, paths)}, root, bounds, together=True)\n"
+        "(root / 'plan.json').write_text(made['m'].value['plan'])\n"
+        "context = paths.run('forked', RunPlan.model_validate_json(made['m'].value['plan']))\n"
+        "store = f'file://{root}/forked.store'\n"
+        "ranks = {f'r{n}': partial(child_tasks.run_rank, context, n, 2, store) for n in range(2)}\n"
+        "ended = run_children(ranks, root, bounds, together=True)\n"
+        "assert [each.problem for each in ended.values()] == ['', ''], ended\n"
+        "os._exit(0)\n"
+    )
+    root = tmp_path / "root"
+    root.mkdir()
+    environment = {**os.environ, **process.on_cpu()}
+    given = job.plan.model_dump_json().encode()
+    subprocess.run([sys.executable, str(forked), str(model), str(root)], input=given, check=True, env=environment)
+    started = tmp_path / "rank.py"
+    started.write_text(RANK)
+    store = f"file://{root}/started.store"
+    command = [sys.executable, str(started), str(root), "started", store]
+    (root / "started").mkdir(parents=True, exist_ok=False)
+    (root / "started").rmdir()
+    ranks = [subprocess.Popen([*command, "0"], env=environment)]
+    while not (root / "started").exists():
+        assert ranks[0].poll() is None
+    ranks.append(subprocess.Popen([*command, "1"], env=environment))
+    assert [rank.wait(300) for rank in ranks] == [0, 0]
+    found, wanted = (root / name / "workspace" for name in ("forked", "started"))
+    lines = [[json.loads(line) for line in (each / "history.jsonl").read_text().splitlines()] for each in (found, wanted)]
+    said = [[(line["step"], line.get("loss"), line.get("gradient_norm")) for line in each] for each in lines]
+    assert said[0] == said[1]
+    assert len(said[0]) >= 3
+    for path in (wanted / "trained").iterdir():
+        assert (found / "trained" / path.name).read_bytes() == path.read_bytes(), path.name
