@@ -367,9 +367,12 @@ def terms(job: JobBuilder, moment: str, *, on_gpu: bool = True) -> dict[str, int
     return {each.name: each.bytes for each in getattr(estimator, moment)()}
 
 
-def test_a_packed_base_is_whole_until_it_is_sharded() -> None:
+def test_a_packed_base_is_whole_until_it_is_sharded_only_if_it_cannot_be_loaded_by_shards() -> None:
+    job = small_job().spec("method.type", "QLoRA").processes_per_node(4)
+    assert terms(job, "_loading") == {"packed weights": 0}
     # 1600 and 64 bytes; a quarter of the rows of each stays: 400 and 16.
-    assert terms(small_job().spec("method.type", "QLoRA").processes_per_node(4), "_loading") == {"packed weights": 1664 - 416}
+    whole = job.spec("model.allowRemoteCode", True)
+    assert terms(whole, "_loading") == {"packed weights": 1664 - 416}
 
 
 def test_whole_weights_in_passing() -> None:
