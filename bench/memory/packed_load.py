@@ -102,7 +102,7 @@ def _rank(rank: int, ranks: int, directory: Path, spec: dict[str, Any], tiny: Pa
     with joined(rank, ranks, rank, f"file://{directory}/store") as gang:
         sharded.build(plan, tiny, gang, NextToken())
         gang.barrier()
-        # From here on the kernel's high-water mark counts anew.
+        # The kernel's high-water mark starts again from what is resident now.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         before, started = _status("VmRSS"), time.perf_counter()
         model = sharded.build(plan, base, gang, NextToken())

@@ -32,6 +32,14 @@ DEFAULT_MIN_NUM_PARAMS = 100_000_000
 """Smallest unit of SIZE_BASED_WRAP in parameters if the plan names none; torch's own default."""
 
 
+def can_load_shards(method: MethodType, bits: int | None, *, has_remote_code: bool) -> bool:
+    """Whether each of several ranks may read its own shards of the base alone, as far as a job's settings say.
+
+    bits: of a packed base. What a model's files hold may forbid it, too (model/load_shards.py).
+    """
+    return bits in {None, SHARDED_BITS} and not has_remote_code and not METHODS[method].attaches_to_values
+
+
 class Parameter(Protocol):
     """What the law looks at."""
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from finetune_job.api.inputs import Attention
 from finetune_job.api.training import ActivationCheckpointing, OptimizerName
-from finetune_job.methods import METHODS
 from finetune_job.plan.element_types import DTYPE_BYTES, Elements
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.sharding import SHARDED_BITS
+from finetune_job.sharding import can_load_shards
 from finetune_memory.activations import Activations, Layer, TrainingPass, layer_activations, read_layers
 from finetune_memory.adapters import quantised
 from finetune_memory.loss import loss_bytes
@@ -214,10 +213,10 @@ class _Estimator:
 
     def _loads_whole(self) -> bool:
         """Whether a rank reads all of the base, and not its own shards alone (model/load_shards.py)."""
-        plan, quantization = self.plan, self.plan.method.quantization
-        other_bits = quantization is not None and quantization.bits != SHARDED_BITS
-        is_whole = not self.is_sharded or self.shape.facts.is_stored_otherwise or plan.model.allow_remote_code
-        return is_whole or other_bits or METHODS[plan.method.type].attaches_to_values
+        method = self.plan.method
+        bits = None if method.quantization is None else method.quantization.bits
+        by_shards = can_load_shards(method.type, bits, has_remote_code=self.plan.model.allow_remote_code)
+        return not by_shards or not self.is_sharded or self.shape.facts.is_stored_otherwise
 
     def _read_whole(self) -> int:
         """Bytes of the base where a rank reads all of it into host memory; packed weights go to the device tensor by tensor."""

@@ -1,4 +1,4 @@
-"""What the kill programs kill: seeds of the sources, and no small run without what is saved while training goes on."""
+"""What the kill programs kill: seeds of the sources, and no small run without what is saved while training runs."""
 
 from __future__ import annotations
 

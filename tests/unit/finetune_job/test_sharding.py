@@ -15,6 +15,7 @@ from finetune_job.sharding import (
     HeldParameter,
     adapter_conflict,
     by_unit,
+    can_load_shards,
     casts,
     element_types,
     holds_adapters_as_the_base,
@@ -306,3 +307,19 @@ def test_each_element_type_has_an_example() -> None:
 def test_a_module_is_a_unit_by_what_is_left_for_it(minimum: int, unfit: set[str], units: list[str]) -> None:
     sizes = [("m.a.x.weight", 3), ("m.a.y.weight", 6), ("m.b.weight", 10), ("m.scale", 5), ("outside", 100)]
     assert large_modules(sizes, minimum, lambda name, _: name in unfit) == units
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "has_remote_code", "expected"),
+    [
+        (M.LORA, None, False, True),
+        (M.QLORA, 4, False, True),
+        (M.QLORA, 8, False, False),
+        (M.LORA, None, True, False),
+        (M.VERA, None, False, False),
+    ],
+)
+def test_which_settings_let_ranks_read_their_shards_alone(
+    method: M, bits: int | None, has_remote_code: bool, expected: bool
+) -> None:
+    assert can_load_shards(method, bits, has_remote_code=has_remote_code) is expected

@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
-from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import RunPlan
-from finetune_job.sharding import SHARDED_BITS
+from finetune_job.sharding import can_load_shards
 from finetune_trainer.checkpoint.state import ParameterRange
 from finetune_trainer.errors import InvariantError, ModelError
 from finetune_trainer.model.dtypes import resolve_dtypes
@@ -83,8 +82,8 @@ def unloaded_base_model(plan: RunPlan, directory: Path, device: torch.device) ->
     `device`: where it is to be trained. Raises ModelError.
     """
     quantization = plan.method.quantization
-    has_other_bits = quantization is not None and quantization.bits != SHARDED_BITS
-    if has_other_bits or plan.model.allow_remote_code or METHODS[plan.method.type].attaches_to_values:
+    bits = None if quantization is None else quantization.bits
+    if not can_load_shards(plan.method.type, bits, has_remote_code=plan.model.allow_remote_code):
         return None
     model = build_with_lazy_zeros(plan, directory)
     dtypes = resolve_dtypes(plan, stored_dtype(directory))

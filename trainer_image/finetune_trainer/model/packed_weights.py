@@ -21,7 +21,7 @@ _UNPACK = "dequantize_4bit"
 
 
 def make_fit_for_training(model: nn.Module, device: torch.device) -> None:
-    """Mend all three in the packed layers of `model`, which is to be trained on `device`."""
+    """Fix all three in the packed layers of `model`, which is to be trained on `device`."""
     keep_biases(model)
     if device.type == "cpu":
         fix_cpu_unpacking(model)

@@ -7,6 +7,7 @@ invariants and the merge is verified all the same.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -45,6 +46,8 @@ MOST_KEPT, KEPT_BYTES = 200, 1 << 18
 _KEPT_NAME = re.compile(r"[0-9a-f]{64}\.json$")
 _UNSCALED_BYTES = 8 * UNSCALED_PARAMETERS
 """The most that the weights of a model take that is tried as it is."""
+_KEYED_BYTES = 1 << 28
+"""The most that is read of a model for a key. A tokenizer of 260,000 tokens takes 20 MB."""
 _PLACES: dict[str, Any] = {
     "job": True,
     "fetch": True,
@@ -111,28 +114,41 @@ def _shortened(message: str, root: Path) -> str:
 
 
 def rehearsal_key(plan: RunPlan, directory: Path, model_digest: str, weight_bytes: int) -> str:
-    """Digest of all that a verdict depends on, or empty where nobody can tell. Raises OSError as the file system does.
+    """Digest of all that a verdict depends on, or empty where nobody can tell: no verdict is kept or found then.
 
     That is: the settings, the model's architecture, the libraries and this code. model_digest: of configuration and headers.
     weight_bytes: of the weights, which count where the model is small enough to be tried as it is.
     """
     if plan.model.allow_remote_code:
         return ""
+    try:
+        files = _file_digests(directory, weight_bytes)
+    except OSError as error:
+        log.warning("the verdict of this rehearsal is not kept for other jobs: %s", error)
+        return ""
     described = {
         "plan": plan.model_dump(mode="json", exclude=_PLACES),
         "has_validation": plan.data.validation is not None,
         "image": None if plan.placement is None else plan.placement.trainer_image,
         "model": model_digest,
-        "files": _file_digests(directory, weight_bytes),
+        "files": files,
         "software": _software(),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def _file_digests(directory: Path, weight_bytes: int) -> dict[str, str]:
-    """Of files next to the weights, which may be read in a rehearsal, and of small weights."""
+    """Of files next to the weights, which may be read in a rehearsal, and of small weights.
+
+    Raises OSError as the file system does, and if they are too large to read for this.
+    """
     is_small = weight_bytes <= _UNSCALED_BYTES
-    paths = (path for path in sorted(directory.iterdir()) if path.is_file() and (is_small or path.suffix == ".json"))
+    paths = [path for path in sorted(directory.iterdir()) if path.is_file() and (is_small or path.suffix == ".json")]
+    size = sum(path.stat().st_size for path in paths)
+    if size > _KEYED_BYTES:
+        raise OSError(
+            errno.EFBIG, f"files next to the weights have {size:,} bytes, at most {_KEYED_BYTES:,} are read", str(directory)
+        )
     return {path.name: file_sha256(path) for path in paths if path.name != CONFIG_FILE}
 
 

@@ -1,5 +1,5 @@
 """The order of preflight: storage, model files, tokenizer, structure, data, and whether they fit; then data and report are
-written. The rehearsal begins as soon as the structure is known, and goes on next to the data.
+written. The rehearsal begins as soon as the structure is known, and runs while the data is prepared.
 
 Every check runs that can, so that a user sees all findings at once; a check is left out only if what it looks at does not exist.
 A refusal leaves nothing on the workspace but reports. Called by `python -m finetune_trainer preflight`.

@@ -240,9 +240,9 @@ def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> boo
     """True when `result` has the values of `source`, held in the wider of `held_as` and its own dtype, then cast to it."""
     if source.dtype != result.dtype and not {source.dtype, result.dtype} <= TORCH_DTYPES.keys():
         return False
-    if math.prod(source.shape) != math.prod(result.shape):
-        return False
     num_elements = math.prod(source.shape)
+    if num_elements != math.prod(result.shape):
+        return False
     step = READ_BYTES // 8
     with source.file.open("rb") as first, result.file.open("rb") as second:
         first.seek(source.offset)

@@ -27,9 +27,10 @@ from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.inputs import num_tokens
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.verify import logits, streaming, tensors
-from finetune_trainer.verify.gate import GATES, gate_failures
+from finetune_trainer.verify.gate import GATES, VerificationGate, gate_failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.prompts import default_prompts
+from finetune_trainer.verify.report import VerificationReport
 from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.verify.verification import verify_merge
 from finetune_trainer.weights.errors import (
@@ -157,6 +158,15 @@ def merge(base: Path, adapter: Path, max_shard_bytes: int = 1 << 30) -> Path:
     return output
 
 
+def verified(
+    base: Path, adapters: list[Path], merged: Path, gate: VerificationGate = GATES["bfloat16"], **settings: Any
+) -> VerificationReport:
+    report_path = merged.with_name("report.json")
+    return verify_merge(
+        base=base, adapters=adapters, merged=merged, prompts=PROMPTS, gate=gate, report_path=report_path, **settings
+    )
+
+
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
@@ -197,9 +207,7 @@ def test_the_merge_is_pefts_into_the_resized_model_and_passes_its_verification(n
     assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) is case.tied
 
     gate = GATES[str(case.dtype).removeprefix("torch.")]
-    report = verify_merge(
-        base=base, adapters=[adapter], merged=output, prompts=PROMPTS, gate=gate, report_path=tmp_path / "report.json"
-    )
+    report = verified(base, [adapter], output, gate)
     assert report.faults == ()
     assert report.logits is not None
     assert report.logits.effect_mean_kl > 100 * report.logits.mean_kl
@@ -226,9 +234,7 @@ def test_verification_finds_damage_in_an_added_row(name: str, tensor: str, row: 
     save_file(tensors, output / "model.safetensors", {"format": "pt"})
     (output / "manifest.json").unlink()
     gate = GATES[str(CASES[name].dtype).removeprefix("torch.")]
-    report = verify_merge(
-        base=base, adapters=[adapter], merged=output, prompts=PROMPTS, gate=gate, report_path=tmp_path / "report.json"
-    )
+    report = verified(base, [adapter], output, gate)
     assert [fault for fault in report.faults if tensor in fault] != []
 
 
@@ -238,14 +244,7 @@ def test_verification_finds_a_config_of_the_old_size(tmp_path: Path) -> None:
     config = json.loads((output / "config.json").read_text())
     (output / "config.json").write_text(json.dumps({**config, "vocab_size": OLD}))
     (output / "manifest.json").unlink()
-    report = verify_merge(
-        base=base,
-        adapters=[adapter],
-        merged=output,
-        prompts=PROMPTS,
-        gate=GATES["bfloat16"],
-        report_path=tmp_path / "report.json",
-    )
+    report = verified(base, [adapter], output)
     assert "vocab_size" in report.faults[0]
 
 
@@ -498,14 +497,7 @@ def test_an_adapted_tied_embedding_keeps_the_logits(settings: PeftConfig, tmp_pa
     base = save_base(tmp_path / "base", case)
     adapter = save_adapter(tmp_path / "adapter", base, case)
     output = merge(base, adapter)
-    report = verify_merge(
-        base=base,
-        adapters=[adapter],
-        merged=output,
-        prompts=PROMPTS,
-        gate=GATES["bfloat16"],
-        report_path=tmp_path / "report.json",
-    )
+    report = verified(base, [adapter], output)
     assert report.faults == ()
     assert tensors_of(output)["model.embed_tokens.weight"].shape[0] == NEW
 
@@ -517,16 +509,7 @@ def test_the_base_may_have_been_packed_in_training(onto: MergeBase, tmp_path: Pa
     used = packed if onto is MergeBase.DEQUANTIZED else None
     merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", None, 1 << 30, used))
     assert tensors_of(tmp_path / "merged")["lm_head.weight"].shape[0] == NEW
-    report = verify_merge(
-        base=base,
-        adapters=[adapter],
-        merged=tmp_path / "merged",
-        prompts=PROMPTS,
-        gate=GATES["bfloat16"],
-        report_path=tmp_path / "report.json",
-        quantization=packed,
-        merged_onto=onto,
-    )
+    report = verified(base, [adapter], tmp_path / "merged", quantization=packed, merged_onto=onto)
     assert report.faults == ()
 
 
@@ -556,12 +539,5 @@ def test_one_adapter_grows_the_vocabulary_and_the_next_does_not(tmp_path: Path) 
     expected = peft_merged(base, first, CASES["saved"])
     assert torch.equal(found["lm_head.weight"], expected["lm_head.weight"])
     assert not torch.equal(found["model.layers.0.self_attn.v_proj.weight"], expected["model.layers.0.self_attn.v_proj.weight"])
-    report = verify_merge(
-        base=base,
-        adapters=[first, second],
-        merged=tmp_path / "merged",
-        prompts=PROMPTS,
-        gate=GATES["bfloat16"],
-        report_path=tmp_path / "report.json",
-    )
+    report = verified(base, [first, second], tmp_path / "merged")
     assert report.faults == ()

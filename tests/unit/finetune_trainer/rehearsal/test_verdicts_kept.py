@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,20 @@ def test_files_next_to_the_weights_are_part_of_the_key(model: Path, weight_bytes
     before = key(model, weight_bytes=weight_bytes)
     (model / "tokenizer.json").write_text("another")
     assert key(model, weight_bytes=weight_bytes) != before
+
+
+def test_files_that_cannot_be_read_leave_the_job_without_a_key(model: Path) -> None:
+    """Any file next to the weights may be such a one, and nothing needs it: the job is rehearsed as ever."""
+    (model / "extra.json").symlink_to("/proc/self/mem")
+    assert key(model) == ""
+
+
+def test_a_file_of_a_terabyte_is_not_read_for_the_key(model: Path) -> None:
+    with (model / "extra.json").open("wb") as file:
+        file.truncate(1 << 40)
+    began = time.process_time()
+    assert key(model) == ""
+    assert time.process_time() - began < 5
 
 
 def test_libraries_and_code_are_part_of_the_key(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
