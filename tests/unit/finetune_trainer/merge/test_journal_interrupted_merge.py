@@ -191,7 +191,8 @@ def test_a_record_is_made_only_of_what_was_synced_before(
     output = tmp_path / "merged"
     merge_adapter(options(pair, output))
     noted = [number for number, (event, _) in enumerate(events) if event == "noted"]
-    assert len(noted) > 5
+    # How many there are depends on how fast threads are; of each shard there is at least one.
+    assert {events[number][1] for number in noted} == {path.name for path in output.glob("*.safetensors")}
     for number in noted:
         assert events[number - 1] == ("synced", events[number][1])
         assert events[number + 1] == ("synced", journal_path(output).name)
