@@ -128,8 +128,8 @@ class Stack:
         values = {
             "image": _image_values(self.operator_image),
             "nodeSelector": {"kubernetes.io/hostname": self.cluster.node.place.name},
-            "defaultProfile": {
-                "spec": {
+            "profiles": {
+                "default": {
                     "trainerImage": self.trainer_image,
                     "imagePullPolicy": "Never",
                     "runAsUser": USER_ID,
