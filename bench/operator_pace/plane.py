@@ -24,8 +24,6 @@ CLAIMS = ("models", "data", "results", "workspace")
 class MeasuredPlane(AuditedPlane):
     """Context manager: a control plane with the chart installed."""
 
-    helm_waits = ()
-
     def __init__(self) -> None:
         super().__init__()
         self._commands: dict[str, tuple[str | Path, ...]] = {}

@@ -6,7 +6,6 @@ Half of the jobs run while the operator is killed before and after each write of
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import sys
@@ -17,18 +16,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from tests.chaos.oracle import Oracle, orphans
 from tests.chaos.player import STORIES, Player, Story, wrong_end
 from tests.chaos.proxy import ChaosProxy, Fault
 from tests.chaos.weather import KILL_POINTS, Faults, Kills
-from tests.integration.conftest import CHART, RELEASE, SYSTEM
 from tests.integration.kube import Kube
 from tests.integration.operator_process import OperatorProcess
 from tests.integration.workload import Workload
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.errors import WaitTimeoutError, wait_until
+from tests.support.installed_chart import RELEASE, SYSTEM, InstalledChart, install
 
 
 class Supervised:
@@ -90,17 +87,12 @@ class Site:
     """The control plane with the chart on it."""
 
     plane: ControlPlane
-    kube: Kube
-    token: str
+    chart: InstalledChart
     directory: Path
 
-    def kubeconfig(self, server: str) -> Path:
-        config = yaml.safe_load(self.plane.kubeconfig.read_text())
-        config["clusters"][0]["cluster"] = {"server": server}
-        config["users"] = [{"name": config["users"][0]["name"], "user": {"token": self.token}}]
-        path = self.directory / "kubeconfig"
-        path.write_text(json.dumps(config))
-        return path
+    @property
+    def kube(self) -> Kube:
+        return self.chart.kube
 
     def workload(self, namespace: str) -> Workload:
         self.kube.create("Namespace", "", {"metadata": {"name": namespace}})
@@ -108,17 +100,6 @@ class Site:
         workload = Workload(self.kube, namespace)
         workload.make_claims()
         return workload
-
-
-def install(plane: ControlPlane, directory: Path) -> Site:
-    plane.helm(
-        *("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM, "--create-namespace"),
-        *("--set", "replicas=0", "--wait", "--timeout", "3m"),
-    )
-    kube = Kube(plane.kubeconfig)
-    wait_until(lambda: kube.get("ServiceAccount", SYSTEM, RELEASE), "the chart's ServiceAccount", 60)
-    token = plane.kubectl("create", "token", RELEASE, "--namespace", SYSTEM, "--duration", "6h").strip()
-    return Site(plane, kube, token, directory)
 
 
 def play(site: Site, name: str, weather: Kills | Faults, stories: dict[str, Story], deadline: float) -> Row:
@@ -132,7 +113,7 @@ def play(site: Site, name: str, weather: Kills | Faults, stories: dict[str, Stor
         Player(workload, stories) as player,
     ):
         process = OperatorProcess(
-            *(site.kubeconfig(proxy.address), site.directory / f"{name}.log"),
+            *(site.chart.kubeconfig(proxy.address), site.directory / f"{name}.log"),
             *(f"--namespace={name}", "--identity=chaos", f"--lease-namespace={SYSTEM}", f"--lease-name={RELEASE}"),
         )
         with Supervised(process) as operator:
@@ -199,7 +180,7 @@ def main() -> int:
     stories = [(f"chaos-{number}", kinds[number % len(kinds)]) for number in range(given.jobs)]
     half = (given.jobs + 1) // 2
     with tempfile.TemporaryDirectory(prefix="finetune-chaos-") as directory, ControlPlane() as plane:
-        site = install(plane, Path(directory))
+        site = Site(plane, install(plane, Path(directory)), Path(directory))
         kills = Kills()
         rows = [play(site, "kills", kills, dict(stories[:half]), deadline)]
         faults = Faults(given.seed, given.share, given.stalls, given.stall_seconds)

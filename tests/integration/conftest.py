@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.integration.kube import Kube
 from tests.integration.operator_process import OperatorProcess
@@ -19,11 +17,9 @@ from tests.support.cluster.access import ClusterAccess
 from tests.support.cluster.errors import wait_until
 from tests.support.cluster.existing import EXISTING_VARIABLE
 from tests.support.cluster.fixtures import control_plane
+from tests.support.installed_chart import CHART, RELEASE, SYSTEM, InstalledChart, install
 
-__all__ = ["control_plane"]
-CHART = Path(__file__).parents[2] / "charts" / "finetune-operator"
-SYSTEM = "finetune-system"
-RELEASE = "finetune-operator"
+__all__ = ["CHART", "RELEASE", "SYSTEM", "control_plane"]
 _numbers = itertools.count()
 
 
@@ -35,6 +31,7 @@ class Installed:
     kube: Kube
     operator_kubeconfig: Path
     """With the rights of the chart's ServiceAccount, no more."""
+    chart: InstalledChart
 
 
 OperatorFactory = Callable[..., OperatorProcess]
@@ -51,19 +48,8 @@ def installed(control_plane: ClusterAccess, chart_values: tuple[str, ...], tmp_p
     """`helm install`, with default values but for `chart_values`. No node would run the Deployment: tests start the operator."""
     if control_plane.kubectl("get", "nodes", "--output", "name"):
         pytest.skip(f"these tests act as kubelets, so the cluster that {EXISTING_VARIABLE} names must have no nodes")
-    # `--wait` has helm wait until the definitions are served; the default profile, a hook, comes after.
-    control_plane.helm(
-        *("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM, "--create-namespace"),
-        *("--set", ",".join(("replicas=0", *chart_values)), "--wait", "--timeout", "3m"),
-    )
-    kube = Kube(control_plane.kubeconfig)
-    wait_until(lambda: kube.get("ServiceAccount", SYSTEM, RELEASE), "the chart's ServiceAccount", 60)
-    token = control_plane.kubectl("create", "token", RELEASE, "--namespace", SYSTEM, "--duration", "2h").strip()
-    config = yaml.safe_load(control_plane.kubeconfig.read_text())
-    config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
-    kubeconfig = tmp_path_factory.mktemp("operator") / "kubeconfig"
-    kubeconfig.write_text(json.dumps(config))
-    return Installed(control_plane, kube, kubeconfig)
+    chart = install(control_plane, tmp_path_factory.mktemp("operator"), *chart_values)
+    return Installed(control_plane, chart.kube, chart.kubeconfig(), chart)
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ PLURALS = {
     "PersistentVolumeClaim": "/api/v1/{}persistentvolumeclaims",
     "Namespace": "/api/v1/namespaces",
     "ServiceAccount": "/api/v1/{}serviceaccounts",
+    "Deployment": "/apis/apps/v1/{}deployments",
+    "ClusterRole": "/apis/rbac.authorization.k8s.io/v1/clusterroles",
     "Role": "/apis/rbac.authorization.k8s.io/v1/{}roles",
     "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/{}rolebindings",
     "ResourceQuota": "/api/v1/{}resourcequotas",

@@ -1,7 +1,9 @@
 """The chart: what it renders, what it refuses, that it installs, upgrades and stays within its rights."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed
 from tests.integration.operator_process import OperatorProcess
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import ClusterError, wait_until
+from tests.support.installed_chart import CLUSTER_NAME, install
 
 pytestmark = pytest.mark.integration
 Document = dict[str, Any]
+API_VERSION = "finetune.dev/v1alpha1"
 PUBLISH = {
     "allowedDestinations": ["hf://our-org"],
     "plainHttpRegistries": ["registry.test:5000"],
@@ -48,11 +52,32 @@ def test_lint(installed: Installed) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", ["surprise=1", "image.tga=1", "logLevel=loud", "metrics.port=80", "namespaces={Team}", "image.digest=sha256:abc"]
+    "setting",
+    [
+        "surprise=1",
+        "image.tga=1",
+        "logLevel=loud",
+        "metrics.port=80",
+        "namespaces={Team}",
+        "image.digest=sha256:abc",
+        "global.imageRegitry=mirror",
+        "defaultProfile.create=false",
+        "profiles.default.trainerImge=x",
+        "profiles.default.gpu.memory=lots",
+        "profiles.default.pods.train.tolerations[0].effect=Never",
+        "extraArgs={help}",
+        "networkPolicy.apiServerCIDRs={localhost}",
+    ],
 )
 def test_wrong_values_are_refused(installed: Installed, setting: str) -> None:
-    with pytest.raises(ClusterError, match=setting.split("=", maxsplit=1)[0].rpartition(".")[2]):
+    named = setting.split("=", maxsplit=1)[0].rpartition(".")[2]
+    with pytest.raises(ClusterError, match=named):
         rendered(installed, "--set", setting)
+
+
+def test_a_service_monitor_without_its_service_is_refused(installed: Installed) -> None:
+    with pytest.raises(ClusterError, match=r"set metrics\.service\.create to true"):
+        rendered(installed, "--set", "metrics.serviceMonitor.create=true,metrics.service.create=false")
 
 
 def test_what_kueue_is_told_takes_rights_that_are_given_on_request(installed: Installed) -> None:
@@ -76,23 +101,29 @@ def test_definitions_are_the_generated_ones_and_survive_uninstalling(installed: 
 
 def test_operator_reads_no_secrets_and_creates_no_pods(installed: Installed) -> None:
     documents = rendered(installed)
-    granted = rules_of([role for role in of_kind(documents, "ClusterRole") if role["metadata"]["name"] == RELEASE])
+    granted = rules_of([role for role in of_kind(documents, "ClusterRole") if role["metadata"]["name"] == CLUSTER_NAME])
     assert not [rule for rule in granted if rule[1] == "secrets" or "*" in rule]
     assert {verb for _, resource, verb in granted if resource == "pods"} == {"get", "list", "watch", "delete"}
     assert {verb for _, resource, verb in granted if resource == "finetunejobs"} == {"get", "list", "watch"}
 
 
 def test_users_roles_leave_the_status_to_the_operator(installed: Installed) -> None:
-    roles = [role for role in of_kind(rendered(installed), "ClusterRole") if role["metadata"]["name"] != RELEASE]
-    assert {role["metadata"]["name"] for role in roles} == {f"{RELEASE}-edit", f"{RELEASE}-view"}
-    assert {resource for _, resource, _ in rules_of(roles)} == {"finetunejobs"}
+    roles = [role for role in of_kind(rendered(installed), "ClusterRole") if role["metadata"]["name"] != CLUSTER_NAME]
+    assert {role["metadata"]["name"] for role in roles} == {
+        "finetune-operator-finetune-system-edit",
+        "finetune-operator-finetune-system-view",
+        "finetune-operator-finetune-system-profile-default",
+    }
+    granted = rules_of(roles)
+    assert {resource for _, resource, _ in granted} == {"finetunejobs", "finetuneprofiles"}
+    assert {verb for _, resource, verb in granted if resource == "finetuneprofiles"} == {"get", "list", "watch"}
 
 
 def test_watching_some_namespaces_gives_rights_in_these_only(installed: Installed) -> None:
     documents = rendered(installed, "--set", "namespaces={a,b}")
-    (cluster_role,) = [role for role in of_kind(documents, "ClusterRole") if role["metadata"]["name"] == RELEASE]
-    assert {resource for _, resource, _ in rules_of([cluster_role])} == {"finetuneprofiles"}
-    roles = [role for role in of_kind(documents, "Role") if role["metadata"]["name"] == RELEASE]
+    (cluster_role,) = [role for role in of_kind(documents, "ClusterRole") if role["metadata"]["name"] == CLUSTER_NAME]
+    assert {resource for _, resource, _ in rules_of([cluster_role])} == {"finetuneprofiles", "clusterroles"}
+    roles = [role for role in of_kind(documents, "Role") if role["metadata"]["name"] == CLUSTER_NAME]
     assert {role["metadata"]["namespace"] for role in roles} == {"a", "b"}
     (deployment,) = of_kind(documents, "Deployment")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
@@ -116,20 +147,125 @@ def test_deployment_passes_pod_security_restricted(installed: Installed, workloa
     workload.kube.create("Pod", workload.namespace, pod)
 
 
-def test_install_brought_the_default_profile_and_an_upgrade_changes_it(installed: Installed) -> None:
-    profile = installed.kube.get("FineTuneProfile", "", "default")
-    assert profile is not None
-    assert profile["spec"]["trainerImage"] == "finetune-trainer:0.1.0"
-    installed.cluster.helm(
-        *("upgrade", RELEASE, CHART, "--namespace", SYSTEM, "--reuse-values"),
-        *("--set", "defaultProfile.spec.serviceAccountName=tuner"),
-        *("--set-json", f"defaultProfile.spec.publish={json.dumps(PUBLISH)}"),
-    )
-    changed = installed.kube.get("FineTuneProfile", "", "default")
-    assert changed is not None
+@pytest.fixture
+def upgrade(installed: Installed) -> Iterator[Callable[..., CompletedProcess[str]]]:
+    """`helm upgrade` with other values, and the profiles of the new release; afterwards all is as it was installed."""
+
+    def with_values(*arguments: str) -> CompletedProcess[str]:
+        installed.cluster.helm(
+            "upgrade", RELEASE, CHART, "--namespace", SYSTEM, "--reset-values", "--set", "replicas=0", *arguments
+        )
+        return installed.chart.bring_profiles()
+
+    yield with_values
+    installed.kube.delete("FineTuneProfile", "", "default")
+    assert with_values().returncode == 0
+
+
+def profile(installed: Installed, name: str = "default") -> Document:
+    found = installed.kube.get("FineTuneProfile", "", name)
+    assert found is not None
+    return found
+
+
+def test_an_upgrade_changes_the_profile_and_keeps_the_object(installed: Installed, upgrade: Any) -> None:
+    before = profile(installed)
+    assert before["spec"]["trainerImage"] == "finetune-trainer:0.1.0"
+    publish = f"profiles.default.publish={json.dumps(PUBLISH)}"
+    assert upgrade("--set", "profiles.default.serviceAccountName=tuner", "--set-json", publish).returncode == 0
+    changed = profile(installed)
+    assert changed["metadata"]["uid"] == before["metadata"]["uid"]
     assert changed["spec"]["serviceAccountName"] == "tuner"
     assert changed["spec"]["publish"] == PUBLISH
-    installed.cluster.helm("upgrade", RELEASE, CHART, "--namespace", SYSTEM, "--reset-values")
+    assert upgrade().returncode == 0
+    back = profile(installed)
+    assert back["metadata"]["uid"] == before["metadata"]["uid"]
+    assert back["spec"] == before["spec"]
+
+
+def test_what_a_person_changed_in_a_profile_is_kept_or_named(installed: Installed, upgrade: Any) -> None:
+    installed.kube.patch("FineTuneProfile", "", "default", {"spec": {"serviceAccountName": "by-hand", "maxActiveJobs": 3}})
+    # The same values again, as at a restart of the pod: nothing is written.
+    version = profile(installed)["metadata"]["resourceVersion"]
+    assert upgrade().returncode == 0
+    assert profile(installed)["metadata"]["resourceVersion"] == version
+    # Another field of the values changes: both stay.
+    assert upgrade("--set", "profiles.default.runAsUser=1234").returncode == 0
+    spec = profile(installed)["spec"]
+    assert (spec["serviceAccountName"], spec["maxActiveJobs"], spec["runAsUser"]) == ("by-hand", 3, 1234)
+    # The same field: the upgrade is refused, and says which field and what to do.
+    refused = upgrade("--set", "profiles.default.serviceAccountName=tuner")
+    assert refused.returncode == 1
+    for word in (".spec.serviceAccountName", "profile default stays as it is", "profiles.default of the chart's values"):
+        assert word in refused.stdout, refused.stdout
+    assert profile(installed)["spec"] == spec
+
+
+def test_a_profile_that_the_api_server_refuses_leaves_the_one_that_is_there(installed: Installed, upgrade: Any) -> None:
+    before = profile(installed)
+    refused = upgrade("--set-string", "profiles.default.pods.train.extraResources.cpu=1")
+    assert refused.returncode == 1
+    assert "profile default: spec.pods.train.extraResources is" in refused.stdout
+    assert profile(installed) == before
+
+
+def test_a_profile_that_leaves_the_values_goes_and_another_comes(installed: Installed, upgrade: Any) -> None:
+    assert upgrade("--set", "profiles.large.maxActiveJobs=2").returncode == 0
+    assert profile(installed, "large")["spec"]["trainerImage"] == "finetune-trainer:0.1.0"
+    assert upgrade().returncode == 0
+    wait_until(lambda: installed.kube.get("FineTuneProfile", "", "large") is None, "the profile to go with its release", 60)
+    assert profile(installed)
+
+
+def test_the_profile_of_a_chart_that_made_it_by_a_hook_is_taken_over(installed: Installed, upgrade: Any) -> None:
+    installed.kube.delete("FineTuneProfile", "", "default")
+    labels = {"app.kubernetes.io/instance": RELEASE, "app.kubernetes.io/managed-by": "Helm"}
+    of_a_hook = {"metadata": {"name": "default", "labels": labels}, "spec": {"trainerImage": "old"}}
+    made = installed.kube.create("FineTuneProfile", "", {"apiVersion": API_VERSION, "kind": "FineTuneProfile", **of_a_hook})
+    assert upgrade().returncode == 0
+    assert profile(installed)["metadata"]["uid"] == made["metadata"]["uid"]
+    assert profile(installed)["spec"]["trainerImage"] == "finetune-trainer:0.1.0"
+
+
+def test_two_releases_of_one_name_serve_two_namespaces(installed: Installed, tmp_path: Path) -> None:
+    system = "finetune-system-2"
+    own = ("crds.enabled=false", "namespaces={team-x}", "profiles.default=null", "profiles.second.maxActiveJobs=1")
+    installed.kube.create("Namespace", "", {"metadata": {"name": "team-x"}})
+    try:
+        second = install(installed.cluster, tmp_path, *own, namespace=system)
+        assert second.bring_profiles().returncode == 0
+        assert profile(installed, "second")["spec"]["maxActiveJobs"] == 1
+    finally:
+        installed.cluster.helm("uninstall", RELEASE, "--namespace", system)
+        installed.kube.delete("Namespace", "", "team-x")
+    wait_until(lambda: installed.kube.get("FineTuneProfile", "", "second") is None, "the profile to go with its release", 60)
+    assert profile(installed)
+
+
+def test_another_release_takes_over_the_definitions_and_leaves_them(installed: Installed, tmp_path: Path) -> None:
+    """What an uninstalled release leaves behind, a release of another name takes over, and with it every job."""
+    name = "finetunejobs.finetune.dev"
+    before = installed.kube.get("CustomResourceDefinition", "", name)
+    assert before is not None
+    own = ("namespaces={team-y}", "profiles.default=null", "fullnameOverride=other")
+    installed.kube.create("Namespace", "", {"metadata": {"name": "team-y"}})
+    try:
+        with pytest.raises(ClusterError, match="invalid ownership metadata"):
+            install(installed.cluster, tmp_path, *own, release="other", namespace="elsewhere")
+        install(installed.cluster, tmp_path, *own, release="other", namespace="elsewhere", arguments=("--take-ownership",))
+        taken = installed.kube.get("CustomResourceDefinition", "", name)
+        assert taken is not None
+        assert taken["metadata"]["uid"] == before["metadata"]["uid"]
+        assert taken["metadata"]["annotations"]["meta.helm.sh/release-name"] == "other"
+        installed.cluster.helm("uninstall", "other", "--namespace", "elsewhere")
+        kept = installed.kube.get("CustomResourceDefinition", "", name)
+        assert kept is not None
+        assert kept["metadata"]["uid"] == before["metadata"]["uid"]
+    finally:
+        installed.kube.delete("Namespace", "", "team-y")
+        installed.cluster.helm(
+            *("upgrade", RELEASE, CHART, "--namespace", SYSTEM, "--set", "replicas=0", "--reset-values", "--take-ownership")
+        )
 
 
 def test_rights_in_one_namespace_suffice(installed: Installed, workload: Workload, tmp_path: Path) -> None:
@@ -137,7 +273,7 @@ def test_rights_in_one_namespace_suffice(installed: Installed, workload: Workloa
     release, system = "finetune-operator-one", f"{workload.namespace}-system"
     workload.kube.create("Namespace", "", {"metadata": {"name": system}})
     documents = rendered(
-        *(installed, "--set", f"namespaces={{{workload.namespace}}},crds.enabled=false,defaultProfile.create=false"),
+        *(installed, "--set", f"namespaces={{{workload.namespace}}},crds.enabled=false,profiles.default=null"),
         *("--set", "userRoles.create=false"),
         release=release,
         namespace=system,

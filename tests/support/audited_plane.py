@@ -11,25 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import yaml
-
-from tests.integration.kube import Kube
 from tests.integration.operator_process import OperatorProcess
+from tests.support import installed_chart
 from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.errors import wait_until
 from tests.support.cluster.processes import Component
-
-CHART = Path(__file__).parents[2] / "charts" / "finetune-operator"
-SYSTEM = "finetune-system"
-RELEASE = "finetune-operator"
+from tests.support.installed_chart import RELEASE, SYSTEM
 
 
 class AuditedPlane(ControlPlane):
     """Context manager: `kube` acts as administrator; `operator` gives operators with the chart's rights, to be entered."""
-
-    helm_waits: tuple[str, ...] = ("--wait", "--timeout", "3m")
-    """Until the definitions are served: the default profile, a hook, comes after. It waits for the Deployment's controller
-    too."""
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -66,18 +56,9 @@ class AuditedPlane(ControlPlane):
         return found
 
     def _install(self) -> None:
-        self.helm(
-            *("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM, "--create-namespace"),
-            *("--set", "replicas=0", *self.helm_waits),
-        )
-        self.kube = Kube(self.kubeconfig)
-        wait_until(lambda: self.kube.get("ServiceAccount", SYSTEM, RELEASE), "the chart's ServiceAccount", 60)
-        wait_until(lambda: self.kube.get("FineTuneProfile", "", "default"), "the default profile", 60)
-        token = self.kubectl("create", "token", RELEASE, "--namespace", SYSTEM, "--duration", "4h").strip()
-        config = yaml.safe_load(self.kubeconfig.read_text())
-        config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
-        self.operator_kubeconfig = self.run.path / "operator-kubeconfig"
-        self.operator_kubeconfig.write_text(json.dumps(config))
+        chart = installed_chart.install(self, self.run.path)
+        self.kube = chart.kube
+        self.operator_kubeconfig = chart.kubeconfig()
 
 
 _AUDIT_POLICY = {

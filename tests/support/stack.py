@@ -120,16 +120,16 @@ class Stack:
             directory = claims / f"shared-{number}"
             directory.mkdir()
             self.apply(volume(NAMESPACE, directory.name, directory, storage_class=STORAGE_CLASS))
+        # As a new volume is: root's, and written by nobody else. What lets a pod write is the group that the profile gives it.
         for path in [claims, *claims.rglob("*")]:
-            # hostPath volumes are not given to a pod's group by the kubelet; group 0 stands for it, as on a shared file system.
-            path.chmod(0o2775 if path.is_dir() else 0o664)
+            path.chmod(0o755 if path.is_dir() else 0o644)
 
     def _install(self) -> None:
         values = {
             "image": _image_values(self.operator_image),
             "nodeSelector": {"kubernetes.io/hostname": self.cluster.node.place.name},
-            "defaultProfile": {
-                "spec": {
+            "profiles": {
+                "default": {
                     "trainerImage": self.trainer_image,
                     "imagePullPolicy": "Never",
                     "runAsUser": USER_ID,

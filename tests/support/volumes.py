@@ -8,10 +8,14 @@ from typing import Any
 _SIZE = {"storage": "10Gi"}
 
 
-def volume(namespace: str, name: str, directory: Path, *, storage_class: str, kind: str = "") -> dict[str, Any]:
+_EVERY_NODE = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "kubernetes.io/os", "operator": "In", "values": ["linux"]}]}]}
+
+
+def volume(namespace: str, name: str, directory: Path, *, storage_class: str) -> dict[str, Any]:
     """A volume on a directory of this machine; without a class it is kept for the claim of its name.
 
-    `kind`: what the kubelet demands to find there, such as Directory; it looks at nothing without.
+    A local volume: the kubelet demands that the directory is there, and gives its files to the group of a pod that has one
+    (`fsGroup`), which it does not do for hostPath volumes.
     """
     reserved = {} if storage_class else {"claimRef": {"namespace": namespace, "name": name}}
     return {
@@ -21,7 +25,8 @@ def volume(namespace: str, name: str, directory: Path, *, storage_class: str, ki
         "spec": {
             "capacity": _SIZE,
             "accessModes": ["ReadWriteMany"],
-            "hostPath": {"path": str(directory), "type": kind},
+            "local": {"path": str(directory)},
+            "nodeAffinity": {"required": _EVERY_NODE},
             "storageClassName": storage_class,
             **reserved,
         },

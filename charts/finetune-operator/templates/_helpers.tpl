@@ -1,14 +1,30 @@
-{{/* Name of everything that belongs to this release. */}}
+{{- define "finetune-operator.name" -}}
+{{- .Values.nameOverride | default .Chart.Name | trunc 52 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Name of everything in a namespace that belongs to this release. */}}
 {{- define "finetune-operator.fullname" -}}
-{{- if contains .Chart.Name .Release.Name -}}
+{{- $name := include "finetune-operator.name" . -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 52 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
 {{- .Release.Name | trunc 52 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 52 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 52 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
+{{/* Name of what belongs to the whole cluster: releases of the same name in other namespaces have others. */}}
+{{- define "finetune-operator.clusterName" -}}
+{{ include "finetune-operator.fullname" . }}-{{ .Release.Namespace }}
+{{- end -}}
+
+{{- define "finetune-operator.serviceAccount" -}}
+{{- .Values.serviceAccount.name | default (ternary (include "finetune-operator.fullname" .) "default" .Values.serviceAccount.create) -}}
+{{- end -}}
+
 {{- define "finetune-operator.selector" -}}
-app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/name: {{ include "finetune-operator.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
@@ -17,16 +33,49 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
-{{- define "finetune-operator.image" -}}
-{{- with .Values.image -}}
+{{/* Labels and annotations of an object. In: the root; further annotations. */}}
+{{- define "finetune-operator.metadata" -}}
+labels: {{- include "finetune-operator.labels" (index . 0) | nindent 2 }}
+{{- with merge (dict) (index . 1) (index . 0).Values.commonAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* In: the root; an image of the values. */}}
+{{- define "finetune-operator.imageOf" -}}
+{{- $root := index . 0 -}}
+{{- with index . 1 -}}
+{{- $registry := .registry | default $root.Values.global.imageRegistry -}}
+{{- with $registry }}{{ . | trimSuffix "/" }}/{{ end -}}
 {{- if .digest -}}
 {{ .repository }}@{{ .digest }}
 {{- else -}}
-{{ .repository }}:{{ .tag | default $.Chart.AppVersion }}
+{{ .repository }}:{{ .tag | default $root.Chart.AppVersion }}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* ClusterRole that lets somebody see a profile, and with which the profile goes. In: the root; the profile's name. */}}
+{{- define "finetune-operator.profileRole" -}}
+{{ include "finetune-operator.clusterName" (index . 0) }}-profile-{{ index . 1 }}
+{{- end -}}
+
+{{/* The profiles as `finetune_operator.apply_profiles` reads them. */}}
+{{- define "finetune-operator.profiles" -}}
+{{- $root := . -}}
+{{- $labels := merge (dict) .Values.commonLabels (dict "app.kubernetes.io/managed-by" .Release.Service) (fromYaml (include "finetune-operator.selector" .)) -}}
+{{- $profiles := list -}}
+{{- range $name, $written := .Values.profiles -}}
+{{- $spec := merge (dict) $written (dict "trainerImage" (include "finetune-operator.imageOf" (list $root $root.Values.trainerImage))) -}}
+{{- $owner := include "finetune-operator.profileRole" (list $root $name) -}}
+{{- $profiles = append $profiles (dict "name" $name "owner" $owner "labels" $labels "spec" $spec) -}}
+{{- end -}}
+{{- toJson $profiles -}}
 {{- end -}}
 
 {{/*

@@ -58,6 +58,7 @@ LATER = (429, 500, 503, 504)
 OVERLOADED = (429, 503)
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
 MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
 
 
 class Api:
@@ -167,6 +168,13 @@ class Api:
     ) -> Document:
         """JSON merge patch; a resourceVersion in its metadata is a precondition."""
         return await self.request("PATCH", kind.path(namespace, name, subresource), body=patch, content_type=MERGE_PATCH)
+
+    async def apply(self, kind: Kind, name: str, body: Mapping[str, Any], field_manager: str, *, force: bool = False) -> Document:
+        """Apply an object of the whole cluster on the server's side. Without `force`, fields that another manager has set to
+        other values are a conflict.
+        """
+        query = {"fieldManager": field_manager, "force": str(force).lower()}
+        return await self.request("PATCH", kind.path(None, name), query, body=body, content_type=APPLY_PATCH, verb="APPLY")
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, force: bool = False) -> Document:
         """Delete in the foreground, dependents first. `uid`: precondition; empty: none. `force`: without a grace period.

@@ -68,6 +68,7 @@ SERVICES = Kind("", "v1", "services", "Service")
 CLAIMS = Kind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 EVENTS = Kind("", "v1", "events", "Event")
 LEASES = Kind("coordination.k8s.io", "v1", "leases", "Lease")
+CLUSTER_ROLES = Kind("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
 
 WRITTEN_BY_USERS = (PROFILES, JOBS)
 CHILDREN = (BATCH_JOBS, PODS, CONFIG_MAPS, SERVICES)

@@ -29,9 +29,7 @@ def _image(scene: Scene) -> None:
 def _volume(scene: Scene) -> None:
     # The claim is bound, and what is behind it does not exist: the kubelet finds out.
     directory = scene.stack.claim(scene.name)
-    scene.stack.apply(
-        volume(NAMESPACE, scene.name, directory, storage_class="", kind="Directory"), bound_claim(NAMESPACE, scene.name)
-    )
+    scene.stack.apply(volume(NAMESPACE, scene.name, directory, storage_class=""), bound_claim(NAMESPACE, scene.name))
     data = scene.example()["data"] | {"source": f"pvc://{scene.name}/train.jsonl"}
     scene.start({"data": data})
     scene.wait_until_said("MountFailed", str(directory))

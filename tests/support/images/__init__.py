@@ -83,6 +83,10 @@ class Image:
                 os.close(reader)
             written.result()
 
+    def push(self, registry: str, *, plain_http: bool = False) -> str:
+        """Push the image to `registry/name:tag`; `registry` may have a path. Returns the digest by which it is pulled."""
+        return self.storage.push(f"localhost/{self.name}:{self.tag}", f"{registry}/{self.name}:{self.tag}", plain_http=plain_http)
+
     @contextmanager
     def mounted(self) -> Iterator[Path]:
         """Mount a throw-away copy of the image's file system (needs root) and give its root."""

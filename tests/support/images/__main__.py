@@ -1,4 +1,7 @@
-"""`python -m tests.support.images [trainer|operator|all]` builds images and prints their names."""
+"""`python -m tests.support.images [trainer|operator|all]` builds images and prints their names.
+
+With `--push REGISTRY` they are pushed there, and what is printed are the settings with which helm installs them by digest.
+"""
 
 import argparse
 import sys
@@ -8,16 +11,27 @@ from tests.support.cluster.requirements import ensure_packages
 from tests.support.images import ImageError, build
 from tests.support.images.sources import SOURCES
 
+VALUES = {"finetune-operator": "image", "finetune-trainer": "trainerImage"}
+"""Of the chart, by image."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.images", description=__doc__)
     parser.add_argument("which", nargs="?", default="all", choices=[*SOURCES, "all"])
-    which = parser.parse_args().which
+    parser.add_argument("--push", metavar="REGISTRY", help="registry, with a path if it needs one, as in registry.example/team")
+    parser.add_argument("--plain-http", action="store_true", help="the registry speaks no TLS")
+    given = parser.parse_args()
+    which = given.which
     ensure_packages()  # before the threads, of which only one could hold the package manager's lock
     try:
         with ThreadPoolExecutor() as parallel:
             for image in parallel.map(build, SOURCES if which == "all" else [which]):
-                print(f"{image.reference} {image.stored.size / 1e9:.2f} GB", flush=True)
+                if given.push is None:
+                    print(f"{image.reference} {image.stored.size / 1e9:.2f} GB", flush=True)
+                else:
+                    value = VALUES[image.name]
+                    digest = image.push(given.push, plain_http=given.plain_http)
+                    print(f"--set {value}.registry={given.push},{value}.digest={digest}", flush=True)
     except ImageError as error:
         print(f"images: {error}", file=sys.stderr)
         return 1

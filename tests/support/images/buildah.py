@@ -72,6 +72,20 @@ class Storage:
         if older:
             self._buildah("rmi", *older)
 
+    def push(self, reference: str, destination: str, *, plain_http: bool) -> str:
+        """Push an image to `registry/repository:tag`, with the logins of `docker login`. Returns its digest there."""
+        digest = self.directory / "scratch" / "digest"
+        self._buildah(
+            "push",
+            "--quiet",
+            f"--tls-verify={str(not plain_http).lower()}",
+            "--digestfile",
+            digest,
+            reference,
+            f"docker://{destination}",
+        )
+        return digest.read_text().strip()
+
     @contextmanager
     def mounted(self, reference: str) -> Iterator[Path]:
         """Mount an image's file system, which is thrown away at the end, and give its root."""

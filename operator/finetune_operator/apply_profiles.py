@@ -1,0 +1,181 @@
+"""`python -m finetune_operator.apply_profiles FILE`: bring the FineTuneProfiles of a release to the cluster.
+
+It runs before the operator in each of its pods. Helm cannot do this itself: it looks up every kind before it installs anything,
+and the definition of profiles may come with the same release. A hook would delete a profile before it makes it anew.
+
+FILE is a JSON list of what `Wanted` holds. All of it is read and judged before the first request. A profile is applied on the
+server's side under a field manager of its own and without force, and only if its content differs from what was applied last: a
+restart changes nothing, and an upgrade that would overwrite what a person has changed is refused and named. Each profile is
+owned by an object of the release, so that it goes when that object goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kubernetes.aio.config import ConfigException
+from pydantic import ValidationError
+
+from finetune_job.api.base import ApiModel
+from finetune_job.api.pod_settings import ObjectName
+from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.names import GROUP
+from finetune_operator.cluster.access import load_configuration
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, Document
+from finetune_operator.cluster.api import Api
+from finetune_operator.cluster.discovery import CrdsMissingError, wait_for_crds
+from finetune_operator.cluster.kinds import CLUSTER_ROLES, PROFILES
+from finetune_operator.logs import configure_logs, logger
+
+FIELD_MANAGER = "finetune-operator-chart"
+DIGEST_ANNOTATION = f"{GROUP}/applied-digest"
+"""SHA-256 of the content that was applied last."""
+_RELEASE_LABELS = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by")
+CRD_WAIT = 300.0
+CRD_POLL = 1.0
+"""Seconds."""
+_log = logger(__name__)
+
+
+class ProfileError(Exception):
+    """A profile cannot be applied; the message says which, why, and what to do."""
+
+
+class Wanted(ApiModel):
+    """A profile as a release wants it."""
+
+    name: ObjectName
+    owner: ObjectName
+    """The ClusterRole that the profile goes with."""
+    labels: dict[str, str]
+    spec: FineTuneProfileSpec
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A profile to apply."""
+
+    wanted: Wanted
+    spec: dict[str, Any]
+    """As written, without defaults: those are the API server's to add, and nobody's to own."""
+
+    @property
+    def digest(self) -> str:
+        """Of all that is applied but the owner, whose UID only the server knows."""
+        content = json.dumps([self.wanted.labels, self.wanted.owner, self.spec], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def document(self, owner_uid: str) -> Document:
+        """What is sent to the server."""
+        owner = {
+            "apiVersion": CLUSTER_ROLES.api_version,
+            "kind": CLUSTER_ROLES.name,
+            "name": self.wanted.owner,
+            "uid": owner_uid,
+        }
+        metadata = {
+            "name": self.wanted.name,
+            "labels": self.wanted.labels,
+            "annotations": {DIGEST_ANNOTATION: self.digest},
+            "ownerReferences": [owner],
+        }
+        return {"apiVersion": PROFILES.api_version, "kind": PROFILES.name, "metadata": metadata, "spec": self.spec}
+
+    def is_applied(self, found: Document | None, owner_uid: str) -> bool:
+        """Whether the last thing that was applied to the object is this."""
+        metadata = (found or {}).get("metadata", {})
+        owners = [owner.get("uid") for owner in metadata.get("ownerReferences") or []]
+        return (metadata.get("annotations") or {}).get(DIGEST_ANNOTATION) == self.digest and owner_uid in owners
+
+    def is_taken_over(self, found: Document | None) -> bool:
+        """Whether the object is what a chart before 0.2 made as a hook of the same release: then what it wrote is ours."""
+        metadata = (found or {}).get("metadata", {})
+        ours = {label: self.wanted.labels.get(label) for label in _RELEASE_LABELS}
+        held = metadata.get("labels") or {}
+        return DIGEST_ANNOTATION not in (metadata.get("annotations") or {}) and ours.items() <= held.items()
+
+
+def read_profiles(text: str) -> list[Profile]:
+    """Raises ProfileError with the field, the value and the reason, of the first profile that is wrong."""
+    profiles = []
+    for entry in json.loads(text):
+        try:
+            profiles.append(Profile(Wanted.model_validate(entry), entry["spec"]))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            name = entry.get("name") if isinstance(entry, dict) else None
+            raise ProfileError(
+                f"profile {name}: {place} is {first['input']!r}: {first['msg']}; correct profiles.{name} of the chart's values "
+                "(kubectl explain finetuneprofile.spec)"
+            ) from error
+    return profiles
+
+
+async def apply(api: Api, profiles: Iterable[Profile]) -> None:
+    """Apply those that are new or changed. Raises ProfileError if the server refuses one, after the others have been tried."""
+    refused = []
+    for profile in profiles:
+        try:
+            await _apply_one(api, profile)
+        except ProfileError as error:
+            refused.append(str(error))
+    if refused:
+        raise ProfileError("; ".join(refused))
+
+
+async def _apply_one(api: Api, profile: Profile) -> None:
+    wanted = profile.wanted
+    owner = await api.get(CLUSTER_ROLES, None, wanted.owner)
+    if owner is None:
+        raise ProfileError(
+            f"profile {wanted.name}: the ClusterRole {wanted.owner} is not there; install the chart with rbac.create"
+        )
+    uid = str(owner["metadata"]["uid"])
+    found = await api.get(PROFILES, None, wanted.name)
+    if profile.is_applied(found, uid):
+        _log.info("profile is as the release has it", profile=wanted.name)
+        return
+    try:
+        await api.apply(PROFILES, wanted.name, profile.document(uid), FIELD_MANAGER, force=profile.is_taken_over(found))
+    except ApiError as error:
+        fix = (
+            "give these fields the same values in profiles."
+            f"{wanted.name} of the chart's values, or take the change back (kubectl edit finetuneprofile {wanted.name})"
+            if error.is_conflict
+            else f"correct profiles.{wanted.name} of the chart's values"
+        )
+        raise ProfileError(f"profile {wanted.name} stays as it is: {error.message}; {fix}") from error
+    _log.info("profile applied", profile=wanted.name, digest=profile.digest)
+
+
+async def _run(profiles: list[Profile]) -> None:
+    api = Api(await load_configuration())
+    try:
+        await wait_for_crds(api, CRD_WAIT, CRD_POLL)
+        await apply(api, profiles)
+    finally:
+        await api.close()
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    configure_logs("info")
+    (file,) = arguments
+    try:
+        asyncio.run(_run(read_profiles(Path(file).read_text())))
+    except (ProfileError, CrdsMissingError, ConfigException, ApiError, ApiUnreachableError) as error:
+        _log.error("cannot bring the release's profiles to the cluster", error=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

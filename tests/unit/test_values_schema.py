@@ -1,0 +1,74 @@
+"""The schema of the chart's values: its generated part, and that it knows every value there is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from finetune_job.names import OBSERVE_PORT
+from tests.support import values_schema
+
+CHART = values_schema.FILE.parent
+
+
+def values() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+    return loaded
+
+
+def schema() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(values_schema.FILE.read_text())
+    return loaded
+
+
+def test_the_profile_follows_the_api_model() -> None:
+    current = values_schema.FILE.read_text()
+    assert values_schema.text(current) == current, "run `make generate`"
+
+
+def test_every_value_has_its_place_in_the_schema_and_the_other_way_round() -> None:
+    def known(node: dict[str, Any], place: str = "") -> set[str]:
+        properties = node.get("properties")
+        return set().union(*(known(child, f"{place}.{name}") for name, child in properties.items())) if properties else {place}
+
+    def written(node: Any, of: dict[str, Any], place: str = "") -> set[str]:
+        if "properties" not in of:
+            return {place}
+        return set().union(*(written(child, of["properties"].get(name, {}), f"{place}.{name}") for name, child in node.items()))
+
+    assert written(values(), schema()) == known(schema())
+
+
+def test_the_defaults_pass() -> None:
+    jsonschema.validate(values(), schema())
+
+
+@pytest.mark.parametrize(
+    ("profile", "place"),
+    [
+        ({"trainerImge": "x"}, []),
+        ({"gpu": {"memory": "lots"}}, ["gpu", "memory"]),
+        ({"resources": {"train": {"cpus": "8"}}}, ["resources", "train"]),
+        ({"maxActiveJobs": "3"}, ["maxActiveJobs"]),
+        ({"publish": {"allowedDestinations": [""]}}, ["publish", "allowedDestinations", 0]),
+        ({"pods": {"train": {"tolerations": [{"effect": "Never"}]}}}, ["pods", "train", "tolerations", 0, "effect"]),
+    ],
+)
+def test_a_wrong_field_of_a_profile_is_found_at_its_place(profile: dict[str, Any], place: list[str | int]) -> None:
+    wrong = values() | {"profiles": {"default": profile}}
+    (error,) = jsonschema.Draft7Validator(schema()).iter_errors(wrong)
+    assert list(error.absolute_path) == ["profiles", "default", *place]
+
+
+def test_free_forms_of_kubernetes_stay_open() -> None:
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}
+    jsonschema.validate(values() | {"profiles": {"default": {"pods": {"train": {"affinity": affinity}}}}}, schema())
+
+
+def test_the_operator_may_reach_the_port_of_rank_0() -> None:
+    policy = (CHART / "templates" / "networkpolicy.yaml").read_text()
+    assert f"- ports: [{{protocol: TCP, port: {OBSERVE_PORT}}}]" in policy
