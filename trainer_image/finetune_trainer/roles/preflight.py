@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.finding import Finding
 from finetune_job.names import Role
+from finetune_job.plan.run_plan import Choice
 from finetune_job.rules.rule import changes_text
+from finetune_memory.verdict import choose_resharding
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.prepare import Preparation
 from finetune_trainer.data.shards import TRAIN
@@ -172,9 +174,14 @@ def _model_report(seen: JobInspection, data_hash: str) -> ModelReport:
         record_lengths=_record_lengths(data),
         total_steps=total_steps(training.epochs, training.max_steps, train.num_sequences, training.global_batch_size),
         memory=dict(seen.memory.terms) if seen.memory is not None else {},
+        resharding=_resharding(seen),
         rehearsal=seen.rehearsal,
         warnings=tuple(seen.findings),
     )
+
+
+def _resharding(seen: JobInspection) -> Choice | None:
+    return choose_resharding(seen.plan, None, None) if seen.memory is None else seen.memory.resharding
 
 
 def _accepted(seen: JobInspection, report: ModelReport) -> TerminationReport:
