@@ -127,9 +127,7 @@ def judge_memory(
     return MemoryVerdict(found, limit, alternative, host_limit, least, resharding)
 
 
-def choose_resharding(
-    plan: RunPlan, limit: MemoryLimit | None, predict: Callable[[RunPlan], Estimate] | None
-) -> Choice | None:
+def choose_resharding(plan: RunPlan, limit: MemoryLimit | None, predict: Callable[[RunPlan], Estimate] | None) -> Choice | None:
     """What `reshardAfterForward` becomes; None if the plan leaves nothing open. `predict`: None if nobody can.
 
     Parameters that stay gathered are not gathered again for the backward pass, and the result has the same bits.

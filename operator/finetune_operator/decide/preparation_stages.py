@@ -7,9 +7,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from finetune_job.api.status import MemoryStatus
+from pydantic import ValidationError
+
+from finetune_job.api.status import MemoryStatus, PlanChoice
 from finetune_job.failures import FailureClass, Outcome
 from finetune_job.names import Role
+from finetune_job.plan.run_plan import Choice
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.cpu_jobs import fetch_job, preflight_job
 from finetune_operator.children.frozen_run import FrozenRun
@@ -21,6 +24,7 @@ from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.decide.stage import attempt_of
 from finetune_operator.decide.stopped import renewed_resources, stop_for_user, stop_role, with_reported
+from finetune_operator.decide.validate_stage import plan_choice
 
 
 def fetch_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
@@ -36,6 +40,8 @@ def fetch_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     )
 
 
+LEFT_TO_PREFLIGHT = "null"
+"""Value of a choice that is still to be made."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
 """Bytes, as many as a 64-bit number holds."""
 
@@ -74,12 +80,25 @@ def _preflight_succeeded(observed: Observed, result: PassResult, found: JobState
         facts = report.facts
         result.set(
             plan=status.plan.model_copy(
-                update={"model_digest": facts.get("model_digest", ""), "data_hash": facts.get("data_hash", "")}
+                update={
+                    "model_digest": facts.get("model_digest", ""),
+                    "data_hash": facts.get("data_hash", ""),
+                    "choices": _with_choice(status.plan.choices, facts.get("resharding", "")),
+                }
             )
         )
         result.find(with_reported(observed, report.findings, Role.PREFLIGHT))
     result.condition(ConditionType.PREPARED, True, Reason.COMPLETED, report.message if report is not None else "")
     return True
+
+
+def _with_choice(choices: list[PlanChoice], fact: str) -> list[PlanChoice]:
+    """With what preflight chose of what is still open. What a container says may be no choice, or of another field."""
+    try:
+        chosen = plan_choice(Choice.model_validate_json(fact))
+    except ValidationError:
+        return choices
+    return [chosen if (one.field, one.value) == (chosen.field, LEFT_TO_PREFLIGHT) else one for one in choices]
 
 
 def _preflight_refused(observed: Observed, result: PassResult, failure: Failure) -> bool:

@@ -11,6 +11,7 @@ from finetune_memory.families import base_parameters
 from finetune_memory.model_shape import ModelShape, facts_of
 from finetune_memory.verdict import (
     MemoryLimit,
+    choose_resharding,
     format_bytes,
     judge_memory,
     limit_of,
@@ -117,6 +118,9 @@ def test_parameters_are_freed_where_nobody_has_said_how_much_a_rank_may_take() -
     chosen = judged(small_job().processes_per_node(2), gib=None).resharding
     assert chosen is not None
     assert (chosen.value, chosen.reason) == (True, "least memory: nobody has said how much a rank may take")
+    unknown = choose_resharding(small_job().processes_per_node(2).plan(), MemoryLimit(80 * GIB, True, ""), None)
+    assert unknown is not None
+    assert (unknown.value, unknown.reason) == (True, "least memory: the memory planner does not know this model")
 
 
 def test_what_is_written_or_has_no_effect_is_not_chosen() -> None:

@@ -91,7 +91,8 @@ class _Rehearsal:
         """All stages. Raises StageFailure, Inconclusive, BoundsExceededError."""
         with self._during(Stage.BUILD):
             plan, draws_random_numbers = self._build()
-        undisturbed = self.paths.run("undisturbed", self._keeping_gathered(plan))
+        # Its digest stays that of the plan, as in a job for which preflight has chosen.
+        undisturbed = dataclasses.replace(self.paths.run("undisturbed", plan), plan=self._keeping_gathered(plan))
         with self._during(Stage.TRAIN):
             self._gang(undisturbed)
         with self._during(Stage.RESUME):

@@ -16,7 +16,7 @@ from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.finding import Finding
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import Choice
-from finetune_job.rules.rule import changes_text
+from finetune_job.rules.rule import changes_text, format_value
 from finetune_memory.verdict import choose_resharding
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.prepare import Preparation
@@ -143,6 +143,8 @@ def run(context: RunContext) -> TerminationReport:
                 log.info("%s: cleared by %s", finding.rule, changes_text(finding.changes))
         if seen.structure is None or not nothing_refused(seen):
             return _refused(seen)
+        if (chosen := _resharding(seen)) is not None:
+            log.info("%s: %s, because %s", chosen.field, format_value(chosen.value), chosen.reason)
         data_hash = seen.known_data.publish()
     return _accepted(seen, _model_report(seen, data_hash))
 
@@ -208,6 +210,7 @@ def _accepted(seen: JobInspection, report: ModelReport) -> TerminationReport:
             "rehearsal": report.rehearsal.verdict.value,
             "rehearsal_seconds": str(report.rehearsal.seconds),
             **(seen.memory.facts if seen.memory is not None else {}),
+            **({"resharding": report.resharding.model_dump_json()} if report.resharding is not None else {}),
         },
     )
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from finetune_job.api.status import PlanChoice
 from finetune_job.failures import FailureClass, Outcome
 from finetune_job.finding import Finding
 from finetune_job.names import Role
@@ -31,6 +32,30 @@ def test_success_records_the_digests_and_hands_over_to_training() -> None:
     plan = written(actions).plan
     assert plan is not None
     assert (plan.model_digest, plan.data_hash) == ("m" * 64, "d" * 64)
+
+
+RESHARD = "spec.parallelism.fsdp.reshardAfterForward"
+
+
+@pytest.mark.parametrize(
+    ("fact", "shown"),
+    [
+        (f'{{"field": "{RESHARD}", "value": false, "reason": "it fits"}}', ("false", "it fits")),
+        (f'{{"field": "{RESHARD}", "value": true, "reason": "scarce"}}', ("true", "scarce")),
+        ('{"field": "spec.training.seed", "value": 3, "reason": "mine"}', None),
+        ('{"field": 3}', None),
+        ("", None),
+    ],
+)
+def test_what_preflight_chose_stands_where_the_plan_left_it_open(fact: str, shown: tuple[str, str] | None) -> None:
+    seen = observing(a_job()).started()
+    assert seen.status.plan is not None
+    choices = [PlanChoice(field="spec.training.seed", value="42"), PlanChoice(field=RESHARD, value="null", reason="open")]
+    status = seen.status.model_copy(update={"plan": seen.status.plan.model_copy(update={"choices": choices})})
+    plan = written(reconcile(replace(seen, status=status).succeeded(resharding=fact).build(), T0)).plan
+    assert plan is not None
+    found = [(one.field, one.value, one.reason) for one in plan.choices]
+    assert found == [("spec.training.seed", "42", ""), (RESHARD, *(shown or ("null", "open")))]
 
 
 def test_the_report_of_a_pod_whose_watch_lags_is_awaited() -> None:
