@@ -168,9 +168,12 @@ def without_a_micro_step() -> None:
     setattr(NextToken, "weighted_loss", weighted_loss)  # noqa: B010 - typed otherwise
 
 
-def never_gathered_again(original: Callable[..., Any], *arguments: Any, **_named: Any) -> Any:
+def never_gathered_again(original: Callable[..., Any], model: Any, reduction: Any, **named: Any) -> Any:
     """Parameters that stay gathered stay so when a step has changed them."""
-    return original(*arguments, is_last=False)
+    found = original(model, reduction, **named)
+    if reduction.keeps_gathered:
+        model.set_reshard_after_backward(False)
+    return found
 
 
 def copied_base(original: Callable[..., Any], options: Any, **_named: Any) -> Any:
