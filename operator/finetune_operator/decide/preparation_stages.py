@@ -5,12 +5,14 @@ real model and data.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
 
 from finetune_job.api.status import MemoryStatus, PlanChoice
-from finetune_job.failures import FailureClass, Outcome
+from finetune_job.catalogue.book import rehearsal_required
+from finetune_job.failures import FailureClass, Outcome, TerminationReport
+from finetune_job.finding import Finding
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import Choice
 from finetune_job.reasons import ConditionType, Reason
@@ -40,6 +42,15 @@ def fetch_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     )
 
 
+PASSED = "Passed"
+REHEARSED: dict[str, tuple[bool, Reason]] = {
+    PASSED: (True, Reason.COMPLETED),
+    "NotDone": (False, Reason.NOT_REHEARSED),
+    "Failed": (False, Reason.REHEARSAL_FAILED),
+    "Skipped": (False, Reason.SKIPPED),
+}
+"""By the verdict that preflight reports."""
+_REHEARSAL_FINDINGS = ("rehearsal-failed", "rehearsal-not-done")
 LEFT_TO_PREFLIGHT = "null"
 """Value of a choice that is still to be made."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -54,7 +65,7 @@ def preflight_stage(observed: Observed, result: PassResult, run: FrozenRun) -> b
         return False
     return stage.drive(
         lambda: preflight_job(run, stage.attempt, renewed_resources(observed, Role.PREFLIGHT)),
-        lambda found: _preflight_succeeded(observed, result, found),
+        lambda found: _preflight_succeeded(observed, result, run, found),
         lambda failure: _preflight_refused(observed, result, failure),
     )
 
@@ -68,16 +79,16 @@ def _may_queue_training(observed: Observed, run: FrozenRun) -> bool:
     return wanted and not is_there and observed.refused is None
 
 
-def _preflight_succeeded(observed: Observed, result: PassResult, found: JobState) -> bool:
+def _preflight_succeeded(observed: Observed, result: PassResult, run: FrozenRun, found: JobState) -> bool:
     status, report = observed.job.status, found.report
-    if report is not None:
-        _set_memory(result, report.facts)
-    if report is not None and report.outcome is Outcome.REFUSED:
-        refused = Failure(FailureClass.USER_CONFIG, report.message, report.hint, findings=tuple(report.findings))
-        stop_role(observed, result, Role.PREFLIGHT, refused)
+    facts: Mapping[str, str] = report.facts if report is not None else {}
+    _set_memory(result, facts)
+    _set_rehearsal(result, facts, report.findings if report is not None else ())
+    refusal = _refusal(run, report)
+    if refusal is not None:
+        stop_role(observed, result, Role.PREFLIGHT, refusal)
         return False
     if report is not None and status.plan is not None:
-        facts = report.facts
         result.set(
             plan=status.plan.model_copy(
                 update={
@@ -92,6 +103,34 @@ def _preflight_succeeded(observed: Observed, result: PassResult, found: JobState
     return True
 
 
+def _refusal(run: FrozenRun, report: TerminationReport | None) -> Failure | None:
+    """Why the job is refused although preflight's container ended well; None: it is not."""
+    if report is not None and report.outcome is Outcome.REFUSED:
+        return Failure(FailureClass.USER_CONFIG, report.message, report.hint, findings=tuple(report.findings))
+    rehearsal = report.facts.get("rehearsal", "") if report is not None else ""
+    if not run.placement.requires_rehearsal or rehearsal == PASSED:
+        return None
+    # A trainer image of an earlier release does not know that it has to.
+    finding = rehearsal_required(run.placement.profile, rehearsal if rehearsal in REHEARSED else "not known")
+    return Failure(FailureClass.USER_CONFIG, finding.message, finding.fix, findings=(finding,))
+
+
+def _set_rehearsal(result: PassResult, facts: Mapping[str, str], findings: Sequence[Finding]) -> None:
+    """How it went, by the word of preflight's container."""
+    verdict = facts.get("rehearsal", "")
+    is_passed, reason = REHEARSED.get(verdict, (None, Reason.NOT_OBSERVED))
+    since = facts.get("rehearsal_kept_since", "")
+    if is_passed:
+        said = f"Passed on this claim before, at {since}." if since else f"Passed in {facts.get('rehearsal_seconds', '?')} s."
+    elif reason is Reason.SKIPPED:
+        said = "spec.preflight.rehearsal is Skip."
+    elif reason is Reason.NOT_OBSERVED:
+        said = "Preflight did not say."
+    else:
+        said = next((finding.message for finding in findings if finding.rule in _REHEARSAL_FINDINGS), "")
+    result.condition(ConditionType.REHEARSED, is_passed, reason, said)
+
+
 def _with_choice(choices: list[PlanChoice], fact: str) -> list[PlanChoice]:
     """With what preflight chose of what is still open. What a container says may be no choice, or of another field."""
     try:
@@ -103,6 +142,8 @@ def _with_choice(choices: list[PlanChoice], fact: str) -> list[PlanChoice]:
 
 def _preflight_refused(observed: Observed, result: PassResult, failure: Failure) -> bool:
     _set_memory(result, failure.facts)
+    if failure.facts.get("rehearsal"):
+        _set_rehearsal(result, failure.facts, failure.findings)
     return stop_for_user(observed, result, Role.PREFLIGHT, failure)
 
 

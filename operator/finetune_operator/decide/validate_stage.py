@@ -173,6 +173,7 @@ def _freeze(observed: Observed, result: PassResult, plan: RunPlan, digest: str) 
     result.condition(ConditionType.FINISHED, False, Reason.RUNNING)
     for stage in CONDITION.values():
         result.condition(stage, None, Reason.PENDING)
+    result.condition(ConditionType.REHEARSED, None, Reason.PENDING)
     result.emit("Normal", Reason.ACCEPTED, f"Accepted; plan {digest[:12]} is frozen.")
 
 
