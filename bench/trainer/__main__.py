@@ -130,11 +130,11 @@ def evaluated(name: str, figures: list[dict[str, Any]], counts: list[list[int]])
         "steps": num_steps,
         "expected": {"tokens": total, "supervised_tokens": sum(supervised for _, supervised in counts)},
         "supervised_tokens": first["supervised_tokens"],
+        "stated": {key: first[key] for key in ("attention", "packing", "distribution") if key in first},
     }
     if name == "trl":
         found["supervised_tokens"] = sum(rank["supervised_tokens"] for rank in figures)
         found["tokens"] = sum(rank["tokens"] for rank in figures)
-        found["stated"] = {key: first[key] for key in ("attention", "packing", "distribution")}
     return found
 
 

@@ -15,16 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from bench.trainer import workload
+from finetune_trainer.context import RunContext
 
 Figures = dict[str, Any]
 
 
 def ours(directory: Path, method: str, rank: int, world_size: int) -> Figures:
     """The real training run with everything that it does: observation, history, checkpoint and export."""
+    from tests.support.tiny_model import run_context
+
+    steps = len(json.loads((directory / "counts.json").read_text()))
+    return trained_as_a_job(run_context(directory, workload.plan_spec(method, steps, world_size)), directory, rank, world_size)
+
+
+def trained_as_a_job(context: RunContext, directory: Path, rank: int, world_size: int) -> Figures:
+    """A rank as a pod runs it. directory: where ranks meet."""
+    from finetune_trainer.inspection.report import frees_gathered
     from finetune_trainer.termination import exit_code
     from finetune_trainer.train import step as step_module
     from finetune_trainer.train.rank import run_rank
-    from tests.support.tiny_model import run_context
 
     starts, busy, losses, counts = [], [], [], []
     ends: list[float] = []
@@ -41,8 +50,6 @@ def ours(directory: Path, method: str, rank: int, world_size: int) -> Figures:
 
     # The loop looks it up in its module at each step.
     step_module.optimizer_step = timed
-    steps = len(json.loads((directory / "counts.json").read_text()))
-    context = run_context(directory, workload.plan_spec(method, steps, world_size))
     report = run_rank(
         context,
         rank=rank,
@@ -54,9 +61,15 @@ def ours(directory: Path, method: str, rank: int, world_size: int) -> Figures:
     )
     if exit_code(report):
         raise RuntimeError(f"training failed: {report.message}")
-    return {
+    figures: Figures = {
         "starts": [*starts, ends[0]], "busy": [*busy, ends[1]], "losses": losses, "supervised_tokens": sum(counts),
     }  # fmt: skip
+    if world_size > 1:
+        freed = frees_gathered(context.workspace.model_report)
+        figures["distribution"] = (
+            f"FSDP 2, gathered parameters {'are freed' if freed else 'stay'} by the choice of the memory plan"
+        )
+    return figures
 
 
 def bare(directory: Path, method: str, rank: int, world_size: int) -> Figures:

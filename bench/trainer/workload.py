@@ -12,13 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from finetune_job.api.job import RunSpec
+from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.plan.resolve import placement_of
+from finetune_memory.describe import model_shape, read_model
+from finetune_memory.verdict import judge_memory, limit_of
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.data.packing import pack
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import TRAIN, SplitArrays
 from finetune_trainer.train.batches import global_batch, micro_batch
-from tests.support.tiny_model import run_context, tiny_spec, write_tiny_llama
+from tests.support.tiny_model import run_context, tiny_spec, write_model_report, write_tiny_llama
 
 MODEL: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -45,8 +50,8 @@ def plan_spec(method: str, steps: int, world_size: int) -> dict[str, Any]:
             "maxSteps": steps, "globalBatchSize": GLOBAL_BATCH, "microBatchSize": MICRO_BATCH, "learningRate": str(RATE),
             "scheduler": "Constant", "warmupRatio": "0", "weightDecay": "0", "maxGradNorm": "1.0", "seed": SEED,
         },
-        # As DDP does it in TRL: whole between forward and backward, on ranks that have room for it.
-        parallelism={"processesPerNode": world_size, "fsdp": {"reshardAfterForward": False}},
+        # Sharding is left open, as in most jobs, and chosen as for those.
+        parallelism={"processesPerNode": world_size},
         checkpoint={"everySteps": 1_000_000},
     )  # fmt: skip
 
@@ -89,6 +94,7 @@ def write(directory: Path, method: str, steps: int, world_size: int) -> RunConte
         supervised_tokens=np.array([sum(sum(found[document][1]) for document in sequence) for sequence in sequences]),
     )
     write_prepared(context.workspace.prepared, {TRAIN: arrays}, {"pad_token_id": PAD, "splits": [TRAIN]})
+    write_choice(context)
     lines = (
         {"input_ids": ids, "labels": [token if flag else -100 for token, flag in zip(ids, flags, strict=True)]}
         for ids, flags in (found[document] for document in order)
@@ -101,6 +107,16 @@ def write(directory: Path, method: str, steps: int, world_size: int) -> RunConte
     counts = [[sum(lengths[number] for number in step), data.supervised_tokens(step)] for step in of_steps]
     (directory / "counts.json").write_text(json.dumps(counts))
     return context
+
+
+def write_choice(context: RunContext) -> None:
+    """What preflight leaves for training: its choice by the memory of a rank, in a pod of a profile that sets nothing."""
+    placement = placement_of("default", FineTuneProfileSpec(trainer_image="trainer"), RunSpec())
+    plan = context.plan.model_copy(update={"placement": placement})
+    files = read_model(context.base_model)
+    chosen = judge_memory(plan, model_shape(plan, files), files.stored, limit_of(plan)).resharding
+    if chosen is not None:
+        write_model_report(context, reshard_after_forward=chosen.value)
 
 
 def write_batches(context: RunContext, directory: Path, steps: int, world_size: int) -> None:

@@ -220,6 +220,12 @@ def job_crd() -> Schema:
         {"name": "EvalLoss", "type": "string", "jsonPath": ".status.progress.evalLoss"},
         {"name": "Restarts", "type": "integer", "jsonPath": ".status.restarts.counted"},
         {
+            "name": "Rehearsed",
+            "type": "string",
+            "jsonPath": '.status.conditions[?(@.type=="Rehearsed")].status',
+            "priority": 1,
+        },
+        {
             "name": "Reason",
             "type": "string",
             "jsonPath": '.status.conditions[?(@.type=="Succeeded")].reason',

@@ -146,16 +146,12 @@ def _resharded(plan: RunPlan) -> list[_Change]:
         return [_AS_IT_IS]
     return [
         _AS_IT_IS,
-        _Change(_SHRINK_COST, (("parallelism.fsdp.reshardAfterForward", True),), _with_fsdp(reshard_after_forward=True)),
+        _Change(
+            _SHRINK_COST,
+            (("parallelism.fsdp.reshardAfterForward", True),),
+            lambda changed: changed.with_fsdp(reshard_after_forward=True),
+        ),
     ]
-
-
-def _with_fsdp(**values: Any) -> Callable[[RunPlan], RunPlan]:
-    def apply(plan: RunPlan) -> RunPlan:
-        fsdp = plan.parallelism.fsdp.model_copy(update=values)
-        return plan.model_copy(update={"parallelism": plan.parallelism.model_copy(update={"fsdp": fsdp})})
-
-    return apply
 
 
 def _precise(plan: RunPlan) -> list[_Change]:
@@ -165,7 +161,7 @@ def _precise(plan: RunPlan) -> list[_Change]:
     cost = _RECOMPUTE_COST - 1 if plan.training.precision is None else _QUANTISE_COST / 2
 
     def apply(changed: RunPlan) -> RunPlan:
-        return _with_fsdp(param_dtype=Dtype.BFLOAT16)(_updated("training", precision=Precision.BF16)(changed))
+        return _updated("training", precision=Precision.BF16)(changed).with_fsdp(param_dtype=Dtype.BFLOAT16)
 
     return [_AS_IT_IS, _Change(cost, (("training.precision", Precision.BF16.value),), apply)]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.launch_plan import Placement
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.run_plan import RESHARDING_FIELD, Choice, RunPlan
 from finetune_memory.activations import read_layers
 from finetune_memory.alternatives import Alternative, cheapest_fitting, leanest
 from finetune_memory.estimate import Estimate, estimate
@@ -19,6 +20,8 @@ _FACTORS = {"m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 GPU_FINDING = "memory-estimate-exceeds-gpu"
 POD_FINDING = "memory-estimate-exceeds-pod"
+KEPT_FREE_PERCENT = 10
+"""Of a limit, where memory is taken for speed alone: estimates have been wrong by up to 7 % (docs/memory.md)."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class MemoryVerdict:
     """Of host memory, in addition to a device."""
     leanest: Estimate | None = None
     """If no change helps: with all of them."""
+    resharding: Choice | None = None
+    """Whether ranks free gathered parameters after the forward pass, where the plan leaves that open."""
 
     @property
     def fits(self) -> bool:
@@ -110,12 +115,36 @@ def judge_memory(
     def predict(changed: RunPlan) -> Estimate:
         return estimate(changed, shape, resolve_elements(changed, stored), workload(changed, limit, longest), layers)
 
+    resharding = choose_resharding(plan, limit, predict)
+    if resharding is not None:
+        plan = plan.with_fsdp(reshard_after_forward=resharding.value)
     found = predict(plan)
     host_limit = host_limit_of(plan) if limit is not None and limit.is_device else None
     if limit is None or found.total <= limit.bytes:
-        return MemoryVerdict(found, limit, None, host_limit)
+        return MemoryVerdict(found, limit, None, host_limit, resharding=resharding)
     alternative = cheapest_fitting(plan, limit.bytes, predict)
-    return MemoryVerdict(found, limit, alternative, host_limit, None if alternative is not None else leanest(plan, predict))
+    least = None if alternative is not None else leanest(plan, predict)
+    return MemoryVerdict(found, limit, alternative, host_limit, least, resharding)
+
+
+def choose_resharding(plan: RunPlan, limit: MemoryLimit | None, predict: Callable[[RunPlan], Estimate] | None) -> Choice | None:
+    """What `reshardAfterForward` becomes; None if the plan leaves nothing open. `predict`: None if nobody can.
+
+    Parameters that stay gathered are not gathered again for the backward pass, and the result has the same bits.
+    """
+    if not plan.parallelism.leaves_resharding_open:
+        return None
+    is_needed, reason = True, "least memory: nobody has said how much a rank may take"
+    if predict is None:
+        reason = "least memory: the memory planner does not know this model"
+    elif limit is not None:
+        whole = predict(plan.with_fsdp(reshard_after_forward=False)).total
+        is_needed = 100 * whole > (100 - KEPT_FREE_PERCENT) * limit.bytes
+        reason = (
+            f"with all weights gathered a rank takes about {format_bytes(whole)} of {format_bytes(limit.bytes)} "
+            f"({limit.source}), of which {KEPT_FREE_PERCENT} % are kept free"
+        )
+    return Choice(field=RESHARDING_FIELD, value=is_needed, reason=reason)
 
 
 def no_change_suffices(least: Estimate) -> str:

@@ -15,10 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.plan.digest import canonical_json
 from finetune_job.plan.resolve import resolve
-from finetune_job.plan.run_plan import JobIdentity, RunPlan
+from finetune_job.plan.run_plan import RESHARDING_FIELD, Choice, JobIdentity, RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import TRAIN, VALIDATION, SplitArrays
+from finetune_trainer.inspection.report import ModelReport
 
 VOCABULARY = 264
 """256 bytes and a few special tokens."""
@@ -59,6 +60,29 @@ def write_tiny_llama(
     LlamaForCausalLM(config).to(dtype).save_pretrained(directory)
     write_tokenizer(directory)
     return directory
+
+
+def write_model_report(context: RunContext, *, reshard_after_forward: bool) -> None:
+    """What preflight leaves on the workspace for training: its choice where the plan leaves it open."""
+    report = ModelReport(
+        plan_sha256=context.plan_sha256,
+        model_digest="",
+        model_files={},
+        data_hash="",
+        wrap_classes=(),
+        fsdp_units=(),
+        dtypes={},
+        trainable={},
+        saved_tensors={},
+        train_sequences=1,
+        supervised_tokens=1,
+        total_steps=1,
+        record_lengths={},
+        memory={},
+        resharding=Choice(field=RESHARDING_FIELD, value=reshard_after_forward, reason=""),
+        warnings=(),
+    )
+    context.workspace.model_report.write_text(report.model_dump_json())
 
 
 def prepared_split(num_sequences: int, seed: int, most_documents: int = 3) -> SplitArrays:

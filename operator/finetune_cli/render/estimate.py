@@ -6,6 +6,7 @@ import textwrap
 from typing import Any
 
 from finetune_cli.checks.estimate import JobEstimate
+from finetune_cli.render.verdicts import choices_text
 from finetune_memory.estimate import Term
 from finetune_memory.verdict import MemoryVerdict, format_bytes, no_change_suffices
 
@@ -32,6 +33,8 @@ def _job(found: JobEstimate) -> str:
     else:
         lines.append(f"  {'limit':20} {format_bytes(limit.bytes):>11}  {limit.source}")
         lines.append(f"  {'fits' if verdict.fits else 'DOES NOT FIT':20} {_difference(estimate.total, limit.bytes):>11}")
+    if verdict.resharding is not None:
+        lines += ["", "  Left open by the manifest, and chosen by this:", choices_text([verdict.resharding])]
     if verdict.alternative is not None:
         lines += ["", f"  It fits with ({format_bytes(verdict.alternative.estimate.total)}):"]
         lines += [f"    {change.field}: {_written(change.value)}" for change in verdict.alternative.changes]
@@ -77,6 +80,7 @@ def estimate_document(found: list[JobEstimate]) -> dict[str, Any]:
                 "moment": each.verdict.estimate.moment,
                 "terms": [_term(term) for term in each.verdict.estimate.terms],
                 "host": [_term(term) for term in each.verdict.estimate.host_terms],
+                "choices": [] if each.verdict.resharding is None else [each.verdict.resharding.model_dump(mode="json")],
                 "alternative": None
                 if each.verdict.alternative is None
                 else {

@@ -77,6 +77,8 @@ class LiveView:
             self._task = None
         said = f": {report.message}" if report.message else ""
         kind = f" ({report.failure})" if report.failure else ""
+        if report.role == Role.PREFLIGHT and "rehearsal" in report.facts:
+            said += f"; rehearsal: {report.facts['rehearsal']}"
         self._console.print(
             f"{self._job}: {report.role} {_ending(report.outcome)}{kind} after {seconds:.1f} s{said}",
             markup=False,

@@ -57,7 +57,8 @@ class FsdpSpec(ApiModel):
     cpu_ram_efficient_loading: bool | None = None
     """Only rank 0 reads the weights. No effect: every rank reads them from the claim."""
     reshard_after_forward: bool | None = None
-    """Version 2: free gathered parameters after the forward pass. Unset: true."""
+    """Version 2: free gathered parameters after the forward pass. Unset: false if preflight finds that all weights at once fit a
+    rank, else true."""
     state_dict_type: StateDictType | None = None
     """Form of saved state. FULL and SHARDED have no effect: checkpoints have a sharded format of their own."""
     offload_params: bool = False

@@ -172,6 +172,9 @@ class FineTuneProfileSpec(ApiModel):
     """Ways out of the cluster for `hf://`, `s3://` and `oci://` destinations."""
     allow_remote_code: bool = False
     """Whether jobs may set model.allowRemoteCode."""
+    require_rehearsal: bool = False
+    """Whether a job trains only after its preflight has rehearsed it to the end: `preflight.rehearsal: Skip` is refused, and a
+    job whose rehearsal could not be done. Verdicts of earlier rehearsals on the workspace's claim are not used."""
 
     @model_validator(mode="before")
     @classmethod

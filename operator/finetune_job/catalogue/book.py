@@ -67,6 +67,18 @@ def make_finding(
     )
 
 
+def rehearsal_required(profile: str, verdict: str) -> Finding:
+    """The refusal of a job whose rehearsal did not pass. profile: that requires one. verdict: what became of it, in one word."""
+    return make_finding(
+        "rehearsal-required",
+        field="spec.preflight.rehearsal",
+        value=verdict,
+        message=f"requireRehearsal of profile {profile}: a job trains only after a rehearsal that passed, and this one's is "
+        f"{verdict}.",
+        fix="Increase spec.run.retry to try again; if time or memory ran out, raise resources.preflight of the profile first.",
+    )
+
+
 def _declared_severity(identifier: str) -> Severity | Literal["either"]:
     entry = _BY_ID.get(identifier)
     if entry is not None:

@@ -87,7 +87,8 @@ RESOURCE_ENTRIES = (
         "rehearsal-not-done",
         "warning",
         "The job could not be rehearsed to the end",
-        "No scaled-down model could be built, or time or memory of the preflight pod ran out. The job is accepted all the same.",
+        "No scaled-down model could be built, or time or memory of the preflight pod ran out. The job is accepted all the same, "
+        "unless its profile requires a rehearsal.",
         "Nothing needs to change; set spec.preflight.rehearsal: Skip to do without the attempt",
         f"{_VERDICTS}::test_what_this_machine_lacks_says_nothing_about_the_job",
         gate=Gate.REHEARSAL,

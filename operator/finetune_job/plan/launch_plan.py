@@ -138,7 +138,7 @@ class PlacedPods(PlacementModel):
 class Placement(PlacementModel):
     """What the profile decided at the start; later changes of the profile do not touch a run that has started."""
 
-    ADDED = frozenset({"pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost"})
+    ADDED = frozenset({"pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost", "requires_rehearsal"})
     profile: str
     trainer_image: str
     image_pull_policy: str
@@ -158,6 +158,8 @@ class Placement(PlacementModel):
     """Whether the training Job waits in its queue from the beginning of preflight on, gated until it has passed."""
     checkpoint_priority_boost: int = 0
     """The most by which the priority of running training rises between two checkpoints."""
+    requires_rehearsal: bool = False
+    """Whether preflight has to rehearse the job to the end."""
 
 
 class PlacedModel(PlanModel):

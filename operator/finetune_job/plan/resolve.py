@@ -139,6 +139,7 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Place
         image_pull_secrets=tuple(one.name for one in profile.image_pull_secrets or ()),
         queue_during_preflight=profile.kueue.queue_during_preflight,
         checkpoint_priority_boost=profile.kueue.checkpoint_priority_boost,
+        requires_rehearsal=profile.require_rehearsal,
     )
 
 

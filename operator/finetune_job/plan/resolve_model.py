@@ -152,7 +152,14 @@ def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:
         reshard_after_forward=(
             None
             if first
-            else choices.pick("parallelism.fsdp.reshardAfterForward", fsdp.reshard_after_forward, True, "least memory")
+            else choices.pick(
+                "parallelism.fsdp.reshardAfterForward",
+                fsdp.reshard_after_forward,
+                None,
+                "preflight chooses: false if all weights at once fit a rank, else true"
+                if spec.parallelism.nodes * spec.parallelism.processes_per_node > 1
+                else "one rank gathers nothing",
+            )
         ),
         offload_params=fsdp.offload_params,
         param_dtype=param_dtype,

@@ -200,6 +200,7 @@ class FsdpPlan(PlanModel):
     use_orig_params: bool | None
     sync_module_states: bool | None
     reshard_after_forward: bool | None
+    """None under version 2: as preflight chooses for this model and writes down in its report."""
     offload_params: bool
     param_dtype: Dtype | None
     reduce_dtype: Dtype | None
@@ -209,6 +210,11 @@ class ParallelismPlan(Ranks):
     """Ranks and how they share the weights."""
 
     fsdp: FsdpPlan
+
+    @property
+    def leaves_resharding_open(self) -> bool:
+        """Whether preflight chooses if ranks free gathered parameters after the forward pass."""
+        return self.world_size > 1 and self.fsdp.version == 2 and self.fsdp.reshard_after_forward is None
 
 
 class CheckpointPlan(CheckpointInterval):
@@ -246,10 +252,11 @@ class MergePlanSettings(MergeSwitch):
 
 
 class Choice(PlanModel):
-    """A value that the user left open and the plan fixed."""
+    """A value that the user left open and the plan or preflight fixed."""
 
     field: str
     value: Any
+    """None: preflight chooses."""
     reason: str
 
 
@@ -268,6 +275,14 @@ class RunPlan(LaunchPlan):
     rehearses: bool = False
     """Whether preflight tries the job on a scaled-down model."""
     choices: tuple[Choice, ...]
+
+    def with_fsdp(self, **values: Any) -> RunPlan:
+        """With other values of fields of `FsdpPlan`."""
+        fsdp = self.parallelism.fsdp.model_copy(update=values)
+        return self.model_copy(update={"parallelism": self.parallelism.model_copy(update={"fsdp": fsdp})})
+
+
+RESHARDING_FIELD = "spec.parallelism.fsdp.reshardAfterForward"
 
 
 class Choices:

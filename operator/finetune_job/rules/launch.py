@@ -1,10 +1,11 @@
-"""Ranks, batches, recomputation, and the storage that several nodes share."""
+"""Ranks, batches, recomputation, the storage that several nodes share, and the rehearsal that a profile requires."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+from finetune_job.api.job import Rehearsal
 from finetune_job.api.output import AccessMode
 from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.resolve_training import world_size
@@ -16,6 +17,7 @@ _GLOBAL = "training.globalBatchSize"
 _MICRO = "training.microBatchSize"
 _ACCESS = "workspace.volumeClaimTemplate.accessMode"
 _OFFLOAD = "parallelism.fsdp.offloadParams"
+_REHEARSAL = "preflight.rehearsal"
 LARGEST_GLOBAL_BATCH = 1_000_000
 """The limit of the field itself."""
 
@@ -122,9 +124,31 @@ def offload_without_gpu(context: RuleContext) -> Problem | None:
     )
 
 
+@rule(
+    "rehearsal-required",
+    "The profile lets a job train only after a rehearsal",
+    reads=(_REHEARSAL,),
+    sources=("this product's FineTuneProfile",),
+    holds_for=OURS,
+    in_preflight="a rehearsal that could not be done to its end",
+)
+def rehearsal_required(context: RuleContext) -> Problem | None:
+    profile = context.profile
+    if context.spec.preflight.rehearsal is Rehearsal.RUN or profile is None or not profile.require_rehearsal:
+        return None
+    return Problem(
+        field=_REHEARSAL,
+        value=context.spec.preflight.rehearsal,
+        message="requireRehearsal of the profile: a job trains only after a rehearsal that passed",
+        fix=f"remove {_REHEARSAL}, or ask for a profile that does not require it",
+        changes={_REHEARSAL: None},
+    )
+
+
 RULES = (
     global_batch_not_divisible,
     nodes_need_read_write_many,
     offload_without_gpu,
     compile_with_selective_checkpointing,
+    rehearsal_required,
 )

@@ -5,11 +5,16 @@ real model and data.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from finetune_job.api.status import MemoryStatus
-from finetune_job.failures import FailureClass, Outcome
+from pydantic import ValidationError
+
+from finetune_job.api.status import MemoryStatus, PlanChoice
+from finetune_job.catalogue.book import rehearsal_required
+from finetune_job.failures import FailureClass, Outcome, TerminationReport
+from finetune_job.finding import Finding
 from finetune_job.names import Role
+from finetune_job.plan.run_plan import Choice
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.cpu_jobs import fetch_job, preflight_job
 from finetune_operator.children.frozen_run import FrozenRun
@@ -21,6 +26,7 @@ from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.role_stage import RoleStage
 from finetune_operator.decide.stage import attempt_of
 from finetune_operator.decide.stopped import renewed_resources, stop_for_user, stop_role, with_reported
+from finetune_operator.decide.validate_stage import plan_choice
 
 
 def fetch_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
@@ -36,6 +42,17 @@ def fetch_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     )
 
 
+PASSED = "Passed"
+REHEARSED: dict[str, tuple[bool, Reason]] = {
+    PASSED: (True, Reason.COMPLETED),
+    "NotDone": (False, Reason.NOT_REHEARSED),
+    "Failed": (False, Reason.REHEARSAL_FAILED),
+    "Skipped": (False, Reason.SKIPPED),
+}
+"""By the verdict that preflight reports."""
+_REHEARSAL_FINDINGS = ("rehearsal-failed", "rehearsal-not-done")
+LEFT_TO_PREFLIGHT = "null"
+"""Value of a choice that is still to be made."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
 """Bytes, as many as a 64-bit number holds."""
 
@@ -48,7 +65,7 @@ def preflight_stage(observed: Observed, result: PassResult, run: FrozenRun) -> b
         return False
     return stage.drive(
         lambda: preflight_job(run, stage.attempt, renewed_resources(observed, Role.PREFLIGHT)),
-        lambda found: _preflight_succeeded(observed, result, found),
+        lambda found: _preflight_succeeded(observed, result, run, found),
         lambda failure: _preflight_refused(observed, result, failure),
     )
 
@@ -62,19 +79,23 @@ def _may_queue_training(observed: Observed, run: FrozenRun) -> bool:
     return wanted and not is_there and observed.refused is None
 
 
-def _preflight_succeeded(observed: Observed, result: PassResult, found: JobState) -> bool:
+def _preflight_succeeded(observed: Observed, result: PassResult, run: FrozenRun, found: JobState) -> bool:
     status, report = observed.job.status, found.report
-    if report is not None:
-        _set_memory(result, report.facts)
-    if report is not None and report.outcome is Outcome.REFUSED:
-        refused = Failure(FailureClass.USER_CONFIG, report.message, report.hint, findings=tuple(report.findings))
-        stop_role(observed, result, Role.PREFLIGHT, refused)
+    facts: Mapping[str, str] = report.facts if report is not None else {}
+    _set_memory(result, facts)
+    _set_rehearsal(result, facts, report.findings if report is not None else ())
+    refusal = _refusal(run, report)
+    if refusal is not None:
+        stop_role(observed, result, Role.PREFLIGHT, refusal)
         return False
     if report is not None and status.plan is not None:
-        facts = report.facts
         result.set(
             plan=status.plan.model_copy(
-                update={"model_digest": facts.get("model_digest", ""), "data_hash": facts.get("data_hash", "")}
+                update={
+                    "model_digest": facts.get("model_digest", ""),
+                    "data_hash": facts.get("data_hash", ""),
+                    "choices": _with_choice(status.plan.choices, facts.get("resharding", "")),
+                }
             )
         )
         result.find(with_reported(observed, report.findings, Role.PREFLIGHT))
@@ -82,8 +103,47 @@ def _preflight_succeeded(observed: Observed, result: PassResult, found: JobState
     return True
 
 
+def _refusal(run: FrozenRun, report: TerminationReport | None) -> Failure | None:
+    """Why the job is refused although preflight's container ended well; None: it is not."""
+    if report is not None and report.outcome is Outcome.REFUSED:
+        return Failure(FailureClass.USER_CONFIG, report.message, report.hint, findings=tuple(report.findings))
+    rehearsal = report.facts.get("rehearsal", "") if report is not None else ""
+    if not run.placement.requires_rehearsal or rehearsal == PASSED:
+        return None
+    # A trainer image of an earlier release does not know that it has to.
+    finding = rehearsal_required(run.placement.profile, rehearsal if rehearsal in REHEARSED else "not known")
+    return Failure(FailureClass.USER_CONFIG, finding.message, finding.fix, findings=(finding,))
+
+
+def _set_rehearsal(result: PassResult, facts: Mapping[str, str], findings: Sequence[Finding]) -> None:
+    """How it went, by the word of preflight's container."""
+    verdict = facts.get("rehearsal", "")
+    is_passed, reason = REHEARSED.get(verdict, (None, Reason.NOT_OBSERVED))
+    since = facts.get("rehearsal_kept_since", "")
+    if is_passed:
+        said = f"Passed on this claim before, at {since}." if since else f"Passed in {facts.get('rehearsal_seconds', '?')} s."
+    elif reason is Reason.SKIPPED:
+        said = "spec.preflight.rehearsal is Skip."
+    elif reason is Reason.NOT_OBSERVED:
+        said = "Preflight did not say."
+    else:
+        said = next((finding.message for finding in findings if finding.rule in _REHEARSAL_FINDINGS), "")
+    result.condition(ConditionType.REHEARSED, is_passed, reason, said)
+
+
+def _with_choice(choices: list[PlanChoice], fact: str) -> list[PlanChoice]:
+    """With what preflight chose of what is still open. What a container says may be no choice, or of another field."""
+    try:
+        chosen = plan_choice(Choice.model_validate_json(fact))
+    except ValidationError:
+        return choices
+    return [chosen if (one.field, one.value) == (chosen.field, LEFT_TO_PREFLIGHT) else one for one in choices]
+
+
 def _preflight_refused(observed: Observed, result: PassResult, failure: Failure) -> bool:
     _set_memory(result, failure.facts)
+    if failure.facts.get("rehearsal"):
+        _set_rehearsal(result, failure.facts, failure.findings)
     return stop_for_user(observed, result, Role.PREFLIGHT, failure)
 
 

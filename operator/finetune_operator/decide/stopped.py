@@ -112,6 +112,8 @@ def start_next_attempt(observed: Observed, result: PassResult, role: Role) -> bo
         findings=_warnings(observed),
     )
     result.condition(CONDITION[role], None, Reason.RESTARTING, said)
+    if role is Role.PREFLIGHT:
+        result.condition(ConditionType.REHEARSED, None, Reason.PENDING)
     result.condition(ConditionType.READY, False, Reason.RESTARTING)
     result.emit("Normal", Reason.RESTARTING, said)
     earlier = observed.batch_job(role, attempt)

@@ -15,7 +15,7 @@ from finetune_job.conditions import find_condition
 from finetune_job.finding import MAX_TEXT_LENGTH, Finding
 from finetune_job.plan.digest import canonical_json, text_sha256
 from finetune_job.plan.resolve import resolve
-from finetune_job.plan.run_plan import JobIdentity, RunPlan
+from finetune_job.plan.run_plan import Choice, JobIdentity, RunPlan
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import UNREADABLE, RuleContext
@@ -168,15 +168,22 @@ def _refuse(result: PassResult, reason: Reason, message: str) -> None:
 def _freeze(observed: Observed, result: PassResult, plan: RunPlan, digest: str) -> None:
     image = plan.placement.trainer_image if plan.placement is not None else ""
     result.set(start_time=observed.job.status.start_time or timestamp(result.now))
-    choices = [
-        PlanChoice(field=one.field, value=json.dumps(one.value)[:MAX_TEXT_LENGTH], reason=one.reason) for one in plan.choices
-    ]
-    result.set(plan=PlanStatus(hash=digest, trainer_image=image, choices=choices))
+    result.set(plan=PlanStatus(hash=digest, trainer_image=image, choices=[plan_choice(one) for one in plan.choices]))
     result.condition(ConditionType.VALIDATED, True, Reason.ACCEPTED, f"Plan {digest[:12]} is frozen.")
     result.condition(ConditionType.FINISHED, False, Reason.RUNNING)
     for stage in CONDITION.values():
         result.condition(stage, None, Reason.PENDING)
+    result.condition(ConditionType.REHEARSED, None, Reason.PENDING)
     result.emit("Normal", Reason.ACCEPTED, f"Accepted; plan {digest[:12]} is frozen.")
+
+
+def plan_choice(choice: Choice) -> PlanChoice:
+    """As status has it."""
+    return PlanChoice(
+        field=choice.field[:MAX_TEXT_LENGTH],
+        value=json.dumps(choice.value)[:MAX_TEXT_LENGTH],
+        reason=choice.reason[:MAX_TEXT_LENGTH],
+    )
 
 
 def _store(observed: Observed, result: PassResult, plan_json: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from finetune_memory.adapters import trained_parameters
@@ -9,13 +11,14 @@ from finetune_memory.families import base_parameters
 from finetune_memory.model_shape import ModelShape, facts_of
 from finetune_memory.verdict import (
     MemoryLimit,
+    choose_resharding,
     format_bytes,
     judge_memory,
     limit_of,
     memory_finding,
     quantity_bytes,
 )
-from tests.support.builders import a_job
+from tests.support.builders import JobBuilder, a_job
 from tests.unit.finetune_memory.configs import CONFIGS
 from tests.unit.finetune_memory.jobs import GIB, judged, small_job
 
@@ -83,3 +86,55 @@ def test_what_is_no_quantity_is_named() -> None:
 
 def test_sizes_for_people() -> None:
     assert [format_bytes(size) for size in (12, 2048, 5 * 2**20, 3 * GIB // 2)] == ["12 B", "2.0 KiB", "5.0 MiB", "1.5 GiB"]
+
+
+RESHARD = "parallelism.fsdp.reshardAfterForward"
+
+
+def resharding(job: JobBuilder, gib: float | None, **named: Any) -> bool | None:
+    """What was chosen; None: nothing was open."""
+    chosen = judged(job, gib=gib, **named).resharding
+    assert chosen is None or chosen.field == f"spec.{RESHARD}"
+    return None if chosen is None else chosen.value
+
+
+def test_parameters_stay_gathered_where_that_leaves_a_tenth_of_the_memory() -> None:
+    job = small_job().processes_per_node(2)
+    kept = judged(job.spec(RESHARD, False)).estimate.total
+    least = kept / 0.9 / GIB
+    assert resharding(job, least + 0.01) is False
+    assert resharding(job, least - 0.01) is True
+    roomy, scarce = judged(job, gib=least + 0.01), judged(job, gib=least - 0.01)
+    assert roomy.estimate.total == kept
+    assert scarce.estimate.total == judged(job.spec(RESHARD, True), gib=least - 0.01).estimate.total < kept
+    assert roomy.resharding is not None
+    assert roomy.resharding.reason == (
+        f"with all weights gathered a rank takes about {format_bytes(kept)} of {format_bytes(int((least + 0.01) * GIB))} "
+        "(gpu.memory), of which 10 % are kept free"
+    )
+
+
+def test_parameters_are_freed_where_nobody_has_said_how_much_a_rank_may_take() -> None:
+    chosen = judged(small_job().processes_per_node(2), gib=None).resharding
+    assert chosen is not None
+    assert (chosen.value, chosen.reason) == (True, "least memory: nobody has said how much a rank may take")
+    unknown = choose_resharding(small_job().processes_per_node(2).plan(), MemoryLimit(80 * GIB, True, ""), None)
+    assert unknown is not None
+    assert (unknown.value, unknown.reason) == (True, "least memory: the memory planner does not know this model")
+
+
+def test_what_is_written_or_has_no_effect_is_not_chosen() -> None:
+    job = small_job().processes_per_node(2)
+    assert resharding(small_job(), 80) is None
+    assert resharding(job.spec(RESHARD, True), 80) is None
+    assert resharding(job.spec("parallelism.fsdp.version", 1), 80) is None
+
+
+def test_a_job_that_fits_only_with_freed_parameters_is_told_nothing_of_them() -> None:
+    job = small_job().spec("training.microBatchSize", 8).processes_per_node(2)
+    verdict = judged(job, gib=20)
+    assert not verdict.fits
+    assert verdict.resharding is not None
+    assert verdict.resharding.value is True
+    assert verdict.alternative is not None
+    assert f"spec.{RESHARD}" not in {change.field for change in verdict.alternative.changes}

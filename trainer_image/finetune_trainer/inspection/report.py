@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from finetune_job.finding import Finding
+from finetune_job.plan.run_plan import Choice
 from finetune_memory.model_shape import ModelShape
 
 
@@ -150,6 +151,8 @@ class ModelReport(BaseModel):
     """How the job went on a scaled-down model of the same architecture."""
     memory: dict[str, int]
     """What a rank will need, in bytes, by what for; empty where that could not be estimated."""
+    resharding: Choice | None = None
+    """Whether ranks free gathered parameters after the forward pass, and why; None where the plan says it, or one rank trains."""
     warnings: tuple[Finding, ...]
 
     @property
@@ -167,3 +170,12 @@ class ModelReport(BaseModel):
 def read_report(path: Path) -> ModelReport | None:
     """The report at `path`, or None where there is none."""
     return ModelReport.model_validate_json(path.read_bytes()) if path.is_file() else None
+
+
+def frees_gathered(path: Path) -> bool:
+    """Whether ranks free gathered parameters after the forward pass, by the report at `path`: the same for every attempt.
+
+    Without a word of preflight they do, which takes the least memory.
+    """
+    report = read_report(path)
+    return report is None or report.resharding is None or report.resharding.value is not False

@@ -72,7 +72,8 @@ def shard_with_fsdp2(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, mesh
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=fsdp.reshard_after_forward,
+            # Unset, torch would take another value for the root than for the other units.
+            reshard_after_forward=fsdp.reshard_after_forward is not False,
             mp_policy=MixedPrecisionPolicy(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce),
             offload_policy=CPUOffloadPolicy() if fsdp.offload_params else OffloadPolicy(),
         )

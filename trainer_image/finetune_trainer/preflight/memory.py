@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of
 from finetune_memory.verdict import judge_memory, limit_of, memory_finding
 from finetune_trainer.data.prepare import SplitFacts
@@ -32,6 +32,8 @@ class MemoryNeed:
     terms: Mapping[str, int]
     """What the estimate is made of."""
     finding: Finding | None
+    resharding: Choice | None = None
+    """What `reshardAfterForward` becomes where the plan leaves it open."""
 
     @property
     def facts(self) -> dict[str, str]:
@@ -101,4 +103,5 @@ def memory_need(plan: RunPlan, structure: ModelStructure, splits: Mapping[str, S
         limit=None if limit is None else limit.bytes,
         terms={term.name: term.bytes for term in verdict.estimate.terms},
         finding=memory_finding(verdict),
+        resharding=verdict.resharding,
     )

@@ -91,7 +91,8 @@ class _Rehearsal:
         """All stages. Raises StageFailure, Inconclusive, BoundsExceededError."""
         with self._during(Stage.BUILD):
             plan, draws_random_numbers = self._build()
-        undisturbed = self.paths.run("undisturbed", plan)
+        # Its digest stays that of the plan, as in a job for which preflight has chosen.
+        undisturbed = dataclasses.replace(self.paths.run("undisturbed", plan), plan=self._keeping_gathered(plan))
         with self._during(Stage.TRAIN):
             self._gang(undisturbed)
         with self._during(Stage.RESUME):
@@ -117,6 +118,13 @@ class _Rehearsal:
             raise Inconclusive("the process that makes the scaled-down model did not answer with a plan") from error
         self.changes, self.parameters = list(made.changes), made.parameters
         return scaled_plan, made.draws_random_numbers
+
+    def _keeping_gathered(self, plan: RunPlan) -> RunPlan:
+        """If preflight has still to choose whether ranks free gathered parameters, both are tried: the killed run does."""
+        if not plan.parallelism.leaves_resharding_open:
+            return plan
+        self.changes.append("parallelism.fsdp.reshardAfterForward: false undisturbed, true when killed; their bytes are the same")
+        return plan.with_fsdp(reshard_after_forward=False)
 
     def _resume(self, plan: RunPlan, undisturbed: RunContext) -> None:
         killed = self.paths.run("killed", plan)

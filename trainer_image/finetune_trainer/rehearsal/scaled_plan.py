@@ -115,15 +115,14 @@ def float32_plan(plan: RunPlan) -> RunPlan:
     if method.quantization is not None:
         packed = method.quantization.model_copy(update={"compute_dtype": Dtype.FLOAT32, "quant_storage": None})
         method = method.model_copy(update={"quantization": packed})
-    fsdp = plan.parallelism.fsdp.model_copy(update={"param_dtype": None, "reduce_dtype": Dtype.FLOAT32})
-    return plan.model_copy(
+    changed = plan.model_copy(
         update={
             "model": plan.model.model_copy(update={"dtype": Dtype.FLOAT32}),
             "method": method,
             "training": plan.training.model_copy(update={"precision": Precision.FP32}),
-            "parallelism": plan.parallelism.model_copy(update={"fsdp": fsdp}),
         }
     )
+    return changed.with_fsdp(param_dtype=None, reduce_dtype=Dtype.FLOAT32)
 
 
 def draws_random_numbers(method: MethodPlan) -> bool:

@@ -2,7 +2,7 @@
 
 A kept verdict is a small file on the workspace's claim, next to the directories of its jobs. Who can write there can plant one,
 and gets no more for it than `spec.preflight.rehearsal: Skip` gives everybody: a job that was not tried. Training asserts its
-invariants and the merge is verified all the same.
+invariants and the merge is verified all the same. Where a profile requires a rehearsal, no kept verdict is asked for.
 """
 
 from __future__ import annotations
@@ -86,13 +86,15 @@ def failed_finding(problem: StageFailure, plan: RunPlan, root: Path) -> Finding:
     """The refusal. A message of ours names the field itself."""
     message = _shortened(str(problem), root)
     named = _FIELD.match(message)
+    may_skip = plan.placement is None or not plan.placement.requires_rehearsal
     return make_finding(
         FAILED,
         field=named[1] if named else "spec.method",
         value=plan.method.type.value,
         message=f"tried on a scaled-down model, the stage '{TITLES[problem.stage]}' ({problem.stage.value}) fails: "
         f"{message.removeprefix(named[0]) if named else message}",
-        fix=problem.hint or f"change the settings that this names; if only the scaled-down model is at fault, {SKIP}",
+        fix=problem.hint
+        or "change the settings that this names" + (f"; if only the scaled-down model is at fault, {SKIP}" if may_skip else ""),
     )
 
 

@@ -12,16 +12,19 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from finetune_job.catalogue.book import rehearsal_required
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.finding import Finding
 from finetune_job.names import Role
-from finetune_job.rules.rule import changes_text
+from finetune_job.plan.run_plan import Choice
+from finetune_job.rules.rule import changes_text, format_value
+from finetune_memory.verdict import choose_resharding
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.prepare import Preparation
 from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.files import write_durably
 from finetune_trainer.inspection.model_files import file_digests
-from finetune_trainer.inspection.report import ModelReport
+from finetune_trainer.inspection.report import SKIPPED, ModelReport, RehearsalReport, Verdict
 from finetune_trainer.preflight.checks import (
     CheckStep,
     JobInspection,
@@ -83,7 +86,8 @@ def begin_rehearsal(seen: PreflightInspection) -> Iterable[Finding]:
     if seen.plan.rehearses and seen.structure is not None and nothing_refused(seen):
         files = seen.known_files
         seen.key = rehearsal_key(seen.plan, seen.context.base_model, files.digest, files.weight_bytes)
-        kept = find_verdict(seen.context, seen.key)
+        # Who can write to the claim can plant a verdict.
+        kept = None if _requires_rehearsal(seen) else find_verdict(seen.context, seen.key)
         if kept is None:
             seen.process = seen.process or seen.until_done.enter_context(ModelProcess(seen.context))
             seen.process.begin_rehearsal()
@@ -105,7 +109,22 @@ def rehearse(seen: PreflightInspection) -> Iterable[Finding]:
     if seen.process is not None:
         seen.rehearsal = seen.process.rehearsal()
         keep_verdict(seen.context, seen.key, seen.rehearsal)
+    if _requires_rehearsal(seen):
+        # Skipping it, which these advise, would be refused.
+        return [each.model_copy(update={"fix": "", "changes": ()}) if each.changes else each for each in seen.rehearsal.findings]
     return seen.rehearsal.findings
+
+
+def require_rehearsal(seen: PreflightInspection) -> Iterable[Finding]:
+    """If the profile says so, nothing but a rehearsal that passed will do."""
+    placement = seen.plan.placement
+    if placement is None or not _requires_rehearsal(seen) or seen.rehearsal.verdict is Verdict.PASSED:
+        return ()
+    return (rehearsal_required(placement.profile, seen.rehearsal.verdict.value),)
+
+
+def _requires_rehearsal(seen: PreflightInspection) -> bool:
+    return seen.plan.placement is not None and seen.plan.placement.requires_rehearsal
 
 
 CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
@@ -123,6 +142,7 @@ CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
     CheckStep(check_room, (has_structure, storage_is_ready)),
     CheckStep(check_memory, (has_structure,)),
     CheckStep(rehearse, (is_rehearsing, nothing_refused)),
+    CheckStep(require_rehearsal, (nothing_refused,)),
 )
 """In the order in which findings are shown; those of the model are listed in preflight/model_checks.py."""
 
@@ -141,6 +161,8 @@ def run(context: RunContext) -> TerminationReport:
                 log.info("%s: cleared by %s", finding.rule, changes_text(finding.changes))
         if seen.structure is None or not nothing_refused(seen):
             return _refused(seen)
+        if (chosen := _resharding(seen)) is not None:
+            log.info("%s: %s, because %s", chosen.field, format_value(chosen.value), chosen.reason)
         data_hash = seen.known_data.publish()
     return _accepted(seen, _model_report(seen, data_hash))
 
@@ -172,9 +194,14 @@ def _model_report(seen: JobInspection, data_hash: str) -> ModelReport:
         record_lengths=_record_lengths(data),
         total_steps=total_steps(training.epochs, training.max_steps, train.num_sequences, training.global_batch_size),
         memory=dict(seen.memory.terms) if seen.memory is not None else {},
+        resharding=_resharding(seen),
         rehearsal=seen.rehearsal,
         warnings=tuple(seen.findings),
     )
+
+
+def _resharding(seen: JobInspection) -> Choice | None:
+    return choose_resharding(seen.plan, None, None) if seen.memory is None else seen.memory.resharding
 
 
 def _accepted(seen: JobInspection, report: ModelReport) -> TerminationReport:
@@ -198,9 +225,9 @@ def _accepted(seen: JobInspection, report: ModelReport) -> TerminationReport:
             "trainable_parameters": str(report.trainable_parameters),
             "total_steps": str(report.total_steps),
             "wrap_classes": ",".join(report.wrap_classes),
-            "rehearsal": report.rehearsal.verdict.value,
-            "rehearsal_seconds": str(report.rehearsal.seconds),
+            **_rehearsal_facts(seen.rehearsal),
             **(seen.memory.facts if seen.memory is not None else {}),
+            **({"resharding": report.resharding.model_dump_json()} if report.resharding is not None else {}),
         },
     )
 
@@ -218,8 +245,17 @@ def _refused(seen: JobInspection) -> TerminationReport:
         time=time.time(),
         findings=[*errors, *(finding for finding in seen.findings if finding.severity != "error")],
         findings_total=len(seen.findings),
-        facts=seen.memory.facts if seen.memory is not None else {},
+        facts={
+            # Refused before it, the job was not rehearsed for another reason than its own wish.
+            **(_rehearsal_facts(seen.rehearsal) if seen.rehearsal is not SKIPPED or not seen.plan.rehearses else {}),
+            **(seen.memory.facts if seen.memory is not None else {}),
+        },
     )
+
+
+def _rehearsal_facts(rehearsal: RehearsalReport) -> dict[str, str]:
+    found = {"rehearsal": rehearsal.verdict.value, "rehearsal_seconds": str(rehearsal.seconds)}
+    return found | ({"rehearsal_kept_since": rehearsal.kept_since} if rehearsal.kept_since else {})
 
 
 def _failure(finding: Finding) -> FailureClass:

@@ -18,6 +18,7 @@ from finetune_trainer.checkpoint.state import optimizer_entry
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
 from finetune_trainer.errors import DataError, InvariantError, NonFiniteError, PreemptedError
+from finetune_trainer.inspection.report import frees_gathered
 from finetune_trainer.model.invariants import has_learnt
 from finetune_trainer.model.sharded import TrainedModel, build
 from finetune_trainer.objective.next_token import NextToken
@@ -68,6 +69,10 @@ class _Loop:
     def __init__(self, context: RunContext, gang: Gang, stop: StopRequest, heartbeat: Heartbeat) -> None:
         self.context, self.gang, self.stop, self.heartbeat = context, gang, stop, heartbeat
         self.plan = context.plan
+        if self.plan.parallelism.leaves_resharding_open:
+            # What the first rank reads, because ranks that gather at different moments would wait for each other.
+            frees = gang.from_first(frees_gathered(context.workspace.model_report) if gang.is_first else None)
+            self.plan = self.plan.with_fsdp(reshard_after_forward=frees)
         training = self.plan.training
         self.data = PreparedData.open(context.workspace.prepared)
         if self.data.train.num_sequences == 0:

@@ -61,6 +61,16 @@ def test_json_adds_up(tmp_path: Path, config: Path) -> None:
     assert sum(term["bytes"] for term in job["terms"]) == job["total"] < job["limit"] == 800 * 2**30
 
 
+def test_what_the_memory_of_a_rank_decides_is_shown_with_its_reason(tmp_path: Path, config: Path) -> None:
+    job = a_job().processes_per_node(2).spec("training.microBatchSize", 1).spec("data.maxSequenceLength", 1024)
+    options = ["estimate", "-f", manifest(tmp_path, job), "--model", str(config), "--gpu-memory", "80Gi"]
+    chosen = "Left open by the manifest, and chosen by this:\n    parallelism.fsdp.reshardAfterForward  false  with all weights"
+    assert chosen in RUNNER.invoke(app, options).output
+    ((choice,),) = (each["choices"] for each in json.loads(RUNNER.invoke(app, [*options, "-o", "json"]).output)["jobs"])
+    assert (choice["field"], choice["value"]) == ("spec.parallelism.fsdp.reshardAfterForward", False)
+    assert choice["reason"].endswith("of 80.0 GiB (--gpu-memory), of which 10 % are kept free")
+
+
 FULL = "training.activationCheckpointing"
 TEMPLATE = {"volumeClaimTemplate": {"storage": "10Gi"}}
 EIGHT_BITS = {"method.type": "QLoRA", "method.quantization.bits": 8}

@@ -1,13 +1,29 @@
-"""The last words of a local run."""
+"""What a local run says of its roles, and its last words."""
 
 from __future__ import annotations
 
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.summary import Summary
-from finetune_cli.render.run import summary_text
+from finetune_cli.render.run import LiveView, summary_text
+from finetune_job.failures import Outcome, TerminationReport
 
 
 def test_an_interrupted_run_says_how_to_continue():
     text = summary_text(ExitCode.INTERRUPTED, Summary(losses=None, step=7, adapter=None, merged=None, verification=None))
     assert "Run the same command again to continue" in text
     assert "last step:     7" in text
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"), [({"rehearsal": "NotDone"}, "after 2.0 s: 3 steps; rehearsal: NotDone\n"), ({}, "after 2.0 s: 3 steps\n")]
+)
+def test_how_the_rehearsal_went_is_said(facts, said):
+    shown = StringIO()
+    report = TerminationReport(role="preflight", outcome=Outcome.SUCCEEDED, message="3 steps", facts=facts)
+    LiveView(Console(file=shown), "tune").ended(report, 2.0)
+    assert shown.getvalue() == f"tune: preflight succeeded {said}"

@@ -76,7 +76,7 @@ def test_packing_that_nobody_has_set():
 
 def test_sharding_that_nobody_has_set():
     second = plan_of().parallelism.fsdp
-    assert (second.version, second.auto_wrap_policy, second.reshard_after_forward) == (2, "TRANSFORMER_BASED_WRAP", True)
+    assert (second.version, second.auto_wrap_policy) == (2, "TRANSFORMER_BASED_WRAP")
     assert (second.peft_wrap_policy, second.use_orig_params, second.sync_module_states) == (None, None, None)
     assert (second.param_dtype, second.reduce_dtype) == (None, "float32")
     first = planned(FSDP1).parallelism.fsdp
@@ -89,6 +89,22 @@ def test_sharding_that_nobody_has_set():
     assert (written.peft_wrap_policy, written.use_orig_params) == (False, True)
     assert planned(FSDP1 | {"parallelism.fsdp.peftWrapPolicy": False}).method.lora.autocast_adapter_dtype is False
     assert planned(FSDP1).method.lora.autocast_adapter_dtype is True
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_freeing_parameters_after_the_forward_pass_is_left_to_preflight_unless_it_is_set(given):
+    field = "parallelism.fsdp.reshardAfterForward"
+    ranks = {"parallelism.processesPerNode": 2}
+    unset, written = planned(ranks), planned({**ranks, field: given})
+    assert unset.parallelism.fsdp.reshard_after_forward is None
+    (choice,) = (choice for choice in unset.choices if choice.field == f"spec.{field}")
+    assert (choice.value, choice.reason) == (None, "preflight chooses: false if all weights at once fit a rank, else true")
+    assert written.parallelism.fsdp.reshard_after_forward is given
+    assert f"spec.{field}" not in {choice.field for choice in written.choices}
+    assert unset.parallelism.leaves_resharding_open
+    assert not written.parallelism.leaves_resharding_open
+    assert not plan_of().parallelism.leaves_resharding_open
+    assert not planned({**ranks, **FSDP1}).parallelism.leaves_resharding_open
 
 
 def test_the_type_of_products():

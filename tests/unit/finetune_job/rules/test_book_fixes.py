@@ -183,6 +183,7 @@ FINDINGS: dict[str, Written] = {
         {"workspace.claimName": None, MADE: {"storage": "100Gi", "accessMode": "ReadWriteMany"}},
     ),
     "retain-with-named-claim": none("workspace.retain", W),
+    "rehearsal-required": none("preflight.rehearsal"),
     "remote-code-not-allowed": none("model.allowRemoteCode"),
     "hub-source-without-revision": (E, "model.revision", {"model.revision": "0" * 40}),
     "revision-without-hub-source": none("model.revision"),

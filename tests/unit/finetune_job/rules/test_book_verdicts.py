@@ -14,6 +14,7 @@ from tests.unit.finetune_job.rules.manifests import PLAIN, applied, judged, mani
 
 CPU = FineTuneProfileSpec(trainer_image="trainer@sha256:0")
 GPU = FineTuneProfileSpec(trainer_image="trainer@sha256:0", gpu=GpuResource())
+REHEARSING = FineTuneProfileSpec(trainer_image="trainer@sha256:0", require_rehearsal=True)
 TRUSTING = FineTuneProfileSpec(trainer_image="trainer@sha256:0", allow_remote_code=True)
 CLOSED = FineTuneProfileSpec(trainer_image="trainer@sha256:0", fetch=FetchSettings(allowed_sources=[]))
 FENCED = FineTuneProfileSpec(
@@ -582,6 +583,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ),
     ("workspace-inside-data", {"data.source": "pvc://workspace"}, TEMPLATE | {"data.source": "pvc://workspace"}, None),
     ("retain-with-named-claim", {"workspace.retain": "Delete"}, TEMPLATE | {"workspace.retain": "Delete"}, None),
+    ("rehearsal-required", {"preflight.rehearsal": "Skip"}, {"preflight.rehearsal": "Run"}, REHEARSING),
+    ("rehearsal-required", {"preflight.rehearsal": "Skip"}, {}, REHEARSING),
     ("remote-code-not-allowed", {"model.allowRemoteCode": True}, {"model.allowRemoteCode": False}, CPU),
     ("hub-source-without-revision", {"model.source": "hf://our-org/llama"}, HUB_MODEL, None),
     ("hub-source-without-revision", HUB_DATA | {"data.revision": None}, HUB_DATA, None),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from finetune_job.api.status import PlanChoice
 from finetune_job.failures import FailureClass, Outcome
 from finetune_job.finding import Finding
 from finetune_job.names import Role
@@ -31,6 +32,95 @@ def test_success_records_the_digests_and_hands_over_to_training() -> None:
     plan = written(actions).plan
     assert plan is not None
     assert (plan.model_digest, plan.data_hash) == ("m" * 64, "d" * 64)
+
+
+NOT_DONE = Finding(
+    rule="rehearsal-not-done",
+    severity="warning",
+    field="spec.preflight.rehearsal",
+    value="Run",
+    message="the job could not be tried to the end.",
+    fix="",
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "findings", "shown", "said"),
+    [
+        ({"rehearsal": "Passed", "rehearsal_seconds": "21.5"}, [], ("True", "Completed"), "Passed in 21.5 s."),
+        (
+            {"rehearsal": "Passed", "rehearsal_kept_since": "2026-01-02T03:04:05+00:00"},
+            [],
+            ("True", "Completed"),
+            "Passed on this claim before, at 2026-01-02T03:04:05+00:00.",
+        ),
+        ({"rehearsal": "NotDone"}, [NOT_DONE], ("False", "NotRehearsed"), "the job could not be tried to the end."),
+        ({"rehearsal": "Skipped"}, [], ("False", "Skipped"), "spec.preflight.rehearsal is Skip."),
+        ({"rehearsal": "else"}, [], ("Unknown", "NotObserved"), "Preflight did not say."),
+        ({}, [], ("Unknown", "NotObserved"), "Preflight did not say."),
+    ],
+)
+def test_how_the_rehearsal_went_is_a_condition(
+    facts: dict[str, str], findings: list[Finding], shown: tuple[str, str], said: str
+) -> None:
+    report = envelope(outcome=Outcome.SUCCEEDED, role=Role.PREFLIGHT, findings=findings, facts=facts)
+    seen = observing(a_job()).started().pod(0, exit_code=0, termination_message=report).batch_job("Complete")
+    actions = reconcile(seen.build(), T0)
+    assert condition(actions, ConditionType.REHEARSED) == shown
+    assert message(actions, ConditionType.REHEARSED) == said
+    assert condition(actions, ConditionType.PREPARED) == ("True", Reason.COMPLETED)
+
+
+def test_a_rehearsal_that_failed_is_a_condition() -> None:
+    failed = FINDING.model_copy(update={"rule": "rehearsal-failed", "message": "no."})
+    report = envelope(
+        FailureClass.USER_CONFIG, outcome=Outcome.REFUSED, role=Role.PREFLIGHT, findings=[failed], facts={"rehearsal": "Failed"}
+    )
+    seen = observing(a_job()).started().pod(0, exit_code=40, termination_message=report).batch_job_failed()
+    actions = reconcile(seen.build(), T0)
+    assert condition(actions, ConditionType.REHEARSED) == ("False", "RehearsalFailed")
+    assert message(actions, ConditionType.REHEARSED) == "no."
+    assert condition(actions, ConditionType.PREPARED) == ("False", Reason.PREFLIGHT_REFUSED)
+
+
+@pytest.mark.parametrize(("rehearsal", "is_accepted"), [("Passed", True), ("NotDone", False), ("Skipped", False), ("", False)])
+def test_a_profile_may_require_a_rehearsal(rehearsal: str, is_accepted: bool) -> None:
+    """A trainer image of an earlier release does not know that it is required."""
+    seen = observing(a_job().with_profile(requireRehearsal=True)).started().succeeded(rehearsal=rehearsal)
+    actions = reconcile(seen.build(), T0)
+    if is_accepted:
+        assert condition(actions, ConditionType.PREPARED) == ("True", Reason.COMPLETED)
+        return
+    assert condition(actions, ConditionType.PREPARED) == ("False", Reason.PREFLIGHT_REFUSED)
+    (finding,) = (one for one in written(actions).findings if one.rule == "rehearsal-required")
+    assert (finding.severity, finding.field) == ("error", "spec.preflight.rehearsal")
+    assert "requireRehearsal of profile default" in finding.message
+    assert "spec.run.retry" in finding.fix
+    assert created(actions) == []
+
+
+RESHARD = "spec.parallelism.fsdp.reshardAfterForward"
+
+
+@pytest.mark.parametrize(
+    ("fact", "shown"),
+    [
+        (f'{{"field": "{RESHARD}", "value": false, "reason": "it fits"}}', ("false", "it fits")),
+        (f'{{"field": "{RESHARD}", "value": true, "reason": "scarce"}}', ("true", "scarce")),
+        ('{"field": "spec.training.seed", "value": 3, "reason": "mine"}', None),
+        ('{"field": 3}', None),
+        ("", None),
+    ],
+)
+def test_what_preflight_chose_stands_where_the_plan_left_it_open(fact: str, shown: tuple[str, str] | None) -> None:
+    seen = observing(a_job()).started()
+    assert seen.status.plan is not None
+    choices = [PlanChoice(field="spec.training.seed", value="42"), PlanChoice(field=RESHARD, value="null", reason="open")]
+    status = seen.status.model_copy(update={"plan": seen.status.plan.model_copy(update={"choices": choices})})
+    plan = written(reconcile(replace(seen, status=status).succeeded(resharding=fact).build(), T0)).plan
+    assert plan is not None
+    found = [(one.field, one.value, one.reason) for one in plan.choices]
+    assert found == [("spec.training.seed", "42", ""), (RESHARD, *(shown or ("null", "open")))]
 
 
 def test_the_report_of_a_pod_whose_watch_lags_is_awaited() -> None:

@@ -2,13 +2,18 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
+from finetune_job.api.job import RunSpec
+from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.failures import Outcome
+from finetune_job.plan.resolve import placement_of
+from finetune_job.plan.run_plan import Choice
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.files import file_sha256
-from finetune_trainer.inspection.report import ModelReport
+from finetune_trainer.inspection.report import ModelReport, frees_gathered
 from finetune_trainer.roles.preflight import run
 
 
@@ -38,6 +43,20 @@ def test_data_and_report_are_written_and_facts_reported(context):
     assert wanted.items() <= result.facts.items()
     assert (report.plan_sha256, report.data_hash, report.warnings) == (job.plan_sha256, data.data_hash, ())
     assert sorted(path.name for path in job.workspace.root.iterdir()) == ["preflight.json", "prepared"]
+
+
+@pytest.mark.parametrize(("memory", "frees"), [("8Gi", False), ("2Gi", True), (None, True)])
+def test_whether_gathered_parameters_are_freed_is_chosen_by_the_memory_of_a_rank(context, memory, frees):
+    job = context({"parallelism.processesPerNode": 2})
+    if memory is not None:
+        profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", "resources": {"train": {"memory": memory}}})
+        job = replace(job, plan=job.plan.model_copy(update={"placement": placement_of("small", profile, RunSpec())}))
+    result = run(job)
+    chosen = report_of(job).resharding
+    assert (chosen.field, chosen.value) == ("spec.parallelism.fsdp.reshardAfterForward", frees)
+    assert ("profile small" in chosen.reason) is (memory is not None)
+    assert Choice.model_validate_json(result.facts["resharding"]) == chosen
+    assert frees_gathered(job.workspace.model_report) is frees
 
 
 def test_the_report_says_what_is_trained_and_what_the_adapter_must_contain(context):

@@ -85,6 +85,7 @@ def test_a_job_that_goes_right_passes(model: Path, tmp_path: Path) -> None:
     assert not any(result.problem for result in report.stages)
     assert report.findings == ()
     assert "training: steps: 6 -> 3" in report.changes
+    assert "parallelism.fsdp.reshardAfterForward: false undisturbed, true when killed; their bytes are the same" in report.changes
     assert 0 < report.peak_memory_bytes < 3 << 30
 
 
@@ -167,6 +168,14 @@ def without_a_micro_step() -> None:
     setattr(NextToken, "weighted_loss", weighted_loss)  # noqa: B010 - typed otherwise
 
 
+def never_gathered_again(original: Callable[..., Any], model: Any, reduction: Any, **named: Any) -> Any:
+    """Parameters that stay gathered stay so when a step has changed them."""
+    found = original(model, reduction, **named)
+    if reduction.keeps_gathered:
+        model.set_reshard_after_backward(False)
+    return found
+
+
 def copied_base(original: Callable[..., Any], options: Any, **_named: Any) -> Any:
     """A merge that adds nothing."""
     result = original(options)
@@ -190,6 +199,7 @@ FAULTS = {
     "no-checkpoint": Planted("checkpoint.checkpoints:begin_save", unlucky, Stage.TRAIN),
     "part-of-an-adapter": Planted("train.export:save_file", empty_adapter, Stage.TRAIN),
     "resumes-without-moments": Planted("checkpoint.checkpoints:load", without_moments, Stage.RESUME),
+    "old-values-stay-gathered": Planted("train.step:reducing", never_gathered_again, Stage.RESUME),
     "gradient-of-one-tensor": Planted("train.step:local_gradients", weaker_last_layer, Stage.COMPARE),
     "merges-nothing": Planted("roles.merge:merge_adapter", copied_base, Stage.MERGE),
 }

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from finetune_job.api.job import RunSpec
+from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.failures import FailureClass
+from finetune_job.plan.resolve import placement_of
 from finetune_trainer.inspection.report import Stage
 from finetune_trainer.rehearsal.verdicts import Inconclusive, StageFailure, failed_finding, failure_of_stage, not_done_finding
 from tests.support.tiny_model import plan_of, tiny_spec
@@ -42,6 +45,10 @@ def test_a_failure_without_field_or_hint_is_one_of_the_method_and_can_be_skipped
     assert finding.field == "spec.method"
     assert "<rehearsal>/model is odd" in finding.message
     assert "set spec.preflight.rehearsal: Skip" in finding.fix
+    profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", "requireRehearsal": True})
+    strict = plan_of(tiny_spec()).model_copy(update={"placement": placement_of("strict", profile, RunSpec())})
+    finding = failed_finding(StageFailure(Stage.MERGE, "it is odd"), strict, ROOT)
+    assert finding.fix == "change the settings that this names"
 
 
 def test_a_rehearsal_that_could_not_end_is_a_warning_with_a_change() -> None:

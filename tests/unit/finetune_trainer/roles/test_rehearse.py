@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from finetune_job.failures import Outcome
+from finetune_job.api.job import RunSpec
+from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.failures import FailureClass, Outcome
+from finetune_job.plan.resolve import placement_of
 from finetune_trainer.inspection.report import RehearsalReport, Stage, StageResult, Verdict, read_report
 from finetune_trainer.rehearsal.verdicts import not_done_finding
 from finetune_trainer.roles import preflight
@@ -117,6 +121,39 @@ def test_a_rehearsal_that_passed_is_not_repeated(context: Any, recorded: Any) ->
     assert report is not None
     assert report.rehearsal.kept_since == json.loads(kept.read_bytes())["since"]
     assert report.rehearsal.stages == PASSED.stages
+
+
+def requiring(job: Any) -> Any:
+    """A run of it whose profile requires a rehearsal."""
+    profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", "requireRehearsal": True})
+    return replace(job, plan=job.plan.model_copy(update={"placement": placement_of("strict", profile, RunSpec())}))
+
+
+def test_a_verdict_that_a_claim_keeps_is_not_trusted_where_the_profile_requires_a_rehearsal(
+    context: Any, recorded: Any, monkeypatch: Any
+) -> None:
+    job = requiring(context({"preflight.rehearsal": "Run"}))
+    asked: list[str] = []
+    monkeypatch.setattr(preflight, "find_verdict", lambda _context, key: asked.append(key))
+    for _ in range(2):
+        result, told = recorded(job)
+        assert (result.outcome, told) == (Outcome.SUCCEEDED, ["start", "check", "begin", "verdict", "exit"])
+    assert asked == []
+
+
+def test_no_rehearsal_is_refused_where_the_profile_requires_one(context: Any, recorded: Any) -> None:
+    job = requiring(context({"preflight.rehearsal": "Run"}))
+    finding = not_done_finding("it ran for too long", job.claims_root)
+    result, _ = recorded(job, RehearsalReport(verdict=Verdict.NOT_DONE, findings=(finding,)))
+    assert (result.outcome, result.failure) == (Outcome.REFUSED, FailureClass.USER_CONFIG)
+    assert [each.rule for each in result.findings] == ["rehearsal-required", "rehearsal-not-done"]
+    assert "requireRehearsal of profile strict" in result.message
+    assert "Skip" not in "".join(each.fix for each in result.findings)
+    assert not any(each.changes for each in result.findings)
+    assert result.facts["rehearsal"] == "NotDone"
+    assert not job.workspace.prepared.exists()
+    skipped = requiring(context({"preflight.rehearsal": "Skip"}))
+    assert [each.rule for each in recorded(skipped)[0].findings] == ["rehearsal-required"]
 
 
 def test_other_settings_are_rehearsed_again(context: Any, recorded: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport
+from finetune_job.plan.run_plan import RunPlan
 from finetune_job.progress import Progress
 from finetune_trainer.checkpoint.manifest import RunState, step_of
 from finetune_trainer.checkpoint.retention import checkpoint_directories
@@ -21,7 +22,7 @@ from finetune_trainer.json_lines import read_lines
 from finetune_trainer.observe.goodput import Cause, goodput_totals, parse_records
 from finetune_trainer.ranks.reports import rank_report_name
 from tests.support.forked_ranks import Disturbance, Fault, run_gang, trained_files, wrap
-from tests.support.tiny_model import run_context, tiny_spec
+from tests.support.tiny_model import run_context, tiny_spec, write_model_report
 
 TOTAL, STOP, BEST = 12, 8, 4
 LOSSES = {0: 1.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 3.75 + 0.5, 10: 0.5, 12: 0.25}
@@ -57,6 +58,21 @@ class NotANumber:
         wrap("train.run:held_out_loss", lambda original, *_arguments, **_named: next(results))
 
 
+@dataclass(frozen=True)
+class Noted:
+    """Keeps what each rank is told of gathered parameters."""
+
+    directory: Path
+
+    def arm(self, rank: int) -> None:
+        def noted(original: Callable[..., Any], plan: RunPlan, *rest: Any) -> Any:
+            with (self.directory / f"frees-{rank}").open("a") as file:
+                file.write(f"{plan.parallelism.fsdp.reshard_after_forward} ")
+            return original(plan, *rest)
+
+        wrap("train.run:build", noted)
+
+
 def run(context: RunContext, *disturbances: Disturbance) -> list[int]:
     return run_gang(context, [ScriptedLosses(), *disturbances])
 
@@ -72,8 +88,10 @@ def history_of(context: RunContext) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
-    context = run_context(tmp_path_factory.mktemp("undisturbed"), SPEC)
-    assert run(context) == [0, 0]
+    directory = tmp_path_factory.mktemp("undisturbed")
+    context = run_context(directory, SPEC)
+    assert run(context, Noted(directory)) == [0, 0]
+    assert [(directory / f"frees-{rank}").read_text() for rank in (0, 1)] == ["True "] * 2
     return context
 
 
@@ -127,10 +145,13 @@ DISTURBANCES = [
 
 @pytest.mark.parametrize("fault", DISTURBANCES, ids=str)
 def test_a_resumed_run_decides_as_the_undisturbed_one(undisturbed: RunContext, tmp_path: Path, fault: Fault) -> None:
+    """With parameters that stay gathered, as preflight chose; the undisturbed run, for which nobody chose, frees them."""
     context = run_context(tmp_path, SPEC)
-    codes = run(context, fault)
+    write_model_report(context, reshard_after_forward=False)
+    codes = run(context, fault, Noted(tmp_path))
     assert codes[fault.rank] == (-SIGKILL if fault.signal == SIGKILL else EXIT_CODES[FailureClass.PREEMPTED])
-    assert run(context) == [0, 0]
+    assert run(context, Noted(tmp_path)) == [0, 0]
+    assert [(tmp_path / f"frees-{rank}").read_text() for rank in (0, 1)] == ["False False "] * 2
     facts, expected = report_of(context).facts, report_of(undisturbed).facts
     same = ("stopped_early_at", "exported_step", "best_eval_loss", "eval_loss", "loss", "step", "tokens", "adapter_sha256")
     assert {name: facts[name] for name in same} == {name: expected[name] for name in same}
