@@ -97,6 +97,14 @@ def _accepted_plan(observed: Observed, result: PassResult) -> RunPlan | None:
         else:
             _refuse(result, Reason.PROFILE_NOT_FOUND, f"spec.profile: there is no FineTuneProfile {profile.name!r}. Create it.")
         return None
+    if not profile.spec.allows_namespace(job.namespace):
+        _refuse(
+            result,
+            Reason.PROFILE_NOT_ALLOWED,
+            f"spec.profile: FineTuneProfile {profile.name!r} is not for namespace {job.namespace!r} (allowedNamespaces). Name "
+            "another profile, or ask the platform team to add the namespace.",
+        )
+        return None
     findings = evaluate(RuleContext(job.spec, profile.spec))
     result.find(status_findings(findings))
     errors = [finding for finding in findings if finding.severity == "error"]

@@ -175,6 +175,32 @@ def test_a_missing_profile_and_a_broken_one_are_told_apart() -> None:
         assert "h100" in message(actions, ConditionType.STALLED)
 
 
+@pytest.mark.parametrize(
+    ("allowed", "accepted"),
+    [
+        (None, True),
+        (["team"], True),
+        (["other", "team"], True),
+        (["te*"], True),
+        (["*"], True),
+        ([], False),
+        (["other"], False),
+        (["tea"], False),
+        (["team-*"], False),
+        (["eam"], False),
+    ],
+)
+def test_a_profile_is_for_the_namespaces_that_it_names(allowed: list[str] | None, accepted: bool) -> None:
+    actions = reconcile(observing(a_job().with_profile(allowedNamespaces=allowed)).build(), T0)
+    if accepted:
+        assert condition(actions, ConditionType.VALIDATED)[0] == "True"
+    else:
+        assert condition(actions, ConditionType.STALLED) == ("True", Reason.PROFILE_NOT_ALLOWED)
+        said = message(actions, ConditionType.STALLED)
+        assert "FineTuneProfile 'default' is not for namespace 'team' (allowedNamespaces)" in said
+        assert created(actions) == []
+
+
 def test_a_missing_claim_is_named_with_its_field_and_looked_for_again() -> None:
     actions = reconcile(observing(a_job()).but(missing_claims=frozenset({"data"})).build(), T0)
     assert condition(actions, ConditionType.STALLED) == ("True", Reason.CLAIM_NOT_FOUND)
