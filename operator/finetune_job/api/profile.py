@@ -136,6 +136,26 @@ class KueueSettings(ApiModel):
     the job that loses least: 0 right after a checkpoint, all of it before the next. Needs Kueue's feature gate PriorityBoost."""
 
 
+class NetworkDestination(ApiModel):
+    """Addresses inside private ranges that fetching and publishing may reach, such as a mirror of the Hub in the cluster."""
+
+    cidr: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$", max_length=64)]
+    """Block of addresses."""
+    ports: Annotated[list[Annotated[int, Field(ge=1, le=65_535)]], Field(max_length=16)] = Field(default_factory=list)
+    """TCP ports. Empty: all."""
+
+
+class NetworkSettings(ApiModel):
+    """NetworkPolicies of each run. They hold where the cluster's network enforces policies."""
+
+    isolate: bool = True
+    """Whether each run gets policies: its pods talk among themselves alone, fetch and publish also to public addresses."""
+    metrics_namespaces: Annotated[list[ObjectName], Field(max_length=16)] = Field(default_factory=list)
+    """Namespaces, besides the operator's, whose pods may read the metrics of rank 0, such as that of Prometheus."""
+    destinations: Annotated[list[NetworkDestination], Field(max_length=64)] = Field(default_factory=list)
+    """What fetch and publish may reach besides public addresses."""
+
+
 class JobLimits(ApiModel):
     """The most that one job may ask for. Unset: no limit."""
 
@@ -194,6 +214,8 @@ class FineTuneProfileSpec(ApiModel):
     """Ways out of the cluster for `hf://` and `s3://` sources."""
     publish: PublishSettings = PublishSettings()
     """Ways out of the cluster for `hf://`, `s3://` and `oci://` destinations."""
+    network: NetworkSettings = NetworkSettings()
+    """What the pods of a run may reach, and who may reach them."""
     allow_remote_code: bool = False
     """Whether jobs may set model.allowRemoteCode."""
     require_rehearsal: bool = False
