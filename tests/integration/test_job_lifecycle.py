@@ -49,6 +49,7 @@ def test_job_goes_from_apply_to_succeeded(workload: Workload, operator: Operator
     decided = [line for line in process.lines("decided") if line["namespace"] == workload.namespace]
     assert {line["job"] for line in decided} == {"tune"}
     assert [name for line in decided for name in line["creates"]] == [
+        "NetworkPolicy/tune-run",
         "ConfigMap/tune-plan",
         "Job/tune-preflight-0",
         "Service/tune-gang",
