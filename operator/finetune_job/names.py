@@ -76,6 +76,11 @@ def service_name(job: str) -> str:
     return _shortened(job, "-gang", 63)
 
 
+def network_policy_name(job: str, *, ways_out: bool = False) -> str:
+    """Name of the NetworkPolicy of all pods of a job, or of those with a way out of the cluster."""
+    return _shortened(job, "-ways-out" if ways_out else "-run", 63)
+
+
 def workspace_claim_name(job: str) -> str:
     """Name of a workspace claim made from the job's template."""
     return _shortened(job, "-workspace", 63)

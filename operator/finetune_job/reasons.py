@@ -68,6 +68,8 @@ class Reason(StrEnum):
     """The cluster has no FineTuneProfile of the name in `spec.profile`, or no default one."""
     PROFILE_INVALID = "ProfileInvalid"
     """The FineTuneProfile does not have the shape of one; its administrator has to fix it."""
+    PROFILE_NOT_ALLOWED = "ProfileNotAllowed"
+    """The FineTuneProfile is not for jobs of this namespace (`allowedNamespaces`)."""
     CLAIM_NOT_FOUND = "ClaimNotFound"
     """A PersistentVolumeClaim that the job names does not exist in its namespace."""
     PENDING = "Pending"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.element_types import resolve_elements
@@ -16,8 +16,6 @@ from finetune_memory.alternatives import Alternative, cheapest_fitting, leanest
 from finetune_memory.estimate import Estimate, estimate
 from finetune_memory.model_shape import LENGTH_MULTIPLE, ModelShape, Workload
 
-_FACTORS = {"m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 GPU_FINDING = "memory-estimate-exceeds-gpu"
 POD_FINDING = "memory-estimate-exceeds-pod"
 KEPT_FREE_PERCENT = 10
@@ -33,14 +31,6 @@ class MemoryLimit:
     """Whether it is a device's memory, beyond which nothing can be allocated."""
     source: str
     """Where it was named."""
-
-
-def quantity_bytes(text: str) -> int:
-    """Bytes of a Kubernetes quantity such as 80Gi. Raises ValueError."""
-    found = _QUANTITY.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"{text!r} is not a quantity of memory; write it as in 80Gi")
-    return int(float(found[1]) * _FACTORS[found[2] or ""])
 
 
 def limit_of(plan: RunPlan) -> MemoryLimit | None:

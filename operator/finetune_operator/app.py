@@ -104,7 +104,7 @@ async def _lead(
         retry_first=timeouts.retry_first, retry_longest=timeouts.retry_longest, waited=metrics.waited
     )
     warnings = WarningEvents(cache)
-    gatherer = Gatherer(api, cache, timeouts.pending_events_after, warnings)
+    gatherer = Gatherer(api, cache, timeouts.pending_events_after, warnings, operator_namespace=settings.lease_namespace)
     recorder = EventRecorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
     executor = Executor(api, cache, gatherer, recorder)
 

@@ -151,7 +151,7 @@ def orphans(kube: Kube, namespace: str) -> list[str]:
     found: list[str] = []
     jobs = {item["metadata"]["uid"]: item for item in kube.list("FineTuneJob", namespace)}
     batch_jobs = {item["metadata"]["uid"]: item for item in kube.list("Job", namespace)}
-    for kind in ("Job", "ConfigMap", "Service", "Pod"):
+    for kind in ("Job", "ConfigMap", "Service", "NetworkPolicy", "Pod"):
         owners = batch_jobs if kind == "Pod" else jobs
         for item in kube.list(kind, namespace, f"{MANAGED}=finetune-operator"):
             owner = [reference["uid"] for reference in item["metadata"].get("ownerReferences", ()) if reference.get("controller")]

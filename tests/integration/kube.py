@@ -17,6 +17,7 @@ PLURALS = {
     "Pod": "/api/v1/{}pods",
     "ConfigMap": "/api/v1/{}configmaps",
     "Service": "/api/v1/{}services",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/{}networkpolicies",
     "Event": "/api/v1/{}events",
     "PersistentVolumeClaim": "/api/v1/{}persistentvolumeclaims",
     "Namespace": "/api/v1/namespaces",

@@ -19,6 +19,11 @@ def test_job_goes_from_apply_to_succeeded(workload: Workload, operator: Operator
     workload.wait_for("Validated")
     plan = workload.wait(lambda: workload.kube.get("ConfigMap", workload.namespace, "tune-plan"), "the plan")
     assert plan["data"]["plan.json"].startswith("{")
+    policy = workload.kube.get("NetworkPolicy", workload.namespace, "tune-run")
+    assert policy is not None
+    assert policy["metadata"]["creationTimestamp"] <= plan["metadata"]["creationTimestamp"]
+    (readers,) = [rule["from"] for rule in policy["spec"]["ingress"] if "ports" in rule]
+    assert readers == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "finetune-system"}}}]
     assert workload.status()["startTime"]
     assert len(workload.status()["plan"]["hash"]) == 64
     workload.succeed(Role.PREFLIGHT, model_digest="m" * 8, data_hash="d" * 8)
@@ -44,6 +49,7 @@ def test_job_goes_from_apply_to_succeeded(workload: Workload, operator: Operator
     decided = [line for line in process.lines("decided") if line["namespace"] == workload.namespace]
     assert {line["job"] for line in decided} == {"tune"}
     assert [name for line in decided for name in line["creates"]] == [
+        "NetworkPolicy/tune-run",
         "ConfigMap/tune-plan",
         "Job/tune-preflight-0",
         "Service/tune-gang",

@@ -45,7 +45,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def profile_of(hub: Hub) -> FineTuneProfileSpec:
-    return FineTuneProfileSpec(trainer_image="trainer@sha256:0", fetch=FetchSettings(hub_endpoint=hub.address))
+    return FineTuneProfileSpec(
+        trainer_image="trainer@sha256:0", fetch=FetchSettings(hub_endpoint=hub.address, allowed_sources=["hf://"])
+    )
 
 
 def fetched(plan: RunPlan, claims: Path) -> RunContext:

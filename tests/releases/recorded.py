@@ -83,7 +83,8 @@ def taken_over(release: str, scenario: str, stage: str) -> TakenOverCluster:
     # The API server prunes what the present definition does not know.
     spec = FineTuneJobSpec.model_validate(recorded["job"]["spec"], extra="ignore")
     manifest = recorded["job"] | {"spec": spec.model_dump(mode="json", by_alias=True, exclude_none=True)}
-    cluster = TakenOverCluster(JobBuilder(manifest, FineTuneProfileSpec.model_validate(recorded["profile"], extra="ignore")))
+    profile = FineTuneProfileSpec.model_validate(recorded["profile"] | _ways_out(recorded["profile"]), extra="ignore")
+    cluster = TakenOverCluster(JobBuilder(manifest, profile))
     cluster.now = datetime.fromisoformat(snapshot["now"])
     cluster.status = read_status(snapshot["status"])
     plan = None
@@ -114,3 +115,11 @@ def _batch_job(recorded: Document, state: Document) -> BatchJobView:
 def has_succeeded(cluster: SimulatedCluster) -> bool:
     """Whether the job ended well."""
     return is_condition_true(cluster.status.conditions, ConditionType.SUCCEEDED)
+
+
+def _ways_out(profile: dict[str, Any]) -> dict[str, Any]:
+    """What an administrator writes at the upgrade: until then a profile without lists let everything through."""
+    return {
+        "fetch": {"allowedSources": ["hf://", "s3://"], **profile.get("fetch", {})},
+        "publish": {"allowedDestinations": ["hf://", "s3://", "oci://"], **profile.get("publish", {})},
+    }

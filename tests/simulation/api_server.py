@@ -13,12 +13,23 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, EVENTS, JOBS, PODS, PROFILES, SERVICES, Kind
+from finetune_operator.cluster.kinds import (
+    BATCH_JOBS,
+    CLAIMS,
+    CONFIG_MAPS,
+    EVENTS,
+    JOBS,
+    NETWORK_POLICIES,
+    PODS,
+    PROFILES,
+    SERVICES,
+    Kind,
+)
 from tests.simulation.virtual_time import stamp
 
 Document = dict[str, Any]
 FOREGROUND, ORPHAN = "foregroundDeletion", "orphan"
-KINDS = (PROFILES, JOBS, BATCH_JOBS, PODS, CONFIG_MAPS, SERVICES, CLAIMS, EVENTS)
+KINDS = (PROFILES, JOBS, BATCH_JOBS, PODS, CONFIG_MAPS, SERVICES, CLAIMS, NETWORK_POLICIES, EVENTS)
 
 
 class RefusedError(Exception):

@@ -10,7 +10,17 @@ from typing import Any
 from finetune_job.names import LABEL_MANAGED_BY, LABEL_ROLE
 from finetune_job.progress import Progress
 from finetune_operator.cluster.cache import JobKey
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES, Kind
+from finetune_operator.cluster.kinds import (
+    BATCH_JOBS,
+    CLAIMS,
+    CONFIG_MAPS,
+    JOBS,
+    NETWORK_POLICIES,
+    PODS,
+    PROFILES,
+    SERVICES,
+    Kind,
+)
 from tests.simulation.api_server import ApiServer, Change, Document, RefusedError, owned_by
 from tests.simulation.controllers import (
     GarbageCollector,
@@ -344,7 +354,7 @@ class World:
 
     def _has_conflict(self, job: Document) -> bool:
         strangers = []
-        for kind in (BATCH_JOBS, CONFIG_MAPS, SERVICES, CLAIMS):
+        for kind in (BATCH_JOBS, CONFIG_MAPS, SERVICES, CLAIMS, NETWORK_POLICIES):
             for item in self.server.all(kind, job["metadata"]["namespace"]):
                 owners = [one["uid"] for one in item["metadata"].get("ownerReferences") or ()]
                 if item["metadata"]["name"].startswith(job["metadata"]["name"] + "-") and job["metadata"]["uid"] not in owners:

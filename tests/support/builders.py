@@ -53,9 +53,13 @@ def after(seconds: float) -> datetime:
 
 
 def a_profile(**fields: Any) -> FineTuneProfileSpec:
-    """A profile; fields by their camelCase names."""
+    """A profile; fields by their camelCase names. All ways out of the cluster are open where a field does not say otherwise."""
+    ways_out = {
+        "fetch": {"allowedSources": ["hf://", "s3://"], **fields.get("fetch", {})},
+        "publish": {"allowedDestinations": ["hf://", "s3://", "oci://"], **fields.get("publish", {})},
+    }
     return FineTuneProfileSpec.model_validate(
-        {"trainerImage": "registry.example/trainer@sha256:" + "a" * 64, "gpu": {"memory": "80Gi"}, **fields}
+        {"trainerImage": "registry.example/trainer@sha256:" + "a" * 64, "gpu": {"memory": "80Gi"}, **fields, **ways_out}
     )
 
 

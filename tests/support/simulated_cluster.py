@@ -95,17 +95,21 @@ class SimulatedCluster:
         return replace(observed, live=LiveChildren(jobs, running))
 
     def reconcile_once(self, die_after: int | None = None) -> Actions:
-        """One pass; with `die_after` only so many of its effects happen."""
+        """One pass; with `die_after` only so many of its effects happen. A create that finds its object there has none."""
         actions = reconcile(self.observe(), self.now)
         effects: list[Any] = [*([actions.status] if actions.status is not None else []), *actions.deletes, *actions.creates]
-        for effect in effects if die_after is None else effects[:die_after]:
+        happened = 0
+        for effect in effects:
+            if happened == die_after:
+                break
+            happened += 1
             if isinstance(effect, FineTuneJobStatus):
                 self._check_status(effect)
                 self.status = FineTuneJobStatus.model_validate(effect.model_dump(mode="json", by_alias=True))
             elif isinstance(effect, Delete):
                 self._delete(effect)
-            else:
-                self._create(effect)
+            elif not self._create(effect):
+                happened -= 1
         return actions
 
     def catch_up(self, steps: int = 1_000_000) -> None:
@@ -171,7 +175,7 @@ class SimulatedCluster:
 
     # The API server.
 
-    def _create(self, action: Create) -> None:
+    def _create(self, action: Create) -> bool:
         body, kind, name = action.body, action.kind, action.name
         now = self.children
         exists = {
@@ -179,9 +183,10 @@ class SimulatedCluster:
             "ConfigMap": now.plan is not None,
             "Service": now.service_exists,
             "PersistentVolumeClaim": name in now.claims,
+            "NetworkPolicy": (kind, name) in self.created,
         }[kind]
         if exists:
-            return
+            return False
         self._check_create(body)
         self.created.append((kind, name))
         self.uids += 1
@@ -191,6 +196,8 @@ class SimulatedCluster:
             self._become(service_exists=True)
         elif kind == "PersistentVolumeClaim":
             self._become(claims=now.claims | {name})
+        elif kind == "NetworkPolicy":
+            pass  # what was created is noted above; nothing looks at it again
         else:
             role, attempt = _role_and_attempt(body)
             job = BatchJobView(name, f"uid-{self.uids}", role, attempt, created=self.now, start_time=self.now)
@@ -199,6 +206,7 @@ class SimulatedCluster:
                 for rank in range(body["spec"]["completions"])
             )
             self._become(batch_jobs=(*now.batch_jobs, job), pods=(*now.pods, *pods))
+        return True
 
     def _delete(self, action: Delete) -> None:
         if action.kind == "ConfigMap":

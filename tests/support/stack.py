@@ -133,7 +133,7 @@ class Stack:
                     "trainerImage": self.trainer_image,
                     "imagePullPolicy": "Never",
                     "runAsUser": USER_ID,
-                    "fetch": {"s3Endpoint": self.s3.address, "s3Region": REGION},
+                    "fetch": {"s3Endpoint": self.s3.address, "s3Region": REGION, "allowedSources": ["s3://"]},
                     "resources": {role.value: _ROLE_RESOURCES for role in Role},
                 }
             },

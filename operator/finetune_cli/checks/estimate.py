@@ -9,12 +9,13 @@ from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, valid
 from finetune_cli.exit_codes import ExitCode
 from finetune_job.api.base import ClaimPath, parse_source
 from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext, with_changes
 from finetune_memory.describe import model_shape, read_model
 from finetune_memory.model_shape import UnknownModelError
-from finetune_memory.verdict import MemoryLimit, MemoryVerdict, format_bytes, judge_memory, limit_of, quantity_bytes
+from finetune_memory.verdict import MemoryLimit, MemoryVerdict, format_bytes, judge_memory, limit_of
 
 GPU_MEMORY_OPTION = "--gpu-memory"
 SMALLEST_DEVICE = 2**20

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from finetune_job.api.base import ApiModel
 from finetune_job.names import GROUP, LABEL_MANAGED_BY
 
+_FACTORS = {"m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=24)]
 """A Kubernetes resource quantity."""
 ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
@@ -27,6 +28,14 @@ _OURS = (f"{GROUP}/", "batch.kubernetes.io/")
 """Prefixes of labels and annotations that the operator and the Job controller find pods by."""
 _OUR_NAMES = (LABEL_MANAGED_BY, "job-name", "controller-uid")
 _OUR_RESOURCES = ("cpu", "memory")
+
+
+def quantity_bytes(text: str) -> int:
+    """Bytes of a Kubernetes quantity such as 80Gi. Raises ValueError."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?", text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not a quantity of memory; write it as in 80Gi")
+    return int(float(found[1]) * _FACTORS[found[2] or ""])
 
 
 def _qualified(entries: dict[str, str]) -> dict[str, str]:

@@ -106,7 +106,8 @@ class FetchSettings(Endpoints):
     allowed_sources: (
         Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=512)]], Field(max_length=256)] | None
     ) = None
-    """Beginnings of the `hf://` and `s3://` sources that jobs may name, such as `hf://our-org/`. Unset: all; empty: none."""
+    """Beginnings of the `hf://` and `s3://` sources that jobs may name, such as `hf://our-org/`; `hf://` and `s3://` are all.
+    Unset: none."""
 
 
 class PublishSettings(Endpoints):
@@ -115,7 +116,8 @@ class PublishSettings(Endpoints):
     allowed_destinations: (
         Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=512)]], Field(max_length=256)] | None
     ) = None
-    """Beginnings of the `hf://`, `s3://` and `oci://` destinations that jobs may name. Unset: all; empty: none."""
+    """Beginnings of the `hf://`, `s3://` and `oci://` destinations that jobs may name; `oci://` alone is every registry.
+    Unset: none."""
     plain_http_registries: Annotated[list[Annotated[str, StringConstraints(max_length=255)]], Field(max_length=32)] = Field(
         default_factory=list
     )
@@ -132,6 +134,44 @@ class KueueSettings(ApiModel):
     checkpoint_priority_boost: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """By how much the priority of running training rises while it trains on from its last checkpoint, so that a queue preempts
     the job that loses least: 0 right after a checkpoint, all of it before the next. Needs Kueue's feature gate PriorityBoost."""
+
+
+class NetworkDestination(ApiModel):
+    """Addresses inside private ranges that fetching and publishing may reach, such as a mirror of the Hub in the cluster."""
+
+    cidr: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$", max_length=64)]
+    """Block of addresses."""
+    ports: Annotated[list[Annotated[int, Field(ge=1, le=65_535)]], Field(max_length=16)] = Field(default_factory=list)
+    """TCP ports. Empty: all."""
+
+
+class NetworkSettings(ApiModel):
+    """NetworkPolicies of each run. They hold where the cluster's network enforces policies."""
+
+    isolate: bool = True
+    """Whether each run gets policies: its pods talk among themselves alone, fetch and publish also to public addresses."""
+    metrics_namespaces: Annotated[list[ObjectName], Field(max_length=16)] = Field(default_factory=list)
+    """Namespaces, besides the operator's, whose pods may read the metrics of rank 0, such as that of Prometheus."""
+    destinations: Annotated[list[NetworkDestination], Field(max_length=64)] = Field(default_factory=list)
+    """What fetch and publish may reach besides public addresses."""
+
+
+class JobLimits(ApiModel):
+    """The most that one job may ask for. Unset: no limit."""
+
+    nodes: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Pods of the gang."""
+    gpus: Annotated[int, Field(ge=1, le=262_144)] | None = None
+    """Devices of all its pods together."""
+    storage: Quantity | None = None
+    """Workspace claim made from a template."""
+    active_deadline_seconds: Annotated[int, Field(ge=10, le=31_536_000)] | None = None
+    """Its run.activeDeadlineSeconds, which a job then has to set."""
+    max_restarts: Annotated[int, Field(ge=0, le=100)] | None = None
+    """Its run.maxRestarts."""
+
+
+NamespacePattern = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(-?\*)?$|^\*$", max_length=64)]
 
 
 class FineTuneProfileSpec(ApiModel):
@@ -161,6 +201,10 @@ class FineTuneProfileSpec(ApiModel):
     """What Kueue is told of training Jobs beyond their queue."""
     image_pull_secrets: Annotated[list[SecretReference], Field(max_length=8)] | None = None
     """Secrets of the job's namespace with which the trainer image is pulled."""
+    allowed_namespaces: Annotated[list[NamespacePattern], Field(max_length=256)] | None = None
+    """Namespaces whose jobs may name this profile; `team-*` are all that begin with `team-`. Unset: all; empty: none."""
+    limits: JobLimits = JobLimits()
+    """The most that one job may ask for."""
     max_active_jobs: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """How many jobs of one namespace may be active at a time; the others wait, the oldest first. Unset: no limit."""
     force_delete_pods_of_lost_nodes: bool = False
@@ -170,11 +214,19 @@ class FineTuneProfileSpec(ApiModel):
     """Ways out of the cluster for `hf://` and `s3://` sources."""
     publish: PublishSettings = PublishSettings()
     """Ways out of the cluster for `hf://`, `s3://` and `oci://` destinations."""
+    network: NetworkSettings = NetworkSettings()
+    """What the pods of a run may reach, and who may reach them."""
     allow_remote_code: bool = False
     """Whether jobs may set model.allowRemoteCode."""
     require_rehearsal: bool = False
     """Whether a job trains only after its preflight has rehearsed it to the end: `preflight.rehearsal: Skip` is refused, and a
     job whose rehearsal could not be done. Verdicts of earlier rehearsals on the workspace's claim are not used."""
+
+    def allows_namespace(self, namespace: str) -> bool:
+        """Whether jobs of this namespace may name the profile."""
+        return self.allowed_namespaces is None or any(
+            namespace.startswith(one[:-1]) if one.endswith("*") else namespace == one for one in self.allowed_namespaces
+        )
 
     @model_validator(mode="before")
     @classmethod

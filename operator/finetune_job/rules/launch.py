@@ -1,4 +1,4 @@
-"""Ranks, batches, recomputation, the storage that several nodes share, and the rehearsal that a profile requires."""
+"""Ranks, batches, recomputation, the storage that several nodes share, and what a profile requires and limits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from finetune_job.api.job import Rehearsal
 from finetune_job.api.output import AccessMode
+from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.resolve_training import world_size
-from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
+from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, format_value, rule
 
 _RECOMPUTE = "training.activationCheckpointing"
 _COMPILE = "training.compile"
@@ -18,6 +19,7 @@ _MICRO = "training.microBatchSize"
 _ACCESS = "workspace.volumeClaimTemplate.accessMode"
 _OFFLOAD = "parallelism.fsdp.offloadParams"
 _REHEARSAL = "preflight.rehearsal"
+_NODES, _PROCESSES = "parallelism.nodes", "parallelism.processesPerNode"
 LARGEST_GLOBAL_BATCH = 1_000_000
 """The limit of the field itself."""
 
@@ -145,10 +147,55 @@ def rehearsal_required(context: RuleContext) -> Problem | None:
     )
 
 
+@rule(
+    "profile-limit-exceeded",
+    "The profile limits what one job may ask for",
+    reads=(_NODES, _PROCESSES, "workspace.volumeClaimTemplate.storage", "run.activeDeadlineSeconds", "run.maxRestarts"),
+    sources=("this product's FineTuneProfile",),
+    holds_for=OURS,
+)
+def profile_limit_exceeded(context: RuleContext) -> Problem | None:
+    """The first limit that is exceeded."""
+    if context.profile is None:
+        return None
+    limits, run, ranks = context.profile.limits, context.spec.run, context.spec.parallelism
+    template = context.spec.workspace.volume_claim_template
+    if limits.nodes is not None and ranks.nodes > limits.nodes:
+        return _over("nodes", _NODES, ranks.nodes, limits.nodes, {_NODES: limits.nodes})
+    if context.profile.gpu is not None and limits.gpus is not None and world_size(context.spec) > limits.gpus:
+        nodes = limits.gpus // ranks.processes_per_node
+        fewer = {_NODES: nodes} if nodes else {_NODES: 1, _PROCESSES: limits.gpus}
+        asked = f"{world_size(context.spec)} (nodes {ranks.nodes} x processesPerNode {ranks.processes_per_node})"
+        return _over("gpus", _NODES, ranks.nodes, limits.gpus, fewer, asked=asked)
+    if limits.storage is not None and template is not None and quantity_bytes(template.storage) > quantity_bytes(limits.storage):
+        path = "workspace.volumeClaimTemplate.storage"
+        return _over("storage", path, template.storage, limits.storage, {path: limits.storage})
+    longest = limits.active_deadline_seconds
+    if longest is not None and (run.active_deadline_seconds is None or run.active_deadline_seconds > longest):
+        path = "run.activeDeadlineSeconds"
+        return _over("activeDeadlineSeconds", path, run.active_deadline_seconds, longest, {path: longest})
+    if limits.max_restarts is not None and run.max_restarts > limits.max_restarts:
+        path = "run.maxRestarts"
+        return _over("maxRestarts", path, run.max_restarts, limits.max_restarts, {path: limits.max_restarts})
+    return None
+
+
+def _over(limit: str, field: str, value: Any, most: Any, changes: dict[str, Any], *, asked: str = "") -> Problem:
+    written = ", ".join(f"{path}: {new}" for path, new in changes.items())
+    return Problem(
+        field=field,
+        value=value,
+        message=f"limits.{limit} of the profile: at most {most}; the job asks for {asked or format_value(value)}",
+        fix=f"set {written}, or ask for a profile that allows more",
+        changes=changes,
+    )
+
+
 RULES = (
     global_batch_not_divisible,
     nodes_need_read_write_many,
     offload_without_gpu,
     compile_with_selective_checkpointing,
     rehearsal_required,
+    profile_limit_exceeded,
 )

@@ -237,9 +237,9 @@ class _CopyLocations:
     holds_for=OURS,
 )
 def source_not_allowed(context: RuleContext) -> Problem | None:
-    allowed = None if context.profile is None else context.profile.fetch.allowed_sources
-    if allowed is None:
+    if context.profile is None:
         return None
+    allowed = context.profile.fetch.allowed_sources or []
     places = _CopyLocations(context)
     edits = [
         _SourceEdit(named, places.of(named), None)
@@ -247,7 +247,12 @@ def source_not_allowed(context: RuleContext) -> Problem | None:
         if not isinstance(parse_source(named.source), ClaimPath) and not is_allowed(named.source, allowed)
     ]
     listed = ", ".join(allowed) or "no source outside the cluster"
-    return _problem(context, edits, f"the profile allows {listed}", "copy it to a claim, or ask for a profile that allows it")
+    return _problem(
+        context,
+        edits,
+        f"fetch.allowedSources of the profile: {listed}",
+        "copy it to a claim, or ask for a profile that allows it",
+    )
 
 
 @rule(

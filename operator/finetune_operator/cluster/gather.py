@@ -64,6 +64,8 @@ class Gatherer:
         pending_events_after: float,
         warnings: WarningEvents | None = None,
         draw: Callable[[], float] = random,
+        *,
+        operator_namespace: str = "",
     ) -> None:
         self._api = api
         self._warnings = warnings or WarningEvents(cache)
@@ -73,6 +75,7 @@ class Gatherer:
         self._live = LiveReads(api, cache)
         self._pending_events_after = pending_events_after
         self._draw = draw
+        self._operator_namespace = operator_namespace
         self._claims_seen: dict[tuple[str, str], datetime] = {}
         self._notes: dict[str, JobNotes] = {}
         """By UID of the job; of most jobs there is nothing to note."""
@@ -123,6 +126,7 @@ class Gatherer:
             Observed(
                 job=job,
                 profile=profile,
+                operator_namespace=self._operator_namespace,
                 claims=await self._claims(job, now, revisits),
                 vanishing=vanishing,
                 conflicts=conflicts,

@@ -68,6 +68,7 @@ SERVICES = Kind("", "v1", "services", "Service")
 CLAIMS = Kind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 EVENTS = Kind("", "v1", "events", "Event")
 LEASES = Kind("coordination.k8s.io", "v1", "leases", "Lease")
+NETWORK_POLICIES = Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 CLUSTER_ROLES = Kind("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
 
 WRITTEN_BY_USERS = (PROFILES, JOBS)
@@ -75,7 +76,7 @@ CHILDREN = (BATCH_JOBS, PODS, CONFIG_MAPS, SERVICES)
 """Watched by their label."""
 WATCHED = (*WRITTEN_BY_USERS, *CHILDREN)
 """Profiles before jobs and owners before children: the order of the first list."""
-CHILD_KINDS = {kind.name: kind for kind in (BATCH_JOBS, CONFIG_MAPS, SERVICES, CLAIMS)}
+CHILD_KINDS = {kind.name: kind for kind in (BATCH_JOBS, CONFIG_MAPS, SERVICES, CLAIMS, NETWORK_POLICIES)}
 """What may be created for a job."""
 DELETED_KINDS = {**CHILD_KINDS, PODS.name: PODS}
 """What may be deleted of a job: a pod only if its node is lost."""

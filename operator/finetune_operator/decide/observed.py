@@ -207,6 +207,8 @@ class Observed:
 
     job: JobView
     profile: ProfileView
+    operator_namespace: str = ""
+    """Where the operator runs, which asks rank 0 for its progress."""
     batch_jobs: tuple[BatchJobView, ...] = ()
     pods: tuple[PodView, ...] = ()
     plan: ConfigMapView | None = None

@@ -21,6 +21,7 @@ from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import UNREADABLE, RuleContext
 from finetune_operator.children.claims import claims_named_by, workspace_claim, workspace_claim_of
 from finetune_operator.children.frozen_run import FrozenRun, Owner, plan_configmap
+from finetune_operator.children.network_policies import network_policies
 from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.pass_result import PassResult, status_findings
@@ -74,7 +75,7 @@ def validate_stage(observed: Observed, result: PassResult) -> FrozenRun | None:
         return None
     if wait_for_refused_write(observed, result, ConditionType.READY):
         return None
-    _store(observed, result, plan_json)
+    _store(observed, result, plan, plan_json)
     job = observed.job
     return FrozenRun(Owner(job.namespace, job.name, job.uid), plan, plan.placement, digest)
 
@@ -96,6 +97,14 @@ def _accepted_plan(observed: Observed, result: PassResult) -> RunPlan | None:
             )
         else:
             _refuse(result, Reason.PROFILE_NOT_FOUND, f"spec.profile: there is no FineTuneProfile {profile.name!r}. Create it.")
+        return None
+    if not profile.spec.allows_namespace(job.namespace):
+        _refuse(
+            result,
+            Reason.PROFILE_NOT_ALLOWED,
+            f"spec.profile: FineTuneProfile {profile.name!r} is not for namespace {job.namespace!r} (allowedNamespaces). Name "
+            "another profile, or ask the platform team to add the namespace.",
+        )
         return None
     findings = evaluate(RuleContext(job.spec, profile.spec))
     result.find(status_findings(findings))
@@ -186,7 +195,7 @@ def plan_choice(choice: Choice) -> PlanChoice:
     )
 
 
-def _store(observed: Observed, result: PassResult, plan_json: str) -> None:
+def _store(observed: Observed, result: PassResult, plan: RunPlan, plan_json: str) -> None:
     """Create what every stage needs, before the Job of the first."""
     job = observed.job
     owner = Owner(job.namespace, job.name, job.uid)
@@ -195,6 +204,8 @@ def _store(observed: Observed, result: PassResult, plan_json: str) -> None:
         if template is not None and workspace_claim_of(job.spec, job.name) not in observed.claims:
             # Before the ConfigMap: once that is there, a missing claim is one that somebody has deleted.
             result.create(workspace_claim(owner, template, job.spec.workspace.retain, observed.profile.spec.storage_class_name))
+        for policy in network_policies(owner, plan, observed.profile.spec.network, observed.operator_namespace):
+            result.create(policy)
     result.create(plan_configmap(owner, plan_json))
 
 

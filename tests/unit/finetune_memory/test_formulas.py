@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from finetune_job.api.inputs import Attention
+from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.plan.element_types import Elements
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_memory.activations import TrainingPass
@@ -16,7 +17,7 @@ from finetune_memory.loss import loss_bytes, rows_per_part
 from finetune_memory.model_shape import ArchitectureFacts, Kind, ModelShape, ParameterShape, Workload, facts_of
 from finetune_memory.optimizers import state_bytes
 from finetune_memory.sharding import Shards, Unit, gathered_bytes, reduced_bytes, shards, unit_names
-from finetune_memory.verdict import MemoryLimit, MemoryVerdict, format_bytes, host_limit_of, limit_of, quantity_bytes, workload
+from finetune_memory.verdict import MemoryLimit, MemoryVerdict, format_bytes, host_limit_of, limit_of, workload
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.finetune_memory.jobs import GIB, judged, small_job, term
 

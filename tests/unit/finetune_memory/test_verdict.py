@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from finetune_job.api.pod_settings import quantity_bytes
 from finetune_memory.adapters import trained_parameters
 from finetune_memory.families import base_parameters
 from finetune_memory.model_shape import ModelShape, facts_of
@@ -16,7 +17,6 @@ from finetune_memory.verdict import (
     judge_memory,
     limit_of,
     memory_finding,
-    quantity_bytes,
 )
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.finetune_memory.configs import CONFIGS

@@ -191,15 +191,16 @@ def output_replaces_model(context: RuleContext) -> Problem | None:
     holds_for=OURS,
 )
 def destination_not_allowed(context: RuleContext) -> Problem | None:
-    allowed = None if context.profile is None else context.profile.publish.allowed_destinations
-    destination = context.spec.output.destination
-    if allowed is None or isinstance(destination_of(context), ClaimPath) or is_allowed(destination, allowed):
+    if context.profile is None:
+        return None
+    allowed, destination = context.profile.publish.allowed_destinations or [], context.spec.output.destination
+    if isinstance(destination_of(context), ClaimPath) or is_allowed(destination, allowed):
         return None
     listed = ", ".join(allowed) or "no destination outside the cluster"
     return Problem(
         field=_DESTINATION,
         value=destination,
-        message=f"the profile allows {listed}",
+        message=f"publish.allowedDestinations of the profile: {listed}",
         fix="write to a claim, or ask for a profile that allows it",
         changes={_DESTINATION: free_directory(context)},
     )

@@ -187,7 +187,8 @@ def test_unusable_input_exits_with_2_in_every_form():
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-cluster", "hub", "publish"])
 def test_the_examples_that_show_how_are_accepted_without_a_word(name):
     text = (Path(__file__).parents[4] / f"examples/{name}.yaml").read_text()
-    for profile in (None, PROFILE):
+    ways_out = "  fetch: {allowedSources: ['hf://', 's3://']}\n  publish: {allowedDestinations: ['hf://', 's3://', 'oci://']}\n"
+    for profile in (None, PROFILE + ways_out):
         report = validate(text, profile)
         assert report.exit_code is ExitCode.DONE
         assert [finding for verdict in report.verdicts for finding in verdict.findings] == []

@@ -17,7 +17,6 @@ from tests.unit.finetune_job.rules.test_book_verdicts import (
     BF16,
     CASES,
     CLOSED,
-    CPU,
     DECAY,
     DORA,
     EPOCHS,
@@ -26,6 +25,7 @@ from tests.unit.finetune_job.rules.test_book_verdicts import (
     HELD_OUT,
     LOHA,
     NORM,
+    OPEN,
     QLORA,
     SETS,
     SGD,
@@ -184,6 +184,7 @@ FINDINGS: dict[str, Written] = {
     ),
     "retain-with-named-claim": none("workspace.retain", W),
     "rehearsal-required": none("preflight.rehearsal"),
+    "profile-limit-exceeded": (E, "parallelism.nodes", {"parallelism.nodes": 2}),
     "remote-code-not-allowed": none("model.allowRemoteCode"),
     "hub-source-without-revision": (E, "model.revision", {"model.revision": "0" * 40}),
     "revision-without-hub-source": none("model.revision"),
@@ -460,7 +461,8 @@ def test_the_boundary_is_where_the_formula_puts_it(rule, found, silent):
 def test_a_source_that_is_not_allowed_is_to_be_copied_to_a_claim(profile, written, changes):
     (field,) = changes
     assert told("source-not-allowed", written, profile) == (E, field, changes)
-    assert told("source-not-allowed", written, CPU) is None
+    assert told("source-not-allowed", written, OPEN) is None
+    assert told("source-not-allowed", written) is None
 
 
 def test_what_is_silent_beside_its_neighbour():

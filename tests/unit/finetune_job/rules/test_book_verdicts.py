@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec, GpuResource, PublishSettings
+from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec, GpuResource, JobLimits, PublishSettings
 from finetune_job.finding import FieldChange, Finding
 from finetune_job.rules.book import RULES
 from finetune_job.rules.rule import changes_text
@@ -14,9 +14,19 @@ from tests.unit.finetune_job.rules.manifests import PLAIN, applied, judged, mani
 
 CPU = FineTuneProfileSpec(trainer_image="trainer@sha256:0")
 GPU = FineTuneProfileSpec(trainer_image="trainer@sha256:0", gpu=GpuResource())
+LIMITED = FineTuneProfileSpec(
+    trainer_image="trainer@sha256:0",
+    gpu=GpuResource(),
+    limits=JobLimits(nodes=2, gpus=8, storage="100Gi", active_deadline_seconds=3600, max_restarts=1),
+)
 REHEARSING = FineTuneProfileSpec(trainer_image="trainer@sha256:0", require_rehearsal=True)
 TRUSTING = FineTuneProfileSpec(trainer_image="trainer@sha256:0", allow_remote_code=True)
-CLOSED = FineTuneProfileSpec(trainer_image="trainer@sha256:0", fetch=FetchSettings(allowed_sources=[]))
+OPEN = FineTuneProfileSpec(
+    trainer_image="trainer@sha256:0",
+    fetch=FetchSettings(allowed_sources=["hf://", "s3://"]),
+    publish=PublishSettings(allowed_destinations=["hf://", "s3://", "oci://"]),
+)
+CLOSED = FineTuneProfileSpec(trainer_image="trainer@sha256:0")
 FENCED = FineTuneProfileSpec(
     trainer_image="trainer@sha256:0",
     fetch=FetchSettings(allowed_sources=["hf://our-org", "hf://datasets/our-org/set/", "s3://ours/a"]),
@@ -30,10 +40,17 @@ GATED = FineTuneProfileSpec(
 )
 IN_CLEAR = FineTuneProfileSpec(
     trainer_image="trainer@sha256:0",
-    publish=PublishSettings(hub_endpoint="http://hub.test", plain_http_registries=["registry.test:5000"]),
+    publish=PublishSettings(
+        hub_endpoint="http://hub.test",
+        plain_http_registries=["registry.test:5000"],
+        allowed_destinations=["hf://", "s3://", "oci://"],
+    ),
 )
-TWO_STORES = FineTuneProfileSpec(trainer_image="trainer@sha256:0", publish=PublishSettings(s3_endpoint="https://store.test"))
-TWO_HUBS = FineTuneProfileSpec(trainer_image="trainer@sha256:0", publish=PublishSettings(hub_endpoint="https://hub.test"))
+TWO_STORES = OPEN.model_copy(
+    update={"publish": PublishSettings(s3_endpoint="https://store.test", allowed_destinations=["s3://"])},
+)
+TWO_HUBS = OPEN.model_copy(update={"publish": PublishSettings(hub_endpoint="https://hub.test", allowed_destinations=["hf://"])})
+WITHIN = {"run.activeDeadlineSeconds": 3600, "run.maxRestarts": 1, "training.globalBatchSize": 720}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB_MODEL = {"model.source": "hf://our-org/llama", "model.revision": COMMIT}
 HUB_DATA = {"data.source": "hf://datasets/our-org/set", "data.revision": COMMIT}
@@ -585,6 +602,29 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("retain-with-named-claim", {"workspace.retain": "Delete"}, TEMPLATE | {"workspace.retain": "Delete"}, None),
     ("rehearsal-required", {"preflight.rehearsal": "Skip"}, {"preflight.rehearsal": "Run"}, REHEARSING),
     ("rehearsal-required", {"preflight.rehearsal": "Skip"}, {}, REHEARSING),
+    ("profile-limit-exceeded", WITHIN | {"parallelism.nodes": 3}, WITHIN | {"parallelism.nodes": 2}, LIMITED),
+    (
+        "profile-limit-exceeded",
+        WITHIN | {"parallelism.processesPerNode": 9},
+        WITHIN | {"parallelism.processesPerNode": 8},
+        LIMITED,
+    ),
+    (
+        "profile-limit-exceeded",
+        WITHIN | {"parallelism.nodes": 2, "parallelism.processesPerNode": 5},
+        WITHIN | {"parallelism.nodes": 2, "parallelism.processesPerNode": 4},
+        LIMITED,
+    ),
+    (
+        "profile-limit-exceeded",
+        WITHIN | TEMPLATE | {"workspace.volumeClaimTemplate.storage": "101Gi"},
+        WITHIN | TEMPLATE | {"workspace.volumeClaimTemplate.storage": "100Gi"},
+        LIMITED,
+    ),
+    ("profile-limit-exceeded", WITHIN | {"run.activeDeadlineSeconds": 3601}, WITHIN, LIMITED),
+    ("profile-limit-exceeded", WITHIN | {"run.activeDeadlineSeconds": None}, WITHIN, LIMITED),
+    ("profile-limit-exceeded", WITHIN | {"run.maxRestarts": 2}, WITHIN, LIMITED),
+    ("profile-limit-exceeded", WITHIN | {"parallelism.processesPerNode": 9}, WITHIN | {"run.maxRestarts": 0}, LIMITED),
     ("remote-code-not-allowed", {"model.allowRemoteCode": True}, {"model.allowRemoteCode": False}, CPU),
     ("hub-source-without-revision", {"model.source": "hf://our-org/llama"}, HUB_MODEL, None),
     ("hub-source-without-revision", HUB_DATA | {"data.revision": None}, HUB_DATA, None),
@@ -847,7 +887,7 @@ def test_the_plain_manifest_is_accepted_without_a_word():
 
 
 def test_profiles_that_allow_are_respected():
-    assert not judged(manifest(HUB_MODEL | BUCKET_DATA), CPU)
+    assert not judged(manifest(HUB_MODEL | BUCKET_DATA), OPEN)
     assert not judged(manifest(HUB_MODEL | BUCKET_DATA), FENCED)
     assert not judged(manifest(HUB_MODEL | BUCKET_DATA), None)
     assert not judged(manifest({}), CLOSED)

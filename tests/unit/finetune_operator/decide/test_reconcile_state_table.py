@@ -174,7 +174,7 @@ def test_a_whole_life_takes_few_writes() -> None:
     succeeded = find_condition(cluster.status.conditions, ConditionType.SUCCEEDED)
     assert succeeded is not None
     assert succeeded.status == "True"
-    assert len(cluster.created) == 5, "plan, preflight, service, training, merge"
+    assert len(cluster.created) == 6, "network policy, plan, preflight, service, training, merge"
     assert writes <= 7, "accepted; runs and is done, thrice; the last of them ends the job"
     assert events <= 3
     assert writes + events + len(cluster.created) <= len(cluster.created) + transitions + 2
@@ -184,5 +184,5 @@ def test_until_the_first_child_there_is_one_status_write_and_one_event() -> None
     cluster = SimulatedCluster(a_job())
     actions = cluster.reconcile_once()
     assert actions.status is not None
-    assert [kind for kind, _ in cluster.created] == ["ConfigMap", "Job"]
+    assert [kind for kind, _ in cluster.created] == ["NetworkPolicy", "ConfigMap", "Job"]
     assert len(actions.events) == 1

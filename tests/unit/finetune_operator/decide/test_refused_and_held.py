@@ -150,7 +150,7 @@ def test_far_behind_in_the_line_a_moving_place_is_not_written_each_time() -> Non
 
 def test_a_started_job_is_not_sent_back_to_the_line() -> None:
     seen = observing(a_job()).frozen().but(line=PlaceInLine(limit=1, ahead=5))
-    assert created(reconcile(seen.build(), T0)) == ["ConfigMap/tune-plan", "Job/tune-preflight-0"]
+    assert created(reconcile(seen.build(), T0)) == ["NetworkPolicy/tune-run", "ConfigMap/tune-plan", "Job/tune-preflight-0"]
 
 
 def test_what_an_earlier_job_of_the_name_leaves_is_waited_for_and_no_conflict() -> None:

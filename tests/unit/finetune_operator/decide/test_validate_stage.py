@@ -29,7 +29,7 @@ def test_the_freeze_is_one_status_write_and_one_event_and_the_first_children_fol
     assert chosen["spec.training.learningRate"] == ('"2e-4"', "usual for this method")
     assert len(chosen) == len(job.plan().choices)
     assert condition(actions, ConditionType.VALIDATED) == ("True", Reason.ACCEPTED)
-    assert created(actions) == ["ConfigMap/tune-plan", "Job/tune-preflight-0"]
+    assert created(actions) == ["NetworkPolicy/tune-run", "ConfigMap/tune-plan", "Job/tune-preflight-0"]
     assert actions.deletes == ()
     assert [event.reason for event in actions.events] == [Reason.ACCEPTED]
     assert condition(actions, ConditionType.FETCHED) == ("True", Reason.SKIPPED)
@@ -44,9 +44,9 @@ def test_every_condition_is_there_from_the_first_write() -> None:
 def test_the_config_map_holds_the_bytes_of_the_digest() -> None:
     job = a_job()
     actions = reconcile(observing(job).frozen().build(), T0)
-    assert created(actions) == ["ConfigMap/tune-plan", "Job/tune-preflight-0"]
+    assert created(actions) == ["NetworkPolicy/tune-run", "ConfigMap/tune-plan", "Job/tune-preflight-0"]
     assert actions.status is None or actions.status.plan == observing(job).frozen().status.plan
-    text = actions.creates[0].body["data"][PLAN_KEY]
+    text = actions.creates[1].body["data"][PLAN_KEY]
     assert (text, text_sha256(text)) == (canonical_json(job.plan()), plan_sha256(job.plan()))
 
 
@@ -67,7 +67,7 @@ def test_a_profile_edited_between_freeze_and_first_child_freezes_the_newer_plan(
     assert status.plan is not None
     assert status.plan.hash == expected
     assert status.start_time == "2026-01-01T11:50:00Z", "the start is written once"
-    assert text_sha256(actions.creates[0].body["data"][PLAN_KEY]) == expected
+    assert text_sha256(actions.creates[1].body["data"][PLAN_KEY]) == expected
 
 
 def test_a_plan_of_an_earlier_freeze_is_removed_before_the_newer_one_is_stored() -> None:
@@ -175,6 +175,32 @@ def test_a_missing_profile_and_a_broken_one_are_told_apart() -> None:
         assert "h100" in message(actions, ConditionType.STALLED)
 
 
+@pytest.mark.parametrize(
+    ("allowed", "accepted"),
+    [
+        (None, True),
+        (["team"], True),
+        (["other", "team"], True),
+        (["te*"], True),
+        (["*"], True),
+        ([], False),
+        (["other"], False),
+        (["tea"], False),
+        (["team-*"], False),
+        (["eam"], False),
+    ],
+)
+def test_a_profile_is_for_the_namespaces_that_it_names(allowed: list[str] | None, accepted: bool) -> None:
+    actions = reconcile(observing(a_job().with_profile(allowedNamespaces=allowed)).build(), T0)
+    if accepted:
+        assert condition(actions, ConditionType.VALIDATED)[0] == "True"
+    else:
+        assert condition(actions, ConditionType.STALLED) == ("True", Reason.PROFILE_NOT_ALLOWED)
+        said = message(actions, ConditionType.STALLED)
+        assert "FineTuneProfile 'default' is not for namespace 'team' (allowedNamespaces)" in said
+        assert created(actions) == []
+
+
 def test_a_missing_claim_is_named_with_its_field_and_looked_for_again() -> None:
     actions = reconcile(observing(a_job()).but(missing_claims=frozenset({"data"})).build(), T0)
     assert condition(actions, ConditionType.STALLED) == ("True", Reason.CLAIM_NOT_FOUND)
@@ -192,7 +218,12 @@ def test_a_workspace_template_is_made_into_a_claim_before_the_first_pod() -> Non
     job = a_job().spec("workspace", {"volumeClaimTemplate": {"storage": "10Gi"}})
     seen = replace(observing(job).frozen(), missing_claims=frozenset({"tune-workspace"}))
     actions = reconcile(seen.build(), T0)
-    assert created(actions) == ["PersistentVolumeClaim/tune-workspace", "ConfigMap/tune-plan", "Job/tune-preflight-0"]
+    assert created(actions) == [
+        "PersistentVolumeClaim/tune-workspace",
+        "NetworkPolicy/tune-run",
+        "ConfigMap/tune-plan",
+        "Job/tune-preflight-0",
+    ]
 
 
 def test_a_foreign_object_under_a_childs_name_stalls_the_job() -> None:

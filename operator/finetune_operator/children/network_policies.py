@@ -1,0 +1,68 @@
+"""Whom the pods of a run may reach, and who may reach them: NetworkPolicies, which the cluster's network has to enforce.
+
+One for all pods of the run: they talk among themselves and ask for names; only the operator and whom the profile names read the
+metrics of rank 0. One more for the pods with a way out (fetch, publish): public addresses, and what the profile names; neither
+the cluster nor link-local addresses, where clouds keep their metadata. Policies add up, so the second takes nothing back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune_job.api.profile import NetworkSettings
+from finetune_job.names import LABEL_JOB_UID, LABEL_ROLE, OBSERVE_PORT, Role, network_policy_name
+from finetune_job.plan.launch_plan import LaunchPlan
+from finetune_operator.children.frozen_run import Owner, metadata
+
+_NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+"""Put on every namespace by the API server itself, so that no tenant can forge it."""
+_NOT_PUBLIC = ("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16")
+_NOT_PUBLIC_6 = ("::1/128", "fc00::/7", "fe80::/10")
+"""RFC 1918, 3927, 4193, 4291 and 6598: where clusters, nodes and metadata services are."""
+_DNS: list[dict[str, Any]] = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+
+
+def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, operator_namespace: str) -> list[dict[str, Any]]:
+    """The policies of a run, to be there before its first pod; none if the profile does not isolate runs."""
+    if not network.isolate:
+        return []
+    ours = {"podSelector": {"matchLabels": {LABEL_JOB_UID: owner.uid}}}
+    readers = [
+        {"namespaceSelector": {"matchLabels": {_NAMESPACE_LABEL: name}}}
+        for name in dict.fromkeys((operator_namespace, *network.metrics_namespaces))
+    ]
+    policies = [
+        _policy(
+            network_policy_name(owner.name),
+            owner,
+            ours["podSelector"],
+            ingress=[{"from": [ours]}, {"from": readers, "ports": [{"protocol": "TCP", "port": OBSERVE_PORT}]}],
+            egress=[{"to": [ours]}, {"ports": _DNS}],
+        )
+    ]
+    if plan.fetch is not None or plan.publish is not None:
+        selector = {
+            "matchLabels": {LABEL_JOB_UID: owner.uid},
+            "matchExpressions": [{"key": LABEL_ROLE, "operator": "In", "values": [Role.FETCH.value, Role.PUBLISH.value]}],
+        }
+        public = [
+            {"ipBlock": {"cidr": "0.0.0.0/0", "except": list(_NOT_PUBLIC)}},
+            {"ipBlock": {"cidr": "::/0", "except": list(_NOT_PUBLIC_6)}},
+        ]
+        named = [
+            {
+                "to": [{"ipBlock": {"cidr": one.cidr}}],
+                **({"ports": [{"protocol": "TCP", "port": port} for port in one.ports]} if one.ports else {}),
+            }
+            for one in network.destinations
+        ]
+        name = network_policy_name(owner.name, ways_out=True)
+        policies.append(_policy(name, owner, selector, ingress=[], egress=[{"to": public}, *named]))
+    return policies
+
+
+def _policy(
+    name: str, owner: Owner, selector: dict[str, Any], *, ingress: list[dict[str, Any]], egress: list[dict[str, Any]]
+) -> dict[str, Any]:
+    spec = {"podSelector": selector, "policyTypes": ["Ingress", "Egress"], "ingress": ingress, "egress": egress}
+    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata(owner, name), "spec": spec}

@@ -1,0 +1,113 @@
+"""Whom a run's pods may reach: the policies, and that they are there before the first pod."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+import pytest
+
+from finetune_job.api.profile import NetworkSettings
+from finetune_operator.children.network_policies import network_policies
+from finetune_operator.decide.reconcile import reconcile
+from tests.support.builders import T0, UID, JobBuilder, a_job, observing
+from tests.unit.finetune_operator.children.building import run_of
+from tests.unit.finetune_operator.decide.reading import created
+
+NAMESPACE = "kubernetes.io/metadata.name"
+SAME_RUN = {"podSelector": {"matchLabels": {"finetune.dev/job-uid": UID}}}
+
+
+def policies(job: JobBuilder | None = None, **network: Any) -> list[dict[str, Any]]:
+    run = run_of(job or a_job())
+    return network_policies(run.owner, run.plan, NetworkSettings.model_validate(network), "finetune-system")
+
+
+def from_the_hub() -> JobBuilder:
+    return a_job().spec("model", {"source": "hf://org/model", "revision": "0" * 40})
+
+
+def test_the_pods_of_a_run_talk_among_themselves_and_to_the_operator() -> None:
+    (policy,) = policies(metricsNamespaces=["monitoring", "finetune-system"])
+    assert policy["metadata"]["name"] == "tune-run"
+    assert policy["metadata"]["ownerReferences"][0]["uid"] == UID
+    readers = [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+        for name in ("finetune-system", "monitoring")
+    ]
+    assert policy["spec"] == {
+        "podSelector": SAME_RUN["podSelector"],
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [{"from": [SAME_RUN]}, {"from": readers, "ports": [{"protocol": "TCP", "port": 9400}]}],
+        "egress": [{"to": [SAME_RUN]}, {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}],
+    }
+
+
+def test_only_fetch_and_publish_have_a_way_out() -> None:
+    _, out = policies(from_the_hub(), destinations=[{"cidr": "10.1.2.0/24", "ports": [443, 5000]}, {"cidr": "10.9.0.0/16"}])
+    assert out["metadata"]["name"] == "tune-ways-out"
+    assert out["spec"]["podSelector"] == {
+        "matchLabels": {"finetune.dev/job-uid": UID},
+        "matchExpressions": [{"key": "finetune.dev/role", "operator": "In", "values": ["fetch", "publish"]}],
+    }
+    assert out["spec"]["ingress"] == []
+    assert out["spec"]["egress"][1:] == [
+        {
+            "to": [{"ipBlock": {"cidr": "10.1.2.0/24"}}],
+            "ports": [{"protocol": "TCP", "port": 443}, {"protocol": "TCP", "port": 5000}],
+        },
+        {"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]},
+    ]
+    assert len(policies(a_job().spec("output", {"destination": "s3://bucket/model"}))) == 2
+    assert len(policies()) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "is_reached"),
+    [
+        ("18.160.1.1", True),
+        ("2600:9000::1", True),
+        ("169.254.169.254", False),
+        ("169.254.20.10", False),
+        ("10.96.0.1", False),
+        ("172.16.0.1", False),
+        ("172.31.255.255", False),
+        ("172.32.0.1", True),
+        ("192.168.1.1", False),
+        ("100.64.0.1", False),
+        ("100.128.0.1", True),
+        ("127.0.0.1", False),
+        ("0.0.0.0", False),
+        ("::1", False),
+        ("fd00:ec2::254", False),
+        ("fe80::1", False),
+    ],
+)
+def test_a_way_out_leads_to_public_addresses_alone(address: str, is_reached: bool) -> None:
+    found = ipaddress.ip_address(address)
+    _, out = policies(from_the_hub())
+    (rule,) = out["spec"]["egress"]
+    blocks = [peer["ipBlock"] for peer in rule["to"]]
+
+    def holds(block: str) -> bool:
+        network = ipaddress.ip_network(block)
+        return network.version == found.version and found in network
+
+    assert any(holds(one["cidr"]) and not any(map(holds, one["except"])) for one in blocks) is is_reached
+
+
+def test_a_profile_may_leave_runs_open() -> None:
+    assert policies(from_the_hub(), isolate=False) == []
+
+
+def test_the_policies_are_there_before_the_first_pod() -> None:
+    job = from_the_hub()
+    actions = reconcile(observing(job).frozen().build(), T0)
+    assert created(actions) == [
+        "NetworkPolicy/tune-run",
+        "NetworkPolicy/tune-ways-out",
+        "ConfigMap/tune-plan",
+        "Job/tune-fetch-0",
+    ]
+    open_job = job.with_profile(network={"isolate": False})
+    assert created(reconcile(observing(open_job).frozen().build(), T0)) == ["ConfigMap/tune-plan", "Job/tune-fetch-0"]
