@@ -1,4 +1,11 @@
-"""Durable writes: a name holds either what was there before or the whole of what is new."""
+"""Durable writes, where a name holds either what was there before or the whole of what is new; and reads of files from strangers.
+
+Whoever can write to a claim can put a link, a pipe or another path there. Three laws, by whose file it is:
+* what this product wrote itself is never a link (`read_own`, `open_beneath`);
+* links of a model or an adapter may lead to places below a root that the caller names, and nowhere else (`open_within`);
+* everything else is opened without waiting and must be a plain file (`open_regular`).
+A check and an open that follows are no protection: the name could change in between. So the open itself refuses.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +15,14 @@ import os
 import stat
 import uuid
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 MANIFEST_FILE = "manifest.json"
 """Of a directory of results: its other files with their sizes and SHA-256, and what it was made by. Written last."""
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of everything that is not complete yet."""
+MOST_OWN_BYTES = 256 << 20
+"""Of a manifest, a journal or a report. The largest are journals of uploads: some 200 bytes for each 16 MiB."""
 
 
 def temporary_beside(path: Path) -> Path:
@@ -62,16 +71,80 @@ def publish_directory(temporary: Path, final: Path) -> None:
 
 
 class SpecialFileError(OSError):
-    """A pipe, a socket, a device or a link to itself where a file should be: reading it could block, or never end."""
+    """A pipe, a socket, a device or a link where a file should be: reading it could block, never end, or show another file."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(errno.EINVAL, "is a pipe, a socket, a device, a directory or a link to itself, not a file", str(path))
+        super().__init__(
+            errno.EINVAL, "is a pipe, a socket, a device, a directory or a link that may not be followed, not a file", str(path)
+        )
 
 
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file of the user's for reading, without waiting. Raises SpecialFileError, and OSError as the file system does."""
+class OutsideError(OSError):
+    """A name or a link leads out of the directory that it belongs to. Nothing of what is there was read."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(errno.EXDEV, why, str(path))
+
+
+def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
+    """Open a file of the user's for reading, without waiting. Raises SpecialFileError, and OSError as the file system does.
+
+    `follow`: whether `path` itself may be a link.
+    """
+    return _opened(path, path, None, 0 if follow else os.O_NOFOLLOW)
+
+
+def open_beneath(root: Path, name: str) -> BufferedReader:
+    """Open the file `name`, with slashes, below `root`; none of its parts may be a link. `root` itself is trusted.
+
+    Raises OutsideError, SpecialFileError, and OSError as the file system does.
+    """
+    path, parts = root / name, PurePosixPath(name).parts
+    if not parts or not set(parts).isdisjoint(("/", "//", "..")):
+        raise OutsideError(path, f"leads out of {root}")
+    directory = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        for part in parts[:-1]:
+            try:
+                inner = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            except NotADirectoryError as error:
+                raise OutsideError(path, f"{part} on its path is a link, or no directory") from error
+            os.close(directory)
+            directory = inner
+        return _opened(path, parts[-1], directory, os.O_NOFOLLOW)
+    finally:
+        os.close(directory)
+
+
+def open_within(path: Path, root: Path) -> BufferedReader:
+    """Open the file to which `path` leads, through links or not, if that is below `root`; no link is followed in the open.
+
+    Raises OutsideError, SpecialFileError, and OSError as the file system does.
+    """
+    return open_beneath(Path(os.path.realpath(root)), str(inside(path, root)))
+
+
+def inside(path: Path, root: Path) -> PurePosixPath:
+    """Where `path` leads to, relative to `root`, all links of both followed. Raises OutsideError where it is not below."""
+    real, real_root = os.path.realpath(path), os.path.realpath(root)
+    found = PurePosixPath(real)
+    if not found.is_relative_to(real_root):
+        raise OutsideError(path, f"is a link to {real}, which is outside {real_root}")
+    return found.relative_to(real_root)
+
+
+def read_own(path: Path, most_bytes: int = MOST_OWN_BYTES) -> bytes:
+    """All of a file that this product wrote to a claim. Raises SpecialFileError for a link, OSError as the file system does."""
+    with open_regular(path, follow=False) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"is larger than the {most_bytes} bytes that it has at most", str(path))
+    return content
+
+
+def _opened(path: Path, name: Path | str, directory: int | None, flags: int) -> BufferedReader:
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=directory)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ELOOP):
             raise SpecialFileError(path) from error
