@@ -2,7 +2,7 @@
 
 Whoever can write to a claim can put a link, a pipe or another path there. Three laws, by whose file it is:
 * what this product wrote itself is never a link (`read_own`, `open_beneath`);
-* links of a model or an adapter may lead to places below a root that the caller names, and nowhere else (`open_within`);
+* links of a model or an adapter may lead to places below its `link_root`, and nowhere else (`links_outside`, `open_within`);
 * everything else is opened without waiting and must be a plain file (`open_regular`).
 A check and an open that follows are no protection: the name could change in between. So the open itself refuses.
 """
@@ -12,8 +12,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import stat
 import uuid
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
@@ -21,8 +23,11 @@ MANIFEST_FILE = "manifest.json"
 """Of a directory of results: its other files with their sizes and SHA-256, and what it was made by. Written last."""
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of everything that is not complete yet."""
-MOST_OWN_BYTES = 256 << 20
-"""Of a manifest, a journal or a report. The largest are journals of uploads: some 200 bytes for each 16 MiB."""
+TEMPLATES = "additional_chat_templates"
+"""Directory whose files transformers reads with the tokenizer."""
+_COPY_BYTES = 1 << 20
+MOST_OWN_BYTES = 1 << 30
+"""Of a manifest, a journal or a report. The longest are histories: some 300 bytes for each step of training."""
 
 
 def temporary_beside(path: Path) -> Path:
@@ -133,6 +138,37 @@ def inside(path: Path, root: Path) -> PurePosixPath:
     return found.relative_to(real_root)
 
 
+def link_root(directory: Path, claim: Path | None = None) -> Path:
+    """Below which the links of a model's or an adapter's directory may lead: its claim's mount.
+
+    A directory on no claim has itself; a snapshot in a Hugging Face cache, whose files are links to blobs beside the snapshots,
+    has its repository in the cache.
+    """
+    real, own = Path(os.path.realpath(directory)), Path(os.path.realpath(claim or directory))
+    snapshots = (path for path in real.parents if path.name == "snapshots" and path.parent.name.startswith("models--"))
+    repository = next((path.parent for path in snapshots), own)
+    return repository if own.is_relative_to(repository) else own
+
+
+def links_outside(directory: Path, root: Path) -> Iterator[OutsideError]:
+    """The directory itself and those of its links that lead out of `root`. Raises OSError where it cannot be listed.
+
+    For libraries, which open every file by its path and follow every link. Looks where they do: at the directory's entries and at
+    those of its directory of templates.
+    """
+    for path in (directory, *sorted(directory.iterdir()), *sorted(directory.glob(f"{TEMPLATES}/*"))):
+        try:
+            inside(path, root)
+        except OutsideError as error:
+            yield error
+
+
+def copy_within(path: Path, root: Path, target: Path) -> None:
+    """Copy a file as `open_within` opens it, to a name that does not exist or is replaced. Raises as that does."""
+    with open_within(path, root) as source, target.open("wb") as copy:
+        shutil.copyfileobj(source, copy, _COPY_BYTES)
+
+
 def read_own(path: Path, most_bytes: int = MOST_OWN_BYTES) -> bytes:
     """All of a file that this product wrote to a claim. Raises SpecialFileError for a link, OSError as the file system does."""
     with open_regular(path, follow=False) as file:
@@ -158,4 +194,10 @@ def _opened(path: Path, name: Path | str, directory: int | None, flags: int) -> 
 def file_sha256(path: Path) -> str:
     """Digest of the file's bytes, in hexadecimal. Raises SpecialFileError, and OSError as the file system does."""
     with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_beneath(root: Path, name: str) -> str:
+    """Digest of the bytes of a file that this product wrote. Raises as `open_beneath` does."""
+    with open_beneath(root, name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from finetune_job.finding import Finding
 from finetune_memory.model_shape import ModelShape
+from finetune_trainer.files import read_own
 
 
 @dataclass(frozen=True)
@@ -166,4 +167,4 @@ class ModelReport(BaseModel):
 
 def read_report(path: Path) -> ModelReport | None:
     """The report at `path`, or None where there is none."""
-    return ModelReport.model_validate_json(path.read_bytes()) if path.is_file() else None
+    return ModelReport.model_validate_json(read_own(path)) if path.is_file() else None

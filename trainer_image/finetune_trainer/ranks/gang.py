@@ -1,7 +1,7 @@
 """This process as a rank, and the few things that ranks agree on through small messages.
 
-Messages are JSON of a fixed form and a bounded length, never pickles: torch authenticates no member, so whoever can reach a gang's
-ports can be one, and a pickle runs code of its sender's choice in whoever reads it.
+Messages are JSON of a fixed form and a bounded length, never pickles: torch authenticates no member, so whoever can reach the
+ports of a gang can be one, and a pickle runs code of its sender's choice in whoever reads it.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from finetune_trainer.files import (
     SpecialFileError,
     open_beneath,
     read_own,
+    sha256_beneath,
     sync_directory,
     write_durably,
 )
@@ -76,8 +77,8 @@ def _hashed(output: OutputLayout, layout: ReleaseLayout, pattern: str) -> dict[s
 def _sha256(output: OutputLayout, name: str, known: str | None = None) -> str:
     """Of one of the results. Raises CheckpointError where it is a link or no file: somebody else has put it there."""
     try:
-        with open_beneath(output.root, name) as file:
-            return known or hashlib.file_digest(file, "sha256").hexdigest()
+        with open_beneath(output.root, name):
+            return known or sha256_beneath(output.root, name)
     except OSError as error:
         raise CheckpointError(f"{output.root / name}: {error.strerror}", "remove it and run the merge again") from error
 

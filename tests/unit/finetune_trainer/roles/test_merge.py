@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_trainer.__main__ import main
 from finetune_trainer.context import RunContext
+from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import file_sha256
 from finetune_trainer.inspection.model_files import file_digests
 from finetune_trainer.release.checksums import read_release
+from finetune_trainer.roles.merge import check_trained, publish_copy
 from tests.support.forked_ranks import run_gang
 from tests.support.tiny_model import run_context, tiny_spec
 from tests.unit.finetune_trainer.release.example import model_report
@@ -229,3 +232,22 @@ def test_a_damaged_adapter_is_not_published(tmp_path: Path, damage: str) -> None
     code, report = run_merge(context)
     assert (code, report.failure) == (EXIT_CODES[FailureClass.CHECKPOINT_INVALID], FailureClass.CHECKPOINT_INVALID)
     assert not context.output.adapter.exists()
+
+
+def test_a_link_among_what_was_trained_is_not_published(tmp_path: Path) -> None:
+    trained, final = tmp_path / "trained", tmp_path / "results" / "adapter"
+    trained.mkdir()
+    final.parent.mkdir()
+    (tmp_path / "secret").write_text("secret")
+    secret_sha256 = hashlib.sha256(b"secret").hexdigest()
+    (trained / "manifest.json").write_text(json.dumps({"plan_sha256": "p", "step": 1, "files": {}}))
+    assert check_trained(trained, "p") == 1
+    (trained / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is a pipe, .* or a link"):
+        publish_copy(trained, final)
+    assert not list(final.parent.iterdir())
+    for name in ("tokenizer.json", "../secret"):
+        files = {name: {"sha256": secret_sha256}}
+        (trained / "manifest.json").write_text(json.dumps({"plan_sha256": "p", "step": 1, "files": files}))
+        with pytest.raises(CheckpointError, match=r"link|leads out"):
+            check_trained(trained, "p")
