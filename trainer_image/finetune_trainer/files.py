@@ -138,6 +138,15 @@ def inside(path: Path, root: Path) -> PurePosixPath:
     return found.relative_to(real_root)
 
 
+def append_to_own(path: Path) -> int:
+    """Descriptor for reading and appending to a file of this product, which is made if it is missing. Raises OSError.
+
+    A link is not followed, and a pipe is never waited for.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(path, flags, 0o666)
+
+
 def link_root(directory: Path, claim: Path | None = None) -> Path:
     """Below which the links of a model's or an adapter's directory may lead: its claim's mount.
 

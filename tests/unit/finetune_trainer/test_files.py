@@ -11,6 +11,7 @@ from finetune_trainer.files import (
     TEMPORARY_MARK,
     OutsideError,
     SpecialFileError,
+    append_to_own,
     copy_within,
     file_sha256,
     link_root,
@@ -183,3 +184,16 @@ def test_an_own_file_is_no_link_and_no_longer_than_it_can_be(claim: Path) -> Non
         read_own(claim / "shared.json", 5)
     with pytest.raises(SpecialFileError):
         read_own(claim / "models" / "tiny" / "inside.json")
+
+
+def test_nothing_is_appended_through_a_link_or_waits_for_a_pipe(claim: Path) -> None:
+    log = claim / "log"
+    for _ in range(2):
+        with os.fdopen(append_to_own(log), "ab") as file:
+            file.write(b"x")
+    assert log.read_bytes() == b"xx"
+    make_pipe(claim / "pipe")
+    os.close(append_to_own(claim / "pipe"))
+    with pytest.raises(OSError, match="symbolic links"):
+        append_to_own(claim / "models" / "tiny" / "inside.json")
+    assert (claim / "shared.json").read_text() == "shared"

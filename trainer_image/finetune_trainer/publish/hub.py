@@ -175,7 +175,7 @@ class HubDestination:
 
             self._with_retries(f"sending {file.name}", send)
             bytes_sent = reader.bytes_read
-            if addition.path_or_fileobj is reader:
+            if addition.path_or_fileobj != b"":  # of what was sent, the library has let go
                 # Not large enough for the storage, so the commit holds it whole; what is to be ignored is in no commit.
                 reader.seek(0)
                 addition.path_or_fileobj = b"" if addition._should_ignore else reader.read()  # noqa: SLF001 - no public name

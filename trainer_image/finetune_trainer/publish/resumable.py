@@ -79,7 +79,7 @@ class ProvenReader(io.BufferedIOBase):
         try:
             self._file = file.open()
         except (OutsideError, SpecialFileError) as error:
-            raise _damaged(file, error.strerror) from error
+            raise _damaged(file, f"{error.strerror}") from error
         try:
             self._prove()
         except BaseException:

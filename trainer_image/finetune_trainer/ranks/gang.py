@@ -71,7 +71,8 @@ class Gang:
         size = _checked_length(0, int(length))
         part = _padded(message, size)
         dist.broadcast(part, src=0, group=self.messages)
-        return _decoded(0, part, form)
+        found: T = _decoded(0, part, form)
+        return found
 
     def barrier(self) -> None:
         """Wait for all ranks."""
