@@ -15,6 +15,7 @@ from finetune_job.names import CLAIMS_MOUNT
 from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import PlanMismatchError
+from finetune_trainer.files import link_root
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class RunContext:
     plan_sha256: str
     claims_root: Path
     attempt: int
+    links_lead_to: Path | None = None
+    """Below which links of the base model may lead; None: the mount of its claim, or the cache that it is a snapshot of."""
 
     def path(self, location: ClaimPath) -> Path:
         """Where a location on a claim is mounted."""
@@ -41,6 +44,11 @@ class RunContext:
     @property
     def base_model(self) -> Path:
         return self.path(self.plan.model.location)
+
+    @property
+    def base_model_root(self) -> Path:
+        """Below which links of the base model may lead."""
+        return self.links_lead_to or link_root(self.base_model, self.claims_root / self.plan.model.location.claim)
 
     @property
     def learning_sha256(self) -> str:

@@ -1,19 +1,33 @@
-"""Durable writes: a name holds either what was there before or the whole of what is new."""
+"""Durable writes, where a name holds either what was there before or the whole of what is new; and reads of files from strangers.
+
+Whoever can write to a claim can put a link, a pipe or another path there. Three laws, by whose file it is:
+* what this product wrote itself is never a link (`read_own`, `open_beneath`);
+* links of a model or an adapter may lead to places below its `link_root`, and nowhere else (`links_outside`, `open_within`);
+* everything else is opened without waiting and must be a plain file (`open_regular`).
+A check and an open that follows are no protection: the name could change in between. So the open itself refuses.
+"""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
+import shutil
 import stat
 import uuid
+from collections.abc import Iterator
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 MANIFEST_FILE = "manifest.json"
 """Of a directory of results: its other files with their sizes and SHA-256, and what it was made by. Written last."""
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of everything that is not complete yet."""
+TEMPLATES = "additional_chat_templates"
+"""Directory whose files transformers reads with the tokenizer."""
+_COPY_BYTES = 1 << 20
+MOST_OWN_BYTES = 1 << 30
+"""Of a manifest, a journal or a report. The longest are histories: some 300 bytes for each step of training."""
 
 
 def temporary_beside(path: Path) -> Path:
@@ -62,16 +76,120 @@ def publish_directory(temporary: Path, final: Path) -> None:
 
 
 class SpecialFileError(OSError):
-    """A pipe, a socket, a device or a link to itself where a file should be: reading it could block, or never end."""
+    """A pipe, a socket, a device or a link where a file should be: reading it could block, never end, or show another file."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(errno.EINVAL, "is a pipe, a socket, a device, a directory or a link to itself, not a file", str(path))
+        super().__init__(
+            errno.EINVAL, "is a pipe, a socket, a device, a directory or a link that may not be followed, not a file", str(path)
+        )
 
 
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file of the user's for reading, without waiting. Raises SpecialFileError, and OSError as the file system does."""
+class OutsideError(OSError):
+    """A name or a link leads out of the directory that it belongs to. Nothing of what is there was read."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(errno.EXDEV, why, str(path))
+
+
+def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
+    """Open a file of the user's for reading, without waiting. Raises SpecialFileError, and OSError as the file system does.
+
+    `follow`: whether `path` itself may be a link.
+    """
+    return _opened(path, path, None, 0 if follow else os.O_NOFOLLOW)
+
+
+def open_beneath(root: Path, name: str) -> BufferedReader:
+    """Open the file `name`, with slashes, below `root`; none of its parts may be a link. `root` itself is trusted.
+
+    Raises OutsideError, SpecialFileError, and OSError as the file system does.
+    """
+    path, parts = root / name, PurePosixPath(name).parts
+    if not parts or not set(parts).isdisjoint(("/", "//", "..")):
+        raise OutsideError(path, f"leads out of {root}")
+    directory = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        for part in parts[:-1]:
+            try:
+                inner = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            except NotADirectoryError as error:
+                raise OutsideError(path, f"{part} on its path is a link, or no directory") from error
+            os.close(directory)
+            directory = inner
+        return _opened(path, parts[-1], directory, os.O_NOFOLLOW)
+    finally:
+        os.close(directory)
+
+
+def open_within(path: Path, root: Path) -> BufferedReader:
+    """Open the file to which `path` leads, through links or not, if that is below `root`; no link is followed in the open.
+
+    Raises OutsideError, SpecialFileError, and OSError as the file system does.
+    """
+    return open_beneath(Path(os.path.realpath(root)), str(inside(path, root)))
+
+
+def inside(path: Path, root: Path) -> PurePosixPath:
+    """Where `path` leads to, relative to `root`, all links of both followed. Raises OutsideError where it is not below."""
+    real, real_root = os.path.realpath(path), os.path.realpath(root)
+    found = PurePosixPath(real)
+    if not found.is_relative_to(real_root):
+        raise OutsideError(path, f"is a link to {real}, which is outside {real_root}")
+    return found.relative_to(real_root)
+
+
+def append_to_own(path: Path) -> int:
+    """Descriptor for reading and appending to a file of this product, which is made if it is missing. Raises OSError.
+
+    A link is not followed, and a pipe is never waited for.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(path, flags, 0o666)
+
+
+def link_root(directory: Path, claim: Path | None = None) -> Path:
+    """Below which the links of a model's or an adapter's directory may lead: its claim's mount.
+
+    A directory on no claim has itself; a snapshot in a Hugging Face cache, whose files are links to blobs beside the snapshots,
+    has its repository in the cache.
+    """
+    real, own = Path(os.path.realpath(directory)), Path(os.path.realpath(claim or directory))
+    snapshots = (path for path in real.parents if path.name == "snapshots" and path.parent.name.startswith("models--"))
+    repository = next((path.parent for path in snapshots), own)
+    return repository if own.is_relative_to(repository) else own
+
+
+def links_outside(directory: Path, root: Path) -> Iterator[OutsideError]:
+    """The directory itself and those of its links that lead out of `root`. Raises OSError where it cannot be listed.
+
+    For libraries, which open every file by its path and follow every link. Looks where they do: at the directory's entries and at
+    those of its directory of templates.
+    """
+    for path in (directory, *sorted(directory.iterdir()), *sorted(directory.glob(f"{TEMPLATES}/*"))):
+        try:
+            inside(path, root)
+        except OutsideError as error:
+            yield error
+
+
+def copy_within(path: Path, root: Path, target: Path) -> None:
+    """Copy a file as `open_within` opens it, to a name that does not exist or is replaced. Raises as that does."""
+    with open_within(path, root) as source, target.open("wb") as copy:
+        shutil.copyfileobj(source, copy, _COPY_BYTES)
+
+
+def read_own(path: Path, most_bytes: int = MOST_OWN_BYTES) -> bytes:
+    """All of a file that this product wrote to a claim. Raises SpecialFileError for a link, OSError as the file system does."""
+    with open_regular(path, follow=False) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"is larger than the {most_bytes} bytes that it has at most", str(path))
+    return content
+
+
+def _opened(path: Path, name: Path | str, directory: int | None, flags: int) -> BufferedReader:
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=directory)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ELOOP):
             raise SpecialFileError(path) from error
@@ -85,4 +203,10 @@ def open_regular(path: Path) -> BufferedReader:
 def file_sha256(path: Path) -> str:
     """Digest of the file's bytes, in hexadecimal. Raises SpecialFileError, and OSError as the file system does."""
     with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_beneath(root: Path, name: str) -> str:
+    """Digest of the bytes of a file that this product wrote. Raises as `open_beneath` does."""
+    with open_beneath(root, name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

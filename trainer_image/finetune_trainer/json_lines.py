@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.files import open_regular
+from finetune_trainer.files import append_to_own, open_regular
 
 log = logging.getLogger(__name__)
 TAIL_BYTES = 1 << 20
@@ -23,7 +23,7 @@ class JsonLines:
         """Raises OSError where the file cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._descriptor = append_to_own(path)
         size = os.fstat(self._descriptor).st_size
         # A line that a crash cut off must not swallow the next one.
         self._unwritten = b"\n" if size and os.pread(self._descriptor, 1, size - 1) != b"\n" else b""

@@ -32,8 +32,8 @@ FILE_ENTRIES = (
     Entry(
         "model-file-unusable",
         "error",
-        "An entry of the model's directory cannot be read as a file, or is far too large for its name",
-        "Libraries open whatever has the right name: a pipe would block them, and a device never ends.",
+        "An entry of the model's directory cannot be read as a file, leads out of its claim, or is not what its name promises",
+        "Libraries open whatever has the right name: a pipe would block them, and what a link leads to would be published.",
         "Replace it with the file of the original model, or remove it",
         f"{_HOSTILE}::test_a_special_file_is_named_and_never_opened",
     ),

@@ -9,10 +9,18 @@ import pytest
 
 from finetune_trainer.files import (
     TEMPORARY_MARK,
+    OutsideError,
     SpecialFileError,
+    append_to_own,
+    copy_within,
     file_sha256,
+    link_root,
+    links_outside,
+    open_beneath,
     open_regular,
+    open_within,
     publish_directory,
+    read_own,
     temporary_beside,
     write_durably,
 )
@@ -73,3 +81,119 @@ def test_what_is_not_a_file_is_refused_without_waiting(tmp_path: Path, make) -> 
 def test_a_missing_file_is_the_file_systems_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         file_sha256(tmp_path / "absent")
+
+
+@pytest.fixture
+def claim(tmp_path: Path) -> Path:
+    """A claim with a model and a file that several share, a secret beside it, and links of all kinds in the model."""
+    (tmp_path / "secret").write_text("secret")
+    claim = tmp_path / "claim"
+    model = claim / "models" / "tiny"
+    (model / "additional_chat_templates").mkdir(parents=True)
+    (claim / "shared.json").write_text("shared")
+    (model / "own.json").write_text("own")
+    links = {
+        "inside.json": "../../shared.json",
+        "absolute.json": str(claim / "shared.json"),
+        "twice.json": "inside.json",
+        "outside.json": "../../../secret",
+        "absolutely-outside.json": str(tmp_path / "secret"),
+        "outside-twice.json": "outside.json",
+        "directory": str(tmp_path),
+        "additional_chat_templates/a.jinja": "../../../../secret",
+    }
+    for name, target in links.items():
+        (model / name).symlink_to(target)
+    return claim
+
+
+def test_links_of_a_model_lead_to_its_claim_and_nowhere_else(claim: Path, tmp_path: Path) -> None:
+    model, target = claim / "models" / "tiny", tmp_path / "copy"
+    for name, content in {"own": "own", "inside": "shared", "absolute": "shared", "twice": "shared"}.items():
+        copy_within(model / f"{name}.json", claim, target)
+        assert target.read_text() == content
+        target.unlink()
+    outside = ["absolutely-outside.json", "directory", "outside-twice.json", "outside.json", "additional_chat_templates/a.jinja"]
+    for name in (*outside, "directory/secret"):
+        with pytest.raises(OutsideError, match=f"is a link to {tmp_path}"):
+            copy_within(model / name, claim, target)
+        assert not target.exists()
+    assert [Path(error.filename) for error in links_outside(model, claim)] == [model / name for name in outside]
+    # Of a directory whose claim nobody names, it alone is trusted.
+    assert link_root(model) == model
+    assert str(next(links_outside(model, link_root(model)))).startswith("[Errno 18] is a link to")
+    assert {Path(error.filename).name for error in links_outside(model, model)} >= {"inside.json", "absolute.json", "twice.json"}
+
+
+def test_a_model_that_is_itself_a_link_out_of_its_claim_is_noticed(claim: Path, tmp_path: Path) -> None:
+    (claim / "current").symlink_to("models/tiny")
+    (claim / "away").symlink_to(tmp_path)
+    assert claim / "current" not in [Path(error.filename) for error in links_outside(claim / "current", claim)]
+    assert Path(next(links_outside(claim / "away", claim)).filename) == claim / "away"
+
+
+def test_a_snapshot_of_a_cache_leads_to_the_blobs_of_its_repository(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--org--tiny"
+    snapshot = repository / "snapshots" / "0123abcd"
+    for directory in (snapshot, repository / "blobs", tmp_path / "hub" / "models--org--other"):
+        directory.mkdir(parents=True)
+    (repository / "blobs" / "00ff").write_text("{}")
+    (tmp_path / "hub" / "models--org--other" / "config.json").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/00ff")
+    (tmp_path / "claim").symlink_to(snapshot)
+    for directory, claim in ((snapshot, None), (snapshot, snapshot), (tmp_path / "claim", tmp_path / "claim")):
+        assert link_root(directory, claim) == repository
+        assert list(links_outside(directory, link_root(directory, claim))) == []
+        with open_within(directory / "config.json", link_root(directory, claim)) as file:
+            assert file.read() == b"{}"
+    # A claim that holds the whole cache has all of it; a name alone makes no cache.
+    assert link_root(snapshot, tmp_path / "hub") == tmp_path / "hub"
+    (tmp_path / "snapshots" / "x").mkdir(parents=True)
+    assert link_root(tmp_path / "snapshots" / "x") == tmp_path / "snapshots" / "x"
+    (snapshot / "tokenizer.json").symlink_to("../../../models--org--other/config.json")
+    (error,) = links_outside(snapshot, link_root(snapshot))
+    assert error.filename == str(snapshot / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("models/tiny/inside.json", SpecialFileError, "not a file"),
+        ("models/tiny/directory/secret", OutsideError, "directory on its path is a link"),
+        ("../secret", OutsideError, "leads out of"),
+        ("models/../../secret", OutsideError, "leads out of"),
+        ("/etc/passwd", OutsideError, "leads out of"),
+        ("", OutsideError, "leads out of"),
+        ("models/tiny", SpecialFileError, "not a file"),
+        ("shared.json/x", OutsideError, "no directory"),
+        ("absent", FileNotFoundError, "No such file"),
+    ],
+)
+def test_no_part_of_the_path_of_an_own_file_is_a_link(claim: Path, name: str, error: type[OSError], words: str) -> None:
+    with open_beneath(claim, "models/tiny/own.json") as file:
+        assert file.read() == b"own"
+    open_descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(error, match=words):
+        open_beneath(claim, name)
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_descriptors
+
+
+def test_an_own_file_is_no_link_and_no_longer_than_it_can_be(claim: Path) -> None:
+    assert read_own(claim / "shared.json") == b"shared"
+    with pytest.raises(OSError, match="larger than the 5 bytes"):
+        read_own(claim / "shared.json", 5)
+    with pytest.raises(SpecialFileError):
+        read_own(claim / "models" / "tiny" / "inside.json")
+
+
+def test_nothing_is_appended_through_a_link_or_waits_for_a_pipe(claim: Path) -> None:
+    log = claim / "log"
+    for _ in range(2):
+        with os.fdopen(append_to_own(log), "ab") as file:
+            file.write(b"x")
+    assert log.read_bytes() == b"xx"
+    make_pipe(claim / "pipe")
+    os.close(append_to_own(claim / "pipe"))
+    with pytest.raises(OSError, match="symbolic links"):
+        append_to_own(claim / "models" / "tiny" / "inside.json")
+    assert (claim / "shared.json").read_text() == "shared"

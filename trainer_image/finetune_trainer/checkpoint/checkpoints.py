@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from finetune_trainer.checkpoint.evidence import recorded_progress
+from finetune_trainer.checkpoint.evidence import Evidence, recorded_progress
 from finetune_trainer.checkpoint.load import load, newest_valid, unusable_checkpoints, verified_manifest
 from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState, directory_name
 from finetune_trainer.checkpoint.save import PendingSave, Snapshot, begin_save, commit_save
@@ -74,7 +74,7 @@ class Checkpoints:
                 f"{next(iter(unusable.own.values()))}",
                 _HINT,
             )
-        evidence = self._gang.from_first(recorded_progress(self._workspace) if self._gang.is_first else None)
+        evidence = self._gang.from_first(recorded_progress(self._workspace) if self._gang.is_first else None, Evidence | None)
         # If checkpoints are another run's, so are the records.
         if evidence is not None and not unusable.foreign:
             raise CheckpointError(
@@ -97,7 +97,7 @@ class Checkpoints:
             return True
         if self._plan.every_seconds is None:
             return False
-        return bool(self._gang.from_first(time.monotonic() - self._latest_save >= self._plan.every_seconds))
+        return self._gang.from_first(time.monotonic() - self._latest_save >= self._plan.every_seconds, bool)
 
     def save(self, step: int, state: RunState, *, is_best: bool = False, is_last: bool = False) -> None:
         """Save the state after optimizer step `step`.

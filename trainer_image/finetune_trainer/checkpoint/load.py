@@ -14,7 +14,7 @@ from finetune_trainer.checkpoint.manifest import Manifest, Origin, RangeEntry, r
 from finetune_trainer.checkpoint.retention import checkpoint_directories, remove_leftovers
 from finetune_trainer.checkpoint.state import PARAMETER, ParameterRange, check_kind, create_state, restore_count, state_form
 from finetune_trainer.errors import CheckpointError, ForeignCheckpointError
-from finetune_trainer.ranks.gang import Gang
+from finetune_trainer.ranks.gang import EntryName, Gang
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest
     """
     if gang.is_first:
         remove_leftovers(root)
-    names = gang.from_first([path.name for path in checkpoint_directories(root)])
+    names = gang.from_first([path.name for path in checkpoint_directories(root)], list[EntryName])
     for name in names:
         manifest, problems = verified_manifest(root / name, gang, origin)
         if manifest is not None:
@@ -56,7 +56,7 @@ def verified_manifest(directory: Path, gang: Gang, origin: Origin) -> tuple[Mani
             verify_file(directory, entry)
     except (CheckpointError, OSError) as error:
         problem = str(error)
-    problems = [text for text in gang.gather(problem) if text]
+    problems = [text for text in gang.gather(problem, str) if text]
     return (None if problems else manifest), problems
 
 
@@ -78,7 +78,7 @@ def unusable_checkpoints(root: Path, gang: Gang, origin: Origin) -> UnusableChec
                 own[directory.name] = str(error)
             else:
                 own[directory.name] = f"{directory}: a file is not what was written"
-    return UnusableCheckpoints(*gang.from_first((own, foreign)))
+    return UnusableCheckpoints(*gang.from_first((own, foreign), tuple[dict[str, str], list[str]]))
 
 
 def load(directory: Path, manifest: Manifest, found: list[ParameterRange], optimizer: torch.optim.Optimizer) -> None:

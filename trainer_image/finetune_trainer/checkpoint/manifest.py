@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from finetune_trainer.errors import CheckpointError, ForeignCheckpointError
-from finetune_trainer.files import file_sha256
+from finetune_trainer.files import file_sha256, read_own
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -144,7 +144,7 @@ def decode_manifest(encoded: bytes) -> Manifest:
 def read_manifest(directory: Path, origin: Origin) -> Manifest:
     """The manifest of a checkpoint of this run and data, sizes compared, digests of files not yet. Raises CheckpointError."""
     try:
-        manifest = decode_manifest((directory / MANIFEST).read_bytes())
+        manifest = decode_manifest(read_own(directory / MANIFEST))
     except OSError as error:
         raise CheckpointError(f"{directory / MANIFEST}: cannot be read ({error})") from error
     if directory.name != directory_name(manifest.step):

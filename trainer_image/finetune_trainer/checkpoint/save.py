@@ -36,7 +36,7 @@ from finetune_trainer.checkpoint.retention import prune
 from finetune_trainer.checkpoint.state import PARAMETER, ParameterRange, agreed_optimizer_entry, state_form
 from finetune_trainer.errors import NO_SPACE, REFUSED_WRITES, DiskFullSaveError, SaveError
 from finetune_trainer.files import TEMPORARY_MARK, publish_directory, write_durably
-from finetune_trainer.ranks.gang import Gang
+from finetune_trainer.ranks.gang import EntryName, Gang
 from finetune_trainer.weights.rounding import TORCH_DTYPES
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ _NAMES_OF_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _CHUNK_BYTES = 16 << 20
 """Written and hashed at a time, so that the bytes are still in a cache when they are hashed."""
 _ALIGNMENT = 8
+_Failure = tuple[str, int | None]
+"""Message and number of a rank's error, as ranks tell it to each other."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def begin_save(
 
     `reused`: an earlier snapshot, whose memory is taken. Raises SaveError on all ranks alike.
     """
-    temporary = root / gang.from_first(f"{directory_name(step)}{TEMPORARY_MARK}{uuid.uuid4().hex}")
+    temporary = root / gang.from_first(f"{directory_name(step)}{TEMPORARY_MARK}{uuid.uuid4().hex}", EntryName)
     _by_first(gang, lambda: temporary.mkdir(parents=True), temporary)
     unfinished = Manifest(
         step=step,
@@ -120,12 +122,12 @@ def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tupl
     if isinstance(outcome, BaseException) and not isinstance(outcome, OSError):
         raise outcome
     error = (f"rank {gang.rank}: {outcome}", outcome.errno) if isinstance(outcome, OSError) else None
-    entry = outcome.model_dump() if isinstance(outcome, FileEntry) else None
-    told = gang.gather((entry, error))
+    entry = outcome if isinstance(outcome, FileEntry) else None
+    told = gang.gather((entry, error), tuple[FileEntry | None, _Failure | None])
     if errors := [found for _, found in told if found is not None]:
         _discard(writing.temporary, gang)
         raise _save_error(f"checkpoint of step {writing.unfinished.step}", errors)
-    files = [FileEntry.model_validate(value) for value, _ in told]
+    files = [value for value, _ in told if value is not None]
     manifest = writing.unfinished.model_copy(update={"files": files})
     final = root / directory_name(manifest.step)
     _by_first(gang, lambda: _publish(writing.temporary, final, manifest), writing.temporary)
@@ -158,20 +160,19 @@ def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 def _by_first(gang: Gang, action: Callable[[], None], temporary: Path) -> None:
     """Let rank 0 do something on the file system and all ranks know whether it failed."""
-    error: tuple[str, int | None] | None = None
+    error: _Failure | None = None
     if gang.is_first:
         try:
             action()
         except OSError as failed:
             error = (f"rank 0: {failed}", failed.errno)
-    error = gang.from_first(error)
+    error = gang.from_first(error, _Failure | None)
     if error is not None:
         _discard(temporary, gang)
         raise _save_error(temporary.name, [error])
 
 
-def _save_error(what: str, errors: Sequence[tuple[str, int | None]]) -> SaveError:
-    """errors: message and number of each rank's."""
+def _save_error(what: str, errors: Sequence[_Failure]) -> SaveError:
     message = f"{what}: {'; '.join(text for text, _ in errors)}"
     if any(number in NO_SPACE for _, number in errors):
         return DiskFullSaveError(message, f"make room on {_CLAIM}, or enlarge it; {_UNHARMED}")

@@ -161,7 +161,7 @@ def agreed_optimizer_entry(optimizer: torch.optim.Optimizer, gang: Gang) -> Opti
     """
     entry = optimizer_entry(optimizer)
     knows = any(parameter.numel() for parameter in _parameters(optimizer))
-    counts = {count for count in gang.gather(entry.step if knows else None) if count is not None}
+    counts = {count for count in gang.gather(entry.step if knows else None, float | None) if count is not None}
     if len(counts) > 1:
         raise InvariantError(f"optimizer states of the ranks are at different steps: {sorted(counts)}")
     return entry.model_copy(update={"step": counts.pop()}) if counts else entry

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from finetune_trainer.data.cpus import available_cpus
 from finetune_trainer.errors import DataError
-from finetune_trainer.files import file_sha256
+from finetune_trainer.files import file_sha256, read_own
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
@@ -142,7 +142,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest, checked against its own digest. Raises PreparedDataError."""
     path = directory / MANIFEST_FILE
     try:
-        encoded = path.read_bytes()
+        encoded = read_own(path)
         manifest = json.loads(encoded)
     except (OSError, ValueError) as error:
         raise PreparedDataError(path, f"cannot be read ({error})", directory) from error

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from finetune_job.plan.launch_plan import FetchItem
 from finetune_trainer.fetch.source import RemoteFile
-from finetune_trainer.files import TEMPORARY_MARK, file_sha256, sync_directory, write_durably
+from finetune_trainer.files import TEMPORARY_MARK, file_sha256, read_own, sync_directory, write_durably
 
 
 class FetchedFile(BaseModel):
@@ -62,7 +62,7 @@ def write_manifest(target: Path, manifest: FetchManifest) -> None:
 def read_manifest(target: Path) -> FetchManifest | None:
     """The manifest of a target; None where there is none or it is damaged."""
     try:
-        return FetchManifest.model_validate_json(manifest_path(target).read_bytes())
+        return FetchManifest.model_validate_json(read_own(manifest_path(target)))
     except (OSError, ValidationError):
         return None
 
@@ -103,7 +103,7 @@ class FetchStaging:
     def _read_journal(self) -> dict[str, FetchedFile]:
         known: dict[str, FetchedFile] = {}
         if self._journal.exists():
-            for line in self._journal.read_bytes().splitlines():
+            for line in read_own(self._journal).splitlines():
                 try:
                     file = FetchedFile.model_validate_json(line)
                 except ValidationError:  # the last line of an attempt that was killed

@@ -15,8 +15,8 @@ from typing import Any
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_trainer.fetch.staging import read_manifest
-from finetune_trainer.files import file_sha256
-from finetune_trainer.inspection.special_files import check_entries
+from finetune_trainer.files import file_sha256, link_root
+from finetune_trainer.inspection.special_files import FIELD, MAX_BYTES, UNUSABLE_FILE, check_entries
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import (
     CONFIG_FILE,
@@ -28,9 +28,10 @@ from finetune_trainer.weights.headers import (
     read_json,
 )
 
-FIELD = "spec.model.source"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 """Files that run code of their author's choice when they are loaded."""
+_PARSED_ELSEWHERE = frozenset({CONFIG_FILE, INDEX_FILE, "tokenizer.json", "vocab.json"})
+"""The large ones by the tokenizer's library, which takes no NaN either."""
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """What configurations call the number of their layers, each of which has weights of its own."""
 
@@ -44,8 +45,8 @@ class ModelFiles:
     weight_bytes: int
 
 
-def inspect_model_files(directory: Path, address: str) -> ModelFiles:
-    """Check the model in `directory`, which the user knows as `address` (`pvc://claim/path`)."""
+def inspect_model_files(directory: Path, address: str, claim: Path | None = None) -> ModelFiles:
+    """Check the model in `directory`, which the user knows as `address` (`pvc://claim/path`). `claim`: where it is mounted."""
     if not directory.is_dir():
         others = sorted(path.name for path in directory.parent.iterdir() if path.is_dir()) if directory.parent.is_dir() else []
         shown = f"; next to it are {', '.join(others[:8])}" if others else ""
@@ -64,7 +65,7 @@ def inspect_model_files(directory: Path, address: str) -> ModelFiles:
             0,
         )
     try:
-        findings = check_entries(directory)
+        findings = check_entries(directory, link_root(directory, claim))
     except OSError as error:
         message = f"the directory cannot be listed ({error.strerror})"
         fix = "let the group of the pods (the profile's fsGroup) read it"
@@ -87,6 +88,7 @@ def inspect_model_files(directory: Path, address: str) -> ModelFiles:
                 fix="give the original 16-bit model, and method QLoRA if it is to be quantised while it trains",
             )
         )
+    findings += _broken_json(directory)
     names, index = _weight_files(directory, address, findings)
     headers: dict[str, list[TensorHeader]] = {}
     for name in names:
@@ -126,6 +128,19 @@ def inspect_model_files(directory: Path, address: str) -> ModelFiles:
         return ModelFiles(tuple(findings), "", 0)
     sizes = {name: (directory / name).stat().st_size for name in names}
     return ModelFiles((), _digest(directory, headers, sizes), sum(sizes.values()))
+
+
+def _broken_json(directory: Path) -> list[Finding]:
+    """Settings that are copied into what is published and that not every reader takes, such as NaN."""
+    findings = []
+    for name in sorted(set(MAX_BYTES) & {path.name for path in directory.glob("*.json")} - _PARSED_ELSEWHERE):
+        try:
+            read_json(directory / name)
+        except (MergeError, OSError) as error:
+            findings.append(
+                make_finding(UNUSABLE_FILE, field=FIELD, value=name, message=str(error), fix=f"copy {name} to the claim again")
+            )
+    return findings
 
 
 def file_digests(directory: Path) -> dict[str, str]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import Choice
 from finetune_memory.model_shape import ModelShape
+from finetune_trainer.files import read_own
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class ModelReport(BaseModel):
 
 def read_report(path: Path) -> ModelReport | None:
     """The report at `path`, or None where there is none."""
-    return ModelReport.model_validate_json(path.read_bytes()) if path.is_file() else None
+    return ModelReport.model_validate_json(read_own(path)) if path.is_file() else None
 
 
 def frees_gathered(path: Path) -> bool:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
+from finetune_trainer.errors import ModelError
+from finetune_trainer.files import TEMPLATES, OutsideError, links_outside
 
 UNUSABLE_FILE = "model-file-unusable"
 """Rule: where it was found, nothing may open the directory's files."""
@@ -31,8 +33,6 @@ MAX_BYTES: Mapping[str, int] = {
     "model.safetensors.index.json": 256 << 20,
 }
 """Some ten times the largest that are in use."""
-TEMPLATES = "additional_chat_templates"
-"""Directory whose files transformers reads with the tokenizer."""
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -41,16 +41,32 @@ _KINDS = (
 )
 
 
-def check_entries(directory: Path) -> list[Finding]:
-    """A finding per entry that no library may open. Raises OSError where the directory cannot be listed."""
-    findings = []
+FIELD = "spec.model.source"
+_FIX_LINK = "put the file itself there, or what it leads to on the same claim"
+
+
+def require_links_inside(directory: Path, root: Path) -> None:
+    """No link of the base model leads out of `root`: this pod would open what it leads to. Raises ModelError, OSError."""
+    for error in links_outside(directory, root):
+        raise ModelError(f"{FIELD}: {error.filename} {error.strerror}", _FIX_LINK)
+
+
+def _link_finding(directory: Path, error: OutsideError) -> Finding:
+    path = Path(error.filename)
+    shown = str(path.relative_to(directory)) if path != directory else path.name
+    return make_finding(UNUSABLE_FILE, field=FIELD, value=shown, message=f"{shown} {error.strerror}", fix=_FIX_LINK)
+
+
+def check_entries(directory: Path, root: Path) -> list[Finding]:
+    """A finding per entry that no library may open, links out of `root` first. Raises OSError where it cannot be listed."""
+    findings = [_link_finding(directory, error) for error in links_outside(directory, root)]
     for path in (*sorted(directory.iterdir()), *sorted(directory.glob(f"{TEMPLATES}/*"))):
         reason = _reason(path)
         if reason:
             findings.append(
                 make_finding(
                     UNUSABLE_FILE,
-                    field="spec.model.source",
+                    field=FIELD,
                     value=str(path.relative_to(directory)),
                     message=f"{path.relative_to(directory)} {reason}",
                     fix="put the file of the original model in its place, or remove it",

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune_trainer.files import read_own
 from finetune_trainer.weights.errors import OutputBusyError
 from finetune_trainer.weights.storage import translate_os_errors, write_all
 
@@ -128,7 +129,7 @@ def _read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The records before the first damaged one, and their bytes."""
     records: list[dict[str, Any]] = []
     num_bytes = 0
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in read_own(path).splitlines(keepends=True):
         checksum, _, text = line.rstrip(b"\n").partition(b" ")
         if not line.endswith(b"\n") or hashlib.sha256(text).hexdigest()[:_CHECKSUM_CHARACTERS].encode() != checksum:
             break

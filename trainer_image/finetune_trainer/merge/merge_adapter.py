@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune_trainer.files import file_sha256
+from finetune_trainer.files import file_sha256, link_root, links_outside
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.inputs import MergeInputs, plan_merge, tokenizer_directory
 from finetune_trainer.merge.plan import MergePlan, plan_digest
 from finetune_trainer.merge.stream import ProgressCallback, StreamResult, stream
 from finetune_trainer.merge.writer import OutputDirectory, WrittenFile, complete_manifest, remove_leftovers
-from finetune_trainer.weights.errors import MergeError, StorageError
+from finetune_trainer.weights.errors import BrokenCheckpointError, MergeError, StorageError
 from finetune_trainer.weights.storage import translate_os_errors
 
 
@@ -36,6 +36,12 @@ class MergeOptions:
     max_shard_bytes: int
     quantization: Quantization | None = None
     device: str = "cpu"
+    base_root: Path | None = None
+    """Below which links of the base may lead; None: as `link_root` says of a directory on no claim."""
+
+    def root_of(self, directory: Path) -> Path:
+        """Below which links of the base or of an adapter may lead."""
+        return self.base_root if directory == self.base and self.base_root is not None else link_root(directory)
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
     """
     started = time.monotonic()
     _require_another_output(options)
+    _require_links_inside(options)
     inputs = MergeInputs.of(options.base, options.adapters)
     plan = plan_merge(options.base, options.adapters, options.dtype, options.max_shard_bytes, options.quantization)
     digests = inputs.digests()
@@ -110,7 +117,7 @@ def _write(
     try:
         shards = directory.open_shards(plan)
         try:
-            directory.copy_model_files(options.base, tokenizer, options.dtype, plan.config_changes)
+            directory.copy_model_files(options.base, tokenizer, options.root_of, options.dtype, plan.config_changes)
             directory.write_index(plan)
             result = stream(shards, directory.journal, progress, device=options.device)
         finally:
@@ -131,6 +138,13 @@ def _require_another_output(options: MergeOptions) -> None:
     for role, path in (("base", options.base), *(("adapter", adapter) for adapter in options.adapters)):
         if options.output.resolve() == path.resolve():
             raise MergeError(f"output {options.output} is the {role} directory itself. Choose another output.")
+
+
+def _require_links_inside(options: MergeOptions) -> None:
+    """Raises BrokenCheckpointError for a link that leads elsewhere: what it leads to would be in the merged model."""
+    for directory in (options.base, *options.adapters):
+        for error in links_outside(directory, options.root_of(directory)) if directory.is_dir() else ():
+            raise BrokenCheckpointError(f"{error.filename}: {error.strerror}. Put the file itself in its place.")
 
 
 def _small_file(path: Path) -> WrittenFile:

@@ -14,13 +14,13 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.files import MANIFEST_FILE, TEMPORARY_MARK
+from finetune_trainer.files import MANIFEST_FILE, TEMPORARY_MARK, copy_within
 from finetune_trainer.licence_files import licence_files
 from finetune_trainer.merge.inputs import ADDED_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from finetune_trainer.merge.journal import Journal
@@ -38,6 +38,8 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )  # fmt: skip
 """Files that transformers' tokenizers save. Taken as one set; whose they are, inputs.tokenizer_directory says."""
+_LARGE_JSON = (TOKENIZER_FILE, "vocab.json")
+"""Read by the tokenizer's library, which takes no NaN."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 HASHING_THREADS = 2
 """That read again what an earlier merge has finished, a shard each."""
@@ -150,10 +152,13 @@ class OutputDirectory:
             raise
         return {shard: opened[shard] for shard in plan.shards}
 
-    def copy_model_files(self, base: Path, tokenizer: Path, dtype: str | None, config_changes: Mapping[str, Any]) -> None:
+    def copy_model_files(
+        self, base: Path, tokenizer: Path, root_of: Callable[[Path], Path], dtype: str | None, config_changes: Mapping[str, Any]
+    ) -> None:
         """Configuration, generation defaults, tokenizer, chat template, licence.
 
-        tokenizer: the directory that has it. dtype: recorded in config.json.
+        tokenizer: the directory that has it. root_of: below which links of a directory may lead. dtype: recorded in config.json.
+        Raises BrokenCheckpointError for a link that leads elsewhere, and for settings that are no JSON, such as NaN.
         """
         config = {**read_json(base / CONFIG_FILE), **config_changes}
         if dtype is not None:
@@ -165,8 +170,10 @@ class OutputDirectory:
         for source, names in ((base, [*GENERATION_FILES, *PROCESSOR_FILES, *terms, *code]), (tokenizer, TOKENIZER_FILES)):
             for name in names:
                 if (source / name).is_file():
+                    if name.endswith(".json") and name not in _LARGE_JSON:
+                        read_json(source / name)
                     with translate_os_errors(self.path / name, "copied"):
-                        shutil.copyfile(source / name, self.path / name)
+                        copy_within(source / name, root_of(source), self.path / name)
 
     def write_index(self, plan: MergePlan) -> None:
         index = plan.index()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.files import write_durably
+from finetune_trainer.files import read_own, write_durably
 from finetune_trainer.json_lines import JsonLines, read_lines
 from finetune_trainer.observe.goodput import (
     Activity,
@@ -40,7 +40,7 @@ class History:
     def __init__(self, path: Path, resumed_step: int | None) -> None:
         """`resumed_step`: None for a run from the start. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = path.read_text(errors="replace") if path.exists() and resumed_step is not None else ""
+        before = read_own(path).decode(errors="replace") if path.exists() and resumed_step is not None else ""
         kept = kept_lines(before, resumed_step or 0)
         write_durably(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
         self._lines = JsonLines(path)
@@ -103,7 +103,7 @@ class GoodputRecorder:
 
     def __init__(self, path: Path, attempt: int, resumed_step: int, stopwatch: Stopwatch, now: float) -> None:
         """`now`: seconds since the epoch. Raises OSError where the file cannot be opened."""
-        earlier: list[GoodputRecord] = parse_records(read_lines(path.read_text(errors="replace"))) if path.exists() else []
+        earlier: list[GoodputRecord] = parse_records(read_lines(read_own(path).decode(errors="replace"))) if path.exists() else []
         self._attempt, self._stopwatch = attempt, stopwatch
         self._start = AttemptStarted(attempt=attempt, time=now - sum(stopwatch.seconds().values()), step=resumed_step)
         self._before = goodput_totals([*earlier, self._start])

@@ -25,7 +25,8 @@ def check_trackers(seen: JobInspection) -> Iterable[Finding]:
 def check_files(seen: JobInspection) -> Iterable[Finding]:
     """Fill in `files`."""
     location = seen.plan.model.location
-    seen.files = inspect_model_files(seen.context.base_model, f"pvc://{location.claim}/{location.path}")
+    claim = seen.context.claims_root / location.claim
+    seen.files = inspect_model_files(seen.context.base_model, f"pvc://{location.claim}/{location.path}", claim)
     return seen.files.findings
 
 

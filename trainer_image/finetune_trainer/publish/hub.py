@@ -9,7 +9,6 @@ Importing this module imports huggingface_hub, which reads its settings from the
 
 from __future__ import annotations
 
-import io
 import logging
 import threading
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import httpx2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.lfs import UploadInfo
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     build_hf_headers,
     disable_progress_bars,
@@ -28,12 +28,13 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 )
 
 from finetune_job.api.base import HubPath
-from finetune_trainer.errors import CheckpointError, DestinationRefusedError, DestinationUnavailableError
+from finetune_trainer.errors import DestinationRefusedError, DestinationUnavailableError
 from finetune_trainer.network.http_status import ABSENT, DENIED
 from finetune_trainer.network.hub_answers import SILENCE_SECONDS, call_hub, redacted_message, transient_failure
 from finetune_trainer.network.retry import RetryPolicy, StoppedError, with_retries
 from finetune_trainer.publish.destination import DESTINATION_FIELD, Publication, access_denied, destination_unavailable
 from finetune_trainer.publish.hub_changes import CommitChanges, ForeignModelError, StoredFile, changes_for, is_stored
+from finetune_trainer.publish.resumable import ProvenReader
 from finetune_trainer.release.files import CHECKSUMS, Release, ReleaseFile
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ UPLOADS = 4
 COMMIT_ATTEMPTS = 4
 """How often a commit is made again because somebody else's came in between."""
 _CONFLICT = frozenset({409, 412})
+_SAMPLE_BYTES = 512
+"""From a file's beginning, by which the Hub decides where it keeps it."""
 
 constants.HF_HUB_DISABLE_XET = True
 
@@ -156,26 +159,26 @@ class HubDestination:
         return [future.result() for future in futures]
 
     def _upload_one(self, file: ReleaseFile) -> _Sent:
-        with CountingReader(file, self._stop) as reader:
-            # Reads the whole file for its digest, without which the storage cannot be asked whether it has the file.
-            addition = CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=reader)
-            found = addition.upload_info.sha256.hex()
-            if (addition.upload_info.size, found) != (file.size, file.sha256):
-                raise CheckpointError(
-                    f"{file.local}: its sha256 is {found}, and {file.sha256} was to be published",
-                    "it was damaged after the merge: delete the directory that holds it and run the merge again",
-                )
+        with ProvenReader(file, self._stop) as reader:
+            addition = CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=b"")
+            # Of what was proven; the library would hash the whole file again.
+            addition.upload_info = UploadInfo(
+                size=file.size, sha256=bytes.fromhex(file.sha256), sample=reader.read(_SAMPLE_BYTES)
+            )
+            addition.path_or_fileobj = reader  # type: ignore[assignment]
             reader.bytes_read = 0
 
             def send() -> None:
                 # The library leaves the file where a failed request has stopped to read.
                 reader.seek(0)
-                self._api.preupload_lfs_files(self._repository, [addition], num_threads=1, free_memory=False)
+                self._api.preupload_lfs_files(self._repository, [addition], num_threads=1)
 
             self._with_retries(f"sending {file.name}", send)
             bytes_sent = reader.bytes_read
-        # What was not large enough for the storage is read again for the commit, which holds it whole.
-        addition.path_or_fileobj = str(file.local)
+            if addition.path_or_fileobj != b"":  # of what was sent, the library has let go
+                # Not large enough for the storage, so the commit holds it whole; what is to be ignored is in no commit.
+                reader.seek(0)
+                addition.path_or_fileobj = b"" if addition._should_ignore else reader.read()  # noqa: SLF001 - no public name
         log.info("%s: %s is ready, %d bytes were sent", self._shown, file.name, bytes_sent)
         return _Sent(addition, bytes_sent)
 
@@ -234,20 +237,3 @@ class HubDestination:
         return DestinationRefusedError(
             f"{self._shown}: {what} is refused{said}", f"see what the Hub says, and check {DESTINATION_FIELD}"
         )
-
-
-class CountingReader(io.BufferedReader):
-    """An open file that knows how much of it was read, and that nobody reads any more once all is given up."""
-
-    def __init__(self, file: ReleaseFile, stop: threading.Event) -> None:
-        super().__init__(io.FileIO(file.local))
-        self._stop = stop
-        self.bytes_read = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """See BufferedReader. Raises StoppedError."""
-        if self._stop.is_set():
-            raise StoppedError
-        content = super().read(size)
-        self.bytes_read += len(content)
-        return content

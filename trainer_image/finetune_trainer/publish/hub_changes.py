@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
+from finetune_trainer.publish.resumable import read_proven
 from finetune_trainer.release.checksums import parse_checksums
 from finetune_trainer.release.files import CHECKSUMS, PROVENANCE, Release, ReleaseFile
 
@@ -69,17 +70,16 @@ def is_loadable(path: str) -> bool:
 
 
 def is_stored(file: ReleaseFile, stored: StoredFile | None) -> bool:
-    """Whether the repository holds exactly this file. Reads it where it is small enough to be kept in git."""
+    """Whether the repository holds exactly this file, which is read where it is kept in git. Raises CheckpointError."""
     if stored is None or stored.size != file.size:
         return False
     if stored.sha256 is not None:
         return stored.sha256 == file.sha256
-    return stored.git_blob == git_blob(file.local)
+    return stored.git_blob == git_blob(read_proven(file))
 
 
-def git_blob(path: Path) -> str:
+def git_blob(content: bytes) -> str:
     """Name of the content in git."""
-    content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 

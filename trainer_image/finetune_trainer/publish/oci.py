@@ -29,7 +29,7 @@ from finetune_trainer.publish.destination import DESTINATION_FIELD, Publication,
 from finetune_trainer.publish.http import HttpClient, HttpResponse
 from finetune_trainer.publish.model_pack import MANIFEST_TYPE, build_artifact, digest_of
 from finetune_trainer.publish.registry import Registry
-from finetune_trainer.publish.resumable import UploadJournal, VerifyingReader
+from finetune_trainer.publish.resumable import BLOCK_BYTES, ProvenReader, UploadJournal
 from finetune_trainer.release.files import Release, ReleaseFile
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ T = TypeVar("T")
 CHUNK_BYTES = 16 * 1024**2
 """Of one request, so that proxies before a registry take it, and held in memory."""
 BLOBS_AT_ONCE = 4
-_READ_BYTES = 1024**2
 _GONE = frozenset({400, 404, 410, 416})
 """What registries answer to an upload that they do not know, or not as far as we do."""
 _RANGE = re.compile(r"(?:bytes=)?0-(\d+)")
@@ -198,7 +197,8 @@ class RegistryDestination:
         """In chunks, each remembered. Raises _UploadGoneError, TransientError."""
         what, headers = f"writing blob {digest}", {"Content-Type": "application/octet-stream"}
         location, offset, chunk_bytes = self._journal.recall(digest), 0, CHUNK_BYTES
-        if location is not None:
+        # Others may write to the journal: it must not send this pod to an address that the registry did not name.
+        if location is not None and self._registry.is_own(location):
             offset, location = self._reached(location, what)
         else:
             answer = self._begin(what)
@@ -206,22 +206,21 @@ class RegistryDestination:
             chunk_bytes = max(chunk_bytes, int(answer.headers.get("OCI-Chunk-Min-Length", "0")))
         if offset > file.size:
             raise _UploadGoneError
-        with VerifyingReader(file) as reader:
-            reader.skip_to(offset)
-            while reader.offset < file.size:
-                start = reader.offset
+        with ProvenReader(file, self._stop) as reader:
+            reader.seek(offset)
+            while (start := reader.tell()) < file.size:
                 chunk = reader.read(chunk_bytes)
-                position = {"Content-Range": f"{start}-{reader.offset - 1}"}
+                sent = start + len(chunk)
+                position = {"Content-Range": f"{start}-{sent - 1}"}
                 answer = self._registry.send("PATCH", location, headers | position, chunk, what=what)
                 if answer.status in _GONE:
                     raise _UploadGoneError
                 self._registry.check(answer, what)
                 location = self._registry.location(answer)
-                if _received(answer, reader.offset) != reader.offset:
+                if _received(answer, sent) != sent:
                     raise _UploadGoneError
                 self._journal.remember(digest, location)
-                progress.reached(reader.offset)
-            reader.prove()
+                progress.reached(sent)
         answer = self._registry.send("PUT", _with_digest(location, digest), headers, b"", what=what)
         if answer.status in _GONE:
             raise _UploadGoneError
@@ -252,9 +251,6 @@ def _with_digest(location: str, digest: str) -> str:
 
 
 def _proven_parts(file: ReleaseFile) -> Iterator[bytes]:
-    with VerifyingReader(file) as reader:
-        while reader.offset < file.size:
-            part = reader.read(_READ_BYTES)
-            if reader.offset == file.size:
-                reader.prove()
+    with ProvenReader(file) as reader:
+        while part := reader.read(BLOCK_BYTES):
             yield part

@@ -50,6 +50,10 @@ class Registry:
         """Of something in the repository."""
         return f"{self._origin}/v2/{self._repository}/{path}"
 
+    def is_own(self, url: str) -> bool:
+        """Whether the address is one of the registry itself."""
+        return _origin(url) == _origin(self._origin)
+
     def send(
         self, method: str, url: str, headers: dict[str, str] | None = None, body: bytes | Body | None = None, *, what: str
     ) -> HttpResponse:
@@ -95,7 +99,7 @@ class Registry:
         for _ in range(_MOST_REDIRECTS):
             sent = dict(headers)
             # Storage to which a registry redirects has its own signatures, and must not learn the registry's secrets.
-            if authorization is not None and _origin(url) == _origin(self._origin):
+            if authorization is not None and self.is_own(url):
                 sent["Authorization"] = authorization
             if isinstance(body, tuple):
                 parts, length = body

@@ -1,19 +1,25 @@
 """What makes an upload resumable and right: a journal of what a destination holds already, and a reader that proves each file.
 
-Lines of the journal are appended and not synced: a kill loses none, and what a power cut loses is sent again.
+Both read from the workspace, where others may write: they follow no link, and an address in the journal is one of the registry or
+none. Lines of the journal are appended and not synced: a kill loses none, and what a power cut loses is sent again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 
 from finetune_trainer.errors import CheckpointError
+from finetune_trainer.files import OutsideError, SpecialFileError, read_own
+from finetune_trainer.network.retry import StoppedError
 from finetune_trainer.release.files import ReleaseFile
+
+BLOCK_BYTES = 1 << 20
+"""Proven at a time, and held in memory."""
 
 
 class UploadJournal:
@@ -22,8 +28,12 @@ class UploadJournal:
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
         self._known: dict[str, str] = {}
-        if path.exists():
-            for line in path.read_bytes().splitlines():
+        if os.path.lexists(path):
+            try:
+                content = read_own(path)
+            except SpecialFileError as error:
+                raise CheckpointError(f"{path}: {error.strerror}", "delete it and publish again") from error
+            for line in content.splitlines():
                 try:
                     entry = json.loads(line)
                     self._known[str(entry["name"])] = str(entry["value"])
@@ -40,7 +50,7 @@ class UploadJournal:
         with self._lock:
             self._known[name] = value
             # Addresses of open uploads may open them to anyone who reads them.
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
             try:
                 # A line that a kill cut off must not swallow this one.
                 os.write(descriptor, b"\n" + json.dumps({"name": name, "value": value}).encode() + b"\n")
@@ -54,48 +64,95 @@ class UploadJournal:
             self._path.unlink(missing_ok=True)
 
 
-class VerifyingReader:
-    """A file of a release, read from its beginning to its end."""
+class ProvenReader(io.BufferedIOBase):
+    """A file of a release, of which nothing is read that was not proven.
 
-    def __init__(self, file: ReleaseFile) -> None:
-        self._released, self._digest, self.offset = file, hashlib.sha256(), 0
-        self._file = file.local.open("rb")
+    Who chose the destination may read whatever arrives there, even of an upload that is never completed. So the whole file is
+    hashed first, through the descriptor from which it is read then, and each block is compared again with what was hashed.
+    """
 
-    def __enter__(self) -> VerifyingReader:
-        return self
+    def __init__(self, file: ReleaseFile, stop: threading.Event | None = None) -> None:
+        """Open and prove it. `stop`: ends this and every read. Raises CheckpointError, StoppedError, OSError."""
+        super().__init__()
+        self._released, self._stop, self.bytes_read = file, stop, 0
+        self._offset, self._blocks, self._held = 0, list[bytes](), (-1, b"")
+        try:
+            self._file = file.open()
+        except (OutsideError, SpecialFileError) as error:
+            raise _damaged(file, f"{error.strerror}") from error
+        try:
+            self._prove()
+        except BaseException:
+            self._file.close()
+            raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
+    def _prove(self) -> None:
+        digest, left = hashlib.sha256(), self._released.size
+        while left > 0:
+            self._check_stop()
+            block = self._file.read(min(BLOCK_BYTES, left))
+            if not block:
+                break
+            digest.update(block)
+            self._blocks.append(hashlib.sha256(block).digest())
+            left -= len(block)
+        if left or self._file.read(1):
+            raise _damaged(self._released, f"it does not have the {self._released.size} bytes that it had")
+        # What the digest is instead is not said: it might be one of something that nobody is to know.
+        if digest.hexdigest() != self._released.sha256:
+            raise _damaged(self._released, f"its sha256 is not {self._released.sha256}, which was to be published")
 
-    def read(self, size: int) -> bytes:
-        """The next bytes: `size` of them, fewer only at the end. Raises OSError, CheckpointError."""
-        content = self._file.read(size)
-        self._digest.update(content)
-        self.offset += len(content)
-        if len(content) < size and self.offset < self._released.size:
-            raise _damaged(self._released, f"it has only {self.offset} of {self._released.size} bytes")
+    def _check_stop(self) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise StoppedError
+
+    def _block(self, number: int) -> bytes:
+        if self._held[0] != number:
+            self._file.seek(number * BLOCK_BYTES)
+            block = self._file.read(BLOCK_BYTES)
+            if hashlib.sha256(block).digest() != self._blocks[number]:
+                raise _damaged(self._released, "it changed while it was sent")
+            self._held = number, block
+        return self._held[1]
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """The next bytes: `size` of them, fewer only at the end. Raises CheckpointError, StoppedError, OSError."""
+        self._check_stop()
+        end = self._released.size if size is None or size < 0 else min(self._offset + size, self._released.size)
+        parts = []
+        while self._offset < end:
+            number, start = divmod(self._offset, BLOCK_BYTES)
+            part = self._block(number)[start : start + end - self._offset]
+            parts.append(part)
+            self._offset += len(part)
+        content = b"".join(parts)
+        self.bytes_read += len(content)
         return content
 
-    def skip_to(self, offset: int) -> None:
-        """Read and hash what need not be sent again."""
-        while self.offset < offset:
-            self.read(min(1024**2, offset - self.offset))
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """See io.IOBase; not beyond the end."""
+        before = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._released.size}[whence]
+        self._offset = min(max(before + offset, 0), self._released.size)
+        return self._offset
 
-    def prove(self) -> None:
-        """The bytes were those of the release. Raises CheckpointError. Call it before anything makes them visible."""
-        found = self._digest.hexdigest()
-        if self.offset != self._released.size or self._file.read(1):
-            raise _damaged(self._released, f"it does not have the {self._released.size} bytes that it had")
-        if found != self._released.sha256:
-            raise _damaged(self._released, f"its sha256 is {found}, and {self._released.sha256} was to be published")
+    def tell(self) -> int:
+        return self._offset
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
-def read_verified(file: ReleaseFile) -> bytes:
-    """All bytes of a small file, proven. Raises OSError, CheckpointError."""
-    with VerifyingReader(file) as reader:
-        content = reader.read(file.size)
-        reader.prove()
-    return content
+def read_proven(file: ReleaseFile) -> bytes:
+    """All bytes of a small file. Raises OSError, CheckpointError."""
+    with ProvenReader(file) as reader:
+        return reader.read()
 
 
 def _damaged(file: ReleaseFile, why: str) -> CheckpointError:

@@ -25,7 +25,7 @@ from finetune_trainer.network.environment import S3Service
 from finetune_trainer.network.retry import RetryPolicy, with_retries
 from finetune_trainer.publish.destination import DESTINATION_FIELD, Publication, destination_unavailable
 from finetune_trainer.publish.http import HttpClient
-from finetune_trainer.publish.resumable import UploadJournal, VerifyingReader, read_verified
+from finetune_trainer.publish.resumable import ProvenReader, UploadJournal, read_proven
 from finetune_trainer.publish.s3_client import Bucket, NoSuchUploadError, StoredObject
 from finetune_trainer.release.files import Release, ReleaseFile
 
@@ -81,7 +81,7 @@ class BucketDestination:
             self._upload_file(key, file, exists=key in there)
         self._prove_all(files)
         if manifest not in there:
-            content = read_verified(release.manifest)
+            content = read_proven(release.manifest)
             self._with_retries(f"writing {manifest}", lambda: self._bucket.put(manifest, content, release.manifest.sha256))
         self._journal.forget()
         return Publication(
@@ -146,7 +146,7 @@ class BucketDestination:
         if exists and self._is_there(key, file):
             return
         if file.size <= PART_BYTES:
-            content = read_verified(file)
+            content = read_proven(file)
             self._with_retries(f"writing {key}", lambda: self._bucket.put(key, content, file.sha256))
         else:
             # An upload is lost when another process ends it, or when it was completed and the answer never came.
@@ -185,11 +185,11 @@ class BucketDestination:
         self._journal.remember(name, "")
 
     def _send_parts(self, key: str, file: ReleaseFile, upload: str, kept: dict[int, str]) -> dict[int, str]:
-        """ETags of all parts, once the whole file was proven. Raises NoSuchUploadError."""
+        """ETags of all parts. Raises NoSuchUploadError."""
         size = part_size(file.size, PART_BYTES)
         tags: dict[int, str] = {}
         running: deque[tuple[int, Future[str]]] = deque()
-        with VerifyingReader(file) as reader, ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="part") as pool:
+        with ProvenReader(file, self._stop) as reader, ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="part") as pool:
             try:
                 for number in range(1, -(-file.size // size) + 1):
                     content = reader.read(size)
@@ -201,7 +201,6 @@ class BucketDestination:
                         done, future = running.popleft()
                         tags[done] = future.result()
                     running.append((number, pool.submit(self._send_part, key, upload, number, content, proof)))
-                reader.prove()
                 return tags | {number: future.result() for number, future in running}
             except BaseException:
                 pool.shutdown(cancel_futures=True)

@@ -1,4 +1,8 @@
-"""This process as a rank, and the few things that ranks agree on through small messages."""
+"""This process as a rank, and the few things that ranks agree on through small messages.
+
+Messages are JSON of a fixed form and a bounded length, never pickles: torch authenticates no member, so whoever can reach the
+ports of a gang can be one, and a pickle runs code of its sender's choice in whoever reads it.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import Field, TypeAdapter, ValidationError
 
 from finetune_job.api.training import TrainingSpec
+from finetune_trainer.errors import InvariantError
 from finetune_trainer.ranks.stalls import stall_timeouts
 
+T = TypeVar("T")
 STEP_TIMEOUT_SECONDS: int = TrainingSpec.model_fields["step_timeout_seconds"].default
 _AFTER_THE_WATCHDOG = timedelta(minutes=1)
 ENVIRONMENT = "env://"
 """Where torchrun's children find the address of rank 0."""
+MOST_MESSAGE_BYTES = 16 << 20
+"""Of one rank. The longest lists checkpoints that cannot be used, a sentence each."""
+EntryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
+"""Of an entry of a directory, which leads nowhere else."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +48,31 @@ class Gang:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
+    def gather(self, value: T, form: Any) -> list[T]:
+        """Every rank's value, by rank; `form`: their type, as pydantic reads it. Raises InvariantError for another one."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.messages)
-        return values
+        message = _encoded(value, form)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(lengths, torch.tensor([len(message)]), group=self.messages)
+        sizes = [_checked_length(rank, int(length)) for rank, length in enumerate(lengths)]
+        longest = max(sizes)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(parts, _padded(message, longest), group=self.messages)
+        return [_decoded(rank, part[:size], form) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
 
-    def from_first(self, value: Any) -> Any:
-        """Rank 0's value."""
+    def from_first(self, value: T, form: Any) -> T:
+        """Rank 0's value, of the type `form`; other ranks' values are not looked at. Raises InvariantError for another type."""
         if self.world_size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.messages)
-        return box[0]
+        message = _encoded(value, form) if self.is_first else b""
+        length = torch.tensor([len(message)])
+        dist.broadcast(length, src=0, group=self.messages)
+        size = _checked_length(0, int(length))
+        part = _padded(message, size)
+        dist.broadcast(part, src=0, group=self.messages)
+        found: T = _decoded(0, part, form)
+        return found
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -64,6 +86,34 @@ class Gang:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.messages)
         return [float(value) for value in tensor]
+
+
+@cache
+def _adapter(form: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(form)
+
+
+def _encoded(value: object, form: Any) -> bytes:
+    return _adapter(form).dump_json(value)
+
+
+def _padded(message: bytes, size: int) -> torch.Tensor:
+    """(size,) uint8."""
+    return torch.frombuffer(bytearray(message.ljust(size, b" ")), dtype=torch.uint8)
+
+
+def _checked_length(rank: int, length: int) -> int:
+    if not 0 < length <= MOST_MESSAGE_BYTES:
+        raise InvariantError(f"rank {rank} announces a message of {length} bytes; 1 to {MOST_MESSAGE_BYTES} are possible")
+    return length
+
+
+def _decoded(rank: int, message: torch.Tensor, form: Any) -> Any:
+    try:
+        return _adapter(form).validate_json(message.numpy().tobytes(), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise InvariantError(f"rank {rank} sent a message of another form than {form}: {first['msg']}") from None
 
 
 def collective_timeout(step_timeout_seconds: float) -> timedelta:

@@ -10,6 +10,8 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
+from finetune_trainer.files import append_to_own
+
 CAP_BYTES = 8 << 20
 """A log file that reaches this many bytes becomes `<name>.previous`, so at most twice as much is kept, always the newest."""
 
@@ -20,14 +22,14 @@ class CappedFile:
     def __init__(self, path: Path, cap_bytes: int = CAP_BYTES) -> None:
         self._path, self._cap_bytes = path, cap_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._file = os.fdopen(append_to_own(path), "ab", buffering=0)
 
     def write(self, content: bytes) -> None:
         """Append. Raises OSError."""
         if self._file.tell() and self._file.tell() + len(content) > self._cap_bytes:
             self._file.close()
             self._path.replace(self._path.with_name(f"{self._path.name}.previous"))
-            self._file = self._path.open("ab", buffering=0)
+            self._file = os.fdopen(append_to_own(self._path), "ab", buffering=0)
         self._file.write(content)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_job.failures import FailureClass, Outcome, TerminationReport, parse_envelope
-from finetune_trainer.files import write_durably
+from finetune_trainer.files import read_own, write_durably
 
 ECHO_SECONDS = 15.0
 """How long a rank that saw a collective fail waits for the cause to show. Agents notice a dead rank within a second."""
@@ -36,8 +36,15 @@ def read_rank_reports(directory: Path) -> list[TerminationReport]:
     """All reports of ranks of this attempt, on any node."""
     if not directory.is_dir():
         return []
-    read = (parse_envelope(path.read_text(errors="replace")) for path in sorted(directory.glob("rank-*.json")))
+    read = (_read_report(path) for path in sorted(directory.glob("rank-*.json")))
     return [report for report in read if report is not None]
+
+
+def _read_report(path: Path) -> TerminationReport | None:
+    try:
+        return parse_envelope(read_own(path).decode(errors="replace"))
+    except OSError:
+        return None
 
 
 def remove_rank_reports(directory: Path, ranks: Iterable[int]) -> None:

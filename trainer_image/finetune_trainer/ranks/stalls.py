@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
+from finetune_trainer.files import read_own
 
 LONG_FACTOR = 4
 """How many step timeouts a rank may take until its first step is done, and for what it announces to be long."""
@@ -210,7 +211,7 @@ def remove_traces(directory: Path, ranks: Iterable[int]) -> None:
 def read_stall(directory: Path) -> Stall | None:
     """The verdict, None while there is none."""
     try:
-        return Stall.model_validate_json((directory / STALLED_FILE).read_bytes())
+        return Stall.model_validate_json(read_own(directory / STALLED_FILE))
     except (OSError, ValidationError):
         return None
 
@@ -218,7 +219,7 @@ def read_stall(directory: Path) -> Stall | None:
 def read_heartbeat(path: Path) -> HeartbeatRecord | None:
     """A rank's record, None where there is none."""
     try:
-        return HeartbeatRecord.model_validate_json(path.read_bytes())
+        return HeartbeatRecord.model_validate_json(read_own(path))
     except (OSError, ValidationError):
         return None
 

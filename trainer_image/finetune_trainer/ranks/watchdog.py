@@ -25,7 +25,7 @@ from typing import Any
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_job.names import Role
 from finetune_trainer.context import RunContext
-from finetune_trainer.files import temporary_beside, write_durably
+from finetune_trainer.files import read_own, temporary_beside, write_durably
 from finetune_trainer.ranks.reports import date_echo, rank_report_name, write_rank_report
 from finetune_trainer.ranks.stalls import (
     STALLED_FILE,
@@ -248,7 +248,7 @@ class Watchdog:
 
     def _stacks_of(self, rank: int) -> str:
         try:
-            return (self._directory / stacks_name(rank)).read_text(errors="replace")[-_STACKS_BYTES:]
+            return read_own(self._directory / stacks_name(rank)).decode(errors="replace")[-_STACKS_BYTES:]
         except OSError:
             return ""
 

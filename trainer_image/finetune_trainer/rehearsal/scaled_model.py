@@ -182,7 +182,8 @@ class RehearsalPaths:
             model = self.quiet_model if quiet and self.quiet_model.exists() else self.model
             (root / MODEL_CLAIM).symlink_to(model.absolute(), target_is_directory=True)
             WorkspaceLayout(workspace).prepared.symlink_to(self.prepared.absolute(), target_is_directory=True)
-        return RunContext(plan, plan_sha256(plan), root, attempt=0)
+        # The scaled-down model may be links to the job's own, of which preflight has seen where they lead.
+        return RunContext(plan, plan_sha256(plan), root, attempt=0, links_lead_to=Path("/"))
 
 
 def tiny_splits(plan: RunPlan, vocabulary: int, avoided: Collection[int], named: Collection[int]) -> dict[str, SplitArrays]:

@@ -18,7 +18,7 @@ import torch
 
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.files import MANIFEST_FILE
+from finetune_trainer.files import MANIFEST_FILE, read_own
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_header
 from finetune_trainer.weights.rounding import READ_DTYPES
 
@@ -46,8 +46,8 @@ def check_adapter(directory: Path, plan: RunPlan) -> ServingReport:
     """
     header = read_header(directory / ADAPTER_FILE)
     found = {tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in header}
-    settings = json.loads((directory / ADAPTER_CONFIG_FILE).read_bytes())
-    trained = json.loads((directory / MANIFEST_FILE).read_bytes()).get(TENSORS_KEY, {})
+    settings = json.loads(read_own(directory / ADAPTER_CONFIG_FILE))
+    trained = json.loads(read_own(directory / MANIFEST_FILE)).get(TENSORS_KEY, {})
     wrong = sorted(name for name in {*found, *trained} if found.get(name) != trained.get(name))
     if wrong or not found:
         raise CheckpointError(

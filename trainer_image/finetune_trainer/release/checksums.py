@@ -1,20 +1,33 @@
 """The list of a release: SHA256SUMS over everything, with the names at the destination, and the release that it describes.
 
 The digests of weights come from the manifests that were written with them, so that no weight is read a second time; the sender
-of a file hashes it on the way and refuses one that differs.
+of a file proves it and refuses one that differs. Whoever can write to the claim can write this list, too, and the pod that reads
+it holds credentials: so its names stay below the results, and no link is followed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from finetune_job.layout import OutputLayout
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.files import MANIFEST_FILE, file_sha256, sync_directory, write_durably
+from finetune_trainer.files import (
+    MANIFEST_FILE,
+    MOST_OWN_BYTES,
+    OutsideError,
+    SpecialFileError,
+    open_beneath,
+    read_own,
+    sha256_beneath,
+    sync_directory,
+    write_durably,
+)
 from finetune_trainer.release.files import (
     BESIDE,
     CARD,
@@ -28,6 +41,7 @@ from finetune_trainer.release.files import (
 
 _LINE = re.compile(r"([0-9a-f]{64})  (\S[^\n\\]*)")
 _INCOMPLETE = "run the merge again: it completes what is missing"
+_AGAIN = "delete the results and run the merge again"
 
 
 def checksum_lines(sha256_of: Mapping[str, str]) -> str:
@@ -54,25 +68,34 @@ def _hashed(output: OutputLayout, layout: ReleaseLayout, pattern: str) -> dict[s
     for directory in layout.directories:
         known = _known_digests(output.root / directory / MANIFEST_FILE)
         for path in sorted((output.root / directory).rglob(pattern)):
-            if path.is_file():
+            if path.is_symlink() or not path.is_dir():
                 name = path.relative_to(output.root / directory).as_posix()
-                found[f"{directory}/{name}"] = known.get(name) or file_sha256(path)
+                found[f"{directory}/{name}"] = _sha256(output, f"{directory}/{name}", known.get(name))
     return found
+
+
+def _sha256(output: OutputLayout, name: str, known: str | None = None) -> str:
+    """Of one of the results. Raises CheckpointError where it is a link or no file: somebody else has put it there."""
+    try:
+        with open_beneath(output.root, name):
+            return known or sha256_beneath(output.root, name)
+    except OSError as error:
+        raise CheckpointError(f"{output.root / name}: {error.strerror}", "remove it and run the merge again") from error
 
 
 def _hashed_files(output: OutputLayout, layout: ReleaseLayout) -> dict[str, str]:
     """Digest by name in the results, of every file that is published. Raises CheckpointError for an unreadable manifest."""
     found = _hashed(output, layout, "*")
     for name in BESIDE:
-        if (output.root / name).is_file():
-            found[name] = file_sha256(output.root / name)
+        if os.path.lexists(output.root / name):
+            found[name] = _sha256(output, name)
     return found
 
 
 def _known_digests(manifest: Path) -> dict[str, str]:
     """Of the weights alone: they are large, and everything else is hashed as it is."""
     try:
-        listed = json.loads(manifest.read_bytes())["files"]
+        listed = json.loads(read_own(manifest))["files"]
         # The trainer lists its files by name, the merge as a list.
         entries = listed.items() if isinstance(listed, dict) else ((entry["name"], entry) for entry in listed)
         return {name: str(entry["sha256"]) for name, entry in entries if name.endswith(WEIGHT_SUFFIX)}
@@ -91,13 +114,13 @@ def write_checksums(output: OutputLayout, layout: ReleaseLayout) -> None:
         twice = sorted({name for name in taken if taken.count(name) > 1})
         raise CheckpointError(f"{output.root}: two results would have one name at the destination: {twice}", "remove one of them")
     content = checksum_lines(named).encode()
-    if not output.checksums.is_file() or output.checksums.read_bytes() != content:
+    if output.checksums.is_symlink() or not output.checksums.is_file() or read_own(output.checksums) != content:
         write_durably(output.checksums, content)
 
 
 def remove_checksums(output: OutputLayout) -> None:
     """Take away what says that the results are complete, before anything of them changes."""
-    if output.checksums.exists():
+    if os.path.lexists(output.checksums):
         output.checksums.unlink()
         sync_directory(output.root)
 
@@ -105,7 +128,7 @@ def remove_checksums(output: OutputLayout) -> None:
 def checksums_match(output: OutputLayout, layout: ReleaseLayout, digests: Mapping[str, str]) -> bool:
     """Whether the results are complete and hold these files of these digests, both by names in the results."""
     try:
-        listed = parse_checksums(output.checksums.read_text())
+        listed = parse_checksums(read_own(output.checksums).decode())
     except (OSError, ValueError):
         return False
     return listed is not None and all(listed.get(layout.at_destination(name)) == sha256 for name, sha256 in digests.items())
@@ -114,29 +137,51 @@ def checksums_match(output: OutputLayout, layout: ReleaseLayout, digests: Mappin
 def read_release(context: RunContext) -> Release:
     """The complete results of this run, in the order of publishing. Reads sizes, no weights.
 
-    Raises CheckpointError where they are not complete.
+    Raises CheckpointError where they are not complete, or hold what no merge has written.
     """
     output, layout = context.output, release_layout(context.plan)
+    claim = context.claims_root / context.plan.output.claim
     try:
-        content = output.checksums.read_bytes()
+        with open_beneath(claim, output.checksums.relative_to(claim).as_posix()) as file:
+            content = file.read(MOST_OWN_BYTES)
         listed = parse_checksums(content.decode())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{output.checksums}: cannot be read ({error})", _INCOMPLETE) from error
+    except UnicodeDecodeError:
+        listed = None
+    except OSError as error:
+        raise CheckpointError(f"{output.checksums}: cannot be read ({error.strerror})", _INCOMPLETE) from error
     if listed is None:
         raise CheckpointError(f"{output.checksums}: is not a list of checksums", _INCOMPLETE)
-    files = [_release_file(output.root / layout.in_results(name), name, sha256) for name, sha256 in listed.items()]
+    files = [_release_file(output, claim, layout.in_results(name), name, sha256) for name, sha256 in listed.items()]
+    manifest = output.checksums.relative_to(claim).as_posix()
     return Release(
         files=tuple(sorted(files, key=_order)),
-        manifest=ReleaseFile(output.checksums, CHECKSUMS, len(content), file_sha256(output.checksums)),
+        manifest=ReleaseFile(claim, manifest, CHECKSUMS, len(content), hashlib.sha256(content).hexdigest()),
         facts=release_facts(context),
     )
 
 
-def _release_file(path: Path, name: str, sha256: str) -> ReleaseFile:
+def _release_file(output: OutputLayout, claim: Path, local: str, name: str, sha256: str) -> ReleaseFile:
+    """`local`: name in the results."""
+    parts = PurePosixPath(local).parts
+    if PurePosixPath(local).as_posix() != local or not set(parts).isdisjoint(("/", "..", ".")):
+        raise CheckpointError(
+            f"{output.checksums}: names {name!r}, which is no name of a file below {output.root}, so no merge has written this "
+            "list. Nothing was read or sent",
+            f"find out who writes to the claim; {_AGAIN}",
+        )
+    path = (output.root / local).relative_to(claim).as_posix()
     try:
-        return ReleaseFile(path, name, path.stat().st_size, sha256)
+        with open_beneath(claim, path) as file:
+            return ReleaseFile(claim, path, name, os.fstat(file.fileno()).st_size, sha256)
+    except (OutsideError, SpecialFileError) as error:
+        raise CheckpointError(
+            f"{output.root / local}: {error.strerror}, and a merge writes plain files alone. Nothing was read or sent",
+            f"find out who writes to the claim; {_AGAIN}",
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"{path}: {CHECKSUMS} names it, and it cannot be read ({error})", _INCOMPLETE) from error
+        raise CheckpointError(
+            f"{output.root / local}: {CHECKSUMS} names it, and it cannot be read ({error.strerror})", _INCOMPLETE
+        ) from error
 
 
 def _order(file: ReleaseFile) -> tuple[bool, bool, str]:

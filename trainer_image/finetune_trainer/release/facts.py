@@ -12,6 +12,7 @@ from finetune_job.plan.launch_plan import FetchItem
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shards import TRAIN, VALIDATION, read_manifest
+from finetune_trainer.files import read_own
 from finetune_trainer.inspection.report import ModelReport
 from finetune_trainer.json_lines import read_lines
 from finetune_trainer.release.adapter_check import ServingReport
@@ -88,7 +89,7 @@ def run_facts(
     """Read what is not given. Raises OSError, PreparedDataError."""
     plan, workspace = context.plan, context.workspace
     prepared = read_manifest(workspace.prepared)
-    lines = workspace.history.read_text(errors="replace") if workspace.history.is_file() else ""
+    lines = read_own(workspace.history).decode(errors="replace") if workspace.history.is_file() else ""
     fetched = {item.target: item for item in plan.fetch.items} if plan.fetch is not None else {}
     splits = prepared["splits"]
     return RunFacts(

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 from finetune_job.api.base import HubPath, RegistryPath, parse_destination
 from finetune_job.layout import OutputLayout
 from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.files import open_beneath
 
 _NAMES = OutputLayout(Path())
 ADAPTER, MERGED = _NAMES.adapter.name, _NAMES.merged.name
@@ -75,11 +77,22 @@ def release_layout(plan: RunPlan) -> ReleaseLayout:
 class ReleaseFile:
     """One file and what proves it."""
 
-    local: Path
+    claim: Path
+    """Mount of the claim that holds the results."""
+    path: str
+    """On the claim, with slashes."""
     name: str
     """At the destination, with slashes, relative to its root."""
     size: int
     sha256: str
+
+    @property
+    def local(self) -> Path:
+        return self.claim / self.path
+
+    def open(self) -> BufferedReader:
+        """For reading, whoever can write to the claim: no link is followed on the way. Raises OSError."""
+        return open_beneath(self.claim, self.path)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune_job.layout import OutputLayout
 from finetune_job.names import GROUP, JOB_KIND
-from finetune_trainer.files import file_sha256, write_durably
+from finetune_trainer.files import file_sha256, read_own, write_durably
 from finetune_trainer.release.card import adapter_card, model_card
 from finetune_trainer.release.checksums import checksums_match, hashed_weights, remove_checksums, write_checksums
 from finetune_trainer.release.facts import DataSource, RunFacts
@@ -53,7 +53,8 @@ def is_complete(output: OutputLayout, layout: ReleaseLayout, plan_sha256: str, d
     """Whether the results of this very plan are complete and hold files of these digests, by their names in the results."""
     if not checksums_match(output, layout, digests):
         return False
-    return output.provenance.is_file() and plan_sha256_of_statement(output.provenance.read_bytes()) == plan_sha256
+    is_file = output.provenance.is_file() and not output.provenance.is_symlink()
+    return is_file and plan_sha256_of_statement(read_own(output.provenance)) == plan_sha256
 
 
 def release_digests(output: OutputLayout) -> dict[str, str]:
@@ -64,7 +65,7 @@ def release_digests(output: OutputLayout) -> dict[str, str]:
 
 def _write(output: OutputLayout, path: Path, text: str) -> None:
     content = text.encode()
-    if path.is_file() and path.read_bytes() == content:
+    if path.is_file() and not path.is_symlink() and read_own(path) == content:
         return
     remove_checksums(output)
     write_durably(path, content)

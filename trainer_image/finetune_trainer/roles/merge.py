@@ -22,13 +22,18 @@ from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import (
     MANIFEST_FILE,
     TEMPORARY_MARK,
+    SpecialFileError,
     file_sha256,
+    open_beneath,
     publish_directory,
+    read_own,
+    sha256_beneath,
     sync_file,
     temporary_beside,
     write_durably,
 )
 from finetune_trainer.inspection.report import ModelReport, read_report
+from finetune_trainer.inspection.special_files import require_links_inside
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.quantized_base import packed_in_training
@@ -50,6 +55,7 @@ def merge(context: RunContext) -> TerminationReport:
     The trained adapter has its final name before the merge begins, and SHA256SUMS is written last: it says that all is there.
     """
     plan, trained, output = context.plan, context.workspace.adapter, context.output
+    require_links_inside(context.base_model, context.base_model_root)
     step = check_trained(trained, context.plan_sha256)
     serving = check_adapter(trained, plan) if plan.method.trains_adapter else None
     output.root.mkdir(parents=True, exist_ok=True)
@@ -108,6 +114,7 @@ def _merge_and_verify(context: RunContext, preflight: ModelReport | None, *, was
             dtype=plan.merge.dtype.value if plan.merge.dtype else None,
             max_shard_bytes=plan.merge.max_shard_bytes,
             quantization=packed if plan.merge.base is MergeBase.DEQUANTIZED else None,
+            base_root=context.base_model_root,
         ),
         progress=_log_progress,
     )
@@ -168,11 +175,11 @@ def check_trained(directory: Path, plan_sha256: str) -> int:
     """The trained result is complete, whole and of this plan; the step that it is of. Raises CheckpointError."""
     hint = "delete it and train again: training resumes from the last checkpoint"
     try:
-        manifest = json.loads((directory / MANIFEST_FILE).read_bytes())
+        manifest = json.loads(read_own(directory / MANIFEST_FILE))
         if manifest["plan_sha256"] != plan_sha256:
             raise CheckpointError(f"{directory}: was trained by plan {manifest['plan_sha256']}, this is {plan_sha256}", hint)
         for name, entry in manifest["files"].items():
-            if file_sha256(directory / name) != entry["sha256"]:
+            if sha256_beneath(directory, name) != entry["sha256"]:
                 raise CheckpointError(
                     f"{directory / name}: is not what was trained, its sha256 differs from {MANIFEST_FILE}", hint
                 )
@@ -182,7 +189,10 @@ def check_trained(directory: Path, plan_sha256: str) -> int:
 
 
 def publish_copy(source: Path, final: Path) -> None:
-    """Copy a directory of plain files durably and rename it to `final`; an equal one there is kept, another one replaced."""
+    """Copy a directory of plain files durably and rename it to `final`; an equal one there is kept, another one replaced.
+
+    Raises CheckpointError for a link, which somebody else has put there, and OSError.
+    """
     for leftover in final.parent.glob(f"{final.name}{TEMPORARY_MARK}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if (final / MANIFEST_FILE).is_file() and file_sha256(final / MANIFEST_FILE) == file_sha256(source / MANIFEST_FILE):
@@ -191,7 +201,11 @@ def publish_copy(source: Path, final: Path) -> None:
     temporary.mkdir(parents=True)
     try:
         for path in sorted(source.iterdir()):
-            shutil.copyfile(path, temporary / path.name)
+            try:
+                with open_beneath(source, path.name) as file, (temporary / path.name).open("wb") as copy:
+                    shutil.copyfileobj(file, copy, 1 << 20)
+            except SpecialFileError as error:
+                raise CheckpointError(f"{path}: {error.strerror}", "delete it: training wrote plain files alone") from error
             sync_file(temporary / path.name)
         if final.exists():
             shutil.rmtree(final)

@@ -22,6 +22,8 @@ from types import FrameType
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import SHUTDOWN_SECONDS, Role
 from finetune_trainer.context import RunContext
+from finetune_trainer.files import read_own
+from finetune_trainer.inspection.special_files import require_links_inside
 from finetune_trainer.ranks.logs import CappedFile, RankLogs, rank_log_name, show
 from finetune_trainer.ranks.reports import (
     SilentEvidence,
@@ -71,6 +73,7 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     remove_rank_reports(reports_directory, _local_ranks(context, launch))
     remove_traces(context.workspace.stacks(context.attempt), _local_ranks(context, launch))
     signal.signal(signal.SIGTERM, lambda _number, _frame: stopped.set())
+    require_links_inside(context.base_model, context.base_model_root)
     if launch.node_rank > 0:
         wait_until_resolved(launch.master_address, stopped)
     exit_status, output = (0, "") if stopped.is_set() else _run_torchrun(context, launch, stopped)
@@ -277,7 +280,7 @@ def _preempted(context: RunContext, launch: Launch, reports: list[TerminationRep
 def _log_end(context: RunContext, rank: int) -> str:
     path = context.workspace.logs(Role.TRAIN.value, context.attempt) / rank_log_name(rank)
     try:
-        return path.read_bytes()[-OUTPUT_TAIL_BYTES:].decode(errors="replace")
+        return read_own(path)[-OUTPUT_TAIL_BYTES:].decode(errors="replace")
     except OSError:
         return ""
 

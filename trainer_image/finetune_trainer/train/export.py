@@ -26,6 +26,7 @@ from finetune_trainer.errors import InvariantError
 from finetune_trainer.files import (
     MANIFEST_FILE,
     TEMPORARY_MARK,
+    copy_within,
     file_sha256,
     publish_directory,
     sync_file,
@@ -101,7 +102,7 @@ def _export_adapter(
     settings = adapter_settings(model, context.plan.model.name, context.plan.model.revision)
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     for path in licence_files(context.base_model):
-        shutil.copyfile(path, directory / path.name)
+        copy_within(path, context.base_model_root, directory / path.name)
     return tensors
 
 
@@ -122,7 +123,7 @@ def _export_model(
     ignored = shutil.ignore_patterns(*NOT_COPIED)(str(context.base_model), [path.name for path in context.base_model.iterdir()])
     for path in context.base_model.iterdir():
         if path.is_file() and path.name not in ignored:
-            shutil.copyfile(path, directory / path.name)
+            copy_within(path, context.base_model_root, directory / path.name)
 
 
 def _write_converted(

@@ -187,12 +187,11 @@ class _Loop:
         optimizer_entry(self.optimizer)
         if self.plan.method.lora is None or gradient_norm == 0:
             return
-        if not any(self.gang.gather(has_learnt((piece.name, piece.parameter_values()) for piece in self.model.pieces))):
+        if not any(self.gang.gather(has_learnt((piece.name, piece.parameter_values()) for piece in self.model.pieces), bool)):
             raise InvariantError("after the first step every adapter is still zero, so none is trained", step=1)
 
     def _peak_memory(self) -> int:
-        peaks: list[int] = self.gang.gather(peak_memory_bytes(self.gang.device))
-        return max(peaks)
+        return max(self.gang.gather(peak_memory_bytes(self.gang.device), int))
 
     def finish(self, observer: Observer) -> dict[str, str]:
         """Export the result; rank 0's facts, none of other ranks."""

@@ -138,6 +138,13 @@ def _constant(name: str) -> float:
     return float(name)
 
 
+def _tagged(value: dict[str, Any]) -> dict[str, Any]:
+    """The form in which transformers writes what JSON does not know."""
+    if value.get("__float__") == "NaN":
+        raise ValueError("NaN is not a value of a setting")
+    return value
+
+
 def _is_entry(entry: Any) -> bool:
     """Whether dtype, shape and positions are of the right types, and small enough that a product of them is a number of bytes."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
@@ -216,7 +223,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`. Raises MergeError naming the file."""
     try:
         with open_regular(path) as file:
-            value = json.loads(file.read(MAX_JSON_BYTES + 1).decode(), parse_constant=_constant)
+            value = json.loads(file.read(MAX_JSON_BYTES + 1).decode(), parse_constant=_constant, object_hook=_tagged)
     except FileNotFoundError as error:
         raise BrokenCheckpointError(f"{path}: the file is missing. Fetch or save it again.") from error
     except SpecialFileError as error:

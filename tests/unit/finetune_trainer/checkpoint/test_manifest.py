@@ -152,7 +152,7 @@ class RankOf:
     rank: int
     world_size: int
 
-    def gather(self, value: str) -> list[str]:
+    def gather(self, value: str, form: type[str]) -> list[str]:
         return [value]
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from finetune_trainer.errors import ModelError
 from finetune_trainer.inspection.model_files import inspect_model_files
+from finetune_trainer.inspection.special_files import require_links_inside
 
 INDEX = "model.safetensors.index.json"
 
@@ -28,3 +30,28 @@ def test_a_directory_that_cannot_be_listed_is_refused(model: Path, monkeypatch: 
     (finding,) = inspect_model_files(model, "pvc://models/tiny").findings
     assert (finding.rule, finding.severity) == ("model-directory-unreadable", "error")
     assert "Permission denied" in finding.message
+
+
+def test_a_link_that_leads_out_of_the_claim_is_named_with_its_target(model: Path) -> None:
+    claim, secret = model.parent, model.parent.parent / "secret"
+    secret.write_text("secret")
+    (model / "config.json").rename(claim / "shared-config.json")
+    (model / "config.json").symlink_to("../shared-config.json")
+    assert inspect_model_files(model, "pvc://models/tiny", claim).findings == ()
+    (model / "tokenizer.json").unlink(missing_ok=True)
+    (model / "tokenizer.json").symlink_to(secret)
+    (finding,) = inspect_model_files(model, "pvc://models/tiny", claim).findings
+    assert (finding.rule, finding.severity, finding.value) == ("model-file-unusable", "error", "tokenizer.json")
+    assert finding.message == f"tokenizer.json is a link to {secret}, which is outside {claim}"
+    assert finding.fix == "put the file itself there, or what it leads to on the same claim"
+    with pytest.raises(ModelError, match=f"spec.model.source: {model}/tokenizer.json is a link to {secret}"):
+        require_links_inside(model, claim)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("value", ["NaN", '{"__float__": "NaN"}'])
+def test_settings_that_no_reader_takes_are_refused_before_they_are_copied(model: Path, name: str, value: str) -> None:
+    (model / name).write_text(f'{{"temperature": {value}}}')
+    (finding,) = inspect_model_files(model, "pvc://models/tiny").findings
+    assert (finding.rule, finding.value) == ("model-file-unusable", name)
+    assert "NaN is not a value of a setting" in finding.message

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from bench.merge.model import write_adapter, write_base
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+from finetune_trainer.merge.plan import MergePlan
+from finetune_trainer.merge.writer import OutputDirectory
 from finetune_trainer.weights import errors
 from tests.unit.finetune_trainer.merge import tiny
 
@@ -137,6 +139,8 @@ import torch
 from bench.merge.contender import peak_resident_bytes
 before = peak_resident_bytes()
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+from finetune_trainer.merge.plan import MergePlan
+from finetune_trainer.merge.writer import OutputDirectory
 base, adapter, output = map(Path, sys.argv[1:])
 merge_adapter(MergeOptions(base, (adapter,), output, None, 5_000_000_000))
 print(peak_resident_bytes() - before)
@@ -150,3 +154,60 @@ def test_memory_is_bounded_by_neither_model_nor_its_largest_tensor(tmp_path: Pat
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     assert base_bytes > 600 << 20
     assert int(done.stdout) < (350 << 20) + adapter_bytes
+
+
+@pytest.mark.parametrize("role", ["base", "adapter"])
+def test_what_a_link_leads_to_elsewhere_is_not_in_the_merged_model(pair: tuple[Path, Path], tmp_path: Path, role: str) -> None:
+    base, adapter = (Path(shutil.copytree(path, tmp_path / path.name)) for path in pair)
+    (adapter / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "secret").write_text("secret")
+    link = tmp_path / role / "tokenizer.json"
+    link.unlink(missing_ok=True)
+    link.symlink_to(tmp_path / "secret")
+    with pytest.raises(errors.BrokenCheckpointError, match=f"{link}: is a link to {tmp_path}/secret, which is outside"):
+        merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", None, GIB))
+    assert not (tmp_path / "merged").exists()
+    if role == "base":
+        # On a claim that holds both, it is the user's own arrangement.
+        (adapter / "tokenizer_config.json").unlink()
+        merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", None, GIB, base_root=tmp_path))
+        assert (tmp_path / "merged" / "tokenizer.json").read_text() == "secret"
+        assert not (tmp_path / "merged" / "tokenizer.json").is_symlink()
+
+
+def test_a_base_from_the_cache_of_the_hub_is_merged(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--tiny"
+    snapshot = repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    blobs = Path(shutil.copytree(pair[0], repository / "blobs"))
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    report = merge_adapter(MergeOptions(snapshot, (pair[1],), tmp_path / "merged", None, GIB))
+    plain = merge_adapter(options(pair, tmp_path / "plain"))
+    assert report.sha256 == plain.sha256
+
+
+def test_a_link_that_is_turned_while_the_merge_runs_is_not_followed(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Path(shutil.copytree(pair[0], tmp_path / "base"))
+    (tmp_path / "secret").write_text("secret")
+
+    def turned(opened: OutputDirectory, plan: MergePlan) -> object:
+        (base / "tokenizer.json").unlink()
+        (base / "tokenizer.json").symlink_to(tmp_path / "secret")
+        return before(opened, plan)
+
+    before = OutputDirectory.open_shards
+    monkeypatch.setattr(OutputDirectory, "open_shards", turned)
+    with pytest.raises(errors.StorageError, match="is a link to"):
+        merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
+    found = [path.name for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"secret"]
+    assert sorted(found) == ["secret", "tokenizer.json"]
+
+
+def test_settings_that_are_no_json_are_not_copied(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base = Path(shutil.copytree(pair[0], tmp_path / "base"))
+    (base / "generation_config.json").write_text('{"temperature": NaN}')
+    with pytest.raises(errors.BrokenCheckpointError, match=r"generation_config.json: is not JSON \(NaN is not a value"):
+        merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))

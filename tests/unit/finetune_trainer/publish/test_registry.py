@@ -52,10 +52,10 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Server]]:
     """A registry and another host."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with ExitStack() as stack:
-        yield _served(stack), _served(stack)
+        yield served(stack), served(stack)
 
 
-def _served(stack: ExitStack) -> Server:
+def served(stack: ExitStack) -> Server:
     server = Server()
 
     class Handler(BaseHTTPRequestHandler):
@@ -70,11 +70,14 @@ def _served(stack: ExitStack) -> Server:
             for name, value in (headers | {"Content-Length": str(len(content))}).items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
         do_GET = _serve  # noqa: N815
         do_PUT = _serve  # noqa: N815
         do_POST = _serve  # noqa: N815
+        do_PATCH = _serve  # noqa: N815
+        do_HEAD = _serve  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,13 @@ from safetensors.torch import load_file, save_file
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_trainer.__main__ import main
 from finetune_trainer.context import RunContext
+from finetune_trainer.errors import CheckpointError, ModelError
 from finetune_trainer.files import file_sha256
 from finetune_trainer.inspection.model_files import file_digests
 from finetune_trainer.release.checksums import read_release
+from finetune_trainer.roles.merge import check_trained, merge, publish_copy
+from finetune_trainer.roles.train import Launch, supervise
+from tests.support.finished_run import finished_run
 from tests.support.forked_ranks import run_gang
 from tests.support.tiny_model import run_context, tiny_spec
 from tests.unit.finetune_trainer.release.example import model_report
@@ -229,3 +236,36 @@ def test_a_damaged_adapter_is_not_published(tmp_path: Path, damage: str) -> None
     code, report = run_merge(context)
     assert (code, report.failure) == (EXIT_CODES[FailureClass.CHECKPOINT_INVALID], FailureClass.CHECKPOINT_INVALID)
     assert not context.output.adapter.exists()
+
+
+def test_a_link_among_what_was_trained_is_not_published(tmp_path: Path) -> None:
+    trained, final = tmp_path / "trained", tmp_path / "results" / "adapter"
+    trained.mkdir()
+    final.parent.mkdir()
+    (tmp_path / "secret").write_text("secret")
+    secret_sha256 = hashlib.sha256(b"secret").hexdigest()
+    (trained / "manifest.json").write_text(json.dumps({"plan_sha256": "p", "step": 1, "files": {}}))
+    assert check_trained(trained, "p") == 1
+    (trained / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is a pipe, .* or a link"):
+        publish_copy(trained, final)
+    assert not list(final.parent.iterdir())
+    for name in ("tokenizer.json", "../secret"):
+        files = {name: {"sha256": secret_sha256}}
+        (trained / "manifest.json").write_text(json.dumps({"plan_sha256": "p", "step": 1, "files": files}))
+        with pytest.raises(CheckpointError, match=r"link|leads out"):
+            check_trained(trained, "p")
+
+
+@pytest.mark.parametrize(
+    "role", [merge, lambda context: supervise(context, Launch(Path("plan.json"), 0, "localhost", 1, 0))], ids=["merge", "train"]
+)
+def test_no_role_opens_a_base_whose_links_lead_out_of_its_claim(
+    tmp_path: Path, role: Callable[[RunContext], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    context = finished_run(tmp_path, "oci://registry.example/team/model:v1")
+    context.base_model.mkdir(parents=True)
+    (context.base_model / "tokenizer.json").symlink_to(tmp_path / "plan.json")
+    with pytest.raises(ModelError, match=r"spec\.model\.source: .*tokenizer\.json is a link to .*plan\.json, which is outside"):
+        role(context)
