@@ -177,6 +177,16 @@ def test_targets_that_peft_cannot_choose_are_asked_for(tmp_path: Path) -> None:
     assert errors(plan({"type": "IA3", "settings": named}), directory) == {}
 
 
+def test_classes_that_a_method_has_no_adapter_for_are_named(tmp_path: Path) -> None:
+    directory = declared(tmp_path / "model", "gpt2")
+    _, findings = check_model(plan({"type": "HRA", "settings": {"targetModules": ["c_attn"]}}), directory)
+    (found,) = [finding for finding in findings if finding.severity == "error"]
+    assert (found.rule, found.field) == ("model-settings-conflict", "spec.method.settings.targetModules")
+    assert (found.value, "Conv1D" in found.message) == ('["c_attn"]', True)
+    assert {change.field: change.value for change in found.changes} == {"spec.method.type": "LoRA", "spec.method.settings": None}
+    assert errors(plan({"type": "LoRA"}), directory) == {}
+
+
 @pytest.mark.parametrize(
     ("kind", "lora"), [("nemotron", {"trainableTokenIndices": [5]}), ("granitemoe", {"targetModules": ["lm_head"]})]
 )
