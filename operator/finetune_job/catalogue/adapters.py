@@ -178,6 +178,14 @@ EFFECT_ENTRIES = (
         f"{_COVERAGE}::test_experts_that_are_no_linear_layers_are_told_of",
     ),
     Entry(
+        "experts-not-packed",
+        "warning",
+        "QLoRA does not pack the experts of this model",
+        "bitsandbytes packs linear layers. Stacked experts are none, so most of the base stays in 16 bits.",
+        "Count on 16 bits for the experts, or set spec.method.type: LoRA",
+        "tests/unit/finetune_trainer/preflight/test_architecture.py::test_experts_that_qlora_does_not_pack_are_told_of",
+    ),
+    Entry(
         "rank-beyond-width",
         "warning",
         "The rank of an adapter is larger than its layer is wide",

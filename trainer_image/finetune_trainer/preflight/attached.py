@@ -40,6 +40,7 @@ def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
         *_without_values(model, field),
         *_wrapped_inside(model, field),
         *(_packed_and_saved(model, field) if method.quantization is not None else ()),
+        *(_experts_not_packed(model, method.quantization.bits) if method.quantization is not None else ()),
         *_rows_of_a_saved_module(model, field),
         *_saved_by_their_end(model, field),
         *_not_fed_forward(model, method, field),
@@ -86,6 +87,31 @@ def _packed_and_saved(model: PeftModel, field: str) -> Iterator[Finding]:
         reason = f"{shown} is packed to 4 bits, and so would be the copy that is to be trained: it would get no gradient"
         fix = f"name {shown.rpartition('.')[2]} in targetModules instead, or set method.type: LoRA"
         yield make_finding("saved-module-packed", field=f"{field}.modulesToSave", value=shown, message=reason, fix=fix)
+
+
+def _experts_not_packed(model: PeftModel, bits: int) -> Iterator[Finding]:
+    """Only linear layers are packed (docs/decisions/0015-experts-are-not-packed.md)."""
+    stacked = _stacked_experts(model)
+    if not stacked:
+        return
+    packed = {name: layer.in_features * layer.out_features for name, layer in model.named_modules() if is_packed(layer)}
+    others = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and not (name.endswith(".weight") and name.rpartition(".")[0] in packed)
+    }
+    total = sum(packed.values()) + sum(others.values())
+    first, parameter = next(iter(stacked.items()))
+    left = sum(each.numel() for each in stacked.values())
+    yield make_finding(
+        "experts-not-packed",
+        field="spec.method.type",
+        value=MethodType.QLORA.value,
+        message=f"only {sum(packed.values()) / total:.1%} of the base are packed to {bits} bits: linear layers are, and the "
+        f"experts are {len(stacked)} stacked parameters, first {first}; their {left / total:.1%} stay in "
+        f"{str(parameter.dtype).removeprefix('torch.')}",
+        fix="count on 16 bits for the experts, as the memory estimate does; set spec.method.type: LoRA if so little is packed",
+    )
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -184,16 +210,7 @@ def _experts_left_out(model: nn.Module, lora: LoraPlan) -> Finding | None:
     adapted = {
         id(getattr(layer.get_base_layer(), layer.parameter_name)) for layer in model.modules() if isinstance(layer, ParamWrapper)
     }
-    # Kernels of convolutions, for one, have three dimensions, too.
-    counts = _expert_counts(getattr(model, "config", None))
-    stacked = {
-        name.removeprefix(_INSIDE_PEFT): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == STACKED_DIMENSIONS
-        and not parameter.requires_grad
-        and id(parameter) not in adapted
-        and ("expert" in name or parameter.shape[0] in counts)
-    }
+    stacked = {name: parameter for name, parameter in _stacked_experts(model).items() if id(parameter) not in adapted}
     total = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     held = sum(parameter.numel() for parameter in stacked.values())
     if not held:
@@ -208,6 +225,19 @@ def _experts_left_out(model: nn.Module, lora: LoraPlan) -> Finding | None:
         fix=f"to adapt them, too, set spec.method.lora.targetParameters: [{', '.join(names[:4])}] next to "
         f"spec.method.lora.targetModules: [{ALL_LINEAR}]",
     )
+
+
+def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Frozen parameters that hold a matrix for each expert, by their names in the base."""
+    # Kernels of convolutions, for one, have three dimensions, too.
+    counts = _expert_counts(getattr(model, "config", None))
+    return {
+        name.removeprefix(_INSIDE_PEFT).replace(".base_layer", ""): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == STACKED_DIMENSIONS
+        and not parameter.requires_grad
+        and ("expert" in name or parameter.shape[0] in counts)
+    }
 
 
 def _expert_counts(config: object) -> set[int]:
