@@ -70,11 +70,19 @@ NAME_ENTRIES = (
         f"{_PATTERNS}::test_a_layer_beyond_the_model",
     ),
     Entry(
+        "full-name-beside-layers",
+        "error",
+        "targetModules holds the full name of a module of another layer than layersToTransform",
+        "PEFT adapts a module whose full name is written, whatever layers are chosen.",
+        "Add the layer to layersToTransform, or write the end of the name alone",
+        f"{_PATTERNS}::test_a_full_name_is_adapted_whatever_layers_are_chosen",
+    ),
+    Entry(
         "adapter-pattern-unmatched",
         "error",
-        "A pattern matches nothing",
-        "PEFT ignores keys of rankPattern, alphaPattern and the like that match no module.",
-        "Write a key that matches names of the model, or remove it",
+        "A pattern matches nothing that is adapted",
+        "PEFT ignores keys of rankPattern, alphaPattern and the like that match no adapted module.",
+        "Write a key that matches names of adapted modules, or remove it",
         f"{_PATTERNS}::test_a_pattern_that_matches_nothing",
     ),
     Entry(
@@ -176,6 +184,14 @@ EFFECT_ENTRIES = (
         "The experts are stacked parameters, not linear layers, and hold most of the model's weights.",
         "Name the parameters in spec.method.lora.targetParameters to adapt them, too",
         f"{_COVERAGE}::test_experts_that_are_no_linear_layers_are_told_of",
+    ),
+    Entry(
+        "router-adapted",
+        "warning",
+        "all-linear also adapts the routers of a mixture of experts",
+        "Which expert a token goes to then changes, and no loss of this training keeps the experts evenly used.",
+        "Name the modules to adapt without the routers",
+        "tests/unit/finetune_trainer/preflight/test_architecture.py::test_routers_that_all_linear_trains_are_told_of",
     ),
     Entry(
         "experts-not-packed",
