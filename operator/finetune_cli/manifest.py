@@ -153,11 +153,13 @@ def _shortened(text: str) -> str:
 
 
 def _nearest(written: Any, words: Sequence[str]) -> str | None:
-    """The word that was most likely meant, whatever its capitals."""
+    """The word that was most likely meant, whatever its capitals. What all words end with does not tell them apart."""
     if not isinstance(written, str):
         return None
-    by_lower = {word.lower(): word for word in words}
-    near = difflib.get_close_matches(written.strip().lower(), by_lower, n=1, cutoff=0.6)
+    endings = [words[0][start:].lower() for start in range(len(words[0]))] if len(words) > 1 else []
+    shared = next((ending for ending in endings if all(word.lower().endswith(ending) for word in words)), "")
+    by_lower = {word.lower().removesuffix(shared): word for word in words}
+    near = difflib.get_close_matches(written.strip().lower().removesuffix(shared), by_lower, n=1, cutoff=0.6)
     return by_lower[near[0]] if near else None
 
 

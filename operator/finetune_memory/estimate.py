@@ -128,14 +128,19 @@ class _Estimator:
         kept, cut = self.kept, f"1/{self.world_size}" if self.is_sharded else "all"
         values = sum(each.numel for each in self.shape.parameters if each.is_trained)
         return [
-            Term("frozen weights", kept.frozen, f"{cut} of the base, as {self._held_dtype()}"),
+            Term("frozen weights", kept.frozen, f"{cut} of the base, {self._held_types()}"),
             Term("trained weights", kept.trained, f"{cut} of {values:,} values"),
             Term("optimizer state", self._state_bytes(), f"{self.plan.training.optimizer.value} of the trained weights"),
         ]
 
-    def _held_dtype(self) -> str:
-        quantization = self.plan.method.quantization
-        return self.elements.load if quantization is None else f"{quantization.bits}-bit values"
+    def _held_types(self) -> str:
+        quantization, load = self.plan.method.quantization, self.elements.load
+        if quantization is None:
+            return f"as {load}"
+        frozen = [pair for pair in zip(self.shape.parameters, self.held.parameters, strict=True) if not pair[0].is_trained]
+        packed = sum(base.numel for base, held in frozen if held is not base)
+        share = packed / max(sum(base.numel for base, _ in frozen), 1)
+        return f"{share:.1%} of its values in {quantization.bits} bits, the rest as {load}"
 
     def _state_bytes(self) -> int:
         return state_bytes(self.plan.training, self.kept.trained_elements, self.kept.trained_tensors)

@@ -147,5 +147,20 @@ def test_layers_are_chosen_among_named_modules():
     assert rule not in ids_of("LoHa", {**named, **layers})
 
 
+@pytest.mark.reproduces("target-modules-empty")
+def test_no_module_is_named():
+    """An empty list is PEFT's form for adapters on parameters alone."""
+    with pytest.raises(ValueError, match="No `target_modules` passed but also no `target_parameters` found"):
+        adapted_modules(target_modules=[])
+    rule, parameters = "target-modules-empty", {"targetParameters": ["q_proj.weight"]}
+    wrong, right = plans(rule, {"method.lora.targetModules": []})
+    assert wrong.method.lora is not None
+    assert (wrong.method.lora.target_modules, right.method.lora.target_modules) == ((), ("all-linear",))
+    assert learns(right)
+    spec = {"type": "LoRA", "lora": {"targetModules": [], **parameters}}
+    assert rule not in findings(**spec)
+    assert not findings(**spec), "PEFT documents this form"
+
+
 def ids_of(method: str, settings: dict[str, object]) -> set[str]:
     return {finding.rule for finding in judged({"method.type": method, "method.settings": settings})}

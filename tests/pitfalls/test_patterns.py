@@ -16,7 +16,8 @@ from tests.pitfalls.one_process import llama, peft_config, tokens, trained
 
 
 def ranks(**settings) -> dict[str, int]:
-    model = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], **settings))
+    wanted = {"target_modules": ["q_proj", "v_proj"]} | settings
+    model = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", r=4, **wanted))
     held = {name.split(".lora_A")[0]: p.shape[0] for name, p in model.named_parameters() if "lora_A" in name}
     return {name.split(".model.model.")[1]: rank for name, rank in held.items()}
 
@@ -43,6 +44,31 @@ def test_a_pattern_that_matches_nothing():
     for pattern in ("rankPattern", "alphaPattern"):
         assert "adapter-pattern-unmatched" in found("LoHa", {pattern: {"q_porj": 8}})
         assert not found("LoHa", {pattern: {"q_proj": 8}})
+
+
+@pytest.mark.parametrize("pattern", ["k_proj", "layers.1.self_attn.q_proj", "embed_tokens"])
+def test_a_pattern_for_a_module_that_is_not_adapted(pattern):
+    targets = {"r": 4, "targetModules": ["model.layers.0.self_attn.q_proj", "v_proj"]}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert attached("LoHa", {**targets, "rankPattern": {pattern: 8, "v_proj": 2}}) == {"adapter-pattern-unmatched"}
+    assert any(f"ignored: ['{pattern}']" in str(each.message) for each in said)
+    assert not attached("LoHa", {**targets, "rankPattern": {"layers.0.self_attn.q_proj": 8, "v_proj": 2}})
+    # Of what the model does not have at all, the names themselves tell.
+    assert not attached("LoHa", {**targets, "alphaPattern": {"q_porj": 8}})
+
+
+def test_a_full_name_is_adapted_whatever_layers_are_chosen():
+    first = "model.layers.0.self_attn.q_proj"
+    assert set(ranks(layers_to_transform=[1], target_modules=[first, "v_proj"])) == {
+        "layers.0.self_attn.q_proj",
+        "layers.1.self_attn.v_proj",
+    }
+    assert found("LoHa", {"targetModules": [first], "layersToTransform": [1]}) == {"full-name-beside-layers"}
+    assert found("LoHa", {"targetModules": [first], "layersToTransform": 1, "layersPattern": "layers"})
+    # The end of a name is looked for in the layers that are chosen, and a full name in one of them is one that is meant.
+    assert not found("LoHa", {"targetModules": ["0.self_attn.q_proj"], "layersToTransform": [0, 1]})
+    assert not found("LoHa", {"targetModules": [first, "lm_head"], "layersToTransform": [0]})
 
 
 def test_the_first_pattern_that_matches_counts():

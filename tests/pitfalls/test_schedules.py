@@ -62,6 +62,18 @@ def test_a_decay_longer_than_the_run():
     assert rates(right.training).count(1.0) > 10
 
 
+@pytest.mark.reproduces("decay-within-warmup")
+def test_a_warmup_and_a_decay_longer_than_the_run():
+    """transformers' rate drops after the warm-up, where its decay has begun already; ours begins then."""
+    written = {"training.warmupRatio": "0.5", "training.decayRatio": "0.8"}
+    wrong, right = plans("decay-within-warmup", {"training.scheduler": "WarmupStableDecay", **written})
+    schedule = partial(get_wsd_schedule, num_warmup_steps=10, num_training_steps=STEPS, decay_type="linear")
+    assert max(theirs(partial(schedule, num_decay_steps=16))) == pytest.approx(0.9)
+    assert max(theirs(partial(schedule, num_decay_steps=10))) == pytest.approx(1)
+    assert (wrong.training.decay_ratio, right.training.decay_ratio) == (0.8, 0.5)
+    assert rates(wrong.training) == rates(right.training)
+
+
 @pytest.mark.reproduces("min-learning-rate-ratio-range")
 def test_a_least_rate_above_the_peak():
     wrong, right = plans("min-learning-rate-ratio-range", {"training.minLearningRateRatio": "2", "training.warmupRatio": "0.1"})

@@ -25,6 +25,7 @@ POLICY: dict[str, str] = {
     "saved-module-unknown": "trains, but a module that the manifest names is not trained",
     "best-model-without-validation": "the setting would be ignored",
     "adapter-pattern-unmatched": "trains, but a rank that the manifest names is used nowhere",
+    "full-name-beside-layers": "trains, but a layer that the manifest does not choose is adapted",
     "adapter-patterns-overlap": "trains, but with one of two ranks that the manifest names",
     "target-module-excluded": "trains, but a module that the manifest names is not adapted",
     "experts-not-excluded": "trains, but experts that the manifest excludes are adapted",
@@ -83,6 +84,7 @@ UNSEEN: dict[str, str] = {
 all the same."""
 
 CLAIMS: dict[str, str] = {
+    "target-modules-empty": r"No `target_modules`",
     "lora-dropout-range": r"dropout|zero|did not move|never get a gradient",
     "layers-without-targets": r"layers_to_transform",
     "fsdp1-adapter-dtype": r"uniform dtype|several element types",

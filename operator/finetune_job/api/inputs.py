@@ -27,6 +27,9 @@ class ModelSpec(ApiModel):
     """Element type in which the base model is held. Unset: the type its weights are stored in, as config.json says."""
     attention: Attention | None = None
     """Attention implementation. Unset: sdpa."""
+    max_positions: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
+    """Longest record, in tokens, of a model whose positions are rotary: they can be computed beyond what the model has learnt.
+    Other models do not look at it. Unset: as config.json says, stretched by its rotary scaling."""
     allow_remote_code: bool = False
     """Whether Python code in the model directory may run. The profile must allow it too."""
 

@@ -105,9 +105,9 @@ class LoraSpec(ApiModel):
     """The update is scaled by loraAlpha / r (by loraAlpha / sqrt(r) with useRslora). Unset: 2 r."""
     lora_dropout: DecimalString | None = None
     """Dropout on the adapter's input, below 1. Unset: "0"."""
-    target_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
+    target_modules: Annotated[list[ModuleName], Field(max_length=256)] | None = None
     """Names of the modules to adapt, or `all-linear`. Unset: all-linear (every linear layer but the output head); with
-    targetParameters: none."""
+    targetParameters: none, as an empty list says, too."""
     target_parameters: Annotated[list[ModuleName], Field(min_length=1, max_length=64)] | None = None
     """Names of parameters to adapt that are not a layer's weight, above all the stacked weights of experts, as in
     `[mlp.experts.gate_up_proj, mlp.experts.down_proj]`: ends of parameter names, of two or three dimensions. In all layers;

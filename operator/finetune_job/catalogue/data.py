@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune_job.catalogue.entry import Entry
+from finetune_job.catalogue.entry import EITHER, Entry
 
 _REFUSED = "tests/unit/finetune_trainer/preflight/test_refused_jobs.py"
 _MARKERS = "tests/unit/finetune_trainer/data/test_tokenizer_chat_markers.py"
@@ -174,6 +174,15 @@ RECORD_ENTRIES = (
         "The model does not see them; a cut record would teach it to stop in the middle of a sentence.",
         "Increase spec.data.maxSequenceLength, or split long records",
         f"{_PREPARE}::test_records_beyond_the_limit_are_dropped_and_counted",
+    ),
+    Entry(
+        "data-unknown-tokens",
+        EITHER,
+        "The tokenizer does not know much of the text",
+        "What it has no token for becomes its unknown token, which the model would learn to write. From half of all tokens on it "
+        "is an error.",
+        "Use a model whose tokenizer knows the language or script of the data",
+        f"{_PREPARE}::test_text_that_the_tokenizer_does_not_know_is_told_of",
     ),
     Entry(
         "data-weight-without-records",

@@ -215,7 +215,7 @@ ARCHITECTURE_ENTRIES = (
         "error",
         "A record is longer than the model's positions",
         "Beyond max_position_embeddings a model has learnt nothing, or its code fails.",
-        "Set spec.data.maxSequenceLength to the model's number of positions or less",
+        "Set spec.data.maxSequenceLength to the model's number of positions or less, or, of rotary ones, spec.model.maxPositions",
         f"{_FIT}::test_a_record_beyond_the_models_positions_is_an_error",
     ),
     Entry(

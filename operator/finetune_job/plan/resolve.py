@@ -48,6 +48,7 @@ def resolve(
             revision=spec.model.revision,
             dtype=spec.model.dtype,
             attention=choices.pick("model.attention", spec.model.attention, Attention.SDPA, "keeps packed documents apart"),
+            max_positions=spec.model.max_positions,
             allow_remote_code=spec.model.allow_remote_code,
         ),
         data=data_plan(spec, choices, places),

@@ -52,6 +52,8 @@ class ModelPlan(PlacedModel):
     dtype: Dtype | None
     """None: as stored."""
     attention: Attention
+    max_positions: int | None = None
+    """None: as config.json says. Only of rotary positions."""
     allow_remote_code: bool
 
     @model_validator(mode="before")

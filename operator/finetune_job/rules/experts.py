@@ -78,12 +78,12 @@ def target_parameters_all_layers(context: RuleContext) -> Problem | None:
     value: Any
     if lora.layers_to_transform is not None:
         field, value = _LAYERS, lora.layers_to_transform
-    elif lora.exclude_modules is not None and lora.target_modules is None:
+    elif lora.exclude_modules is not None and not lora.target_modules:
         field, value = _EXCLUDED, lora.exclude_modules
     else:
         return None
     changes: dict[str, Any] = {field: None}
-    if lora.exclude_modules is not None and lora.target_modules is None:
+    if lora.exclude_modules is not None and not lora.target_modules:
         changes[_EXCLUDED] = None
     return Problem(
         field=field,

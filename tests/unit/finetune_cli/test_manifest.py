@@ -52,6 +52,18 @@ from tests.unit.finetune_cli.manifests import ACCEPTED, edited, findings
             "is not one of",
             "write one of ZeroB, gaussian, orthogonal, Random; olora is not supported",
         ),
+        *(
+            (f"spec.parallelism.fsdp.{field}", word, f"spec.parallelism.fsdp.{field}", "is not one of", meant)
+            for field, word, meant in (
+                # What all words end with says nothing about which of them is meant.
+                ("autoWrapPolicy", "AUTO_WRAP", "write 'TRANSFORMER_BASED_WRAP', 'SIZE_BASED_WRAP' or 'NO_WRAP'"),
+                ("autoWrapPolicy", "SIZE_WRAP", "write 'TRANSFORMER_BASED_WRAP', 'SIZE_BASED_WRAP' or 'NO_WRAP'"),
+                ("autoWrapPolicy", "TRANSFORMER_WRAP", "write TRANSFORMER_BASED_WRAP"),
+                ("autoWrapPolicy", "size_based", "write SIZE_BASED_WRAP"),
+                ("autoWrapPolicy", "no_wrap", "write NO_WRAP"),
+                ("stateDictType", "STATE_DICT", "write 'FULL_STATE_DICT', 'SHARDED_STATE_DICT' or 'LOCAL_STATE_DICT'"),
+            )
+        ),
         ("spec.method.type", "PromptTunning", "spec.method.type", "is not one of 'LoRA'", "PromptTuning is not supported"),
         ("spec.merge.base", "Packed", "spec.merge.base", "is not one of 'Original'", "'Original'"),
         ("spec.data.packing", "yes", "spec.data.packing", "should be a valid boolean", "write true or false"),

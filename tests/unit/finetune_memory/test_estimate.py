@@ -73,6 +73,21 @@ def test_eight_ranks_share_a_packed_base(version: int, name: str, gib: int, laye
     assert verdict.estimate.host_total < 12 * adapters // 8 + 2 * GIB
 
 
+@pytest.mark.parametrize(
+    ("method", "name", "held"),
+    [
+        ("LoRA", "Llama-3.1-8B", "as bfloat16"),
+        # Embeddings and head, 2 x 128,256 x 4,096 of 8,030,261,248 values, and norms are not packed.
+        ("QLoRA", "Llama-3.1-8B", "86.9% of its values in 4 bits, the rest as bfloat16"),
+        # Of 46,702,792,704 values only those of the attention, 32 x 41,943,040, are in linear layers.
+        ("QLoRA", "Mixtral-8x7B", "2.9% of its values in 4 bits, the rest as bfloat16"),
+    ],
+)
+def test_the_estimate_says_what_is_packed(method: str, name: str, held: str) -> None:
+    estimate = judged(small_job().spec("method.type", method), name, gib=None).estimate
+    assert next(each.detail for each in estimate.terms if each.name == "frozen weights") == f"all of the base, {held}"
+
+
 def test_a_packed_base_of_which_every_rank_reads_all_is_whole_while_it_is_loaded() -> None:
     """Experts are stored one by one, and stay in 16 bits; the linear layers around them are packed."""
     job = small_job().spec("method.type", "QLoRA").spec("training.activationCheckpointing", "Full").processes_per_node(8)

@@ -96,6 +96,8 @@ class PartResult:
     num_supervised_tokens: int = 0
     longest_document: int = 0
     largest_token_id: int = -1
+    num_unknown_tokens: int = 0
+    """The tokenizer's word for text that it has no token for, where that word is nothing else besides."""
     lengths: dict[int, int] = field(default_factory=dict)
     """Records by tokens: the smallest power of two that holds them -> how many; longer ones than maxSequenceLength, too."""
     problems: dict[ProblemKind, tuple[RecordProblem, int]] = field(default_factory=dict)
@@ -173,7 +175,7 @@ def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None
                 continue
             kept = _kept(records, made, task.settings.max_sequence_length, result)
             if kept:
-                stored, rows = _stored(kept, result)
+                stored, rows = _stored(kept, result, _unknown_id(tokenizer))
                 tokens.write(stored)
                 table.write(rows)
     return result
@@ -231,7 +233,14 @@ def _unsupervised(record: Record) -> RecordProblem:
     return RecordProblem(record.line, "", shown(text), reason, "remove the record, or fill it in", record.unit, record.file)
 
 
-def _stored(documents: list[TokenizedDocument], result: PartResult) -> tuple[bytes, bytes]:
+def _unknown_id(tokenizer: Tokenizer) -> int | None:
+    unknown: int | None = getattr(tokenizer, "unk_token_id", None)
+    # GPT-2's is the end of a text, and can stand for nothing else: its tokens are bytes.
+    others = (getattr(tokenizer, f"{use}_token_id", None) for use in ("bos", "eos", "pad"))
+    return None if unknown in others else unknown
+
+
+def _stored(documents: list[TokenizedDocument], result: PartResult, unknown_id: int | None) -> tuple[bytes, bytes]:
     lengths = np.array([len(document.input_ids) for document in documents], dtype=np.int64)
     num_tokens = int(lengths.sum())
     ids = np.fromiter(chain.from_iterable(document.input_ids for document in documents), dtype=TOKEN_TYPE, count=num_tokens)
@@ -250,6 +259,8 @@ def _stored(documents: list[TokenizedDocument], result: PartResult) -> tuple[byt
     result.num_supervised_tokens += int(rows["supervised"].sum(dtype=np.int64))
     result.longest_document = max(result.longest_document, int(lengths.max()))
     result.largest_token_id = max(result.largest_token_id, int(ids.max()))
+    if unknown_id is not None:
+        result.num_unknown_tokens += int((ids == unknown_id).sum())
     return encode(ids, mask).tobytes(), rows.tobytes()
 
 

@@ -108,6 +108,19 @@ def too_long(source: SplitSource, num_records: int, num_dropped: int, shortest: 
     )
 
 
+def unknown_text(source: SplitSource, num_unknown: int, num_tokens: int) -> Finding:
+    """Text that the tokenizer has no tokens for: as an error where that is half of what is learnt from."""
+    return make_finding(
+        "data-unknown-tokens",
+        severity="error" if 2 * num_unknown >= num_tokens else "warning",
+        field=source.field,
+        value=source.address,
+        message=f"{num_unknown} of its {num_tokens} tokens are the tokenizer's unknown token: the text has words or letters that "
+        "the tokenizer does not know, and the model would learn to write that token",
+        fix="use a model whose tokenizer knows this language or script, or clean the text",
+    )
+
+
 def never_used(source: SplitSource, weight: float, num_records: int) -> Finding:
     """The weight is so small that no record occurs in a pass."""
     return make_finding(

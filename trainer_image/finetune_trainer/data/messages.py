@@ -39,6 +39,7 @@ _COUNTS = (
     "num_supervised_tokens",
     "longest_document",
     "largest_token_id",
+    "num_unknown_tokens",
     "lengths",
     "template_is_endless",
 )
@@ -78,6 +79,7 @@ class _Result(_Message):
     num_supervised_tokens: _Count
     longest_document: _Count
     largest_token_id: Annotated[int, Field(ge=-1, lt=1 << 31)]
+    num_unknown_tokens: _Count
     lengths: Annotated[dict[_Count, _Count], Field(max_length=64)]
     problems: list[_Problem]
     left_out: list[_Problem]

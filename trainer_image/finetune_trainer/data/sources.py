@@ -26,6 +26,7 @@ from finetune_trainer.data.findings import (
     never_used,
     repeated,
     too_long,
+    unknown_text,
     unreadable,
     wrong_records,
 )
@@ -43,6 +44,8 @@ MAX_COMPARED = 1 << 24
 """Documents of a source that are compared with each other: what bounds the memory, 128 MiB."""
 REPEATED_SHARE = 0.01
 """Of a source's records; fewer repetitions are counted, and are not a reason to warn."""
+UNKNOWN_SHARE = 0.1
+"""Of a source's tokens; a foreign letter here and there is no reason to warn."""
 
 
 class RepeatedDocuments:
@@ -151,6 +154,7 @@ class Source:
         found.num_supervised_tokens += result.num_supervised_tokens
         found.longest_document = max(found.longest_document, result.longest_document)
         found.largest_token_id = max(found.largest_token_id, result.largest_token_id)
+        found.num_unknown_tokens += result.num_unknown_tokens
         for bound, count in result.lengths.items():
             found.found_length(bound, count)
 
@@ -168,6 +172,8 @@ class Source:
             findings.append(too_long(named, found.num_records, found.num_dropped, found.shortest_dropped, max_sequence_length))
         if was_tokenised and found.num_documents and not self.weighted.occurrences:
             findings.append(never_used(named, self.weight, found.num_documents))
+        if found.num_unknown_tokens >= max(UNKNOWN_SHARE * found.num_tokens, 1):
+            findings.append(unknown_text(named, found.num_unknown_tokens, found.num_tokens))
         findings += content_dropped(named, _first_kinds(self.left_out))
         num_repeated = self.repeated.count()
         if num_repeated >= max(REPEATED_SHARE * found.num_documents, 1):

@@ -16,7 +16,7 @@ from finetune_job.plan.run_plan import FsdpPlan, MethodPlan, RunPlan
 from finetune_job.sharding import Conflict, by_unit, element_types, unit_conflict
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.model.dtypes import resolve_dtypes
-from finetune_trainer.model.wrap_plan import held_parameters
+from finetune_trainer.model.wrap_plan import held_parameters, unit_names
 
 MAGNITUDE = "lora_magnitude_vector"
 LORA_MARKS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", MAGNITUDE, "trainable_tokens_delta")
@@ -135,15 +135,30 @@ def check_flat_units(model: nn.Module, unit_names: Collection[str], fsdp: FsdpPl
             case Conflict.ELEMENT_TYPES:
                 kinds = sorted(element_types(parameters))
                 raise ConfigError(
-                    f"spec.parallelism.fsdp: version 1 cannot shard {shown}, whose parameters have several element types: "
-                    f"{kinds}",
-                    "set peftWrapPolicy: true, or method.lora.autocastAdapterDtype: false, or version: 2",
+                    f"spec.parallelism.fsdp.version: version 1 cannot shard {shown}, whose parameters have several element "
+                    f"types: {kinds}",
+                    _ways_to_shard(model, fsdp),
                 )
             case Conflict.REQUIRES_GRAD:
                 raise ConfigError(
                     f"spec.parallelism.fsdp.useOrigParams: false cannot shard {shown}, which has trained and frozen parameters",
-                    "set peftWrapPolicy: true, or useOrigParams: true, or version: 2",
+                    _ways_to_shard(model, fsdp),
                 )
+
+
+def _ways_to_shard(model: nn.Module, fsdp: FsdpPlan) -> str:
+    """Each single change after which no unit has a conflict."""
+    changed = {
+        "peftWrapPolicy: true": fsdp.model_copy(update={"peft_wrap_policy": True}),
+        "useOrigParams: true": fsdp.model_copy(update={"use_orig_params": True}),
+        "version: 2": fsdp.model_copy(update={"version": 2, "peft_wrap_policy": None, "use_orig_params": None}),
+    }
+    ways = [
+        way
+        for way, other in changed.items()
+        if all(unit_conflict(held, other) is None for held in by_unit(held_parameters(model), unit_names(model, other)).values())
+    ]
+    return f"set {', or '.join(ways)}" if ways else "train on one rank, or choose another method"
 
 
 def has_learnt(pieces: Iterable[tuple[str, torch.Tensor]]) -> bool:

@@ -4,7 +4,9 @@ seems to.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
@@ -17,13 +19,16 @@ from transformers import PreTrainedConfig
 from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
+from finetune_job.method_settings import TARGETS
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan
 from finetune_trainer.preflight.model_inspection import ModelInspection
-from finetune_trainer.preflight.module_names import STACKED_DIMENSIONS
+from finetune_trainer.preflight.module_names import PATTERNS, STACKED_DIMENSIONS, pattern_matches
 
 _INSIDE_PEFT = "base_model.model."
 """Beginning of the names that PEFT gives to modules of the base."""
+_ROUTER = re.compile(r"\.(gate|router)(\.|$)")
+"""In the names of what scores the experts."""
 
 
 def check_attached(seen: ModelInspection) -> list[Finding]:
@@ -40,11 +45,14 @@ def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
         *_without_values(model, field),
         *_wrapped_inside(model, field),
         *(_packed_and_saved(model, field) if method.quantization is not None else ()),
+        *(_experts_not_packed(model, method.quantization.bits) if method.quantization is not None else ()),
         *_rows_of_a_saved_module(model, field),
         *_saved_by_their_end(model, field),
         *_not_fed_forward(model, method, field),
         *_rows_beyond(model, method, field),
         *_rows_twice(model, field),
+        *_patterns_of_others(model, method, field),
+        *_routers(model, method, field),
     ]
 
 
@@ -86,6 +94,31 @@ def _packed_and_saved(model: PeftModel, field: str) -> Iterator[Finding]:
         reason = f"{shown} is packed to 4 bits, and so would be the copy that is to be trained: it would get no gradient"
         fix = f"name {shown.rpartition('.')[2]} in targetModules instead, or set method.type: LoRA"
         yield make_finding("saved-module-packed", field=f"{field}.modulesToSave", value=shown, message=reason, fix=fix)
+
+
+def _experts_not_packed(model: PeftModel, bits: int) -> Iterator[Finding]:
+    """Only linear layers are packed (docs/decisions/0018-experts-are-not-packed.md)."""
+    stacked = _stacked_experts(model)
+    if not stacked:
+        return
+    packed = {name: layer.in_features * layer.out_features for name, layer in model.named_modules() if is_packed(layer)}
+    others = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and not (name.endswith(".weight") and name.rpartition(".")[0] in packed)
+    }
+    total = sum(packed.values()) + sum(others.values())
+    first, parameter = next(iter(stacked.items()))
+    left = sum(each.numel() for each in stacked.values())
+    yield make_finding(
+        "experts-not-packed",
+        field="spec.method.type",
+        value=MethodType.QLORA.value,
+        message=f"only {sum(packed.values()) / total:.1%} of the base are packed to {bits} bits: linear layers are, and the "
+        f"experts are {len(stacked)} stacked parameters, first {first}; their {left / total:.1%} stay in "
+        f"{str(parameter.dtype).removeprefix('torch.')}",
+        fix="count on 16 bits for the experts, as the memory estimate does; set spec.method.type: LoRA if so little is packed",
+    )
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -170,6 +203,76 @@ def _rows_twice(model: PeftModel, field: str) -> Iterator[Finding]:
             return
 
 
+def _adapted(model: nn.Module) -> dict[str, BaseTunerLayer]:
+    """What has an adapter, by its name in the base: modules, and parameters of which none is a layer's weight."""
+    return {
+        _name_in_base(f"{name}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name): layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, BaseTunerLayer)
+    }
+
+
+def _outputs(layer: BaseTunerLayer) -> int | None:
+    """Of the adapted matrix; a packed one has lost its shape."""
+    base = layer.get_base_layer()
+    weight = getattr(base, layer.parameter_name if isinstance(layer, ParamWrapper) else "weight", None)
+    outputs: int | None = getattr(base, "out_features", None if weight is None else weight.shape[0])
+    return outputs
+
+
+def _adapter_settings(method: MethodPlan) -> dict[str, Any]:
+    return {} if method.adapter is None else method.adapter.settings
+
+
+def _name_in_base(name: str) -> str:
+    return name.removeprefix(_INSIDE_PEFT).replace(".base_layer", "")
+
+
+def _patterns_of_others(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
+    """Keys that match modules of the model, of which none is adapted. Of those that match nothing the names themselves tell."""
+    settings = _adapter_settings(method)
+    if method.lora is not None:
+        settings = {"rankPattern": method.lora.rank_pattern, "alphaPattern": method.lora.alpha_pattern}
+    adapted = _adapted(model)
+    present = {_name_in_base(name) for name, _ in model.named_modules()}
+    for setting in PATTERNS:
+        patterns = settings.get(setting) or {}
+        others = [key for key in patterns if pattern_matches(key, present) and not pattern_matches(key, adapted)]
+        if others:
+            endings = sorted({name.rpartition(".")[2] for name in adapted})
+            yield make_finding(
+                "adapter-pattern-unmatched",
+                field=f"{field}.{setting}",
+                value=others[0],
+                message=f"{others[0]!r} matches no module that is adapted, so it would change nothing",
+                fix=f"remove it, or adapt such modules, too; adapted are {', '.join(endings[:24])}",
+                changes={f"{field}.{setting}": {key: patterns[key] for key in patterns if key not in others} or None},
+            )
+
+
+def _routers(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
+    """A router is a linear layer, too, or PEFT takes it for one that it once was."""
+    named = method.lora.target_modules if method.lora is not None else _adapter_settings(method).get(TARGETS)
+    if named is None and METHODS[method.type].targets_all_linear:
+        named = ALL_LINEAR
+    adapted, counts = _adapted(model), _expert_counts(getattr(model, "config", None))
+    routers = {name for name, layer in adapted.items() if _ROUTER.search(name) and _outputs(layer) in counts}
+    if named not in (ALL_LINEAR, [ALL_LINEAR], (ALL_LINEAR,)) or not routers:
+        return
+    others = {name: isinstance(layer, ParamWrapper) for name, layer in adapted.items() if name not in routers}
+    modules = sorted({name.rpartition(".")[2] for name, is_parameter in others.items() if not is_parameter})
+    parameters = sorted({".".join(name.split(".")[-3:]) for name, is_parameter in others.items() if is_parameter})
+    yield make_finding(
+        "router-adapted",
+        field=f"{field}.{TARGETS}",
+        value=ALL_LINEAR,
+        message=f"{ALL_LINEAR} also adapts {len(routers)} routers, first {min(routers)}: which expert a token goes to changes, "
+        "and no loss keeps the experts evenly used",
+        fix=f"to leave them as they are, set {field}.{TARGETS}: [{', '.join(modules)}]"
+        + (f" and {field}.targetParameters: [{', '.join(parameters)}]" if parameters else ""),
+    )
+
+
 def check_coverage(seen: ModelInspection) -> list[Finding]:
     """Experts that get no adapter, and ranks above what a module can use."""
     found = [_experts_left_out(seen.trained.model, seen.lora), _rank_beyond_width(seen.trained.model)]
@@ -184,16 +287,7 @@ def _experts_left_out(model: nn.Module, lora: LoraPlan) -> Finding | None:
     adapted = {
         id(getattr(layer.get_base_layer(), layer.parameter_name)) for layer in model.modules() if isinstance(layer, ParamWrapper)
     }
-    # Kernels of convolutions, for one, have three dimensions, too.
-    counts = _expert_counts(getattr(model, "config", None))
-    stacked = {
-        name.removeprefix(_INSIDE_PEFT): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == STACKED_DIMENSIONS
-        and not parameter.requires_grad
-        and id(parameter) not in adapted
-        and ("expert" in name or parameter.shape[0] in counts)
-    }
+    stacked = {name: parameter for name, parameter in _stacked_experts(model).items() if id(parameter) not in adapted}
     total = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     held = sum(parameter.numel() for parameter in stacked.values())
     if not held:
@@ -208,6 +302,19 @@ def _experts_left_out(model: nn.Module, lora: LoraPlan) -> Finding | None:
         fix=f"to adapt them, too, set spec.method.lora.targetParameters: [{', '.join(names[:4])}] next to "
         f"spec.method.lora.targetModules: [{ALL_LINEAR}]",
     )
+
+
+def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Frozen parameters that hold a matrix for each expert, by their names in the base."""
+    # Kernels of convolutions, for one, have three dimensions, too.
+    counts = _expert_counts(getattr(model, "config", None))
+    return {
+        _name_in_base(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == STACKED_DIMENSIONS
+        and not parameter.requires_grad
+        and ("expert" in name or parameter.shape[0] in counts)
+    }
 
 
 def _expert_counts(config: object) -> set[int]:

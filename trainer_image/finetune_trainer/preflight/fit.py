@@ -71,7 +71,8 @@ def _positions(splits: Mapping[str, SplitFacts], max_positions: int | None) -> F
         field="spec.data.maxSequenceLength",
         value=str(longest),
         message=f"the longest record has {longest} tokens, the model was made for {max_positions} (max_position_embeddings)",
-        fix=f"set spec.data.maxSequenceLength to {max_positions} or less; longer records are then dropped and counted",
+        fix=f"set spec.data.maxSequenceLength to {max_positions} or less; longer records are then dropped and counted; of rotary "
+        f"positions, which can be computed beyond, set spec.model.maxPositions to {longest}",
     )
 
 

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune_job.api.method import ALL_LINEAR
+from pydantic import BaseModel
+from pydantic.alias_generators import to_camel, to_snake
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
+from finetune_job.method_settings import TARGETS, effective_settings, known_settings
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.rules.rule import format_value
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.model.adapters import unfit_for_experts
-from finetune_trainer.model.library_texts import REFUSED_MODULE, STACKED_WEIGHTS, UNKNOWN_ATTENTION
+from finetune_trainer.model.library_texts import (
+    BEYOND_LAYER,
+    NOT_DIVISIBLE,
+    REFUSED_CLASS,
+    REFUSED_MODULE,
+    SETTING_WORDS,
+    STACKED_WEIGHTS,
+    UNKNOWN_ATTENTION,
+)
 from finetune_trainer.preflight.bypassed import bypassed_linear
 from finetune_trainer.preflight.model_inspection import ModelInspection
+
+_SETTINGS = "spec.method.settings"
+_LONGEST_VALUE = 300
 
 
 @dataclass(frozen=True)
@@ -65,8 +85,23 @@ def _explained(table: tuple[ExplainedError, ...], seen: ModelInspection, error: 
 
 
 def _conflict(seen: ModelInspection, error: Exception, changes: Mapping[str, Any] | None = None, fix: str = "") -> Finding:
-    field = _named_field(error) or "spec.method"
-    return finding_of_error("model-settings-conflict", field, seen.plan.method.type.value, error, changes=changes, fix=fix)
+    field = _named_field(error) or "spec.method.type"
+    return finding_of_error("model-settings-conflict", field, _planned(seen.plan, field), error, changes=changes, fix=fix)
+
+
+def _planned(plan: RunPlan, field: str) -> str:
+    """What the plan holds of a field of the spec, as a manifest writes it."""
+    adapter = plan.method.adapter
+    if field.startswith(_SETTINGS) and adapter is not None:
+        name = field.removeprefix(_SETTINGS).removeprefix(".")
+        held = effective_settings(plan.method.type, adapter.settings)[name] if name else adapter.settings
+    else:
+        held = plan
+        for part in field.split(".")[1:]:
+            held = getattr(held, to_snake(part))
+    if isinstance(held, BaseModel):
+        held = {to_camel(name): value for name, value in held.model_dump(mode="json").items() if value not in (None, [], {})}
+    return format_value(held)[:_LONGEST_VALUE]
 
 
 def _named_field(error: Exception) -> str | None:
@@ -102,5 +137,61 @@ def _refused_module(seen: ModelInspection, error: Exception, refused: re.Match[s
     return _conflict(seen, error, {field: excluded}, f"set {field}: [{', '.join(excluded)}]")
 
 
+def _refused_class(seen: ModelInspection, _: Exception, refused: re.Match[str]) -> Finding | None:
+    """Targets of a class that the method has no adapter for."""
+    method, kind = seen.plan.method, refused[1] or refused[2]
+    if method.adapter is None:
+        return None
+    others = sorted({name.rpartition(".")[2] for name, module in _layers(seen) if type(module).__name__ != kind})
+    field = f"{_SETTINGS}.{TARGETS}"
+    lora = "set spec.method.type: LoRA, which adapts them, and remove spec.method.settings"
+    return make_finding(
+        "model-settings-conflict",
+        field=field,
+        value=_planned(seen.plan, field),
+        message=f"it names modules of the class {kind}, and PEFT's {method.type.value} has no adapter for these",
+        fix=f"{lora}, or name others in {field}: {', '.join(others)}" if others else lora,
+        changes=None if others else {"spec.method.type": MethodType.LORA.value, _SETTINGS: None},
+    )
+
+
+def _refused_size(seen: ModelInspection, error: Exception, refused: re.Match[str]) -> Finding | None:
+    """A setting that does not fit the sizes of the model's layers."""
+    method = seen.plan.method
+    word = next(found for found in refused.groups() if found)
+    peft_name = SETTING_WORDS.get(word, word)
+    name = next((each.name for each in known_settings(method.type).values() if each.peft_name == peft_name), None)
+    if method.adapter is None or name is None:
+        return None
+    divisor = math.gcd(*(size for _, layer in _layers(seen) for size in layer.weight.shape))
+    wanted = f"a divisor of {divisor}" if refused.re is NOT_DIVISIBLE and divisor > 1 else "another number"
+    if refused.re is BEYOND_LAYER:
+        wanted = "a smaller number"
+    field = f"{_SETTINGS}.{name}"
+    return make_finding(
+        "model-settings-conflict",
+        field=field,
+        value=_planned(seen.plan, field) + ("" if name in method.adapter.settings else " (the default)"),
+        message=f"PEFT refuses it for the layers of this model: {error.__cause__}",
+        fix=f"write {wanted}, or name only layers that it fits in {_SETTINGS}.{TARGETS}",
+    )
+
+
+def _layers(seen: ModelInspection) -> list[tuple[str, nn.Linear | Conv1D]]:
+    """The linear layers of the base but the output head, by name; PEFT may have put adapters around some before it failed."""
+    head = seen.base.get_output_embeddings()
+    return [
+        (name.removesuffix(".base_layer"), layer)
+        for name, layer in seen.base.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and layer is not head and "default" not in name.split(".")
+    ]
+
+
 _LOADING = (ExplainedError(UNKNOWN_ATTENTION, _unknown_attention),)
-_ATTACHING = (ExplainedError(STACKED_WEIGHTS, _stacked_weights), ExplainedError(REFUSED_MODULE, _refused_module))
+_ATTACHING = (
+    ExplainedError(STACKED_WEIGHTS, _stacked_weights),
+    ExplainedError(REFUSED_MODULE, _refused_module),
+    ExplainedError(REFUSED_CLASS, _refused_class),
+    ExplainedError(NOT_DIVISIBLE, _refused_size),
+    ExplainedError(BEYOND_LAYER, _refused_size),
+)

@@ -63,7 +63,7 @@ def check_loading(seen: ModelInspection) -> Iterable[Finding]:
         base=base,
         vocabulary_size=int(embedding.weight.shape[0]),
         padding_row=getattr(embedding, "padding_idx", None),
-        max_positions=max_positions(base.config),
+        max_positions=max_positions(base.config, seen.plan.model.max_positions),
         max_row=max_row(base.config),
         wrap_classes=_wrap_classes(seen.plan, base),
     )
@@ -178,8 +178,9 @@ def _name(dtype: torch.dtype | None) -> str:
     return "as held" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """Of one document; None where the configuration does not say.
+def max_positions(config: PreTrainedConfig, wanted: int | None = None) -> int | None:
+    """Of one document; None where the configuration does not say. wanted: what the job says of rotary positions, which have no
+    table that ends.
 
     Positions are often stretched in the configuration alone, as Qwen's model cards show for YaRN: `max_position_embeddings` then
     stays what it was.
@@ -187,7 +188,8 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     written = getattr(config, "max_position_embeddings", None)
     if type(written) is not int:
         return None
-    return max([written, *(_stretched(rope) for rope in _ropes(config))])
+    ropes = list(_ropes(config))
+    return wanted if ropes and wanted else max([written, *map(_stretched, ropes)])
 
 
 def max_row(config: PreTrainedConfig) -> int | None:

@@ -61,6 +61,7 @@ def wrong_module_names(
     ]
     numbers = {int(found.group(1)) for module in adaptable if (found := LAYER.match(module))}
     findings += _no_such_layers(lora.layers_to_transform or (), numbers, place)
+    findings += _in_other_layers(lora.target_modules, lora.layers_to_transform or (), modules, (), place)
     reason = "names no module of this model"
     findings += _without_match(
         "saved-module-unknown", f"{place}.modulesToSave", lora.modules_to_save, modules, matches=_is_saved, reason=reason
@@ -174,6 +175,30 @@ def _layer_numbers(patterns: Collection[Any], modules: Collection[str]) -> set[i
     return {int(found["number"]) for found in behind if found}
 
 
+def _in_other_layers(
+    names: Iterable[str], layers: Collection[int], modules: Collection[str], patterns: Collection[Any], place: str
+) -> list[Finding]:
+    """PEFT looks at the layers only of modules that it finds by the end of their names."""
+    field = f"{place}.layersToTransform"
+    beyond = {name: _layer_numbers(patterns, [name]) - set(layers) for name in names if layers and name in modules}
+    beyond = {name: numbers for name, numbers in beyond.items() if numbers}
+    if not beyond:
+        return []
+    first = next(iter(beyond))
+    message = f"{first} in targetModules is the full name of a module, which PEFT adapts whatever layers are chosen"
+    return [
+        make_finding(
+            "full-name-beside-layers",
+            field=field,
+            value=str(list(layers)),
+            message=message,
+            fix=f"add {', '.join(map(str, sorted(beyond[first])))} to {field}, or write the end of the name alone, as in "
+            f"{first.rpartition('.')[2]}",
+            changes={field: sorted({*layers, *(number for numbers in beyond.values() for number in numbers)})},
+        )
+    ]
+
+
 def _no_such_sequence(field: str, patterns: Any) -> Finding:
     return make_finding(
         "adapter-pattern-unmatched",
@@ -233,13 +258,15 @@ def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Col
     written = values.get("layers_to_transform")
     layers = written if isinstance(written, list) else [] if written is None else [written]
     patterns = adapter.settings.get("layersPattern") or []
-    numbers = _layer_numbers([patterns] if isinstance(patterns, str) else patterns, modules)
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    numbers = _layer_numbers(patterns, modules)
     if layers and not numbers:
         findings.append(_no_such_sequence(f"{place}.layersPattern", patterns))
     else:
         findings += _no_such_layers(layers, numbers, place)
+        findings += _in_other_layers(_names(adapter, "targetModules"), layers, modules, patterns, place)
     reason = "matches no module, so it would change nothing"
-    for setting in _PATTERNS:
+    for setting in PATTERNS:
         patterns = adapter.settings.get(setting) or {}
         field = f"{place}.{setting}"
         findings += _without_match("adapter-pattern-unmatched", field, patterns, modules, matches=pattern_matches, reason=reason)
@@ -247,7 +274,7 @@ def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Col
     return findings
 
 
-_PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
+PATTERNS = ("rankPattern", "alphaPattern", "nFrequencyPattern", "blockSizePattern", "lambdaPattern")
 
 
 def _names(adapter: AdapterPlan, setting: str) -> list[str]:

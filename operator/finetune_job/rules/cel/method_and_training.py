@@ -85,6 +85,12 @@ METHOD_CONDITIONS: tuple[CelCondition, ...] = (
         "all-linear means something only alone",
     ),
     _lora(
+        "target-modules-empty",
+        "targetModules",
+        "SETTING.size() > 0 || has(self.lora.targetParameters)",
+        "an empty targetModules needs targetParameters",
+    ),
+    _lora(
         "layers-without-targets",
         "layersToTransform",
         "has(self.lora.targetParameters) || (has(self.lora.targetModules) && self.lora.targetModules != ['all-linear'])",

@@ -78,6 +78,30 @@ def all_linear_beside_names(context: RuleContext) -> Problem | None:
 
 
 @rule(
+    "target-modules-empty",
+    "An adapter is on something",
+    reads=(_TARGETS, f"{LORA}.targetParameters"),
+    sources=("peft: peft/tuners/tuners_utils.py, BaseTuner.inject_adapter",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_adapters.py::test_no_module_is_named",
+        "ValueError: No `target_modules` passed but also no `target_parameters` found",
+    ),
+    holds_for="peft >= 0.17",
+)
+def target_modules_empty(context: RuleContext) -> Problem | None:
+    lora = context.spec.method.lora
+    if lora is None or lora.target_modules != [] or lora.target_parameters:
+        return None
+    return Problem(
+        field=_TARGETS,
+        value=[],
+        message="an empty list names nothing to adapt; PEFT takes it beside targetParameters, and there are none",
+        fix=f"name modules, as in [q_proj, v_proj], or remove {_TARGETS} to adapt every linear layer",
+        changes={_TARGETS: None},
+    )
+
+
+@rule(
     "module-name-malformed",
     "Module names are compared as they are written",
     reads=(_TARGETS, f"{LORA}.excludeModules", _SAVED, SETTINGS),
@@ -204,6 +228,7 @@ def _without_pattern(written: ManifestSettings) -> dict[str, Any]:
 
 RULES = (
     all_linear_beside_names,
+    target_modules_empty,
     module_name_malformed,
     module_adapted_and_saved,
     module_adapted_and_excluded,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 from finetune_job.api.training import OptimizerName, Scheduler
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 from finetune_job.rules.rule_tables import ABOVE_0, AT_MOST_1, BELOW_1, Bounds, NoEffect, Range, no_effect_rules, range_rules
 
 _EPOCHS = "training.epochs"
 _STEPS = "training.maxSteps"
-_DECAY = "training.decayRatio"
+_WARMUP, _DECAY = "training.warmupRatio", "training.decayRatio"
 _LEAST = "training.minLearningRateRatio"
 _SCHEDULER = "training.scheduler"
 _SAME_RATES = "no error: the rates of all steps are the same with and without it"
@@ -54,11 +56,39 @@ def epochs_or_max_steps(context: RuleContext) -> Problem | None:
     )
 
 
+@rule(
+    "decay-within-warmup",
+    "Warm-up and decay share the steps of a run",
+    severity="warning",
+    reads=(_WARMUP, _DECAY, _SCHEDULER),
+    sources=("transformers: transformers/optimization.py, get_wsd_schedule", "this product's API"),
+    reproduction=Reproduction(
+        f"{_TESTS}::test_a_warmup_and_a_decay_longer_than_the_run",
+        "no error: transformers' rate drops after the warm-up; this trainer's decay has the steps that the warm-up leaves",
+    ),
+    holds_for=OURS,
+)
+def decay_within_warmup(context: RuleContext) -> Problem | None:
+    training = context.plan.training
+    # As they are written: 0.7 + 0.3 is not 1 in floats.
+    warmup, decay = Decimal(str(training.warmup_ratio)), Decimal(str(training.decay_ratio))
+    if training.scheduler is not Scheduler.WARMUP_STABLE_DECAY or warmup + decay <= 1 or warmup >= 1 or decay > 1:
+        return None
+    left = 1 - warmup
+    return Problem(
+        field=_DECAY,
+        value=f"{decay:f}",
+        message=f"with a warm-up of {warmup:f} (training.warmupRatio) the decay has {left:f} of the steps and no more",
+        fix=f'write at most "{left:f}", or lower {_WARMUP}',
+        changes={_DECAY: f"{left:f}"},
+    )
+
+
 SCHEDULE_RANGES = (
     Range(
         "warmup-ratio-range",
         "The warm-up is a share of the steps",
-        ("training.warmupRatio",),
+        (_WARMUP,),
         BELOW_1,
         "the warm-up is a share of all steps; at 1 the learning rate rises to the last step and the schedule never begins",
         'a share such as "0.03"',
@@ -134,6 +164,7 @@ SCHEDULE_NO_EFFECT = (
 SCHEDULE_RULES = (
     epochs_or_max_steps,
     *range_rules(__name__, SCHEDULE_RANGES),
+    decay_within_warmup,
     *no_effect_rules(__name__, SCHEDULE_NO_EFFECT),
 )
 

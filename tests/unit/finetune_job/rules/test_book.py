@@ -92,7 +92,7 @@ SETTINGS = [
     optional("merge.enabled", False),
     optional("method.lora.loraDropout", "0", "0.5", "1", "7"),
     optional("method.lora.bias", "none", "all"),
-    optional("method.lora.targetModules", ["all-linear"], ["all-linear", "q"], ["q "], ["q", "lm_head"], ["lm_head"], [","]),
+    optional("method.lora.targetModules", ["all-linear"], ["all-linear", "q"], [], ["q "], ["q", "lm_head"], ["lm_head"], [","]),
     optional("method.lora.modulesToSave", [], ["lm_head"], [""], ["lm_head", " q"]),
     optional("method.lora.rankPattern", {"(": 3}, {"q": 3}),
     optional("method.lora.alphaPattern", {"": 3}, {"q": 3}),

@@ -74,6 +74,7 @@ SGD = {"training.optimizer": "SGD"}
 NEARLY_1 = "0.99999999999999999999"
 """The nearest float, with which everything is computed, is 1."""
 DECAY = {"training.scheduler": "WarmupStableDecay"}
+HALVES = {"training.warmupRatio": "0.5", "training.decayRatio": "0.5"}
 EPOCHS = {"training.maxSteps": None, "training.epochs": 1}
 HELD_OUT = {"data.validation.source": "pvc://data/held-out.jsonl"}
 STOPPING, BEST = {"evaluation.earlyStopping.patience": 2}, {"evaluation.loadBestModelAtEnd": True}
@@ -720,6 +721,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
     ("no-effect-method-setting", settings("OFT", moduleDropout="0.1"), settings("LoHa", moduleDropout="0.1"), None),
     ("no-effect-method-setting", settings("HiRA", rankPattern={"q": 4}), settings("LoHa", rankPattern={"q": 4}), None),
     ("method-merge-setting", settings("WaveFT", proportionalParameters=True), settings("WaveFT"), None),
+    ("decay-within-warmup", DECAY | {"training.warmupRatio": "0.3", "training.decayRatio": "0.8"}, DECAY | HALVES, None),
+    ("decay-within-warmup", DECAY | {"training.warmupRatio": "0.9"}, {"training.warmupRatio": "0.9"}, None),
+    # Of what nobody wrote the defaults leave room.
+    ("decay-within-warmup", DECAY | HALVES | {"training.decayRatio": "0.51"}, DECAY | {"training.decayRatio": "0.97"}, None),
+    ("target-modules-empty", lora(targetModules=[]), lora(targetModules=["q"]), None),
+    ("target-modules-empty", {"method.lora.targetModules": []} | DORA, EXPERTS | {"method.lora.targetModules": []}, None),
     ("method-merge-setting", settings("SuperTuning", savePrecomputedIndices=False), settings("SuperTuning"), None),
     ("method-merge-setting", settings("TinyLoRA", weightTying="0.5"), settings("TinyLoRA", weightTying=1), None),
     ("method-merge-setting", settings("TinyLoRA"), settings("TinyLoRA", weightTying="1.0"), None),

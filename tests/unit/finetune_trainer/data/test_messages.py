@@ -38,6 +38,7 @@ def found() -> PartResult:
         num_supervised_tokens=33,
         longest_document=40,
         largest_token_id=31_999,
+        num_unknown_tokens=6,
         lengths={8: 3, 64: 2},
     )
     result.found_problem(RecordProblem(3, "messages[1].role", "\u00e9", "is missing", "write one", "row", FILE))

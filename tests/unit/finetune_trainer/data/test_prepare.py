@@ -116,6 +116,20 @@ def test_records_that_are_all_too_long_are_an_error(claims):
     assert not preparation.splits
 
 
+@pytest.mark.parametrize(
+    ("completion", "unknown", "severity"),
+    [("d e", "a", None), ("x e", "a", "warning"), ("x y z", "a", "error"), ("x y z", "</s>", None)],
+)
+def test_text_that_the_tokenizer_does_not_know_is_told_of(claims, completion, unknown, severity):
+    """Of the tokens of prompt, completion and end: 1 of 5, 3 of 6. A word that ends texts, too, stands for no unknown one."""
+    write_records(claims, [{"prompt": "b c ", "completion": completion}])
+    tokenizer = word_tokenizer()
+    tokenizer.unk_token = unknown
+    found = prepare(plan(), claims, claims / "models", tokenizer, claims / "prepared").findings
+    assert [(finding.rule, finding.severity) for finding in found] == [("data-unknown-tokens", severity)][: severity is not None]
+    assert all("1 of its 5 tokens" in finding.message or "3 of its 6" in finding.message for finding in found)
+
+
 def test_a_missing_file_names_what_lies_beside(claims):
     (finding,) = prepared(claims, plan(train=(data_set("pvc://data/trian.jsonl"),))).findings
     assert (finding.rule, finding.field, finding.value) == ("data-file-missing", "spec.data.source", "pvc://data/trian.jsonl")

@@ -47,7 +47,8 @@ def test_tokens_beyond_the_embedding_that_no_record_uses_are_a_warning(findings)
 
 
 def test_a_record_beyond_the_models_positions_is_an_error(findings):
-    assert findings(max_positions=9)["document-beyond-positions"].value == "10"
+    finding = findings(max_positions=9)["document-beyond-positions"]
+    assert (finding.value, "spec.model.maxPositions to 10" in finding.fix) == ("10", True)
 
 
 def test_rows_that_packing_fills_beyond_what_the_code_computes_are_an_error(findings):

@@ -20,7 +20,7 @@ def rules(job):
 
 def test_a_list_of_layers_is_no_unit(context):
     finding = rules(context({"parallelism.fsdp.transformerLayerClsToWrap": ["ModuleList"]}))["model-settings-conflict"]
-    assert finding.field == "spec.parallelism.fsdp.transformerLayerClsToWrap"
+    assert (finding.field, finding.value) == ("spec.parallelism.fsdp.transformerLayerClsToWrap", '["ModuleList"]')
     assert "LlamaDecoderLayer" in finding.fix
 
 

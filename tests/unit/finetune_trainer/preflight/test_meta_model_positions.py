@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MptConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MptConfig, Qwen2Config
 
 from finetune_trainer.preflight.meta_model import max_positions, max_row
 
@@ -29,6 +29,14 @@ from finetune_trainer.preflight.meta_model import max_positions, max_row
 def test_positions_that_the_configuration_stretches(written: int, rope: dict[str, Any] | None, wanted: int) -> None:
     parameters = {} if rope is None else {"rope_parameters": {"rope_theta": 1e6, **rope}}
     assert max_positions(Qwen2Config(max_position_embeddings=written, **parameters)) == wanted
+
+
+def test_a_job_may_go_beyond_rotary_positions() -> None:
+    """GPT-2 has a table of learnt positions, beyond which its code fails."""
+    rotary, learnt = LlamaConfig(max_position_embeddings=64), GPT2Config(n_positions=64)
+    assert [max_positions(config, 100) for config in (rotary, learnt)] == [100, 64]
+    assert [max_positions(config, 32) for config in (rotary, learnt)] == [32, 64]
+    assert [max_positions(config) for config in (rotary, learnt)] == [64, 64]
 
 
 def test_what_says_nothing_or_nonsense() -> None:

@@ -53,6 +53,20 @@ def test_a_pattern_matches_exactly_where_pefts_does(pattern):
     assert (wrong_module_names(lora(rank_pattern={pattern: 4}), ADAPTABLE, MODULES) == []) is found_by_peft
 
 
+def test_a_full_name_outside_the_chosen_layers_is_refused():
+    named = lora(target_modules=("model.layers.10.q_proj", "up_proj", "lm_head"), layers_to_transform=(0,))
+    (finding,) = wrong_module_names(named, ADAPTABLE, MODULES)
+    assert (finding.rule, finding.severity, finding.field) == (
+        "full-name-beside-layers",
+        "error",
+        "spec.method.lora.layersToTransform",
+    )
+    assert (finding.value, "model.layers.10.q_proj" in finding.message) == ("[0]", True)
+    assert {change.field: change.value for change in finding.changes} == {"spec.method.lora.layersToTransform": [0, 10]}
+    chosen = named.model_copy(update={"layers_to_transform": (0, 10)})
+    assert wrong_module_names(chosen, ADAPTABLE, MODULES) == []
+
+
 def test_a_pattern_that_is_no_regular_expression_matches_nothing():
     (finding,) = wrong_module_names(lora(alpha_pattern={"q_proj(": 4}), ADAPTABLE, MODULES)
     assert (finding.rule, finding.field) == ("adapter-pattern-unmatched", "spec.method.lora.alphaPattern")

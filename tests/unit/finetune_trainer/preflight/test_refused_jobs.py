@@ -83,8 +83,18 @@ def test_a_trained_bias_that_the_base_lacks_is_refused_before_it_is_trained(cont
 
 
 def test_settings_that_peft_refuses_for_this_model_are_refused(context):
+    """The model has sides of 32, 16 and 64."""
     job = context({"method": {"type": "C3A", "settings": {"blockSize": 7}}, "merge.enabled": False})
-    assert only(job, "model-settings-conflict").field == "spec.method.settings"
+    finding = only(job, "model-settings-conflict")
+    assert (finding.field, finding.value) == ("spec.method.settings.blockSize", "7")
+    assert finding.message.startswith("PEFT refuses it for the layers of this model: The block size should be a factor")
+    assert finding.fix.startswith("write a divisor of 16, or name only layers")
+
+
+def test_a_default_that_does_not_fit_this_model_is_shown(context):
+    finding = only(context({"method": {"type": "PSOFT"}, "merge.enabled": False}), "model-settings-conflict")
+    assert (finding.field, finding.value) == ("spec.method.settings.r", "32 (the default)")
+    assert finding.fix.startswith("write a smaller number, or")
 
 
 def test_adapters_that_fsdp1_would_hold_in_16_bits_are_refused_by_what_is_stored(context, model):
@@ -93,7 +103,7 @@ def test_adapters_that_fsdp1_would_hold_in_16_bits_are_refused_by_what_is_stored
         path.unlink()
     in_16_bits.save_pretrained(model)
     finding = only(context(loha({}, **{"parallelism.fsdp.version": 1})), "model-settings-conflict")
-    assert finding.field == "spec.parallelism.fsdp.version"
+    assert (finding.field, finding.value) == ("spec.parallelism.fsdp.version", "1")
 
 
 def test_compiling_without_a_compiler_is_refused(context, monkeypatch):
@@ -122,15 +132,26 @@ def test_a_pattern_that_matches_nothing_is_refused(context, field):
 
 def test_frozen_and_trained_parameters_in_one_flat_unit_are_refused(context):
     fsdp = {"version": 1, "peftWrapPolicy": False, "useOrigParams": False}
-    assert "peftWrapPolicy" in only(context({"parallelism.fsdp": fsdp}), "model-settings-conflict").fix
+    finding = only(context({"parallelism.fsdp": fsdp}), "model-settings-conflict")
+    assert (finding.field, finding.value) == ("spec.parallelism.fsdp.useOrigParams", "false")
+    assert finding.fix == "set peftWrapPolicy: true, or useOrigParams: true, or version: 2"
 
 
 def test_two_element_types_in_one_flat_unit_are_refused(context):
     fsdp = {"version": 1, "peftWrapPolicy": False, "useOrigParams": True}
     changes = {"parallelism.fsdp": fsdp, "model.dtype": "bfloat16", "method.lora.autocastAdapterDtype": True}
     finding = only(context(changes), "model-settings-conflict")
+    assert (finding.field, finding.value) == ("spec.parallelism.fsdp.version", "1")
     assert "bfloat16" in finding.message
     assert "float32" in finding.message
+    assert finding.fix == "set peftWrapPolicy: true, or version: 2"
+
+
+def test_what_is_on_already_is_not_offered(context):
+    """The wrap policy gives units to modules with a weight, and LoHa's adapters are parameters beside the layer's own."""
+    fsdp = {"version": 1, "peftWrapPolicy": True, "useOrigParams": False}
+    finding = only(context(loha({}, **{"parallelism.fsdp": fsdp})), "model-settings-conflict")
+    assert finding.fix == "set useOrigParams: true, or version: 2"
 
 
 # The model's files
