@@ -22,7 +22,6 @@ from typing import BinaryIO
 
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import SHUTDOWN_SECONDS, Role
-from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.context import RunContext
 from finetune_trainer.processes.child import Child, fork
 from finetune_trainer.processes.start import name_of_process, preload_for_forks, send_output_to
@@ -47,6 +46,8 @@ OUTPUT_TAIL_BYTES = 1 << 18
 _OWN_SIGNALS = (signal.SIGTERM,)
 """Which this process handles, and its forks otherwise."""
 LOOPBACK = "127.0.0.1"
+LIBRARIES = ("torch.distributed.run", "finetune_trainer.train.rank")
+"""What torchrun's agent and the ranks need."""
 RANK_SCRIPT = Path(__file__).parents[1] / "train" / "__main__.py"
 MEMORY_EVENTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 """What the kernel counts for the container's cgroup, in version 2 and in version 1; the first that exists is read."""
@@ -78,7 +79,7 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     remove_rank_reports(reports_directory, _local_ranks(context, launch))
     remove_traces(context.workspace.stacks(context.attempt), _local_ranks(context, launch))
     signal.signal(signal.SIGTERM, lambda _number, _frame: stopped.set())
-    import_libraries(context.plan)
+    preload_for_forks(context.plan, *LIBRARIES)
     if launch.node_rank > 0:
         wait_until_resolved(launch.master_address, stopped)
     exit_status, output = (0, "") if stopped.is_set() else _run_torchrun(context, launch, stopped)
@@ -121,11 +122,6 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
             time=time.time(),
         )
     return cause.model_copy(update={"node_rank": launch.node_rank if cause.rank is None else cause.node_rank})
-
-
-def import_libraries(plan: RunPlan) -> None:
-    """Import what torchrun's agent and the ranks need, for their forks."""
-    preload_for_forks(plan, "torch.distributed.run", "finetune_trainer.train.rank")
 
 
 def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path) -> list[str]:
