@@ -127,8 +127,7 @@ def _pairs(path: Path) -> Iterator[tuple[str, str]]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         sentence = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
-        signature = f"def {node.name}({ast.unparse(node.args)}):"
-        if 20 <= len(sentence) <= 120 and len(signature) <= 100:
+        if 20 <= len(sentence) <= 120 and len(signature := f"def {node.name}({ast.unparse(node.args)}):") <= 100:
             yield f"{signature}\n", f"{sentence}."
 
 

@@ -47,7 +47,7 @@ from finetune_trainer.processes.child import (
     wait_for_line,
 )
 from finetune_trainer.processes.sandbox import WALL_SECONDS
-from finetune_trainer.processes.start import NO_ADVICE, die_with, end, keep_bitsandbytes_out, preload
+from finetune_trainer.processes.start import NO_ADVICE, compile_conversions, die_with, end, keep_bitsandbytes_out, preload
 from finetune_trainer.rehearsal.verdicts import not_done_finding
 
 log = logging.getLogger(__name__)
@@ -262,10 +262,7 @@ def import_libraries(plan: RunPlan) -> None:
     """Import them, and make what every one of their processes would make again."""
     keep_bitsandbytes_out(plan)
     preload(*LIBRARIES)
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    # Of any model: the first call compiles the expressions of all.
-    get_checkpoint_conversion_mapping("")
+    compile_conversions()
 
 
 def _obey(order: _Order, commands: int, devices: str | None) -> None:

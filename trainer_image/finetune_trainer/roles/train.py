@@ -23,7 +23,7 @@ from typing import BinaryIO
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import SHUTDOWN_SECONDS, Role
 from finetune_trainer.context import RunContext
-from finetune_trainer.processes.child import Child, fork
+from finetune_trainer.processes.child import Child, encode_answer, fork, fork_answering, wait_for_answer
 from finetune_trainer.processes.start import name_of_process, preload_for_forks, send_output_to
 from finetune_trainer.ranks.logs import CappedFile, RankLogs, rank_log_name, show
 from finetune_trainer.ranks.reports import (
@@ -45,6 +45,8 @@ OUTPUT_TAIL_BYTES = 1 << 18
 """How much of torchrun's own output is kept in memory, to read its summary."""
 _OWN_SIGNALS = (signal.SIGTERM,)
 """Which this process handles, and its forks otherwise."""
+_ANSWER_BYTES, _ANSWER_SECONDS = 64, 30.0
+"""Of a fork that says whether it could use the device."""
 LOOPBACK = "127.0.0.1"
 LIBRARIES = ("torch.distributed.run", "finetune_trainer.train.rank")
 """What torchrun's agent and the ranks need."""
@@ -124,7 +126,18 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     return cause.model_copy(update={"node_rank": launch.node_rank if cause.rank is None else cause.node_rank})
 
 
-def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path) -> list[str]:
+def start_method_of_ranks() -> str:
+    """`fork`, or `spawn` where an import has touched the device: a fork could not use it then."""
+    import torch
+
+    child = fork_answering(lambda: encode_answer(torch.cuda._is_in_bad_fork()), _ANSWER_BYTES)  # noqa: SLF001 - there is no public way to ask
+    if wait_for_answer(child, _ANSWER_SECONDS).answer == encode_answer(False):
+        return "fork"
+    log.warning("an import has touched the accelerator: ranks are not forked, and each imports the libraries again")
+    return "spawn"
+
+
+def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path, start_method: str) -> list[str]:
     """Of this node's agent."""
     parallelism = context.plan.parallelism
     agent = {
@@ -135,7 +148,7 @@ def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path) -> list
         "--master-port": launch.master_port,
         "--max-restarts": 0,
         "--shutdown-timeout": SHUTDOWN_SECONDS,
-        "--start-method": "fork",
+        "--start-method": start_method,
     }
     rank = {
         "--plan": launch.plan_path,
@@ -165,10 +178,11 @@ def _run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event)
     logs = context.workspace.logs(Role.TRAIN.value, context.attempt)
     ended = threading.Event()
     rank_logs = RankLogs(logs, _local_ranks(context, launch))
+    arguments = torchrun_arguments(context, launch, rank_logs.pipes, start_method_of_ranks())
     reading, writing = os.pipe()
     # A signal meanwhile is the parent's, which then tells the agent. The agent is forked before there are threads.
     signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
-    agent = fork(lambda: _be_agent(torchrun_arguments(context, launch, rank_logs.pipes), writing))
+    agent = fork(lambda: _be_agent(arguments, writing))
     os.close(writing)
     is_told = False
 
