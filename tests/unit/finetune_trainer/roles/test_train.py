@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from finetune_cli.local.launch import free_port
 from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport, parse_envelope
@@ -25,7 +26,8 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.errors import classify
 from finetune_trainer.processes.start import name_of_process
 from finetune_trainer.ranks.reports import rank_process_name
-from finetune_trainer.roles.train import MasterUnreachableError, wait_until_resolved
+from finetune_trainer.roles.train import MasterUnreachableError, start_method_of_ranks, wait_until_resolved
+from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import run_context, tiny_spec
 
 DEADLINE_SECONDS = 240.0
@@ -143,6 +145,7 @@ def test_a_killed_rank_is_named_as_the_cause(tmp_path: Path, port: int, start: C
     context = run_context(tmp_path, tiny_spec(training=ENDLESS, checkpoint={"everySteps": 1000}))
     pod = start(context, port)
     pod.wait_for_step(2)
+    # Found by the supervisor's command line, which only a fork has: so no import has touched a device.
     os.kill(pid_of_rank(pod, 1), signal.SIGKILL)
     report = pod.report()
     assert (report.failure, report.rank) == (FailureClass.INTERNAL, 1)
@@ -190,6 +193,16 @@ def pid_of_rank(pod: Pod, rank: int) -> int:
             if str(pod.context.claims_root).encode() in command:
                 return int(directory.name)
     raise AssertionError(f"rank {rank} does not run")
+
+
+def _forks_after_touching() -> bool:
+    torch.cuda.device_count()
+    return start_method_of_ranks() == "fork"
+
+
+def test_ranks_are_not_forked_where_a_device_was_touched() -> None:
+    """torch notes that it was asked for devices, whether there are any or not: a fork after that could not use one."""
+    assert run_processes([_forks_after_touching]) == [0]
 
 
 def test_an_unknown_master_is_an_error_after_the_deadline() -> None:
