@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune_trainer.processes.start import end
+
 MODEL_CLAIM, DATA_CLAIM, OUTPUT_CLAIM, WORKSPACE_CLAIM = "models", "data", "models-out", "workspace"
 MODEL_NAME = "tiny-llama"
 VOCABULARY_SIZE = 1024
@@ -135,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the claims of examples/quickstart.yaml as directories.")
     parser.add_argument("directory", type=Path)
     make_claims(parser.parse_args().directory)
+    end(0)
 
 
 if __name__ == "__main__":
