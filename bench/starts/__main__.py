@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -55,7 +56,7 @@ class Costs:
     _before: float = field(default=0.0, init=False)
     _recovery: threading.Thread | None = field(default=None, init=False)
 
-    def started(self, *_: object) -> None:
+    def started(self, *_: Any, **__: Any) -> None:
         self._before = processor_seconds_below()
 
     def progressed(self, progress: Progress) -> None:
@@ -69,7 +70,7 @@ class Costs:
         self.wall[report.role] = self.wall.get(report.role, 0.0) + seconds
         self.processor[report.role] = self.processor.get(report.role, 0.0) + processor_seconds_below() - self._before
 
-    def restarting(self, *_: object) -> None:
+    def restarting(self, *_: Any, **__: Any) -> None:
         pass
 
     def wait(self) -> None:

@@ -85,10 +85,11 @@ class Process(Protocol):
 class ForkedRole:
     """A role in a fork of the trainer that has imported once."""
 
-    stdout = None
+    stdout: IO[bytes] | None = None
 
     def __init__(self, server: subprocess.Popen[bytes]) -> None:
-        self._server, self._pid, self._code = server, server.pid, None
+        self._server, self._pid = server, server.pid
+        self._code: int | None = None
 
     @property
     def pid(self) -> int:
@@ -130,7 +131,7 @@ class Trainer:
                 return subprocess.Popen([*_TRAINER, *arguments], stdin=subprocess.DEVNULL, stdout=options["stderr"], **options)
             if self._server is None or self._server.poll() is not None:
                 self.close()
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
                 self._server = subprocess.Popen([*_TRAINER, "serve", *order.run], **pipes, **options)
         if self._server.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # how it has ended is seen next
