@@ -129,7 +129,7 @@ bench-operator: environment ## Pace and cost of the operator with JOBS jobs on a
 	$(PYTHON) -m tests.support.cluster.binaries
 	$(PYTHON) -m bench.operator_pace --jobs $(JOBS) --keep-results
 
-.PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu bench-prepare bench-prepare-memory bench-preflight bench-memory bench-validate
+.PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu bench-prepare bench-prepare-memory bench-preflight bench-memory bench-validate bench-starts
 bench-merge: environment ## Merge of a 1.1B model against PEFT and a plain copy: time and memory, RUNS rounds
 	$(PYTHON) -m bench.merge --pairs $(RUNS)
 bench-merge-7b: environment ## The same with 7B parameters, without PEFT: 30 GB of disk, removed afterwards
@@ -146,6 +146,8 @@ bench-memory: environment ## The memory planner against what is measured: CPU, a
 	$(PYTHON) -m bench.memory.packed_load
 bench-validate: environment ## `finetune validate`: milliseconds from process start, one manifest and 1,000
 	$(PYTHON) -m bench.validate
+bench-starts: environment ## Seconds of each role of a local run, and from a rank's kill to the next step; fails above its limits
+	$(PYTHON) -m bench.starts
 bench-gpu: environment ## LoRA of an 8B-class model on a GPU next to TRL; says so where there is none
 	$(PYTHON) -m bench.gpu --runs $(RUNS)
 bench-prepare-memory: environment ## Memory of preparing 10 GB: 16 GB of disk, a quarter of an hour; fails at 1 GiB
@@ -170,7 +172,7 @@ nightly-pace: environment
 	$(MAKE) bench-operator JOBS=1000
 	$(MAKE) bench-operator JOBS=5000
 nightly-benchmarks: environment
-	$(MAKE) --keep-going bench-merge bench-trainer bench-prepare bench-chain bench-gpu RUNS=3
+	$(MAKE) --keep-going bench-starts bench-merge bench-trainer bench-prepare bench-chain bench-gpu RUNS=3
 
 .PHONY: clean
 clean: ## Remove what was built here

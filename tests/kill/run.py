@@ -20,6 +20,8 @@ from finetune_cli.local.launch import free_port
 from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.context import RunContext
+from finetune_trainer.processes.start import name_of_process
+from finetune_trainer.ranks.reports import rank_process_name
 from tests.kill.cases import Case
 from tests.kill.moments import STARTUP, OutputTo, random_moment
 from tests.support.forked_ranks import run_gang, trained_files
@@ -155,8 +157,8 @@ def _strike(process: subprocess.Popen[bytes], context: RunContext, random: Rando
     deadline = time.monotonic() + DEADLINE_SECONDS
     while len(_ranks(context)) < context.plan.parallelism.world_size and process.poll() is None and time.monotonic() < deadline:
         pause.wait(0.05)
-    # Ranks import for most of this time.
-    pause.wait(random.uniform(3, 14))
+    # They join each other and load the model in the first two seconds.
+    pause.wait(random.uniform(0, 8))
     ranks = _ranks(context)
     if process.poll() is not None or not ranks:
         return ""
@@ -179,17 +181,16 @@ def _kill(pids: Sequence[int]) -> None:
 
 def _ranks(context: RunContext) -> list[int]:
     """Process ids of the ranks of this run."""
+    names = {rank_process_name(rank) for rank in range(context.plan.parallelism.world_size)}
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+        if entry.name.isdigit() and name_of_process(int(entry.name)) in names:
             try:
                 arguments = (entry / "cmdline").read_bytes().split(b"\0")
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            # The agent's command names the module, too, but runs another.
-            is_rank = b"finetune_trainer.train" in arguments and b"torch.distributed.run" not in arguments
-            if is_rank and str(context.claims_root).encode() in arguments and state != "Z":
+            if str(context.claims_root).encode() in arguments and state != "Z":
                 found.append(int(entry.name))
     return sorted(found)
 

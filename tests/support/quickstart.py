@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune_trainer.processes.start import end
+
 MODEL_CLAIM, DATA_CLAIM, OUTPUT_CLAIM, WORKSPACE_CLAIM = "models", "data", "models-out", "workspace"
 MODEL_NAME = "tiny-llama"
 VOCABULARY_SIZE = 1024
@@ -127,8 +129,7 @@ def _pairs(path: Path) -> Iterator[tuple[str, str]]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         sentence = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
-        signature = f"def {node.name}({ast.unparse(node.args)}):"
-        if 20 <= len(sentence) <= 120 and len(signature) <= 100:
+        if 20 <= len(sentence) <= 120 and len(signature := f"def {node.name}({ast.unparse(node.args)}):") <= 100:
             yield f"{signature}\n", f"{sentence}."
 
 
@@ -136,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the claims of examples/quickstart.yaml as directories.")
     parser.add_argument("directory", type=Path)
     make_claims(parser.parse_args().directory)
+    end(0)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,32 @@
-"""`python -m finetune_trainer {fetch,preflight,train,merge,publish}`: one role, as the plan and these arguments say."""
+"""`python -m finetune_trainer {fetch,preflight,train,merge,publish}`: one role, as the plan and these arguments say.
+
+`python -m finetune_trainer serve`: roles of one plan on a user's own machine, each in a fork of a process that has imported once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from finetune_job.failures import TerminationReport
 from finetune_job.names import CREDENTIALS_MOUNT, OBSERVE_PORT, RENDEZVOUS_PORT, Role
 from finetune_trainer.context import RunContext, add_run_arguments, run_context
+from finetune_trainer.processes.child import fork
+from finetune_trainer.processes.start import (
+    end,
+    keep_bitsandbytes_out,
+    keep_torch_out,
+    preload,
+    preload_for_forks,
+    send_output_to,
+)
 from finetune_trainer.termination import run_role
 
 TERMINATION_LOG = "/dev/termination-log"
@@ -45,14 +61,12 @@ def _fetch(context: RunContext, arguments: argparse.Namespace) -> TerminationRep
     return fetch(context, Credentials(arguments.credentials))
 
 
-def _preflight(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
-    from finetune_trainer.processes.start import keep_torch_out
-
-    if not context.plan.model.allow_remote_code:
+def _preflight(context: RunContext, arguments: argparse.Namespace) -> TerminationReport:
+    if not (context.plan.model.allow_remote_code or arguments.is_forked):
         keep_torch_out()
     from finetune_trainer.roles.preflight import run
 
-    return run(context)
+    return run(context, is_forked=arguments.is_forked)
 
 
 def _train(context: RunContext, arguments: argparse.Namespace) -> TerminationReport:
@@ -71,8 +85,6 @@ def _train(context: RunContext, arguments: argparse.Namespace) -> TerminationRep
 
 
 def _merge(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
-    from finetune_trainer.processes.start import keep_bitsandbytes_out, preload
-
     keep_bitsandbytes_out(context.plan)
     preload("finetune_trainer.roles.merge")
     from finetune_trainer.roles.merge import merge
@@ -99,10 +111,43 @@ ROLES: dict[Role, Callable[[RunContext, argparse.Namespace], TerminationReport]]
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one role; the exit code."""
+SERVE = "serve"
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Run roles until standard input ends, one at a time; 0.
+
+    Standard input: `{"arguments": [...], "log": PATH}` a line, with the arguments of a role other than fetch and publish, whose
+    libraries read the environment when they are imported. Standard output: `{"pid": N}` when it runs, `{"code": N}` when it has
+    ended; negative: the signal. Each role leads a process group, and dies with this process.
+    """
+    top = argparse.ArgumentParser(prog=f"python -m finetune_trainer {SERVE}")
+    add_run_arguments(top)
+    context = run_context(top.parse_args(argv))
+    from finetune_trainer.roles import rehearse, train
+
+    preload_for_forks(context.plan, "finetune_trainer.roles.preflight", *rehearse.LIBRARIES, *train.LIBRARIES)
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            order = json.loads(line)
+            with fork(partial(_serve_role, order["arguments"], order["log"])) as child:
+                print(json.dumps({"pid": child.pid}), file=answer, flush=True)
+                print(json.dumps({"code": child.join()}), file=answer, flush=True)
+    return 0
+
+
+def _serve_role(arguments: Sequence[str], log: str) -> NoReturn:
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    send_output_to(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
+    end(main(arguments, is_forked=True))
+
+
+def main(argv: Sequence[str] | None = None, *, is_forked: bool = False) -> int:
+    """Run one role; the exit code. is_forked: from a process that serves."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    arguments = parser().parse_args(argv)
+    arguments = parser().parse_args(argv, argparse.Namespace(is_forked=is_forked))
     contexts: list[RunContext] = []
 
     def body() -> TerminationReport:
@@ -120,6 +165,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from finetune_trainer.processes.start import end
-
-    end(main())
+    end(serve(sys.argv[2:]) if sys.argv[1:2] == [SERVE] else main())

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol, Self, TypeVar
 
 from finetune_cli.exit_codes import LocalError
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, TerminationReport, parse_envelope
@@ -24,6 +26,9 @@ POLL_SECONDS = 0.5
 """Between two looks at a process and its progress."""
 PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to connections."""
+_TRAINER = (sys.executable, "-m", "finetune_trainer")
+_ONLINE = (Role.FETCH, Role.PUBLISH)
+"""Their libraries read what the environment says of the network when they are imported."""
 _NEEDED = ("finetune_trainer", "torch")
 
 
@@ -40,13 +45,16 @@ class RoleArguments:
     lock: int
     """Descriptor that the process inherits, so that the job stays taken as long as it lives."""
 
-    def command(self, master_port: int) -> list[str]:
-        """Arguments of the process."""
-        command = [sys.executable, "-m", "finetune_trainer", self.role.value]
-        command += ["--plan", str(self.plan), "--plan-sha256", self.plan_sha256, "--claims-root", str(self.claims_root)]
-        command += ["--attempt", str(self.attempt), "--termination-log", str(self.termination_log)]
+    @property
+    def run(self) -> list[str]:
+        """Arguments that all roles of the job have."""
+        return ["--plan", str(self.plan), "--plan-sha256", self.plan_sha256, "--claims-root", str(self.claims_root)]
+
+    def arguments(self, master_port: int) -> list[str]:
+        """Of this role."""
+        arguments = [self.role.value, *self.run, "--attempt", str(self.attempt), "--termination-log", str(self.termination_log)]
         if self.role is Role.TRAIN:
-            command += [
+            arguments += [
                 "--node-rank",
                 "0",
                 "--master-address",
@@ -56,7 +64,92 @@ class RoleArguments:
                 "--observe-port",
                 "0",
             ]
-        return command
+        return arguments
+
+
+class Process(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    stdout: IO[bytes] | None
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+class ForkedRole:
+    """A role in a fork of the trainer that has imported once."""
+
+    stdout: IO[bytes] | None = None
+
+    def __init__(self, server: subprocess.Popen[bytes]) -> None:
+        self._server, self._pid = server, server.pid
+        self._code: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the role, and of the server while that still imports; each leads a process group."""
+        return self._pid
+
+    def poll(self) -> int | None:
+        """Its exit status if `wait` has seen its end. Reads nothing, so that a signal's handler may ask."""
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status. Raises subprocess.TimeoutExpired."""
+        lines = self._server.stdout
+        while self._code is None and lines is not None:
+            if not select.select([lines], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(_TRAINER, timeout or 0.0)
+            line = lines.readline()
+            said = json.loads(line) if line else {"code": self._server.wait() or 1}
+            self._pid, self._code = said.get("pid", self._pid), said.get("code")
+        return self._code or 0
+
+    def send_signal(self, sig: int) -> None:
+        """Raises ProcessLookupError if it has ended and `wait` has not seen it."""
+        os.kill(self.pid, sig)
+
+
+class Trainer:
+    """Starts the roles of one run: those that compute as forks of one process that imports the libraries once."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def start(self, order: RoleArguments, log: Path) -> Process:
+        """The role; its output goes to `log`."""
+        arguments = order.arguments(free_port())
+        options: dict[str, Any] = {"stderr": log.open("wb"), "start_new_session": True, "pass_fds": (order.lock,)}
+        with options["stderr"]:
+            if order.role in _ONLINE:
+                return subprocess.Popen([*_TRAINER, *arguments], stdin=subprocess.DEVNULL, stdout=options["stderr"], **options)
+            if self._server is None or self._server.poll() is not None:
+                self.close()
+                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+                self._server = subprocess.Popen([*_TRAINER, "serve", *order.run], **pipes, **options)
+        if self._server.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # how it has ended is seen next
+                self._server.stdin.write(json.dumps({"arguments": arguments, "log": str(log)}).encode() + b"\n")
+        return ForkedRole(self._server)
+
+    def close(self) -> None:
+        """End the process that serves; no role runs any more."""
+        server, self._server = self._server, None
+        if server is not None:
+            with server:
+                server.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class Interruption:
@@ -64,7 +157,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self._request = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
 
     @property
     def requested(self) -> bool:
@@ -98,44 +191,44 @@ class Interruption:
             else:
                 self._process.send_signal(number)
 
-    def watch(self, process: subprocess.Popen[bytes] | None) -> None:
+    def watch(self, process: Process | None) -> None:
         """Pass signals on to this process from now on."""
         self._process = process
         if process is not None and self.requested:
             self._send(signal.SIGTERM)
 
 
-@contextlib.contextmanager
-def running(command: Sequence[str], interruption: Interruption, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has ended when the block has. `options`: of `subprocess.Popen`.
+AnyProcess = TypeVar("AnyProcess", bound=Process)
 
-    It gets a session of its own, so that a Ctrl-C at the terminal reaches it once, through us.
-    """
-    process = subprocess.Popen(command, start_new_session=True, **options)
+
+@contextlib.contextmanager
+def running(process: AnyProcess, interruption: Interruption) -> Iterator[AnyProcess]:
+    """A process that has ended when the block has. It leads a session, so that a Ctrl-C reaches it once, through us."""
     interruption.watch(process)
     try:
         yield process
     finally:
         interruption.watch(None)
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
 
 
-def launch(order: RoleArguments, log: Path, interruption: Interruption, look: Callable[[], None]) -> TerminationReport:
+def launch(
+    trainer: Trainer, order: RoleArguments, log: Path, interruption: Interruption, look: Callable[[], None]
+) -> TerminationReport:
     """Run a role to its end, calling `look` now and then; how it ended. Its output goes to `log`."""
     order.termination_log.unlink(missing_ok=True)
-    with log.open("wb") as output:
-        files = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "pass_fds": (order.lock,)}
-        with running(order.command(free_port()), interruption, **files) as process:
-            while True:
-                try:
-                    code = process.wait(POLL_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    look()
+    with running(trainer.start(order, log), interruption) as process:
+        while True:
+            try:
+                code = process.wait(POLL_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                look()
     text = order.termination_log.read_text(errors="replace") if order.termination_log.exists() else ""
     return outcome(order.role, order.attempt, code, parse_envelope(text) if text else None, log)
 

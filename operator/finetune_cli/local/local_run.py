@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from finetune_cli.exit_codes import ExitCode
-from finetune_cli.local.launch import Interruption, RoleArguments, launch
+from finetune_cli.local.launch import Interruption, RoleArguments, Trainer, launch
 from finetune_cli.local.run_directory import RunDirectory, RunRecord, write_record
 from finetune_job.api.status import Restarts
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
@@ -93,9 +93,13 @@ class LocalRun:
 
     def execute(self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None) -> ExitCode:
         """Run the roles that have not ended with success yet. `roles`: these of them; None: all that the plan needs."""
-        for role in roles_of(self.plan) if roles is None else roles:
+        with Trainer() as trainer:
+            return self._run_roles(trainer, max_restarts, interruption, roles_of(self.plan) if roles is None else roles)
+
+    def _run_roles(self, trainer: Trainer, max_restarts: int, interruption: Interruption, roles: Sequence[Role]) -> ExitCode:
+        for role in roles:
             while role not in self.record.finished:
-                report = self._attempt(role, interruption)
+                report = self._attempt(trainer, role, interruption)
                 step = next_step(
                     self.record, report, role, max_restarts, interrupted=interruption.requested, now=datetime.now(UTC)
                 )
@@ -109,7 +113,7 @@ class LocalRun:
                     return ExitCode.INTERRUPTED
         return ExitCode.DONE
 
-    def _attempt(self, role: Role, interruption: Interruption) -> TerminationReport:
+    def _attempt(self, trainer: Trainer, role: Role, interruption: Interruption) -> TerminationReport:
         attempt = self.record.next_attempt.get(role, 0)
         # The number is used up before anything runs under it: two processes never share an attempt.
         self._keep(self.record.model_copy(update={"next_attempt": {**self.record.next_attempt, role: attempt + 1}}))
@@ -117,6 +121,7 @@ class LocalRun:
         self.audience.started(role, attempt, output)
         started = time.monotonic()
         report = launch(
+            trainer,
             RoleArguments(
                 role=role,
                 attempt=attempt,

@@ -78,8 +78,8 @@ def merge_directories(
     """Run a merge to its end. `progressed`: bytes written, and in all. `ended_writing`: what follows is the verification."""
     report: Mapping[str, Any] = {}
     with tempfile.TemporaryFile() as errors:
-        files = {"stdout": subprocess.PIPE, "stderr": errors, "stdin": subprocess.DEVNULL}
-        with running(command, interruption, **files) as process:
+        files: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "stdin": subprocess.DEVNULL}
+        with running(subprocess.Popen(command, start_new_session=True, **files), interruption) as process:
             for said in json_lines(process.stdout):
                 if isinstance(said.get("report"), dict):
                     report = said["report"]
@@ -143,8 +143,8 @@ class RehearsalOrder:
 def run_rehearsal(order: RehearsalOrder, interruption: Interruption, said: Callable[[Mapping[str, Any]], None]) -> int:
     """Run it to its end; the exit status. `said`: each line, with one of `finding`, `stage`, `report`, `shown`."""
     with order.log.open("wb") as log:
-        files = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "env": _environment()}
-        with running(order.command(), interruption, **files) as process:
+        files: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "env": _environment()}
+        with running(subprocess.Popen(order.command(), start_new_session=True, **files), interruption) as process:
             if process.stdin is not None:
                 # One that has ended at once says why in its log and by its exit status.
                 with contextlib.suppress(BrokenPipeError), process.stdin:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import signal
 
-import psutil
-
 from finetune_job.names import Role
+from finetune_trainer.processes.start import name_of_process
+from finetune_trainer.ranks.reports import rank_process_name
 from tests.e2e.failures.case import Case, Expected, FailedAttempt
 from tests.e2e.failures.scene import SPEC, Scene
 from tests.support.cluster.cgroups import processes_of_pod
 from tests.support.cluster.errors import ClusterError
 from tests.support.stack import SYSTEM_NAMESPACE
 
-_RANK_MODULE = "finetune_trainer.train"
-_AGENT_MODULE = "torch.distributed.run"
 _TOO_LITTLE_MEMORY = "400Mi"
 """Less than a rank needs to import its libraries."""
 _SHORTEST_STEP_TIMEOUT = 10
@@ -24,11 +22,8 @@ _SHORTEST_STEP_TIMEOUT = 10
 def signal_rank(scene: Scene, number: signal.Signals) -> None:
     """Send a signal to the training process of the pod on the other node."""
     pod = scene.training_pod_elsewhere()
-    ranks = []
-    for pid in processes_of_pod(pod["metadata"]["uid"]):
-        command = psutil.Process(pid).cmdline()
-        if _RANK_MODULE in command and _AGENT_MODULE not in command:
-            ranks.append(pid)
+    names = {rank_process_name(rank) for rank in range(SPEC["parallelism"]["nodes"])}
+    ranks = [pid for pid in processes_of_pod(pod["metadata"]["uid"]) if name_of_process(pid) in names]
     if len(ranks) != 1:
         raise ClusterError(f"expected one rank in pod {pod['metadata']['name']}, found {ranks}")
     scene.start_clock()

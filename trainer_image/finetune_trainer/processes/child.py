@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import wait
@@ -127,6 +128,18 @@ class Child:
         if self.code is None and wait([self._descriptor], max(seconds, 0.0)):
             self.code = self._reap()
         return self.code
+
+    def join(self) -> int:
+        """Its exit status, when it has ended."""
+        if self.code is None:
+            self.code = self._reap()
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        """To the process, unless it has ended."""
+        if self.code is None:
+            with suppress(ProcessLookupError):  # between its end and the moment in which it is seen here
+                signal.pidfd_send_signal(self._descriptor, number)
 
     def kill(self) -> int:
         """End it, unless it has ended; the exit status."""

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import logging
 import os
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 from finetune_job.plan.run_plan import RunPlan
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 """prctl(2)."""
+_WITHOUT_PEFT = ("torch.distributed.run", "transformers")
 NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 """Keeps transformers from saying that torch is missing."""
 
@@ -28,6 +31,31 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that
         os._exit(1)
+
+
+def send_output_to(descriptor: int) -> None:
+    """Let this process write its output, native libraries' included, line by line into a descriptor, which is taken over."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def name_process(name: str) -> None:
+    """Name this process for `ps` and /proc/PID/comm; a fork keeps its parent's command line. Of 15 bytes at most."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+def name_of_process(pid: int) -> str:
+    """What `name_process` said there; empty where no such process runs."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+    except OSError:
+        return ""
 
 
 def keep_torch_out() -> None:
@@ -47,9 +75,30 @@ def keep_bitsandbytes_out(plan: RunPlan) -> None:
 
     PEFT imports it if it is installed, and with it torch's compiler: a fifth of the processor time that a rank's imports take.
     """
-    may_need_it = plan.method.quantization is not None or plan.model.allow_remote_code
-    if not may_need_it and "bitsandbytes" not in sys.modules:
+    if not may_need_bitsandbytes(plan) and "bitsandbytes" not in sys.modules:
         _keep_out("bitsandbytes")
+
+
+def may_need_bitsandbytes(plan: RunPlan) -> bool:
+    """Whether the plan packs its base, or has code of which nobody knows what it imports."""
+    return plan.method.quantization is not None or plan.model.allow_remote_code
+
+
+def preload_for_forks(plan: RunPlan, *modules: str) -> None:
+    """As `preload`, for a process that will fork ranks: it must not touch a device, which no fork could use then.
+
+    bitsandbytes asks for the device when it is imported, and PEFT imports it: where the plan may need it, each fork imports them.
+    """
+    keep_bitsandbytes_out(plan)
+    preload(*(_WITHOUT_PEFT if may_need_bitsandbytes(plan) else modules))
+    compile_conversions()
+
+
+def compile_conversions() -> None:
+    """Compile the expressions by which transformers renames weights, of all models: 0.4 s in every process that loads one."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("")
 
 
 def _keep_out(module: str) -> None:

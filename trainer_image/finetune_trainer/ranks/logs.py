@@ -42,7 +42,7 @@ def rank_log_name(rank: int) -> str:
 
 
 class RankLogs:
-    """Named pipes for the local ranks; ranks open them for writing, threads here read until `close`."""
+    """Named pipes for the local ranks; ranks open them for writing, and wait until threads here read, from entry to exit."""
 
     def __init__(self, directory: Path, ranks: range) -> None:
         """`ranks`: the global rank of each local rank."""
@@ -50,6 +50,8 @@ class RankLogs:
         self._temporary = tempfile.TemporaryDirectory(prefix="rank-output-")
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
+        for local_rank in range(len(ranks)):
+            os.mkfifo(self.pipes / str(local_rank))
 
     @property
     def pipes(self) -> Path:
@@ -58,10 +60,8 @@ class RankLogs:
 
     def __enter__(self) -> RankLogs:
         for local_rank, rank in enumerate(self._ranks):
-            pipe = self.pipes / str(local_rank)
-            os.mkfifo(pipe)
             # Opened for writing, too, so that the end of one writer is not the end of the pipe.
-            descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+            descriptor = os.open(self.pipes / str(local_rank), os.O_RDWR | os.O_NONBLOCK)
             thread = threading.Thread(target=self._copy, args=(descriptor, rank), daemon=True)
             thread.start()
             self._threads.append(thread)

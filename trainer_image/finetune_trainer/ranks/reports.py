@@ -26,6 +26,11 @@ def rank_report_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
+def rank_process_name(rank: int) -> str:
+    """Name of a rank's process; the supervisor must not take another one for it."""
+    return f"rank-{rank:05d}"
+
+
 def write_rank_report(directory: Path, report: TerminationReport) -> None:
     """Keep a rank's report. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)

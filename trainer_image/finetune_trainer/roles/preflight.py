@@ -147,13 +147,16 @@ CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
 """In the order in which findings are shown; those of the model are listed in preflight/model_checks.py."""
 
 
-def run(context: RunContext) -> TerminationReport:
-    """Check everything and prepare the data. Raises OSError where the workspace fails while it is written."""
+def run(context: RunContext, *, is_forked: bool = False) -> TerminationReport:
+    """Check everything and prepare the data. Raises OSError where the workspace fails while it is written.
+
+    is_forked: this process may be forked, as `ModelProcess` says.
+    """
     seen = PreflightInspection(context)
     with seen.until_done:
-        if torch_is_kept_out():
-            # Now, because its imports take longer than all that comes before it is asked.
-            seen.process = seen.until_done.enter_context(ModelProcess(context))
+        if is_forked or torch_is_kept_out():
+            # Now, because its imports take longer than all that comes before it is asked, and there are no threads yet.
+            seen.process = seen.until_done.enter_context(ModelProcess(context, is_forked=is_forked))
         run_steps(CHECKS, seen)
         for finding in seen.findings:
             log.log(logging.ERROR if finding.severity == "error" else logging.WARNING, "%s: %s", finding.rule, finding.message)

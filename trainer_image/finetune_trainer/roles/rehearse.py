@@ -33,9 +33,12 @@ from finetune_trainer.inspection.report import RehearsalReport, Verdict
 from finetune_trainer.preflight.model_process import ANSWER_BYTES as CHECK_BYTES
 from finetune_trainer.preflight.model_process import Checked, check_within_bounds, checked
 from finetune_trainer.processes.child import (
+    Child,
     ChildEnd,
+    ChildOutput,
     Exceeded,
     encode_answer,
+    fork,
     fork_answering,
     parse_answer,
     start_answering,
@@ -44,7 +47,7 @@ from finetune_trainer.processes.child import (
     wait_for_line,
 )
 from finetune_trainer.processes.sandbox import WALL_SECONDS
-from finetune_trainer.processes.start import NO_ADVICE, die_with, end, keep_bitsandbytes_out, preload
+from finetune_trainer.processes.start import NO_ADVICE, compile_conversions, die_with, end, keep_bitsandbytes_out, preload
 from finetune_trainer.rehearsal.verdicts import not_done_finding
 
 log = logging.getLogger(__name__)
@@ -87,23 +90,18 @@ _LINE = TypeAdapter(_AnswerLine)
 class ModelProcess:
     """This program as a process next to preflight. As a context it is killed at the end, and leaves nothing on the workspace."""
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, *, is_forked: bool = False) -> None:
+        """is_forked: as a fork of this process, which has imported the libraries, has no threads and has computed nothing."""
         self._context, self._began = context, time.monotonic()
         workspace = context.workspace.root
         self._scratch = temporary_beside(workspace / NAME)
         self._stack = ExitStack()
         self.is_rehearsing = False
         """Whether the rehearsal was begun."""
-        environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
         reading, self._commands = os.pipe()
-        command = [sys.executable, "-m", __spec__.name, "--parent", str(os.getpid()), "--model", str(context.base_model)]
-        command += ["--scratch", str(self._scratch), "--commands", str(reading)]
-        if DEVICES in environment:
-            command += ["--devices", environment[DEVICES]]
         self._stack.callback(os.close, self._commands)
-        given = context.plan.model_dump_json().encode()
         try:
-            self._child = start_answering(command, environment | on_cpu(), given, ANSWER_BYTES, pass_fds=(reading,))
+            self._child = self._fork(reading) if is_forked else self._start(reading)
         except BaseException:
             self._stack.close()
             raise
@@ -111,6 +109,30 @@ class ModelProcess:
             os.close(reading)
         self._stack.callback(lambda: _remove(self._scratch))
         self._stack.enter_context(self._child)
+
+    def _start(self, commands: int) -> Child:
+        environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
+        command = [sys.executable, "-m", __spec__.name, "--parent", str(os.getpid()), "--model", str(self._context.base_model)]
+        command += ["--scratch", str(self._scratch), "--commands", str(commands)]
+        if DEVICES in environment:
+            command += ["--devices", environment[DEVICES]]
+        given = self._context.plan.model_dump_json().encode()
+        return start_answering(command, environment | on_cpu(), given, ANSWER_BYTES, pass_fds=(commands,))
+
+    def _fork(self, commands: int) -> Child:
+        reading, writing = os.pipe()
+
+        def work() -> None:
+            os.close(self._commands)
+            devices = os.environ.get(DEVICES)
+            os.environ.update(on_cpu())
+            with os.fdopen(writing, "w") as answer:
+                order = _Order(self._context.plan, self._context.base_model.absolute(), self._scratch.absolute(), answer)
+                _obey(order, commands, devices)
+
+        child = fork(work, ChildOutput(reading, ANSWER_BYTES))
+        os.close(writing)
+        return child
 
     def check(self) -> Checked:
         """As `check_model`. Raises ModelCheckError where the process fails."""
@@ -216,7 +238,6 @@ def main(argv: list[str] | None = None) -> int:
         model, scratch = arguments.model.absolute(), arguments.scratch.absolute()
         order = _Order(plan, model, scratch, answer)
         if arguments.commands is not None:
-            import_libraries(plan)
             _obey(order, arguments.commands, arguments.devices)
         elif not arguments.check_model or _is_accepted(order):
             _rehearse(order, started, arguments.seconds)
@@ -233,18 +254,20 @@ class _Order:
     answer: IO[str]
 
 
-def import_libraries(plan: RunPlan) -> None:
-    """Import what the model's check and the rehearsal need, and make what every one of their processes would make again."""
-    keep_bitsandbytes_out(plan)
-    preload("finetune_trainer.rehearsal.run", "finetune_trainer.roles.merge")
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+LIBRARIES = ("finetune_trainer.rehearsal.run", "finetune_trainer.roles.merge")
+"""What the model's check and the rehearsal need."""
 
-    # Of any model: the first call compiles the expressions of all.
-    get_checkpoint_conversion_mapping("")
+
+def import_libraries(plan: RunPlan) -> None:
+    """Import them, and make what every one of their processes would make again."""
+    keep_bitsandbytes_out(plan)
+    preload(*LIBRARIES)
+    compile_conversions()
 
 
 def _obey(order: _Order, commands: int, devices: str | None) -> None:
     """commands: descriptor from which they are read, until preflight closes it. devices: for the look at the model."""
+    import_libraries(order.plan)
     while command := os.read(commands, 1):
         if command == CHECK:
             ended = _look(order, (order.answer.fileno(), commands), {DEVICES: devices})

@@ -1,6 +1,8 @@
 """The `train` role in each pod: wait for the master's name, run torchrun, pass SIGTERM on, report the root cause.
 
-The rendezvous is static, so torchrun never restarts ranks; a gang is restarted as a whole by the operator.
+The rendezvous is static, so torchrun never restarts ranks; a gang is restarted as a whole by the operator. This process imports
+the libraries once; torchrun's agent is a fork of it, and the ranks are forks of the agent. Neither computes or touches a device
+before it forks.
 """
 
 from __future__ import annotations
@@ -9,8 +11,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -18,16 +18,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import SHUTDOWN_SECONDS, Role
 from finetune_trainer.context import RunContext
 from finetune_trainer.files import read_own
 from finetune_trainer.inspection.special_files import require_links_inside
+from finetune_trainer.processes.child import Child, encode_answer, fork, fork_answering, wait_for_answer
+from finetune_trainer.processes.start import name_of_process, preload_for_forks, send_output_to
 from finetune_trainer.ranks.logs import CappedFile, RankLogs, rank_log_name, show
 from finetune_trainer.ranks.reports import (
     SilentEvidence,
     failed_ranks,
+    rank_process_name,
     rank_report_name,
     read_rank_reports,
     remove_rank_reports,
@@ -41,8 +45,14 @@ RESOLVE_SECONDS = 600.0
 """How long a master's name may stay unknown: the pod may still pull its image, and DNS caches denials for half a minute."""
 OUTPUT_TAIL_BYTES = 1 << 18
 """How much of torchrun's own output is kept in memory, to read its summary."""
+_OWN_SIGNALS = (signal.SIGTERM,)
+"""Which this process handles, and its forks otherwise."""
+_ANSWER_BYTES, _ANSWER_SECONDS = 64, 30.0
+"""Of a fork that says whether it could use the device."""
 LOOPBACK = "127.0.0.1"
-RANK_MODULE = "finetune_trainer.train"
+LIBRARIES = ("torch.distributed.run", "finetune_trainer.train.rank")
+"""What torchrun's agent and the ranks need."""
+RANK_SCRIPT = Path(__file__).parents[1] / "train" / "__main__.py"
 MEMORY_EVENTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 """What the kernel counts for the container's cgroup, in version 2 and in version 1; the first that exists is read."""
 
@@ -74,6 +84,7 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     remove_traces(context.workspace.stacks(context.attempt), _local_ranks(context, launch))
     signal.signal(signal.SIGTERM, lambda _number, _frame: stopped.set())
     require_links_inside(context.base_model, context.base_model_root)
+    preload_for_forks(context.plan, *LIBRARIES)
     if launch.node_rank > 0:
         wait_until_resolved(launch.master_address, stopped)
     exit_status, output = (0, "") if stopped.is_set() else _run_torchrun(context, launch, stopped)
@@ -118,8 +129,19 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     return cause.model_copy(update={"node_rank": launch.node_rank if cause.rank is None else cause.node_rank})
 
 
-def torchrun_command(context: RunContext, launch: Launch, pipes: Path) -> list[str]:
-    """The command of this node's agent."""
+def start_method_of_ranks() -> str:
+    """`fork`, or `spawn` where an import has touched the device: a fork could not use it then."""
+    import torch
+
+    child = fork_answering(lambda: encode_answer(torch.cuda._is_in_bad_fork()), _ANSWER_BYTES)  # noqa: SLF001 - there is no public way to ask
+    if wait_for_answer(child, _ANSWER_SECONDS).answer == encode_answer(False):
+        return "fork"
+    log.warning("an import has touched the accelerator: ranks are not forked, and each imports the libraries again")
+    return "spawn"
+
+
+def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path, start_method: str) -> list[str]:
+    """Of this node's agent."""
     parallelism = context.plan.parallelism
     agent = {
         "--nnodes": parallelism.nodes,
@@ -129,6 +151,7 @@ def torchrun_command(context: RunContext, launch: Launch, pipes: Path) -> list[s
         "--master-port": launch.master_port,
         "--max-restarts": 0,
         "--shutdown-timeout": SHUTDOWN_SECONDS,
+        "--start-method": start_method,
     }
     rank = {
         "--plan": launch.plan_path,
@@ -140,12 +163,9 @@ def torchrun_command(context: RunContext, launch: Launch, pipes: Path) -> list[s
         "--output-pipes": pipes,
     }
     return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
         *(str(part) for pair in agent.items() for part in pair),
-        "-m",
-        RANK_MODULE,
+        "--run-path",
+        str(RANK_SCRIPT),
         *(str(part) for pair in rank.items() for part in pair),
     ]
 
@@ -157,50 +177,55 @@ def _local_ranks(context: RunContext, launch: Launch) -> range:
 
 
 def _run_torchrun(context: RunContext, launch: Launch, stopped: threading.Event) -> tuple[int, str]:
+    """The agent's exit status and the end of what it said."""
     logs = context.workspace.logs(Role.TRAIN.value, context.attempt)
     ended = threading.Event()
-    with RankLogs(logs, _local_ranks(context, launch)) as rank_logs:
-        agent = subprocess.Popen(
-            torchrun_command(context, launch, rank_logs.pipes),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
+    rank_logs = RankLogs(logs, _local_ranks(context, launch))
+    arguments = torchrun_arguments(context, launch, rank_logs.pipes, start_method_of_ranks())
+    reading, writing = os.pipe()
+    # A signal meanwhile is the parent's, which then tells the agent. The agent is forked before there are threads.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
+    agent = fork(lambda: _be_agent(arguments, writing))
+    os.close(writing)
+    is_told = False
 
-        is_told = False
+    def forward(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_told
+        stopped.set()
+        # Once: a second signal would end the agent while its ranks still save.
+        if not is_told:
+            is_told = True
+            agent.send_signal(signal.SIGTERM)
 
-        def forward(_number: int, _frame: FrameType | None) -> None:
-            nonlocal is_told
-            stopped.set()
-            # Once: a second signal would end the agent while its ranks still save.
-            if not is_told:
-                is_told = True
-                agent.send_signal(signal.SIGTERM)
-
-        signal.signal(signal.SIGTERM, forward)
-        if stopped.is_set():
-            forward(signal.SIGTERM, None)
+    signal.signal(signal.SIGTERM, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_SIGNALS)
+    if stopped.is_set():
+        forward(signal.SIGTERM, None)
+    with agent, rank_logs, os.fdopen(reading, "rb") as said:
         guard = threading.Thread(
             target=end_after_verdict, args=(context, _local_ranks(context, launch), agent, ended), daemon=True
         )
         guard.start()
         try:
-            output = _read_output(agent, logs / f"torchrun-{launch.node_rank}.log")
-            return agent.wait(), output
+            output = _read_output(said, logs / f"torchrun-{launch.node_rank}.log")
+            return agent.join(), output
         finally:
             ended.set()
             guard.join()
 
 
-def is_rank(pid: int) -> bool:
-    """Whether this process is a rank, and not another that was given the number of one."""
-    try:
-        return RANK_MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
+def _be_agent(arguments: list[str], output: int) -> None:
+    """torchrun, in a fork. output: descriptor for what it says. Raises ChildFailedError, whose text names the failed ranks."""
+    for number in _OWN_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_SIGNALS)
+    send_output_to(output)
+    from torch.distributed import run
+
+    run.main(arguments)
 
 
-def end_after_verdict(context: RunContext, ranks: range, agent: subprocess.Popen[bytes], ended: threading.Event) -> None:
+def end_after_verdict(context: RunContext, ranks: range, agent: Child, ended: threading.Event) -> None:
     """After the verdict of a stall, end the silent ranks of this node, and the agent if that was not enough.
 
     An agent sees nothing wrong with a process that is only stopped, and gives it all the time for saving that it cannot use.
@@ -217,7 +242,7 @@ def end_after_verdict(context: RunContext, ranks: range, agent: subprocess.Popen
             return
     for rank in set(stall.silent) & set(ranks):
         record = read_heartbeat(directory / heartbeat_file_name(rank))
-        if record is not None and is_rank(record.pid):
+        if record is not None and name_of_process(record.pid) == rank_process_name(rank):
             log.error("killing rank %d, which gives no sign of life", rank)
             os.kill(record.pid, signal.SIGKILL)
     if not ended.wait(allowed.silence + allowed.collection):
@@ -225,13 +250,13 @@ def end_after_verdict(context: RunContext, ranks: range, agent: subprocess.Popen
         agent.send_signal(signal.SIGTERM)
 
 
-def _read_output(agent: subprocess.Popen[bytes], path: Path) -> str:
+def _read_output(said: BinaryIO, path: Path) -> str:
     tail = b""
     kept: CappedFile | None = None
     with suppress(OSError):
         # An agent that says nothing leaves an empty file, so that nobody looks for a missing one.
         kept = CappedFile(path)
-    for line in agent.stdout or ():
+    for line in said:
         tail = (tail + line)[-OUTPUT_TAIL_BYTES:]
         show("torchrun", [line.rstrip(b"\n")])
         try:

@@ -1,34 +1,46 @@
-"""`python -m finetune_trainer.train`: one rank, as torchrun starts it. Reads the plan before it imports what the plan needs."""
+"""One rank: a script that torchrun runs in a fork of its agent, which has imported all that the plan needs (roles/train.py).
+
+`python -m finetune_trainer.train` is the same in a process of its own.
+"""
 
 import argparse
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 from finetune_job.names import OBSERVE_PORT
 from finetune_trainer.context import add_run_arguments, run_context
-from finetune_trainer.processes.start import end, keep_bitsandbytes_out, preload
+from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, name_process, preload, send_output_to
+from finetune_trainer.ranks.reports import rank_process_name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank; the exit code. Raises PlanMismatchError."""
+    # The agent's handlers raise, and are for ranks that it has started.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    die_with(os.getppid())
+    name_process(rank_process_name(int(os.environ["RANK"])))
     arguments = _parser().parse_args(argv)
     if arguments.output_pipes is not None:
-        send_output_to(arguments.output_pipes / os.environ["LOCAL_RANK"])
+        send_output_to(os.open(arguments.output_pipes / os.environ["LOCAL_RANK"], os.O_WRONLY))
     context = run_context(arguments)
     keep_bitsandbytes_out(context.plan)
     preload("finetune_trainer.train.rank")
+    set_threads()
     from finetune_trainer.train.rank import run_launched_rank
 
     return run_launched_rank(context, node_rank=arguments.node_rank, observe_port=arguments.observe_port)
 
 
-def send_output_to(pipe: Path) -> None:
-    """Let this process write its output, native libraries' included, into a pipe that the supervisor reads."""
-    descriptor = os.open(pipe, os.O_WRONLY)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+def set_threads() -> None:
+    """Compute on as many threads as torchrun says: the library that reads the variable may have been loaded before it was set."""
+    import torch
+
+    if number := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(number))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,5 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    end(main())
+if __name__ == "__main__" and (status := main()):
+    # A success returns, because torchrun waits for the value of a script that it runs in a fork.
+    end(status)

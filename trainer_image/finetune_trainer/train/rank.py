@@ -27,6 +27,8 @@ def run_launched_rank(context: RunContext, *, node_rank: int, observe_port: int)
         level=logging.INFO if rank == 0 else logging.WARNING,
         format=f"%(asctime)s %(levelname)s rank {rank} %(name)s %(message)s",
         stream=sys.stderr,
+        # Those of the process that this one was forked from are replaced.
+        force=True,
     )
     # Bars redraw themselves with carriage returns, which makes one endless line of a log file.
     transformers_logging.disable_progress_bar()

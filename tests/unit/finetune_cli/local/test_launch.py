@@ -1,13 +1,19 @@
-"""The command of a role, and how its end is told."""
+"""The command of a role, the process that forks roles, and how the end of one is told."""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from finetune_cli.local.launch import RoleArguments, outcome
+from finetune_cli.local import launch
+from finetune_cli.local.launch import Interruption, RoleArguments, Trainer, outcome, running
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
 
@@ -18,13 +24,13 @@ def report(failure: FailureClass | None = None, result: Outcome = Outcome.FAILED
 
 def test_the_command_of_a_role():
     order = RoleArguments(Role.TRAIN, 3, Path("/p/plan.json"), "abc", Path("/c"), Path("/t"), lock=0)
-    command = order.command(29500)
-    assert command[1:4] == ["-m", "finetune_trainer", "train"]
-    text = " ".join(command)
+    arguments = order.arguments(29500)
+    assert arguments[0] == "train"
+    text = " ".join(arguments)
     for part in ("--plan /p/plan.json", "--plan-sha256 abc", "--claims-root /c", "--attempt 3", "--termination-log /t"):
         assert part in text
     assert "--node-rank 0 --master-address 127.0.0.1 --master-port 29500 --observe-port 0" in text
-    assert "--node-rank" not in RoleArguments(Role.MERGE, 0, Path("p"), "a", Path("c"), Path("t"), lock=0).command(1)
+    assert "--node-rank" not in RoleArguments(Role.MERGE, 0, Path("p"), "a", Path("c"), Path("t"), lock=0).arguments(1)
 
 
 @pytest.mark.parametrize(
@@ -43,3 +49,97 @@ def test_the_command_of_a_role():
 def test_how_a_role_ended(code, said, expected):
     found = outcome(Role.TRAIN, 0, code, said, Path("train-0.log"))
     assert (found.outcome, found.failure) == expected
+
+
+SERVER = """
+import json, os, subprocess, sys
+if sys.argv[1] != "serve":
+    print("own process", *sys.argv[1:2])
+    sys.exit(5)
+answer = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+print("imports", flush=True)
+BODY
+for line in sys.stdin:
+    order = json.loads(line)
+    role = subprocess.Popen(["sh", "-c", ROLE], start_new_session=True, stdout=open(order["log"], "a"))
+    print(json.dumps({"pid": role.pid}), file=answer, flush=True)
+    print(json.dumps({"code": role.wait()}), file=answer, flush=True)
+"""
+"""Stands for the trainer: each role is a shell."""
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    with Trainer() as trainer, Interruption() as interruption:
+        yield Served(trainer, interruption, tmp_path, monkeypatch)
+
+
+class Served:
+    """Starts roles of a stand-in for the trainer."""
+
+    def __init__(self, trainer: Trainer, interruption: Interruption, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trainer, self.interruption, self.directory, self.monkeypatch = trainer, interruption, directory, monkeypatch
+        self.lock = os.open(directory / "lock", os.O_CREAT)
+
+    def program(self, role: str, body: str = "") -> None:
+        text = SERVER.replace("BODY", body).replace("ROLE", repr(role))
+        self.monkeypatch.setattr(launch, "_TRAINER", (sys.executable, "-c", text))
+
+    def start(self, role: Role = Role.MERGE) -> launch.Process:
+        order = RoleArguments(role, 0, Path("p"), "a", Path("c"), Path("t"), lock=self.lock)
+        return self.trainer.start(order, self.directory / f"{role}.log")
+
+
+def test_roles_are_forks_of_one_process_and_tell_how_they_ended(served: Served, tmp_path: Path):
+    served.program("echo $PPID; exit 3")
+    parents = []
+    for role in (Role.PREFLIGHT, Role.TRAIN, Role.TRAIN):
+        with running(served.start(role), served.interruption) as process:
+            assert process.wait(60) == process.poll() == 3
+        parents.append((tmp_path / f"{role}.log").read_text().split()[-1])
+    assert len(set(parents)) == 1
+    os.kill(int(parents[0]), 0)
+    served.trainer.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(parents[0]), 0)
+
+
+def test_a_role_that_needs_the_network_is_a_process_of_its_own(served: Served, tmp_path: Path):
+    served.program("exit 3")
+    for role in (Role.FETCH, Role.PUBLISH):
+        with running(served.start(role), served.interruption) as process:
+            assert process.wait(60) == 5
+        assert (tmp_path / f"{role}.log").read_text() == f"own process {role}\n"
+
+
+def test_signals_reach_the_role_and_leave_the_server_alone(served: Served, tmp_path: Path):
+    served.program("trap 'echo saved; exit 43' TERM; echo $PPID; while :; do sleep 0.05; done")
+    with running(served.start(), served.interruption) as left, pytest.raises(subprocess.TimeoutExpired):
+        left.wait(0.5)
+    assert left.poll() == -signal.SIGKILL
+    with running(served.start(Role.TRAIN), served.interruption) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert process.wait(60) == 43
+    said = [(tmp_path / f"{role}.log").read_text().split()[-1:] for role in (Role.MERGE, Role.TRAIN)]
+    assert said[1] == ["saved"]
+    os.kill(int(said[0][0]), 0)
+
+
+def test_a_trainer_that_dies_ends_its_role_and_the_next_one_gets_another(served: Served, tmp_path: Path):
+    served.program("exit 3", body="sys.exit('no torch')")
+    process = served.start()
+    assert process.wait(60) == 1
+    assert (tmp_path / f"{Role.MERGE}.log").read_text() == "imports\nno torch\n"
+    served.program("exit 3")
+    assert served.start().wait(60) == 3
+
+
+def test_a_signal_while_the_trainer_imports_ends_it(served: Served):
+    served.program("exit 3", body="import time; time.sleep(600)")
+    with running(served.start(), served.interruption) as process:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM

@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from finetune_trainer.preflight.model_process import ModelCheckError, ModelCheck
 from finetune_trainer.processes import sandbox
 from finetune_trainer.roles import rehearse
 from finetune_trainer.roles.rehearse import ModelProcess
+from tests.support.forked_ranks import run_processes
 
 
 def test_the_other_process_finds_the_same(context, model):
@@ -21,6 +23,15 @@ def test_the_other_process_finds_the_same(context, model):
     with ModelProcess(context()) as process:
         assert process.check() == expected
     assert expected[0].trainable
+
+
+def _check_as_fork(context, expected):
+    with ModelProcess(context, is_forked=True) as process:
+        return process.check() != expected or process._child.pid == os.getpid()
+
+
+def test_a_fork_of_a_process_that_has_imported_finds_the_same(context, model):
+    assert run_processes([partial(_check_as_fork, context(), check_model(context().plan, model))]) == [0]
 
 
 def test_its_findings_arrive(context):

@@ -1,6 +1,7 @@
 """How a process of the trainer begins and ends: no collection while libraries are loaded, nothing taken apart at the end."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from finetune_trainer.processes.start import keep_bitsandbytes_out
+from finetune_trainer.processes import start
+from finetune_trainer.processes.start import keep_bitsandbytes_out, name_of_process, name_process, preload_for_forks
+from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import plan_of, tiny_spec
 
 LOADING = """
@@ -93,3 +96,28 @@ def test_bitsandbytes_that_is_there_already_stays(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "bitsandbytes", pytest)
     keep_bitsandbytes_out(plan_of(tiny_spec()))
     assert sys.modules["bitsandbytes"] is pytest
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [(None, ("a", "b")), ({"bits": 4}, ("torch.distributed.run", "transformers"))],
+)
+def test_what_may_touch_the_device_is_imported_by_forks(
+    quantization: dict[str, Any] | None, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(start, "preload", lambda *modules: imported.extend(modules))
+    method = {"type": "LoRA"} if quantization is None else {"type": "QLoRA", "quantization": quantization}
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    preload_for_forks(plan_of(tiny_spec(method=method)), "a", "b")
+    assert tuple(imported) == expected
+
+
+def _named() -> bool:
+    name_process("rank-00007")
+    return name_of_process(os.getpid()) != "rank-00007"
+
+
+def test_a_process_has_a_name_of_its_own() -> None:
+    assert run_processes([_named]) == [0]
+    assert name_of_process(2**22 + 1) == ""

@@ -32,7 +32,7 @@ class Recorded:
     def __init__(self, told: list[str], verdict: RehearsalReport) -> None:
         self.told, self.verdict, self.is_rehearsing = told, verdict, False
 
-    def __call__(self, _context: Any) -> Recorded:
+    def __call__(self, _context: Any, **_: Any) -> Recorded:
         self.told.append("start")
         return self
 

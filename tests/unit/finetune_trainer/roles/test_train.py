@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from finetune_cli.local.launch import free_port
 from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport, parse_envelope
 from finetune_job.progress import Progress
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import classify
-from finetune_trainer.roles.train import RANK_MODULE, MasterUnreachableError, wait_until_resolved
+from finetune_trainer.processes.start import name_of_process
+from finetune_trainer.ranks.reports import rank_process_name
+from finetune_trainer.roles.train import MasterUnreachableError, start_method_of_ranks, wait_until_resolved
+from tests.support.forked_ranks import run_processes
 from tests.support.tiny_model import run_context, tiny_spec
 
 DEADLINE_SECONDS = 240.0
@@ -141,6 +145,7 @@ def test_a_killed_rank_is_named_as_the_cause(tmp_path: Path, port: int, start: C
     context = run_context(tmp_path, tiny_spec(training=ENDLESS, checkpoint={"everySteps": 1000}))
     pod = start(context, port)
     pod.wait_for_step(2)
+    # Found by the supervisor's command line, which only a fork has: so no import has touched a device.
     os.kill(pid_of_rank(pod, 1), signal.SIGKILL)
     report = pod.report()
     assert (report.failure, report.rank) == (FailureClass.INTERNAL, 1)
@@ -181,16 +186,23 @@ def test_sigterm_again_and_again_is_one_sigterm(tmp_path: Path, port: int, start
 
 
 def pid_of_rank(pod: Pod, rank: int) -> int:
-    """The process below this supervisor whose environment holds the rank."""
+    """The process of this rank below this supervisor."""
     for directory in Path("/proc").iterdir():
-        try:
-            environment = (directory / "environ").read_bytes().split(b"\0")
+        if directory.name.isdigit() and name_of_process(int(directory.name)) == rank_process_name(rank):
             command = (directory / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if f"RANK={rank}".encode() in environment and str(pod.context.claims_root).encode() in command:
-            return int(directory.name)
+            if str(pod.context.claims_root).encode() in command:
+                return int(directory.name)
     raise AssertionError(f"rank {rank} does not run")
+
+
+def _forks_after_touching() -> bool:
+    torch.cuda.device_count()
+    return start_method_of_ranks() == "fork"
+
+
+def test_ranks_are_not_forked_where_a_device_was_touched() -> None:
+    """torch notes that it was asked for devices, whether there are any or not: a fork after that could not use one."""
+    assert run_processes([_forks_after_touching]) == [0]
 
 
 def test_an_unknown_master_is_an_error_after_the_deadline() -> None:
@@ -211,7 +223,8 @@ def test_a_rank_that_waits_for_others_ends_at_once_on_sigterm(tmp_path: Path, po
     arguments = ["--plan", str(context.workspace.root / "plan.json"), "--plan-sha256", context.plan_sha256]
     arguments += ["--claims-root", str(tmp_path), "--observe-port", "0"]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    rank = subprocess.Popen([sys.executable, "-m", RANK_MODULE, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1", **place})
+    command = [sys.executable, "-m", "finetune_trainer.train", *arguments]
+    rank = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **place})
     try:
         eventually(lambda: _listens(port))
         rank.terminate()

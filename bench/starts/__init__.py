@@ -1,0 +1,1 @@
+"""What the starts of a local run cost."""

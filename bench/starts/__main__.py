@@ -1,0 +1,147 @@
+"""`python -m bench.starts`: what the roles of a local run cost, and how soon a run goes on after a rank was killed.
+
+Runs examples/quickstart.yaml twice in a temporary directory: once from nothing, and once with the verdict of the rehearsal kept,
+in which a rank is killed after the first checkpoint. Prints wall and processor seconds of each role (what imports the libraries
+counts as the first role's), then three figures next to their limits, and ends with 1 where one is above its own. About a minute
+of processor time. Wall seconds mean something on two cores that do nothing else; processor seconds on any.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from finetune_cli.checks.validate import validate
+from finetune_cli.commands.run import local_plan
+from finetune_cli.local.claims import claim_directories, claims_of, link_claims
+from finetune_cli.local.launch import Interruption
+from finetune_cli.local.local_run import LocalRun, read_progress
+from finetune_cli.local.run_directory import freeze, locked, run_directory_of, start_fresh
+from finetune_job.api.job import FineTuneJob
+from finetune_job.failures import TerminationReport
+from finetune_job.names import Role
+from finetune_job.progress import Progress
+from tests.support.quickstart import make_claims
+
+MANIFEST = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+LIMITS = {
+    "processor seconds of the run": 22.0,
+    "processor seconds of preflight with a kept verdict": 8.0,
+    "seconds from the kill of a rank to the next trained step": 6.0,
+}
+KILLED_AFTER = 6
+"""Steps: there is a checkpoint then."""
+LOOK_SECONDS = 0.05
+DEADLINE_SECONDS = 120.0
+
+
+@dataclass
+class Costs:
+    """Listens to a run, and may kill a rank of it."""
+
+    workspace: Path
+    is_disturbed: bool
+    wall: dict[str, float] = field(default_factory=dict)
+    """By role, over all its attempts."""
+    processor: dict[str, float] = field(default_factory=dict)
+    recovery_seconds: float | None = None
+    _before: float = field(default=0.0, init=False)
+    _recovery: threading.Thread | None = field(default=None, init=False)
+
+    def started(self, *_: Any, **__: Any) -> None:
+        self._before = processor_seconds_below()
+
+    def progressed(self, progress: Progress) -> None:
+        if self.is_disturbed and self._recovery is None and progress.step >= KILLED_AFTER:
+            ranks = [process for process in psutil.Process().children(recursive=True) if process.name() == "rank-00001"]
+            ranks[0].send_signal(signal.SIGKILL)
+            self._recovery = threading.Thread(target=self._wait_for_step, args=(progress.attempt + 1, time.monotonic()))
+            self._recovery.start()
+
+    def ended(self, report: TerminationReport, seconds: float) -> None:
+        self.wall[report.role] = self.wall.get(report.role, 0.0) + seconds
+        self.processor[report.role] = self.processor.get(report.role, 0.0) + processor_seconds_below() - self._before
+
+    def restarting(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait(self) -> None:
+        """Until the recovery is measured, if a rank was killed."""
+        if self._recovery is not None:
+            self._recovery.join()
+
+    def _wait_for_step(self, attempt: int, killed: float) -> None:
+        first: int | None = None
+        while time.monotonic() < killed + DEADLINE_SECONDS:
+            progress = read_progress(self.workspace, attempt)
+            # The first answer may be that of the checkpoint.
+            if progress is not None and first is not None and progress.step > first:
+                self.recovery_seconds = time.monotonic() - killed
+                return
+            first = progress.step if progress is not None and first is None else first
+            time.sleep(LOOK_SECONDS)
+
+
+def processor_seconds_below() -> float:
+    """Of all processes below this one, those that have ended and were waited for included."""
+    own = psutil.Process()
+    total = own.cpu_times().children_user + own.cpu_times().children_system
+    for process in own.children(recursive=True):
+        times = process.cpu_times()
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def run(claims: Path, *, is_disturbed: bool) -> Costs:
+    """The quick start from its beginning to its end."""
+    job = validate(MANIFEST.read_text()).verdicts[0].job
+    assert isinstance(job, FineTuneJob)
+    plan = local_plan(job, own_output=False)
+    place = run_directory_of(claims, plan.job)
+    uses = claims_of(plan)
+    with locked(place) as lock, Interruption() as interruption:
+        start_fresh(place)
+        record = freeze(place, plan)
+        link_claims(uses, claim_directories(uses, claims, {}), place.claims)
+        costs = Costs(place.claims / plan.workspace.claim / plan.workspace.path, is_disturbed)
+        code = LocalRun(place, plan, record, lock, costs).execute(job.spec.run.max_restarts, interruption)
+    costs.wait()
+    if code != 0:
+        raise SystemExit(f"the run ended with {code}; see {place.root}")
+    return costs
+
+
+def show(title: str, costs: Costs) -> None:
+    """A line for each role."""
+    print(f"{title}\n  {'role':12}{'wall s':>8}{'cpu s':>8}")
+    for role in (*costs.wall, "all"):
+        wall, processor = (sum(kind.values()) if role == "all" else kind[role] for kind in (costs.wall, costs.processor))
+        print(f"  {role:12}{wall:8.1f}{processor:8.1f}")
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="bench-starts-") as directory:
+        claims = Path(directory)
+        make_claims(claims)
+        first = run(claims, is_disturbed=False)
+        show("from nothing", first)
+        second = run(claims, is_disturbed=True)
+        show("again, with a rank killed", second)
+    figures = (sum(first.processor.values()), second.processor[Role.PREFLIGHT], second.recovery_seconds)
+    is_within = True
+    for (what, limit), figure in zip(LIMITS.items(), figures, strict=True):
+        print(f"{what}: {'none' if figure is None else f'{figure:.1f}'} (limit {limit:g})")
+        is_within = is_within and figure is not None and figure <= limit
+    return 0 if is_within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
