@@ -7,11 +7,15 @@ import hashlib
 import os
 import stat
 import uuid
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import BufferedReader
 from pathlib import Path
 
 MANIFEST_FILE = "manifest.json"
 """Of a directory of results: its other files with their sizes and SHA-256, and what it was made by. Written last."""
+HASHING_THREADS = 2
+"""A file each."""
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of everything that is not complete yet."""
 
@@ -86,3 +90,22 @@ def file_sha256(path: Path) -> str:
     """Digest of the file's bytes, in hexadecimal. Raises SpecialFileError, and OSError as the file system does."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class FileDigests:
+    """SHA-256 of files, some of them at a time, in threads that leave the interpreter to the caller."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(HASHING_THREADS)
+        self._digests: dict[Path, Future[str]] = {}
+
+    def begin(self, paths: Iterable[Path]) -> None:
+        """Start with what `of` will be asked for. A file that is not known yet is read from now on, not later."""
+        for path in paths:
+            if path not in self._digests:
+                self._digests[path] = self._threads.submit(file_sha256, path)
+
+    def of(self, path: Path) -> str:
+        """The digest, once for each path. Raises as `file_sha256` does."""
+        self.begin([path])
+        return self._digests[path].result()

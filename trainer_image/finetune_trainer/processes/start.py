@@ -42,12 +42,14 @@ def torch_is_kept_out() -> bool:
     return "torch" in sys.modules and sys.modules["torch"] is None
 
 
-def keep_bitsandbytes_out(plan: RunPlan) -> None:
+def keep_bitsandbytes_out(plan: RunPlan | None = None) -> None:
     """Make every import of bitsandbytes in this process an ImportError, unless it is there already or the plan may need it.
+
+    plan: None where nothing needs it.
 
     PEFT imports it if it is installed, and with it torch's compiler: a fifth of the processor time that a rank's imports take.
     """
-    may_need_it = plan.method.quantization is not None or plan.model.allow_remote_code
+    may_need_it = plan is not None and (plan.method.quantization is not None or plan.model.allow_remote_code)
     if not may_need_it and "bitsandbytes" not in sys.modules:
         _keep_out("bitsandbytes")
 

@@ -1,8 +1,8 @@
 """Forward passes of a model whose weights are in memory one unit at a time, each read once for all prompts.
 
 A unit is an outermost module that owns weights, a whole layer of PEFT's, or a decoder layer if a model's own code reads weights
-of other modules. Batches of prompts run as cooperative threads that meet at every unit, so memory is the largest unit, the adapter
-and the activations between two units.
+of other modules. Batches of prompts run as cooperative threads that meet at every unit, so memory is the largest unit, the
+adapter and the activations between two units.
 """
 
 from __future__ import annotations
@@ -161,8 +161,9 @@ class StreamedModels:
             slot.module._parameters[slot.name] = nn.Parameter(values[key], requires_grad=False)  # noqa: SLF001
 
     def _places(self, slots: Sequence[ParameterSlot]) -> dict[tuple[str, torch.dtype], torch.Tensor]:
-        """Where the weights of linear layers are put, one unit's over the last one's: new pages cost as much as reading. Not those
-        of other modules, which may give out views of their weights.
+        """Where the weights of linear layers are put, one unit's over the last one's: new pages cost as much as reading.
+
+        Not those of other modules, which may give out views of their weights.
         """
         sizes = {
             (slot.path, slot.dtype): (slot.module.get_parameter(slot.name).shape, slot.dtype)
