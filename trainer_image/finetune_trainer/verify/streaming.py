@@ -112,6 +112,7 @@ class StreamedModels:
                 for batch in batches(prompts)
             ]
         )
+        self._memory = torch.empty(0, dtype=torch.uint8)
         return files
 
     def _write(self, skeleton: SkeletonModel, prompts: Sequence[Prompt], files: Sequence[Path]) -> None:
