@@ -161,9 +161,14 @@ def test_each_file_of_weights_is_hashed_once(
     base, adapter, merged = triple
     known = {"model.safetensors": file_sha256(base / "model.safetensors")}
     report = verify_merge(
-        base=base, adapters=[adapter], merged=merged, prompts=PROMPTS, gate=GATES["bfloat16"], report_path=tmp_path / "report.json",
+        base=base,
+        adapters=[adapter],
+        merged=merged,
+        prompts=PROMPTS,
+        gate=GATES["bfloat16"],
+        report_path=tmp_path / "report.json",
         base_sha256=known,
-    )  # fmt: skip
+    )
     assert report.passed
     assert report.compared is not None
     assert report.compared.base["model.safetensors"] == known["model.safetensors"]
