@@ -165,8 +165,8 @@ def verify_once(base: Path, adapter: Path, output: Path) -> tuple[float, float]:
     command = [sys.executable, "-m", "finetune_trainer.roles.merge_command", "--base", str(base), "--adapter", str(adapter)]
     started, used = time.monotonic(), processor_seconds_of_children()
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run([*command, "--output", str(output)], check=True, env=environment, **silent)
+    command += ["--output", str(output)]
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return time.monotonic() - started, processor_seconds_of_children() - used
 
 

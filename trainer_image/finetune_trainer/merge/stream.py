@@ -238,9 +238,9 @@ def stream(
                     for workspace in (finish_one(), *others):
                         workspaces.give(workspace)
                 continue
-            while (workspace := workspaces.take(wait=not in_flight)) is None:
+            while (free := workspaces.take(wait=not in_flight)) is None:
                 workspaces.give(finish_one())
-            in_flight.append(pool.submit(_process_chunk, chunk, sources, workspace))
+            in_flight.append(pool.submit(_process_chunk, chunk, sources, free))
         while in_flight:
             workspaces.give(finish_one())
 
