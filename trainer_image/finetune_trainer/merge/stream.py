@@ -17,8 +17,9 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,27 +136,38 @@ class Workspaces:
         self._count = count
         self._free = deque(Workspace() for _ in range(count))
         self._changed = threading.Condition()
-        self._is_stopped = False
-        self.alone = threading.Lock()
-        """Held by who takes all of them."""
+        self._is_reserved = self._is_stopped = False
+        self._alone = threading.Lock()
 
     def take(self, *, wait: bool) -> Workspace | None:
         """One, or None if there is none and the caller does not wait."""
         with self._changed:
-            while not self._free and wait and not self._is_stopped:
+            while (self._is_reserved or not self._free) and wait and not self._is_stopped:
                 self._changed.wait()
             if self._is_stopped:
                 raise _StoppedError
-            return self._free.popleft() if self._free else None
+            return self._free.popleft() if self._free and not self._is_reserved else None
 
     def give(self, workspace: Workspace) -> None:
         with self._changed:
             self._free.append(workspace)
             self._changed.notify_all()
 
-    def take_all(self) -> list[Workspace]:
-        """Every one, once the other threads have given theirs back: what is in memory then is the caller's alone."""
-        return [workspace for _ in range(self._count) if (workspace := self.take(wait=True)) is not None]
+    @contextmanager
+    def alone(self) -> Iterator[Workspace]:
+        """One, once the other threads have given theirs back, while they get none. The caller has none and gives it back."""
+        with self._alone:
+            with self._changed:
+                self._is_reserved = True
+                while len(self._free) < self._count and not self._is_stopped:
+                    self._changed.wait()
+                if self._is_stopped:
+                    raise _StoppedError
+                workspace = self._free.popleft()
+            yield workspace
+            with self._changed:
+                self._is_reserved = False
+                self._changed.notify_all()
 
     def stop(self) -> None:
         with self._changed:
@@ -232,11 +244,9 @@ def stream(
             if _is_large(chunk):
                 while in_flight:
                     workspaces.give(finish_one())
-                with workspaces.alone:
-                    first, *others = workspaces.take_all()
-                    in_flight.append(pool.submit(_process_chunk, chunk, sources, first))
-                    for workspace in (finish_one(), *others):
-                        workspaces.give(workspace)
+                with workspaces.alone() as workspace:
+                    in_flight.append(pool.submit(_process_chunk, chunk, sources, workspace))
+                    workspaces.give(finish_one())
                 continue
             while (free := workspaces.take(wait=not in_flight)) is None:
                 workspaces.give(finish_one())
