@@ -130,7 +130,7 @@ class JournalWriter:
 
 
 class Workspaces:
-    """Those that no chunk is in, for several threads. Raises _StoppedError in all of them after `stop`."""
+    """Those that no chunk is in, for several threads. Raises _OtherShardFailedError in all of them after `stop`."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -145,7 +145,7 @@ class Workspaces:
             while (self._is_reserved or not self._free) and wait and not self._is_stopped:
                 self._changed.wait()
             if self._is_stopped:
-                raise _StoppedError
+                raise _OtherShardFailedError
             return self._free.popleft() if self._free and not self._is_reserved else None
 
     def give(self, workspace: Workspace) -> None:
@@ -162,7 +162,7 @@ class Workspaces:
                 while len(self._free) < self._count and not self._is_stopped:
                     self._changed.wait()
                 if self._is_stopped:
-                    raise _StoppedError
+                    raise _OtherShardFailedError
                 workspace = self._free.popleft()
             yield workspace
             with self._changed:
@@ -175,11 +175,11 @@ class Workspaces:
             self._changed.notify_all()
 
 
-class _StoppedError(Exception):
+class _OtherShardFailedError(Exception):
     """Another shard has failed."""
 
 
-class _Progress:
+class _StreamProgress:
     """Bytes of shards that are there, said one at a time."""
 
     def __init__(self, files: Mapping[Shard, ShardFile], result: StreamResult, told: ProgressCallback | None) -> None:
@@ -216,7 +216,7 @@ def stream(
     on_device = require_device(device)
     sources = Sources({path for shard in files for tensor in shard.tensors for path in _input_files(tensor)})
     chunkers = [Chunker(sources, on_device) for _ in files]
-    told = _Progress(files, result, progress)
+    told = _StreamProgress(files, result, progress)
     previous_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the workers are the parallelism
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
