@@ -130,8 +130,10 @@ bench-operator: environment ## Pace and cost of the operator with JOBS jobs on a
 	$(PYTHON) -m bench.operator_pace --jobs $(JOBS) --keep-results
 
 .PHONY: bench-merge bench-merge-7b bench-chain bench-trainer bench-gpu bench-prepare bench-prepare-memory bench-preflight bench-memory bench-validate bench-starts
-bench-merge: environment ## Merge of a 1.1B model against PEFT and a plain copy: time and memory, RUNS rounds
+bench-merge: environment ## Merges (Llama 1.1B, Qwen2 0.5B, GPT-2 medium) against PEFT and a plain copy: time and memory, RUNS rounds
 	$(PYTHON) -m bench.merge --pairs $(RUNS)
+	$(PYTHON) -m bench.merge --pairs $(RUNS) --parameters "Qwen2 0.5B"
+	$(PYTHON) -m bench.merge --pairs $(RUNS) --parameters "GPT-2 medium"
 bench-merge-7b: environment ## The same with 7B parameters, without PEFT: 30 GB of disk, removed afterwards
 	$(PYTHON) -m bench.merge --parameters 7B --pairs 3 --without-peft
 bench-chain: environment ## Seconds from apply to the first step and to Succeeded on the real node

@@ -2,14 +2,16 @@
 processes.
 
 Each time runs from the start of the process to the end of the last fsync, imports included; what is verified afterwards is timed
-apart. The ratios are of runs next to each other, because disks swing. Prints medians and spread, writes them to bench/results,
-and fails when a tensor differs from PEFT's in a single bit.
+apart. The ratios are of runs next to each other, because disks swing: of the copies of a round, the fastest one counts, since any
+other has waited for the disk to write back what somebody had left. Prints medians, minima and spread, writes them to
+bench/results, and fails when a tensor differs from PEFT's in a single bit.
 """
 
 import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -26,6 +28,10 @@ RESULTS = Path(__file__).parents[1] / "results"
 COMPARE_BYTES = 8 << 20
 SPARE_BYTES = 2 << 30
 """Of the disk that the benchmark leaves free."""
+
+COPIES = 3
+"""In each round."""
+VERIFICATIONS = 3
 
 Runs = dict[str, list[dict[str, Any]]]
 
@@ -67,19 +73,21 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     verification = None
     for pair in range(arguments.pairs):
         for contender in contenders if pair % 2 == 0 else contenders[::-1]:
-            prepare_cache([*base.iterdir(), *adapter.iterdir()], arguments.cache)
-            runs[contender].append(run_once(contender, base, adapter, directory / contender))
-            print(f"round {pair + 1}/{arguments.pairs}, {contender}: {runs[contender][-1]['seconds']:.2f} s", flush=True)
-            if pair or contender == "copy":
-                shutil.rmtree(directory / contender)
+            for _ in range(COPIES if contender == "copy" else 1):
+                prepare_cache([*base.iterdir(), *adapter.iterdir()], arguments.cache)
+                runs[contender].append(run_once(contender, base, adapter, directory / contender))
+                print(f"round {pair + 1}/{arguments.pairs}, {contender}: {runs[contender][-1]['seconds']:.2f} s", flush=True)
+                if pair or contender == "copy":
+                    shutil.rmtree(directory / contender)
         if pair == 0 and not arguments.without_peft:
             different = different_tensors(directory / "ours", directory / "peft")
         if pair == 0 and not arguments.without_verification:
-            verification = verify_once(base, adapter, directory)
+            verification = verify(base, adapter, directory)
         for contender in contenders[1:] if pair == 0 else ():
             shutil.rmtree(directory / contender)
     import_only = run_once("torch", base, adapter, directory / "torch")["peak_resident_bytes"]
     computed = subprocess.run([sys.executable, "-m", "bench.merge.compute"], check=True, stdout=subprocess.PIPE, text=True)
+    copies = [min(runs["copy"][first : first + COPIES], key=seconds_of) for first in range(0, len(runs["copy"]), COPIES)]
     above = statistics.median(run["peak_resident_bytes"] for run in runs["ours"]) - import_only
     return {
         "parameters": arguments.parameters,
@@ -93,13 +101,13 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
         **{name: summary(of_contender) for name, of_contender in runs.items()},
         "speedup_over_peft": None if arguments.without_peft else ratios(runs["peft"], runs["ours"]),
-        "ratio_to_copy": ratios(runs["ours"], runs["copy"]),
-        "ratio_to_copy_without_import": ratios(runs["ours"], runs["copy"], less=import_seconds(base, adapter, directory)),
+        "ratio_to_copy": ratios(runs["ours"], copies),
+        "ratio_to_copy_without_import": ratios(runs["ours"], copies, less=import_seconds(base, adapter, directory)),
         "import_of_torch_resident_bytes": import_only,
         "memory_above_import": above,
         "memory_above_import_and_adapter": above - adapter_bytes,
         "compute": json.loads(computed.stdout),
-        "verification_seconds": verification,
+        "verification": verification,
         "num_tensors": len(read_checkpoint(base).tensors),
         "different_tensors": different,
     }
@@ -110,10 +118,21 @@ def run_once(contender: str, base: Path, adapter: Path, output: Path) -> dict[st
     os.sync()  # nobody pays for writing back what another has left
     command = [sys.executable, "-m", "bench.merge.contender", contender, str(base), str(adapter), str(output)]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    started = time.monotonic()
+    started, processor_seconds = time.monotonic(), processor_seconds_of_children()
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return {**figures, "seconds": figures.pop("finished") - started}
+    processor_seconds = processor_seconds_of_children() - processor_seconds
+    return {**figures, "seconds": figures.pop("finished") - started, "processor_seconds": processor_seconds}
+
+
+def processor_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def seconds_of(run: dict[str, Any]) -> float:
+    seconds: float = run["seconds"]
+    return seconds
 
 
 def import_seconds(base: Path, adapter: Path, directory: Path) -> float:
@@ -121,14 +140,34 @@ def import_seconds(base: Path, adapter: Path, directory: Path) -> float:
     return statistics.median(run_once("torch", base, adapter, directory / "torch")["seconds"] for _ in range(3))
 
 
-def verify_once(base: Path, adapter: Path, directory: Path) -> float:
-    """Seconds of the command's verification of our output, process start and report included."""
+def verify(base: Path, adapter: Path, directory: Path) -> dict[str, Any]:
+    """The command on our output, which it only verifies, and on none, where it merges first, from process start to report."""
+    found: dict[str, Any] = {}
+    for name, output in (("alone", directory / "ours"), ("with the merge", directory / "verified")):
+        runs = []
+        for _ in range(VERIFICATIONS):
+            if name != "alone":
+                shutil.rmtree(output, ignore_errors=True)
+            os.sync()
+            runs.append(verify_once(base, adapter, output))
+        found[name] = {
+            "seconds": [round(seconds, 2) for seconds, _ in runs],
+            "median_seconds": round(statistics.median(seconds for seconds, _ in runs), 2),
+            "min_seconds": round(min(seconds for seconds, _ in runs), 2),
+            "processor_seconds": [round(seconds, 2) for _, seconds in runs],
+        }
+    shutil.rmtree(directory / "verified")
+    return found
+
+
+def verify_once(base: Path, adapter: Path, output: Path) -> tuple[float, float]:
+    """Seconds, and those of processors. Raises CalledProcessError if the model fails."""
     command = [sys.executable, "-m", "finetune_trainer.roles.merge_command", "--base", str(base), "--adapter", str(adapter)]
-    started = time.monotonic()
-    subprocess.run(
-        [*command, "--output", str(directory / "ours")], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    return round(time.monotonic() - started, 2)
+    started, used = time.monotonic(), processor_seconds_of_children()
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command += ["--output", str(output)]
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.monotonic() - started, processor_seconds_of_children() - used
 
 
 def prepare_cache(files: list[Path], cache: str) -> None:
@@ -168,6 +207,8 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "seconds": [round(run["seconds"], 3) for run in runs],
         "median_seconds": statistics.median(run["seconds"] for run in runs),
+        "min_seconds": min(run["seconds"] for run in runs),
+        "processor_seconds": [round(run["processor_seconds"], 2) for run in runs],
         "median_peak_resident_bytes": statistics.median(run["peak_resident_bytes"] for run in runs),
         **{name: runs[0][name] for name in names if name in runs[0]},
     }
@@ -186,13 +227,15 @@ def print_result(result: dict[str, Any]) -> None:
             seconds = figures["seconds"]
             print(
                 f"{contender}: median {figures['median_seconds']:.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), "
+                f"{min(figures['processor_seconds']):.2f} s of processors, "
                 f"peak memory {figures['median_peak_resident_bytes'] / 2**20:.0f} MiB"
             )
     speedup, to_copy = result["speedup_over_peft"], result["ratio_to_copy"]
     if speedup:
         print(f"speedup over PEFT: median {speedup['median']:.2f} ({speedup['min']:.2f} to {speedup['max']:.2f})")
     print(
-        f"time of a copy: median {to_copy['median']:.2f} ({to_copy['min']:.2f} to {to_copy['max']:.2f}), without importing torch "
+        f"time of the fastest copy of each round: median {to_copy['median']:.2f} ({to_copy['min']:.2f} to {to_copy['max']:.2f}), "
+        "without importing torch "
         f"{result['ratio_to_copy_without_import']['median']:.2f}; {result['rounds']} rounds, inputs {result['page_cache']} "
         "in the page cache"
     )
@@ -205,8 +248,11 @@ def print_result(result: dict[str, Any]) -> None:
         f"bytes read {ours['bytes_read']} (base and adapter {result['base_bytes'] + result['adapter_bytes']}), "
         f"written {ours['bytes_written']}; compute alone {result['compute']['median_gigabytes_per_second']} GB/s"
     )
-    if result["verification_seconds"] is not None:
-        print(f"verification: {result['verification_seconds']} s")
+    for name, verified in (result["verification"] or {}).items():
+        print(
+            f"verification {name}: median {verified['median_seconds']} s, minimum {verified['min_seconds']} s, "
+            f"{min(verified['processor_seconds'])} s of processors"
+        )
     if result["different_tensors"] is not None:
         print(f"tensors: {result['num_tensors']}, different from PEFT's: {len(result['different_tensors'])}")
 

@@ -15,12 +15,15 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
 MANIFEST_FILE = "manifest.json"
 """Of a directory of results: its other files with their sizes and SHA-256, and what it was made by. Written last."""
+HASHING_THREADS = 2
+"""A file each."""
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of everything that is not complete yet."""
 TEMPLATES = "additional_chat_templates"
@@ -210,3 +213,22 @@ def sha256_beneath(root: Path, name: str) -> str:
     """Digest of the bytes of a file that this product wrote. Raises as `open_beneath` does."""
     with open_beneath(root, name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class FileDigests:
+    """SHA-256 of files, some of them at a time, in threads that leave the interpreter to the caller."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(HASHING_THREADS)
+        self._digests: dict[Path, Future[str]] = {}
+
+    def begin(self, paths: Iterable[Path]) -> None:
+        """Start with what `of` will be asked for. A file that is not known yet is read from now on, not later."""
+        for path in paths:
+            if path not in self._digests:
+                self._digests[path] = self._threads.submit(file_sha256, path)
+
+    def of(self, path: Path) -> str:
+        """The digest, once for each path. Raises as `file_sha256` does."""
+        self.begin([path])
+        return self._digests[path].result()

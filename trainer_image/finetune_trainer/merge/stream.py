@@ -1,10 +1,12 @@
 """Moves the bytes of a MergePlan: large sequential reads, rows through `steps`, writes in place. Bounded memory.
 
 In: shards and their files (shard_file.py). Out: filled shards and their sha256. Called by merge_adapter.py.
-Shape:  chunks in output order (chunks.py) -> workers (pread, compute, pwrite into a buffer of their own)
-        -> this thread, in the same order: hash, progress, buffer handed back
+Shape:  a thread for each of some shards: chunks in the order of the file (chunks.py)
+        -> workers, shared by all (pread, compute, pwrite into a buffer of their own)
+        -> the shard's thread, in the same order: hash, progress, buffer handed back
         -> one thread that syncs what is hashed and notes it in the journal.
-Hashing needs the order and writing does not, so a slow chunk holds up only the hash. At most workers + 1 buffers exist.
+Hashing needs the order and writing does not, so a slow chunk holds up only its shard's hash. At most workers + shards at a time
+buffers exist.
 Invariant: memory is the buffers, one block's fp32 temporaries per worker and the factors of the weights in flight, never
 a weight, except those that `whole_tensors` in the result names, one at a time.
 """
@@ -13,9 +15,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,12 +35,15 @@ from finetune_trainer.merge.steps.step import Scratch, require_device
 from finetune_trainer.weights.errors import NotFiniteError
 from finetune_trainer.weights.rounding import TORCH_DTYPES, all_finite, round_into
 
-MAX_WORKERS = 6
+WORKERS_PER_SHARD = 6
 """More gain little, as one thread hashes at about 2 GB/s, and each costs up to 50 MiB."""
+MAX_SHARDS_AT_A_TIME = 4
+PROCESSORS_PER_SHARD = 2
+"""One is taken by the hash, the others by workers."""
 WAITING_WORKERS = 2
 """Workers beyond the processors: some always wait for the disk."""
 JOURNAL_BYTES = 1 << 30
-"""Of a shard that are synced and noted at once, at the end of a matrix; what a kill costs at most, apart from one matrix."""
+"""Of a shard that are synced and noted at once, at the end of a matrix: of each, a kill costs that and one matrix at most."""
 
 ProgressCallback = Callable[[int, int], None]
 
@@ -75,24 +82,30 @@ class Workspace:
 
 
 class JournalWriter:
-    """Syncs shards and notes in the journal what is durable, in a thread of its own, in the order of `note` and `finish`."""
+    """Syncs shards and notes in the journal what is durable, in a thread of its own, in the order of `note` and `finish`.
+
+    Safe to use from several threads, one for each file.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
+        self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1)
         self._pending: deque[Future[None]] = deque()
         self._noted: dict[str, int] = {}
 
     def note(self, file: ShardFile, num_bytes: int) -> None:
         """All bytes before `num_bytes` are written and in `file.digest`: make that known if it is worth it."""
-        self._raise_failures(wait=False)
-        if not self._pending and num_bytes - self._noted.setdefault(file.path.name, file.num_done) >= JOURNAL_BYTES:
-            self._submit(file, num_bytes)
+        with self._lock:
+            self._raise_failures(wait=False)
+            if not self._pending and num_bytes - self._noted.setdefault(file.path.name, file.num_done) >= JOURNAL_BYTES:
+                self._submit(file, num_bytes)
 
     def finish(self, file: ShardFile) -> None:
         """All bytes of the file are written and in its digest."""
-        self._raise_failures(wait=False)
-        self._submit(file, file.num_bytes)
+        with self._lock:
+            self._raise_failures(wait=False)
+            self._submit(file, file.num_bytes)
 
     def wait(self) -> None:
         """Until everything is durable. Raises StorageError."""
@@ -116,6 +129,73 @@ class JournalWriter:
             self._pending.popleft().result()
 
 
+class Workspaces:
+    """Those that no chunk is in, for several threads. Raises _OtherShardFailedError in all of them after `stop`."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = deque(Workspace() for _ in range(count))
+        self._changed = threading.Condition()
+        self._is_reserved = self._is_stopped = False
+        self._alone = threading.Lock()
+
+    def take(self, *, wait: bool) -> Workspace | None:
+        """One, or None if there is none and the caller does not wait."""
+        with self._changed:
+            while (self._is_reserved or not self._free) and wait and not self._is_stopped:
+                self._changed.wait()
+            if self._is_stopped:
+                raise _OtherShardFailedError
+            return self._free.popleft() if self._free and not self._is_reserved else None
+
+    def give(self, workspace: Workspace) -> None:
+        with self._changed:
+            self._free.append(workspace)
+            self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[Workspace]:
+        """One, once the other threads have given theirs back, while they get none. The caller has none and gives it back."""
+        with self._alone:
+            with self._changed:
+                self._is_reserved = True
+                while len(self._free) < self._count and not self._is_stopped:
+                    self._changed.wait()
+                if self._is_stopped:
+                    raise _OtherShardFailedError
+                workspace = self._free.popleft()
+            yield workspace
+            with self._changed:
+                self._is_reserved = False
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+
+class _OtherShardFailedError(Exception):
+    """Another shard has failed."""
+
+
+class _StreamProgress:
+    """Bytes of shards that are there, said one at a time."""
+
+    def __init__(self, files: Mapping[Shard, ShardFile], result: StreamResult, told: ProgressCallback | None) -> None:
+        self._reached, self._total = sum(file.num_done for file in files.values()), sum(shard.num_bytes for shard in files)
+        self._result, self._told, self._lock = result, told, threading.Lock()
+        result.bytes_resumed = sum(file.num_done for file in files.values() if file.is_resumed)
+        result.bytes_written = self._reached - result.bytes_resumed
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self._reached += num_bytes
+            self._result.bytes_written += num_bytes
+            if self._told is not None:
+                self._told(self._reached, self._total)
+
+
 def stream(
     files: Mapping[Shard, ShardFile],
     journal: Journal,
@@ -124,61 +204,72 @@ def stream(
     device: str = "cpu",
     num_workers: int | None = None,
 ) -> StreamResult:
-    """Fills every shard's file and makes it durable. progress: called with (bytes of shards that are there, bytes in all).
+    """Fills every shard's file and makes it durable. progress: called with (bytes of shards that are there, bytes in all), from
+    one thread at a time.
 
     Raises NotFiniteError naming the tensor, BrokenCheckpointError, StorageError, DeviceUnavailableError.
     """
-    workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)) + WAITING_WORKERS)
-    total = sum(shard.num_bytes for shard in files)
-    reached = sum(file.num_done for file in files.values())
-    result = StreamResult(bytes_resumed=sum(file.num_done for file in files.values() if file.is_resumed))
-    result.bytes_written = reached - result.bytes_resumed
-    chunker = Chunker(
-        Sources({path for shard in files for tensor in shard.tensors for path in _input_files(tensor)}), require_device(device)
-    )
-    sources = chunker.sources
+    num_processors = len(os.sched_getaffinity(0))
+    at_a_time = max(1, min(len(files), MAX_SHARDS_AT_A_TIME, num_processors // PROCESSORS_PER_SHARD))
+    workers = num_workers or min(WORKERS_PER_SHARD * at_a_time, num_processors + WAITING_WORKERS)
+    result = StreamResult()
+    on_device = require_device(device)
+    sources = Sources({path for shard in files for tensor in shard.tensors for path in _input_files(tensor)})
+    chunkers = [Chunker(sources, on_device) for _ in files]
+    told = _StreamProgress(files, result, progress)
     previous_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the workers are the parallelism
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    shard_threads = ThreadPoolExecutor(at_a_time, initializer=torch.set_num_threads, initargs=(1,))
     journal_writer = JournalWriter(journal)
-    try:
-        workspaces: deque[Workspace] = deque(Workspace() for _ in range(workers + 1))
+    workspaces = Workspaces(workers + at_a_time)
+
+    def fill(shard: Shard, chunker: Chunker) -> None:
+        file = files[shard]
         in_flight: deque[Future[_FinishedChunk]] = deque()
 
-        def finish_one() -> None:
-            nonlocal reached
+        def finish_one() -> Workspace:
             done = in_flight.popleft().result()
-            file = done.chunk.file
             file.digest.update(done.output)
             done.output.release()
-            workspaces.append(Workspace() if _is_large(done.chunk) else done.workspace)
-            reached += done.chunk.num_bytes
-            result.bytes_written += done.chunk.num_bytes
             end = done.chunk.position + done.chunk.num_bytes
             if end == file.num_bytes:
                 journal_writer.finish(file)
             elif done.chunk.ends_matrix:
                 journal_writer.note(file, end)
-            if progress is not None:
-                progress(reached, total)
+            told.add(done.chunk.num_bytes)
+            return Workspace() if _is_large(done.chunk) else done.workspace
 
-        for shard, file in files.items():
-            for chunk in chunker.chunks(shard, file):
-                while in_flight and (not workspaces or _is_large(chunk)):
-                    finish_one()
-                in_flight.append(pool.submit(_process_chunk, chunk, sources, workspaces.popleft()))
-                if _is_large(chunk):
-                    finish_one()
+        for chunk in chunker.chunks(shard, file):
+            if _is_large(chunk):
+                while in_flight:
+                    workspaces.give(finish_one())
+                with workspaces.alone() as workspace:
+                    in_flight.append(pool.submit(_process_chunk, chunk, sources, workspace))
+                    workspaces.give(finish_one())
+                continue
+            while (free := workspaces.take(wait=not in_flight)) is None:
+                workspaces.give(finish_one())
+            in_flight.append(pool.submit(_process_chunk, chunk, sources, free))
         while in_flight:
-            finish_one()
+            workspaces.give(finish_one())
+
+    try:
+        filling = [shard_threads.submit(fill, *of_shard) for of_shard in zip(files, chunkers, strict=True)]
+        failures = [error for each in wait(filling, return_when=FIRST_EXCEPTION).done if (error := each.exception()) is not None]
+        if failures:
+            raise failures[0]
         journal_writer.wait()
         result.sha256 = {shard.file_name: file.digest.hexdigest() for shard, file in files.items()}
     finally:
+        workspaces.stop()
+        shard_threads.shutdown(wait=True, cancel_futures=True)
         pool.shutdown(wait=True, cancel_futures=True)
         journal_writer.close()
         sources.close()
         torch.set_num_threads(previous_threads)
-    result.bytes_read, result.whole_tensors = sources.bytes_read, chunker.whole_tensors
+    result.bytes_read = sources.bytes_read
+    result.whole_tensors = [name for chunker in chunkers for name in chunker.whole_tensors]
     return result
 
 

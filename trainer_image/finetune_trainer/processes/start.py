@@ -70,12 +70,14 @@ def torch_is_kept_out() -> bool:
     return "torch" in sys.modules and sys.modules["torch"] is None
 
 
-def keep_bitsandbytes_out(plan: RunPlan) -> None:
+def keep_bitsandbytes_out(plan: RunPlan | None = None) -> None:
     """Make every import of bitsandbytes in this process an ImportError, unless it is there already or the plan may need it.
+
+    plan: None where nothing needs it.
 
     PEFT imports it if it is installed, and with it torch's compiler: a fifth of the processor time that a rank's imports take.
     """
-    if not may_need_bitsandbytes(plan) and "bitsandbytes" not in sys.modules:
+    if (plan is None or not may_need_bitsandbytes(plan)) and "bitsandbytes" not in sys.modules:
         _keep_out("bitsandbytes")
 
 

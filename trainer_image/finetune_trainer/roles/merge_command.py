@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.base import size_bytes
@@ -26,13 +27,14 @@ from finetune_job.plan.resolve_model import quantization_plan
 from finetune_job.plan.run_plan import Choices
 from finetune_trainer.errors import ConfigError, classify
 from finetune_trainer.merge.plan import OUTPUT_DTYPES
-from finetune_trainer.processes.start import end, preload
+from finetune_trainer.processes.start import end, keep_bitsandbytes_out, preload
 
 if TYPE_CHECKING:
     from finetune_trainer.merge.changes import Quantization
     from finetune_trainer.merge.merge_adapter import MergeOptions
 
 SECONDS_BETWEEN_LINES = 1.0
+VERIFICATION = "finetune_trainer.verify.verification"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -95,9 +97,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         quantization=quantization if arguments.base_form is MergeBase.DEQUANTIZED else None,
         device=arguments.device,
     )
+    importing = Thread(target=preload, args=(VERIFICATION,), daemon=True)
+    if arguments.verify:
+        # Beside the merge, which waits for the disk. It takes more memory than the merge, and less than what comes next.
+        importing.start()
     merged = merge_adapter(options, ProgressLines())
     report = {**dataclasses.asdict(merged), "output": str(output)}
-    return report | _verify(arguments, options, paths, quantization, merged.num_rows) if arguments.verify else report
+    if not arguments.verify:
+        return report
+    importing.join()
+    return report | _verify(arguments, options, paths, quantization, merged.num_rows)
 
 
 def _verify(
@@ -108,8 +117,6 @@ def _verify(
     num_rows: int | None,
 ) -> dict[str, Any]:
     """What the verification adds to the report. Raises VerificationError, and as `verify_and_name` does."""
-    # Imports transformers, which takes more memory than the merge itself.
-    preload("finetune_trainer.verify.verification")
     from finetune_trainer.verify.prompts import default_prompts
     from finetune_trainer.verify.verification import gate_of_merge, verify_and_name
 
@@ -207,4 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    given = parser().parse_args()
+    if given.quantization is None and given.base_form is MergeBase.ORIGINAL:
+        keep_bitsandbytes_out()
     end(main())

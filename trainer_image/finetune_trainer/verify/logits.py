@@ -30,6 +30,7 @@ from finetune_trainer.verify.streaming import (
     Prompt,
     StreamedModels,
     UnverifiableModelError,
+    batches,
     logits_of,
     write_logits,
 )
@@ -38,10 +39,9 @@ from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 VALUES_AT_ONCE = 1 << 20
 """Logits that are held in fp64 at a time, several times over."""
 MAX_PROMPT_POSITIONS = 512
-"""Longer prompts are cut: one prompt's logits are in memory at a time."""
+"""Longer prompts are cut: one prompt's logits are in memory at a time, or those of some short ones."""
 MAX_WAVE_POSITIONS = 4096
-MAX_WAVE_PROMPTS = 16
-"""Of one pass over the weights; each prompt has two threads, one for the base and one for base + adapters."""
+"""Of one pass over the weights; each batch of prompts has two threads, one for the base and one for base + adapters."""
 MAX_WHOLE_BYTES = 4 << 30
 """Of a model that cannot be streamed and is loaded whole instead."""
 FROM_BASE_WEIGHTS = "its adapter is made from the base's weights"
@@ -160,8 +160,9 @@ class _FigureSums:
             self._differences.append((expected - found).abs().max(dim=1).values)
             self._max_abs_difference = torch.maximum(self._max_abs_difference, self._differences[-1].max())
             self._max_abs_logit = torch.maximum(self._max_abs_logit, expected.abs().max())
-            self._divergences.append(_kl(expected, found))
-            self._effects.append(_kl(expected, base.positions(first, last)))
+            divergence, effect = _kl(expected, found, base.positions(first, last))
+            self._divergences.append(divergence)
+            self._effects.append(effect)
             best, largest = expected.max(dim=1).values, expected.abs().max(dim=1).values
             chosen = expected.gather(1, found.argmax(dim=1, keepdim=True)).squeeze(1)
             self._num_agreeing += int((best - chosen <= tolerance * largest).sum())
@@ -183,12 +184,19 @@ class _FigureSums:
         )
 
 
-def _kl(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """KL(reference || other) at each position, in nats, from logits (positions, vocabulary)."""
-    first, second = reference.double().log_softmax(dim=1), other.double().log_softmax(dim=1)
-    # A token that the model rules out has the logit -inf in both and adds nothing.
-    terms = first.exp() * (first - second)
-    return terms.masked_fill(first.isneginf() & second.isneginf(), 0.0).sum(dim=1)
+def _kl(reference: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """KL(reference || other) at each position for each other, in nats, from logits (positions, vocabulary)."""
+    first = reference.double()
+    total = first.logsumexp(dim=1, keepdim=True)
+    probabilities = (first - total).exp_()
+    found = []
+    for other in others:
+        second = other.double()
+        total_of_second = second.logsumexp(dim=1)
+        # A token that the model rules out has the logit -inf in both and adds nothing.
+        terms = torch.sub(first, second, out=second).masked_fill_(first.isneginf() & other.isneginf(), 0.0).mul_(probabilities)
+        found.append(terms.sum(dim=1) - total.squeeze(1) + total_of_second)
+    return found
 
 
 def mean_of_least(values: torch.Tensor, share: float) -> float:
@@ -203,7 +211,7 @@ def _waves(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
     wave: list[Prompt] = []
     for prompt in prompts:
         num_positions = sum(each.num_positions for each in (*wave, prompt))
-        if wave and (num_positions > MAX_WAVE_POSITIONS or len(wave) == MAX_WAVE_PROMPTS):
+        if wave and num_positions > MAX_WAVE_POSITIONS:
             yield wave
             wave = []
         wave.append(prompt)
@@ -303,8 +311,10 @@ class _WholeModels:
                 model = _with_adapters(model, self._reference.adapters)
             model.eval()
             files[label] = [directory / f"{label}-{number}" for number in range(len(prompts))]
-            for prompt, path in zip(prompts, files[label], strict=True):
-                write_logits(logits_of(model, prompt, self.dtype), path)
+            for batch in batches(prompts):
+                found = logits_of(model, [prompts[number] for number in batch], self.dtype)
+                for number, logits in zip(batch, found, strict=True):
+                    write_logits(logits, files[label][number])
         return files
 
 

@@ -151,7 +151,7 @@ def is_made_from_base_weights(settings: Mapping[str, Any]) -> bool:
 class WeightSource(Protocol):
     """Where the weights of a skeleton come from; see StoredWeights for what each method gives."""
 
-    def whole(self, path: str, dtype: torch.dtype) -> torch.Tensor: ...
+    def whole(self, path: str, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor: ...
     def rows(self, path: str, first: int, last: int, dtype: torch.dtype) -> torch.Tensor: ...
     def some_rows(self, path: str, indices: Iterable[int], dtype: torch.dtype) -> torch.Tensor: ...
     def is_one_tensor(self, path: str) -> bool: ...
@@ -167,7 +167,7 @@ class MergedWeights:
         for slot in self._skeleton.slots:
             self._empty.setdefault(slot.path, []).append(slot)
 
-    def whole(self, path: str, dtype: torch.dtype) -> torch.Tensor:
+    def whole(self, path: str, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
         module, name = self._owner(path)
         if isinstance(module, TrainableTokensWrapper):
             module = module.token_adapter
@@ -175,7 +175,7 @@ class MergedWeights:
             copy: nn.Module = module.modules_to_save[module.active_adapter]
             return copy.get_parameter(name).detach().to(dtype)
         if not isinstance(module, BaseTunerLayer):
-            return self._weights.whole(path, dtype) if path in self._empty else module.get_parameter(name).detach().to(dtype)
+            return self._weights.whole(path, dtype, out) if path in self._empty else module.get_parameter(name).detach().to(dtype)
         within = {id(part) for part in module.modules()}
         slots = [slot for found in self._empty.values() for slot in found if id(slot.module) in within]
         for slot in slots:

@@ -1,8 +1,8 @@
 """Forward passes of a model whose weights are in memory one unit at a time, each read once for all prompts.
 
 A unit is an outermost module that owns weights, a whole layer of PEFT's, or a decoder layer if a model's own code reads weights
-of other modules. Prompts run as cooperative threads that meet at every unit, so memory is the largest unit, the adapter and the
-activations between two units.
+of other modules. Batches of prompts run as cooperative threads that meet at every unit, so memory is the largest unit, the
+adapter and the activations between two units.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from finetune_trainer.verify.cooperative_threads import CooperativeThreads
 from finetune_trainer.verify.skeleton import ParameterSlot, SkeletonModel, WeightSource, offload
@@ -26,6 +29,10 @@ from finetune_trainer.weights.errors import MergeError
 
 HEAD_BLOCK_BYTES = 64 << 20
 """Of an output head that are in memory at a time."""
+MAX_BATCH_POSITIONS = 256
+"""Of prompts that go through a model together, half of what one long prompt may have: a batch's logits are in memory at once.
+With as many rows, products spend little time on rearranging weights."""
+ALIGNED_BYTES = 64
 
 
 class NotStreamableError(Exception):
@@ -57,6 +64,25 @@ class Prompt:
         return len(self.decoder_ids or self.ids)
 
 
+def batches(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Which prompts go through a model together, by their places in `prompts`, the longest of each first.
+
+    The shorter ones of a batch are filled up behind their ends, which earlier positions of a decoder do not see; and all models
+    that are compared are given the same. What is filled up is never more than the prompts themselves. An encoder sees all of its
+    input: of encoder-decoders, prompts of one length only.
+    """
+    found: list[list[int]] = []
+    for number in sorted(range(len(prompts)), key=lambda number: -prompts[number].num_positions):
+        prompt, batch = prompts[number], found[-1] if found else []
+        longest = prompts[batch[0]].num_positions if batch else 0
+        shortest_allowed = longest if prompt.decoder_ids is not None else longest / 2
+        if batch and (len(batch) + 1) * longest <= MAX_BATCH_POSITIONS and prompt.num_positions >= shortest_allowed:
+            batch.append(number)
+        else:
+            found.append([number])
+    return found
+
+
 class StreamedModels:
     """Models over the same weights, for instance with an adapter and without."""
 
@@ -68,6 +94,7 @@ class StreamedModels:
         self._slots: dict[LoadUnit, list[ParameterSlot]] = {}
         self._ids: frozenset[int] = frozenset()
         self._block: torch.Tensor | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._threads: CooperativeThreads[LoadUnit] = CooperativeThreads(self._load, self._release)
         for model in models.values():
             self._attach(model)
@@ -80,14 +107,17 @@ class StreamedModels:
         files = {label: [directory / f"{label}-{number}" for number in range(len(prompts))] for label in self._models}
         self._threads.run(
             [
-                lambda skeleton=skeleton, prompt=prompt, path=path: write_logits(  # type: ignore[misc]
-                    _complete(logits_of(skeleton.model, prompt, skeleton.dtype)), path
-                )
+                partial(self._write, skeleton, [prompts[number] for number in batch], [files[label][number] for number in batch])
                 for label, skeleton in self._models.items()
-                for prompt, path in zip(prompts, files[label], strict=True)
+                for batch in batches(prompts)
             ]
         )
+        self._memory = torch.empty(0, dtype=torch.uint8)
         return files
+
+    def _write(self, skeleton: SkeletonModel, prompts: Sequence[Prompt], files: Sequence[Path]) -> None:
+        for logits, path in zip(logits_of(skeleton.model, prompts, skeleton.dtype), files, strict=True):
+            write_logits(_complete(logits), path)
 
     def _attach(self, skeleton: SkeletonModel) -> None:
         by_module: dict[int, list[ParameterSlot]] = {}
@@ -116,17 +146,41 @@ class StreamedModels:
 
     def _load(self, unit: LoadUnit) -> None:
         if unit.block is not None:
+            self._memory = torch.empty(0, dtype=torch.uint8)
             return
         values: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-        for slot in self._slots[unit]:
+        slots = self._slots[unit]
+        places = self._places(slots)
+        for slot in slots:
             key = slot.path, slot.dtype
             if key not in values:
                 values[key] = (
                     self._weights.some_rows(slot.path, self._ids, slot.dtype)
                     if unit.needs_rows
-                    else self._weights.whole(slot.path, slot.dtype)
+                    else self._weights.whole(slot.path, slot.dtype, places.get(key))
                 )
             slot.module._parameters[slot.name] = nn.Parameter(values[key], requires_grad=False)  # noqa: SLF001
+
+    def _places(self, slots: Sequence[ParameterSlot]) -> dict[tuple[str, torch.dtype], torch.Tensor]:
+        """Where the weights of linear layers are put, one unit's over the last one's: new pages cost as much as reading.
+
+        Not those of other modules, which may give out views of their weights.
+        """
+        sizes = {
+            (slot.path, slot.dtype): (slot.module.get_parameter(slot.name).shape, slot.dtype)
+            for slot in slots
+            if type(slot.module) in (nn.Linear, Conv1D)
+        }
+        ends = list(
+            accumulate(-(-shape.numel() * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES for shape, dtype in sizes.values())
+        )
+        if ends and ends[-1] > len(self._memory):
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(ends[-1], dtype=torch.uint8)
+        return {
+            key: self._memory[first : first + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for (key, (shape, dtype)), first in zip(sizes.items(), [0, *ends], strict=False)
+        }
 
     def _release(self, unit: LoadUnit) -> None:
         self._block = None
@@ -186,14 +240,23 @@ def write_logits(logits: torch.Tensor, path: Path) -> None:
     path.write_bytes(_bytes(logits))
 
 
-def logits_of(model: nn.Module, prompt: Prompt, dtype: torch.dtype) -> torch.Tensor:
-    """(positions, vocabulary). dtype: the model's, in which they were computed; some models return them as float32."""
-    given = {"input_ids": torch.tensor([list(prompt.ids)])}
-    if prompt.decoder_ids is not None:
-        given["decoder_input_ids"] = torch.tensor([list(prompt.decoder_ids)])
+def logits_of(model: nn.Module, prompts: Sequence[Prompt], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of each prompt (positions, vocabulary). dtype: the model's, in which they were computed; some models return them as
+    float32.
+    """
+    given = {"input_ids": _filled_up([prompt.ids for prompt in prompts])}
+    of_decoder = [prompt.decoder_ids for prompt in prompts if prompt.decoder_ids is not None]
+    if of_decoder:
+        given["decoder_input_ids"] = _filled_up(of_decoder)
     with torch.inference_mode():
-        logits: torch.Tensor = model(**given, use_cache=False).logits[0].to(dtype)
-    return logits
+        logits: torch.Tensor = model(**given, use_cache=False).logits
+        return [of_prompt[: prompt.num_positions].to(dtype) for of_prompt, prompt in zip(logits, prompts, strict=True)]
+
+
+def _filled_up(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """(rows, longest row), each row with its last token repeated."""
+    length = max(len(row) for row in rows)
+    return torch.tensor([[*row, *([row[-1]] * (length - len(row)))] for row in rows])
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from finetune_trainer.files import MANIFEST_FILE, file_sha256
+from finetune_trainer.files import MANIFEST_FILE, FileDigests
 from finetune_trainer.merge.changes import LowRank, Quantization, TokenRows
 from finetune_trainer.merge.inputs import plan_merge
 from finetune_trainer.merge.plan import MergePlan, OutputTensor
@@ -111,15 +111,21 @@ class TensorFigures:
         return max((figures.worst_rounding for figures in self.classes.values()), default=0.0)
 
 
-def check_tensors(base: Path, adapters: Sequence[Path], merged: Path, quantization: Quantization | None = None) -> TensorFigures:
-    """Compares all tensors. quantization: what the merge added to, if that was not the base as stored.
+def check_tensors(
+    base: Path,
+    adapters: Sequence[Path],
+    merged: Path,
+    quantization: Quantization | None = None,
+    digests: FileDigests | None = None,
+) -> TensorFigures:
+    """Compares all tensors. quantization: what the merge added to, if that was not the base as stored. digests: of files whose
+    hashing has begun.
 
     Raises MergeError only when a directory cannot be read as what it should be.
     """
     plan = plan_merge(base, adapters, None, _UNBOUNDED, quantization)
     found = read_checkpoint(merged).tensors
     figures = TensorFigures()
-    figures.faults += _manifest_faults(merged)
     figures.faults += _config_faults(base, merged, plan)
     planned = {tensor.name: tensor for tensor in plan.tensors}
     figures.faults += (f"tensor {name} is missing in the merged model" for name in sorted(planned.keys() - found.keys()))
@@ -143,6 +149,8 @@ def check_tensors(base: Path, adapters: Sequence[Path], merged: Path, quantizati
             if not _is_cast_of(tensor.source, result, tensor.compute_dtype):
                 figures.faults.append(f"tensor {name} differs from the base, although the adapter does not touch it")
     clear_adapter_cache()
+    # Last, because it waits for the digests.
+    figures.faults = [*_manifest_faults(merged, digests or FileDigests()), *figures.faults]
     if figures.num_changed and figures.num_changed == figures.num_changed_tensors_with_base_bytes and not figures.is_zero_adapter:
         figures.faults.append(
             "the merged model has the base model's weights in every tensor that the adapter changes: the adapter was not "
@@ -151,7 +159,7 @@ def check_tensors(base: Path, adapters: Sequence[Path], merged: Path, quantizati
     return figures
 
 
-def _manifest_faults(merged: Path) -> Iterator[str]:
+def _manifest_faults(merged: Path, digests: FileDigests) -> Iterator[str]:
     path = merged / MANIFEST_FILE
     if not path.exists():
         return
@@ -160,7 +168,7 @@ def _manifest_faults(merged: Path) -> Iterator[str]:
         if not file.exists():
             yield f"file {entry['name']} is in the manifest and not on disk"
             continue
-        if file_sha256(file) != entry["sha256"]:
+        if digests.of(file) != entry["sha256"]:
             yield f"file {entry['name']} does not have the sha256 of the manifest: it changed after the merge"
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from finetune_job.api.output import MergeBase
 from finetune_job.layout import MergedPaths
 from finetune_trainer.errors import VerificationError
-from finetune_trainer.files import MANIFEST_FILE, file_sha256, publish_directory, write_durably
+from finetune_trainer.files import MANIFEST_FILE, FileDigests, publish_directory, write_durably
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.verify.gate import GATES, LogitFigures, VerificationGate, coarsest_dtype, gate_failures
@@ -56,8 +56,10 @@ def verify_merge(
     onto_dequantized = merged_onto is MergeBase.DEQUANTIZED
     if onto_dequantized and quantization is None:
         raise ValueError("merged_onto is Dequantized, but no quantization is given: nothing was packed in training.")
-    tensors = check_tensors(base, adapters, merged, quantization if onto_dequantized else None)
-    compared = _compared(base, adapters, merged)
+    digests = FileDigests()
+    digests.begin(directory / name for directory in (merged, base) for name in read_checkpoint(directory).file_bytes)
+    tensors = check_tensors(base, adapters, merged, quantization if onto_dequantized else None, digests)
+    compared = _compared(base, adapters, merged, digests)
     faults = (*_faults_of_base(compared.base, base_sha256 or {}), *tensors.faults)
     logits: LogitFigures | None = None
     other: LogitFigures | None = None
@@ -179,11 +181,14 @@ def _references(
     return [packed, original] if onto_dequantized else [original, packed]
 
 
-def _compared(base: Path, adapters: Sequence[Path], merged: Path) -> Compared:
+def _compared(base: Path, adapters: Sequence[Path], merged: Path, digests: FileDigests) -> Compared:
+    def found(directory: Path, names: Iterable[str]) -> dict[str, str]:
+        return {name: digests.of(directory / name) for name in names}
+
     return Compared(
-        base=_digests(base, (CONFIG_FILE, *read_checkpoint(base).file_bytes)),
-        adapters=tuple(_digests(adapter, (ADAPTER_CONFIG_FILE, ADAPTER_FILE)) for adapter in adapters),
-        merged=_digests(merged, (MANIFEST_FILE,) if (merged / MANIFEST_FILE).exists() else read_checkpoint(merged).file_bytes),
+        base=found(base, (CONFIG_FILE, *read_checkpoint(base).file_bytes)),
+        adapters=tuple(found(adapter, (ADAPTER_CONFIG_FILE, ADAPTER_FILE)) for adapter in adapters),
+        merged=found(merged, (MANIFEST_FILE,) if (merged / MANIFEST_FILE).exists() else read_checkpoint(merged).file_bytes),
     )
 
 
@@ -192,7 +197,3 @@ def _faults_of_base(found: Mapping[str, str], known: Mapping[str, str]) -> Itera
     for name, sha256 in known.items():
         if found.get(name) != sha256:
             yield f"base file {name} does not have the sha256 that preflight recorded: it changed after that"
-
-
-def _digests(directory: Path, names: Sequence[str] | Mapping[str, int]) -> dict[str, str]:
-    return {name: file_sha256(directory / name) for name in names}

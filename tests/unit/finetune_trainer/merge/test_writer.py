@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from bench.merge.model import write_adapter, write_base
+from finetune_trainer.merge import stream
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.plan import MergePlan
 from finetune_trainer.merge.writer import OutputDirectory
+from finetune_trainer.merge.shard_file import ShardFile
+from finetune_trainer.merge.stream import JournalWriter
 from finetune_trainer.weights import errors
 from tests.unit.finetune_trainer.merge import tiny
 
@@ -130,6 +134,49 @@ def test_a_file_system_without_direct_writes_gives_the_same_bytes(
     monkeypatch.setattr(os, "open", refuse)
     cached = merge_adapter(options(pair, tmp_path / "cached"))
     assert direct.sha256 == cached.sha256
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_shards_are_filled_and_hashed_at_a_time_with_the_same_bytes(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    def of_shards(output: Path) -> MergeOptions:
+        return MergeOptions(pair[0], (pair[1],), output, None, 60_000)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    one_by_one = merge_adapter(of_shards(tmp_path / "one-by-one")).sha256
+    assert sum(name.endswith(".safetensors") for name in one_by_one) > 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    hashing = threading.Barrier(4)
+    seen: set[str] = set()
+    original = JournalWriter.finish
+
+    def finish(self: JournalWriter, file: ShardFile) -> None:
+        if len(seen) < 4:  # the first four wait for each other: one after another they never would end
+            seen.add(file.path.name)
+            hashing.wait(timeout=30)
+        original(self, file)
+
+    if is_large:  # each chunk waits until it is alone in memory
+        monkeypatch.setattr(stream, "CHUNK_BYTES", 64)
+    else:
+        monkeypatch.setattr(JournalWriter, "finish", finish)
+    assert merge_adapter(of_shards(tmp_path / "together")).sha256 == one_by_one
+
+
+def test_a_shard_that_fails_ends_the_others(pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    original = ShardFile.write
+
+    def write(self: ShardFile, data: memoryview, position: int) -> None:
+        if "00002" in self.path.name:
+            raise errors.NoSpaceError("full")
+        original(self, data, position)
+
+    monkeypatch.setattr(ShardFile, "write", write)
+    with pytest.raises(errors.NoSpaceError, match="full"):
+        merge_adapter(MergeOptions(pair[0], (pair[1],), tmp_path / "merged", None, 60_000))
+    assert not (tmp_path / "merged").exists()
 
 
 MEASURE = """

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finetune_trainer.verify.gate import GATES, UNIT_ROUNDOFF, LogitFigures, coarsest_dtype, gate_failures, judged_share
-from finetune_trainer.verify.logits import chooses_experts, mean_of_least
+from finetune_trainer.verify.logits import _kl, chooses_experts, mean_of_least
 
 GOOD = LogitFigures(
     num_prompts=4,
@@ -113,3 +113,12 @@ def test_a_divergence_is_the_mean_of_the_positions_that_diverge_least() -> None:
     assert mean_of_least(torch.tensor([3.0, 1.0, 2.0]), 0.5) == 1.5
     assert mean_of_least(torch.tensor([3.0]), 0.5) == 3.0
     assert math.isnan(mean_of_least(torch.tensor([1.0] * 99 + [math.nan]), 0.5))
+
+
+def test_a_divergence_is_that_of_the_distributions_whatever_is_added_to_their_logits() -> None:
+    reference = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]).log() + 7
+    other = torch.tensor([[0.25, 0.75, 0.0], [0.2, 0.3, 0.5]]).log() - 3
+    divergence, itself = _kl(reference, other, reference)
+    # 0.5 ln 2 + 0.5 ln (2 / 3); the third token is ruled out in both.
+    assert divergence.tolist() == pytest.approx([0.14384103622589045, 0.0], abs=1e-7)
+    assert itself.tolist() == pytest.approx([0.0, 0.0], abs=1e-15)

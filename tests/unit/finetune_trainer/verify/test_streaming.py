@@ -34,7 +34,7 @@ from finetune_trainer.verify import streaming
 from finetune_trainer.verify.logits import ADAPTED, BASE, Reference, _decoder_start, _models_of, _prompt, _waves, _WholeModels
 from finetune_trainer.verify.skeleton import ADAPTER_FROM_BASE_WEIGHTS
 from finetune_trainer.verify.stored_weights import StoredWeights
-from finetune_trainer.verify.streaming import NotStreamableError, Prompt, UnverifiableModelError
+from finetune_trainer.verify.streaming import NotStreamableError, Prompt, UnverifiableModelError, batches
 from tests.unit.finetune_trainer.merge import tiny
 from tests.unit.finetune_trainer.merge.test_non_lora import MERGED
 from tests.unit.finetune_trainer.merge.test_non_lora import save_adapter as save_other_adapter
@@ -199,9 +199,9 @@ def test_weights_are_read_once_for_all_prompts(tmp_path: Path, monkeypatch: pyte
     read: list[str] = []
     original = StoredWeights.whole
 
-    def whole(self: StoredWeights, path: str, dtype: torch.dtype) -> torch.Tensor:
+    def whole(self: StoredWeights, path: str, *arguments: Any) -> torch.Tensor:
         read.append(path)
-        return original(self, path, dtype)
+        return original(self, path, *arguments)
 
     monkeypatch.setattr(StoredWeights, "whole", whole)
     reference = made(tmp_path, "llama")
@@ -263,9 +263,32 @@ def test_a_token_that_no_prompt_holds_is_an_error(tmp_path: Path) -> None:
 
 def test_prompts_are_divided_into_waves_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits_module, "MAX_WAVE_POSITIONS", 10)
-    monkeypatch.setattr(logits_module, "MAX_WAVE_PROMPTS", 3)
     prompts = [Prompt((1,) * size) for size in (12, 4, 6, 1, 1, 1, 1, 10)]
-    assert [[prompt.num_positions for prompt in wave] for wave in _waves(prompts)] == [[12], [4, 6], [1, 1, 1], [1], [10]]
+    assert [[prompt.num_positions for prompt in wave] for wave in _waves(prompts)] == [[12], [4, 6], [1, 1, 1, 1], [10]]
+
+
+def test_prompts_of_similar_lengths_go_through_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "MAX_BATCH_POSITIONS", 24)
+    lengths = (12, 3, 8, 40, 11, 6, 2)
+    assert batches([Prompt((1,) * length) for length in lengths]) == [[3], [0, 4], [2, 5], [1, 6]]
+    # An encoder sees what is filled up: of encoder-decoders, only prompts of one length.
+    assert batches([Prompt((1,) * length, (0,) * length) for length in (4, 5, 4)]) == [[1], [0, 2]]
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "t5"])
+def test_what_a_prompt_is_filled_up_with_does_not_change_its_logits(case: str, tmp_path: Path) -> None:
+    """One by one, each prompt gives what it gives among others, but for the order in which products add up."""
+    reference = made(tmp_path, case)
+    together, _ = both_ways(reference, tmp_path)
+    dtype, start = CASES[case][2], _decoder_start(reference.base)
+    for number, prompt in enumerate(PROMPTS):
+        models = _models_of(reference, (BASE, ADAPTED), tmp_path)
+        files = models.logits([_prompt(prompt, start)], tmp_path)
+        for label, place in ((BASE, number), (ADAPTED, len(PROMPTS) + number)):
+            alone = torch.frombuffer(bytearray(files[label][0].read_bytes()), dtype=dtype).float()
+            among = torch.frombuffer(bytearray(together[place]), dtype=dtype).float()
+            assert alone.shape == among.shape
+            assert (alone - among).abs().max() <= 4 * torch.finfo(dtype).eps * alone.abs().max()
 
 
 MEASURE = """

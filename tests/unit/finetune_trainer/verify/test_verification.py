@@ -12,6 +12,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
+from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.verify.gate import GATES, LogitFigures, coarsest_dtype, gate_failures
 from finetune_trainer.verify.logits import Reference, compare_logits
@@ -144,6 +145,34 @@ def test_a_bit_that_rots_after_the_merge_is_found_anywhere(triple: tuple[Path, P
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
     assert any("sha256" in fault for fault in check_tensors(base, [adapter], merged).faults)
+
+
+def test_each_file_of_weights_is_hashed_once(
+    triple: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the manifest, for what preflight recorded and for the report."""
+    hashed: list[str] = []
+
+    def recorded(path: Path) -> str:
+        hashed.append(f"{path.parent.name}/{path.name}")
+        return file_sha256(path)
+
+    monkeypatch.setattr("finetune_trainer.files.file_sha256", recorded)
+    base, adapter, merged = triple
+    known = {"model.safetensors": file_sha256(base / "model.safetensors")}
+    report = verify_merge(
+        base=base,
+        adapters=[adapter],
+        merged=merged,
+        prompts=PROMPTS,
+        gate=GATES["bfloat16"],
+        report_path=tmp_path / "report.json",
+        base_sha256=known,
+    )
+    assert report.passed
+    assert report.compared is not None
+    assert report.compared.base["model.safetensors"] == known["model.safetensors"]
+    assert hashed.count("merged/model.safetensors") == hashed.count("base/model.safetensors") == 1
 
 
 def test_a_copy_of_the_base_is_not_a_merged_model(triple: tuple[Path, Path, Path], tmp_path: Path) -> None:
