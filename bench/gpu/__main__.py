@@ -69,7 +69,7 @@ def contender(name: str, directory: Path, size: str, steps: int, *, rank: int = 
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if size == "tiny":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "bench.gpu.contender", name, directory, size, str(steps), str(rank), str(ranks)]
+    command = [sys.executable, "-m", "bench.gpu.contender", name, str(directory), size, str(steps), str(rank), str(ranks)]
     return subprocess.Popen(command, env=environment)
 
 
