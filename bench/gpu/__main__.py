@@ -1,6 +1,7 @@
-"""`python -m bench.gpu`: an 8B-class Llama, LoRA r=16 on every linear layer, packed sequences of 4096 tokens, bfloat16, one GPU.
+"""`python -m bench.gpu`: an 8B-class Llama, LoRA r=16 on every linear layer, packed sequences of 4096 tokens, bfloat16.
 
-Ours and TRL's SFTTrainer do the same work in processes of their own. Without a GPU it says so and does nothing; `--tiny` runs the
+A rank of a job as a pod runs it and TRL's SFTTrainer do the same work in processes of their own, one for each GPU that --ranks
+asks for. The model takes 16 GB in the directory for temporary files. Without a GPU it says so and does nothing; `--tiny` runs the
 same code on a small model on the CPU, to show that it works, and its figures mean nothing else.
 """
 
@@ -8,16 +9,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import get_peft_model
 
-from bench.gpu.contender import WARM_UP_STEPS, adapter, documents, make_model
+from bench.gpu.contender import SIZES, WARM_UP_STEPS, adapter, documents, make_model
 from finetune_trainer.observe.flops import model_cost, peak_flops
 
 RESULT = Path(__file__).parents[1] / "results" / "gpu.json"
@@ -29,53 +34,88 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="runs of each contender, in turns")
     parser.add_argument("--steps", type=int, default=10, help=f"optimizer steps of a run, the first {WARM_UP_STEPS} not counted")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on the CPU")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     arguments = parser.parse_args(argv)
     if arguments.steps <= WARM_UP_STEPS or arguments.runs < 1:
         parser.error(f"--steps must be above {WARM_UP_STEPS} and --runs at least 1")
-    if not arguments.tiny and not torch.cuda.is_available():
-        print("not measured: no GPU")
+    if not arguments.tiny and torch.cuda.device_count() < arguments.ranks:
+        print(f"not measured: {torch.cuda.device_count() or 'no'} GPU of {arguments.ranks}")
         return 0
-    size = "tiny" if arguments.tiny else "8B"
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
-    for number in range(arguments.runs):
-        for name in CONTENDERS if number % 2 == 0 else reversed(CONTENDERS):
-            runs[name].append(run_once(name, size, arguments.steps))
+    size, steps, ranks = "tiny" if arguments.tiny else "8B", arguments.steps, arguments.ranks
+    contenders = arguments.contenders
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as prepared:
+        if contender("prepare", Path(prepared), size, steps, ranks=ranks).wait() != 0:
+            return 1
+        for number in range(arguments.runs):
+            for name in contenders if number % 2 == 0 else reversed(contenders):
+                runs[name].append(run_once(name, Path(prepared), size, steps, ranks))
+                rate = runs[name][-1]["tokens_per_second"]
+                print(f"run {number + 1}/{arguments.runs}, {name}: {rate:.0f} tokens/s", flush=True)
+    flops = flops_per_token(size, steps, ranks)
     for name, found in runs.items():
-        print(line(name, found, flops_per_token(size, arguments.steps)))
+        print(line(name, found, flops, ranks))
     if not arguments.tiny:
         print(f"target {TARGET_TOKENS_PER_SECOND} tokens/s on one H100 or H200, stretch {STRETCH_TOKENS_PER_SECOND}")
         RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps({"size": size, "runs": runs}, indent=2) + "\n")
+        RESULT.write_text(json.dumps({"size": size, "ranks": ranks, "runs": runs}, indent=2) + "\n")
     return 0
 
 
-def run_once(name: str, size: str, steps: int) -> dict[str, Any]:
-    """Figures of one process."""
-    command = [sys.executable, "-m", "bench.gpu.contender", name, size, str(steps)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return figures
+def contender(name: str, directory: Path, size: str, steps: int, *, rank: int = 0, ranks: int) -> subprocess.Popen[bytes]:
+    """The process of one rank."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if size == "tiny":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "bench.gpu.contender", name, str(directory), size, str(steps), str(rank), str(ranks)]
+    return subprocess.Popen(command, env=environment)
 
 
-def flops_per_token(size: str, steps: int) -> float:
+def run_once(name: str, prepared: Path, size: str, steps: int, ranks: int) -> dict[str, Any]:
+    """Figures of one run on a workspace of its own. prepared: what it begins with."""
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as place, socket.socket() as listener:
+        directory = Path(place)
+        (directory / "models").symlink_to(prepared / "models")
+        shutil.copytree(prepared / "workspace", directory / "workspace")
+        listener.bind(("127.0.0.1", 0))
+        (directory / "port").write_text(str(listener.getsockname()[1]))
+        listener.close()
+        processes = [contender(name, directory, size, steps, rank=rank, ranks=ranks) for rank in range(ranks)]
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            raise RuntimeError(f"{name} ended with {codes}")
+        found = [json.loads((directory / f"figures-{rank}.json").read_text()) for rank in range(ranks)]
+    settings, starts = SIZES[size], found[0]["starts"]
+    tokens = (steps - WARM_UP_STEPS) * settings["micro_batch"] * settings["accumulation"] * ranks * settings["length"]
+    peaks = [rank["peak_memory_bytes"] for rank in found]
+    return {
+        "tokens_per_second": tokens / (starts[-1] - starts[WARM_UP_STEPS]),
+        "loss": found[0]["loss"],
+        "peak_memory_bytes": None if None in peaks else max(peaks),
+        "device": found[0]["device"],
+    }
+
+
+def flops_per_token(size: str, steps: int, ranks: int) -> float:
     """Of LoRA training on these documents, counted as the trainer counts it for its MFU."""
     model = get_peft_model(make_model(size, torch.device("meta")), adapter())
-    lengths = [len(document) for sequence in documents(size, steps) for document in sequence]
+    lengths = [len(document) for sequence in documents(size, steps, ranks) for document in sequence]
     cost = model_cost(model, model.config)
     return cost.step_flops(sum(lengths), sum(length * length for length in lengths)) / sum(lengths)
 
 
-def line(name: str, found: list[dict[str, Any]], flops: float) -> str:
+def line(name: str, found: list[dict[str, Any]], flops: float, ranks: int) -> str:
     """One line for a reader."""
     rates = [run["tokens_per_second"] for run in found]
     rate, device = statistics.median(rates), found[0]["device"]
     peak = peak_flops(device)
-    utilisation = f"{rate * flops / peak:.1%}" if peak else "unknown"
+    utilisation = f"{rate * flops / (peak * ranks):.1%}" if peak else "unknown"
     memory = found[0]["peak_memory_bytes"]
     shown = f"{memory / 1e9:.1f} GB" if memory is not None else "not measured"
     return (
-        f"{name} on {device}: {rate:.0f} tokens/s ({min(rates):.0f} to {max(rates):.0f}), MFU {utilisation}, "
+        f"{name} on {ranks} x {device}: {rate:.0f} tokens/s ({min(rates):.0f} to {max(rates):.0f}), MFU {utilisation}, "
         f"peak memory {shown}, loss {found[-1]['loss']:.4f}"
     )
 

@@ -1,7 +1,8 @@
-"""One contender in a process of its own: `python -m bench.gpu.contender ours|trl SIZE STEPS`. Prints one JSON line.
+"""One rank of a contender in a process of its own: `python -m bench.gpu.contender ours|trl DIRECTORY SIZE STEPS RANK RANKS`.
 
-The model is made on the device from a configuration: its weights are random, because their values change neither time nor memory.
-Each sequence is full: documents of a quarter to all of its length, so that packing has boundaries to keep.
+`prepare` as the contender writes what all find there: a model with random weights, whose values change neither time nor memory,
+and prepared data. Each sequence is full: documents of a quarter to all of its length, so that packing has boundaries to keep.
+Ours is a rank of a job as a pod runs it: it loads, shards, observes, saves and exports. Both write figures to the directory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.gpu.plan import ALPHA, RANK, RATE, SEED, plan_of
+from bench.gpu.plan import ALPHA, RANK, RATE, SEED, spec_of
+from bench.trainer.contender import trained_as_a_job
+from bench.trainer.workload import write_choice
+from finetune_job.api.profile import GpuResource
+from finetune_trainer.context import RunContext
+from finetune_trainer.data.shard_writer import write_prepared
+from finetune_trainer.data.shards import TRAIN, SplitArrays
+from tests.support.tiny_model import run_context, write_tokenizer
 
 SIZES: dict[str, dict[str, Any]] = {
     "8B": {
@@ -40,86 +47,79 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """The shape of Llama 3 8B, and one that shows on a CPU that the code runs."""
 WARM_UP_STEPS = 2
+MODEL = "models/tiny"
+"""Where the plan looks for it."""
 
 
 def make_model(size: str, device: torch.device) -> Any:
-    """Llama in bfloat16 with a float32 adapter on every linear layer."""
+    """Llama in bfloat16."""
     torch.manual_seed(SEED)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            base = LlamaForCausalLM(LlamaConfig(**SIZES[size]["model"], attn_implementation="sdpa", use_cache=False))
+            return LlamaForCausalLM(LlamaConfig(**SIZES[size]["model"], attn_implementation="sdpa", use_cache=False))
     finally:
         torch.set_default_dtype(before)
-    return base
 
 
 def adapter() -> LoraConfig:
     return LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear")
 
 
-def documents(size: str, steps: int) -> list[list[list[int]]]:
+def documents(size: str, steps: int, ranks: int) -> list[list[list[int]]]:
     """Of each sequence its documents, which fill it."""
     length, vocabulary = SIZES[size]["length"], SIZES[size]["model"]["vocab_size"]
     generator = np.random.default_rng(SEED)
     sequences = []
-    for _ in range(steps * SIZES[size]["micro_batch"] * SIZES[size]["accumulation"]):
+    for _ in range(steps * ranks * SIZES[size]["micro_batch"] * SIZES[size]["accumulation"]):
         inner = [] if generator.random() < 0.5 else sorted(generator.choice([1, 2, 3], 2, replace=False) * length // 4)
         sequences.append([generator.integers(1, vocabulary, b - a).tolist() for a, b in pairwise([0, *inner, length])])
     return sequences
 
 
-def ours(size: str, steps: int, device: torch.device) -> tuple[list[float], float]:
-    """The trainer's objective, batches, optimizer step and adapter, without the run's files."""
-    from finetune_trainer.checkpoint.state import pieces
-    from finetune_trainer.data.batches import PreparedSplit
-    from finetune_trainer.data.shards import SplitArrays
-    from finetune_trainer.model.dtypes import resolve_casts, resolve_dtypes
-    from finetune_trainer.objective.next_token import NextToken
-    from finetune_trainer.ranks.gang import Gang
-    from finetune_trainer.train.optimizers import build_optimizer
-    from finetune_trainer.train.step import StepBatches, optimizer_step
+def context_of(directory: Path, size: str, steps: int, ranks: int) -> RunContext:
+    return run_context(directory, spec_of(steps, SIZES[size], ranks))
 
-    plan = plan_of(steps, SIZES[size])
-    found = documents(size, steps)
+
+def prepare(directory: Path, size: str, steps: int, ranks: int, device: torch.device) -> None:
+    """What fetch and preflight leave. device: where random weights are made, which is slow on a CPU."""
+    make_model(size, device).save_pretrained(directory / MODEL, max_shard_size="4GB")
+    write_tokenizer(directory / MODEL)
+    context, found = context_of(directory, size, steps, ranks), documents(size, steps, ranks)
     flat = [document for sequence in found for document in sequence]
-    tokens = np.concatenate([np.array(document) for document in flat])
     ends = np.cumsum([len(document) for document in flat])
-    supervised = np.ones(len(tokens), dtype=bool)
+    supervised = np.ones(ends[-1], dtype=bool)
     supervised[[0, *ends[:-1]]] = False
     arrays = SplitArrays(
-        tokens=tokens,
+        tokens=np.concatenate([np.array(document) for document in flat]),
         supervised=supervised,
         document_ends=ends,
         sequence_ends=np.cumsum([len(sequence) for sequence in found]),
         supervised_tokens=np.array([sum(len(document) - 1 for document in sequence) for sequence in found]),
     )
-    model = get_peft_model(make_model(size, device), adapter()).train()
-    objective, gang = NextToken(), Gang(0, 1, 0, device, None)
-    objective.install(model)
-    optimizer = build_optimizer(pieces(model), plan)
-    batches = StepBatches(PreparedSplit.of(arrays, 0), plan.training, gang)
-    # As a job computes: the model is held in bfloat16, its adapters in float32.
-    autocast = resolve_casts(plan, resolve_dtypes(plan, torch.bfloat16), 1).by_autocast
-    starts = []
-    for step in range(steps):
-        starts.append(time.monotonic())
-        result = optimizer_step(
-            model, optimizer, objective, batches, plan.training,
-            step=step, learning_rate=RATE, gang=gang, autocast=autocast, stop_requested=False,
-        )  # fmt: skip
-    return [*starts, finished(device)], result.loss
+    write_prepared(context.workspace.prepared, {TRAIN: arrays}, {"pad_token_id": 0, "splits": [TRAIN]})
+    write_choice(context, gpu=None if device.type == "cpu" else GpuResource())
 
 
-def trl(size: str, steps: int, device: torch.device) -> tuple[list[float], float]:
+def ours(directory: Path, size: str, steps: int, rank: int, ranks: int) -> tuple[list[float], list[float]]:
+    """The times at which steps begin and the last one ends, and the losses."""
+    figures = trained_as_a_job(context_of(directory, size, steps, ranks), directory, rank, ranks)
+    return figures["starts"], figures["losses"]
+
+
+def trl(directory: Path, size: str, steps: int, rank: int, ranks: int) -> tuple[list[float], list[float]]:
     """SFTTrainer on the same documents with its best-fit packing."""
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from tests.support.tiny_model import write_tokenizer
-
+    if ranks > 1:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=(directory / "port").read_text(),
+        )  # fmt: skip
+    on_gpu = torch.cuda.is_available()
     starts: list[float] = []
     losses: list[float] = []
 
@@ -128,55 +128,58 @@ def trl(size: str, steps: int, device: torch.device) -> tuple[list[float], float
             starts.append(time.monotonic())
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
-            starts.append(finished(device))
+            starts.append(finished())
 
         def on_log(self, _arguments: Any, _state: Any, _control: Any, logs: dict[str, float], **__: Any) -> None:
             losses.extend([logs["loss"]] if "loss" in logs else [])
 
     settings = SIZES[size]
-    with tempfile.TemporaryDirectory() as directory:
-        write_tokenizer(Path(directory))
-        trainer = SFTTrainer(
-            model=make_model(size, device),
-            args=SFTConfig(
-                output_dir=directory, per_device_train_batch_size=settings["micro_batch"],
-                gradient_accumulation_steps=settings["accumulation"], max_steps=steps, learning_rate=RATE,
-                lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, max_length=settings["length"], packing=True,
-                bf16=device.type == "cuda", use_cpu=device.type == "cpu", gradient_checkpointing=False, logging_steps=1,
-                save_strategy="no", report_to=[], disable_tqdm=True, seed=SEED,
-            ),
-            train_dataset=Dataset.from_list([{"input_ids": each} for sequence in documents(size, steps) for each in sequence]),
-            processing_class=PreTrainedTokenizerFast.from_pretrained(directory),
-            peft_config=adapter(),
-            callbacks=[Times()],
-        )  # fmt: skip
-        trainer.train()
-    return starts, losses[-1]
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(directory / MODEL, dtype=torch.bfloat16, attn_implementation="sdpa"),
+        args=SFTConfig(
+            output_dir=str(directory / "trl"), per_device_train_batch_size=settings["micro_batch"],
+            gradient_accumulation_steps=settings["accumulation"], max_steps=steps, learning_rate=RATE,
+            lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, max_length=settings["length"], packing=True,
+            bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to=[],
+            disable_tqdm=True, seed=SEED, ddp_backend=("nccl" if on_gpu else "gloo") if ranks > 1 else None,
+        ),
+        train_dataset=Dataset.from_list(
+            [{"input_ids": each} for sequence in documents(size, steps, ranks) for each in sequence]
+        ),
+        processing_class=AutoTokenizer.from_pretrained(directory / MODEL),
+        peft_config=adapter(),
+        callbacks=[Times()],
+    )  # fmt: skip
+    trainer.train()
+    return starts, losses
 
 
-def finished(device: torch.device) -> float:
+def finished() -> float:
     """The time when the device has done all that it was given."""
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.monotonic()
 
 
 def main() -> None:
-    name, size, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    device = torch.device("cuda" if torch.cuda.is_available() and size != "tiny" else "cpu")
-    starts, loss = {"ours": ours, "trl": trl}[name](size, steps, device)
-    settings = SIZES[size]
-    tokens = (steps - WARM_UP_STEPS) * settings["micro_batch"] * settings["accumulation"] * settings["length"]
+    name, place, size, steps, rank, ranks = sys.argv[1:]
+    directory, arguments = Path(place), (size, int(steps), int(rank), int(ranks))
+    on_gpu = torch.cuda.is_available()
+    if name == "prepare":
+        prepare(directory, size, int(steps), int(ranks), torch.device("cuda" if on_gpu else "cpu"))
+        return
+    starts, losses = {"ours": ours, "trl": trl}[name](directory, *arguments)
     figures = {
-        "tokens_per_second": tokens / (starts[-1] - starts[WARM_UP_STEPS]),
-        "loss": loss,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "starts": starts,
+        "loss": losses[-1],
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
     }
-    print(json.dumps(figures))
+    (directory / f"figures-{rank}.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
+    # As the trainer's ranks do: threads of collective libraries must not hold up the end.
     os._exit(0)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from finetune_job.api.job import RunSpec
-from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.api.profile import FineTuneProfileSpec, GpuResource
 from finetune_job.plan.resolve import placement_of
 from finetune_memory.describe import model_shape, read_model
 from finetune_memory.verdict import judge_memory, limit_of
@@ -109,9 +109,9 @@ def write(directory: Path, method: str, steps: int, world_size: int) -> RunConte
     return context
 
 
-def write_choice(context: RunContext) -> None:
-    """What preflight leaves for training: its choice by the memory of a rank, in a pod of a profile that sets nothing."""
-    placement = placement_of("default", FineTuneProfileSpec(trainer_image="trainer"), RunSpec())
+def write_choice(context: RunContext, gpu: GpuResource | None = None) -> None:
+    """What preflight leaves for training: its choice by the memory of a rank, in a pod of a profile that sets nothing else."""
+    placement = placement_of("default", FineTuneProfileSpec(trainer_image="trainer", gpu=gpu), RunSpec())
     plan = context.plan.model_copy(update={"placement": placement})
     files = read_model(context.base_model)
     chosen = judge_memory(plan, model_shape(plan, files), files.stored, limit_of(plan)).resharding

@@ -42,16 +42,16 @@ def fetch_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     )
 
 
-PASSED = "Passed"
+_PASSED = "Passed"
 REHEARSED: dict[str, tuple[bool, Reason]] = {
-    PASSED: (True, Reason.COMPLETED),
+    _PASSED: (True, Reason.COMPLETED),
     "NotDone": (False, Reason.NOT_REHEARSED),
     "Failed": (False, Reason.REHEARSAL_FAILED),
     "Skipped": (False, Reason.SKIPPED),
 }
 """By the verdict that preflight reports."""
 _REHEARSAL_FINDINGS = ("rehearsal-failed", "rehearsal-not-done")
-LEFT_TO_PREFLIGHT = "null"
+_LEFT_TO_PREFLIGHT = "null"
 """Value of a choice that is still to be made."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
 """Bytes, as many as a 64-bit number holds."""
@@ -108,7 +108,7 @@ def _refusal(run: FrozenRun, report: TerminationReport | None) -> Failure | None
     if report is not None and report.outcome is Outcome.REFUSED:
         return Failure(FailureClass.USER_CONFIG, report.message, report.hint, findings=tuple(report.findings))
     rehearsal = report.facts.get("rehearsal", "") if report is not None else ""
-    if not run.placement.requires_rehearsal or rehearsal == PASSED:
+    if not run.placement.requires_rehearsal or rehearsal == _PASSED:
         return None
     # A trainer image of an earlier release does not know that it has to.
     finding = rehearsal_required(run.placement.profile, rehearsal if rehearsal in REHEARSED else "not known")
@@ -137,7 +137,7 @@ def _with_choice(choices: list[PlanChoice], fact: str) -> list[PlanChoice]:
         chosen = plan_choice(Choice.model_validate_json(fact))
     except ValidationError:
         return choices
-    return [chosen if (one.field, one.value) == (chosen.field, LEFT_TO_PREFLIGHT) else one for one in choices]
+    return [chosen if (one.field, one.value) == (chosen.field, _LEFT_TO_PREFLIGHT) else one for one in choices]
 
 
 def _preflight_refused(observed: Observed, result: PassResult, failure: Failure) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune_trainer.json_lines import read_lines
 from tests.support.forked_ranks import run_processes
 
 STEPS = 4
@@ -42,13 +43,17 @@ def train(name: str, directory: Path, method: str, world_size: int, rank: int) -
     (directory / f"figures-{rank}.json").write_text(json.dumps(figures))
 
 
-def compute(path: Path) -> None:
+def train_on_gpu(name: str, directory: Path, rank: int, ranks: int) -> None:
+    """The GPU benchmark's contender on the CPU."""
     import torch
 
     from bench.gpu import contender
 
-    starts, loss = contender.ours("tiny", STEPS, torch.device("cpu"))
-    path.write_text(json.dumps([starts, loss]))
+    if name == "prepare":
+        contender.prepare(directory, "tiny", STEPS, ranks, torch.device("cpu"))
+        return
+    starts, losses = contender.ours(directory, "tiny", STEPS, rank, ranks)
+    (directory / f"figures-{rank}.json").write_text(json.dumps([starts, losses]))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -68,8 +73,15 @@ def test_a_contender_trains_all_steps_on_the_tokens_that_are_counted(tmp_path: P
         assert figures["distribution"] == "FSDP 2, gathered parameters stay by the choice of the memory plan"
 
 
-def test_the_gpu_benchmarks_own_contender_trains_all_steps(tmp_path: Path) -> None:
-    assert run_processes([partial(compute, tmp_path / "found.json")]) == [0]
-    starts, loss = json.loads((tmp_path / "found.json").read_text())
-    assert len(starts) == STEPS + 1
-    assert 0 < loss < 10
+def test_the_gpu_benchmarks_own_contender_is_a_job(tmp_path: Path) -> None:
+    """It loads, shards, trains all steps, tells its history, saves and exports."""
+    assert run_processes([partial(train_on_gpu, "prepare", tmp_path, 0, 2)]) == [0]
+    assert run_processes([partial(train_on_gpu, "ours", tmp_path, rank, 2) for rank in range(2)]) == [0, 0]
+    starts, losses = json.loads((tmp_path / "figures-0.json").read_text())
+    assert starts == sorted(starts)
+    assert (len(starts), len(losses)) == (STEPS + 1, STEPS)
+    assert all(0 < loss < 10 for loss in losses)
+    (workspace,) = (tmp_path / "workspace").iterdir()
+    assert {line["step"] for line in read_lines((workspace / "history.jsonl").read_text())} == set(range(1, STEPS + 1))
+    assert [path.name for path in (workspace / "checkpoints").glob("step-*")]
+    assert (workspace / "trained" / "adapter_model.safetensors").is_file()

@@ -12,7 +12,9 @@ from finetune_job.finding import Finding
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.observed import ProfileView
+from finetune_operator.decide.preparation_stages import REHEARSED
 from finetune_operator.decide.reconcile import reconcile
+from finetune_trainer.inspection.report import Verdict
 from tests.support.builders import T0, a_job, a_profile, envelope, observing
 from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written
 
@@ -69,6 +71,10 @@ def test_how_the_rehearsal_went_is_a_condition(
     assert condition(actions, ConditionType.REHEARSED) == shown
     assert message(actions, ConditionType.REHEARSED) == said
     assert condition(actions, ConditionType.PREPARED) == ("True", Reason.COMPLETED)
+
+
+def test_every_verdict_of_a_rehearsal_has_a_condition() -> None:
+    assert set(REHEARSED) == {verdict.value for verdict in Verdict}
 
 
 def test_a_rehearsal_that_failed_is_a_condition() -> None:

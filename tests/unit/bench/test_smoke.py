@@ -1,0 +1,78 @@
+"""Benchmarks that start processes of their own, on toys: what they measure these cannot show, that they still run, they do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.merge import __main__ as merge
+from bench.merge import model
+from bench.prepare import __main__ as prepare
+from bench.prepare.corpus import WORDS, write_records, write_tokenizer
+from bench.trainer import __main__ as trainer
+from finetune_trainer.weights.headers import read_checkpoint
+
+TOY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 512,
+}  # fmt: skip
+
+
+def test_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(model.SIZES, "toy", TOY)
+    base, adapter, output = (tmp_path / name for name in ("base", "adapter", "ours"))
+    model.write_base(base, "toy")
+    model.write_adapter(adapter, "toy", base)
+    assert merge.run_once("ours", base, adapter, output)["seconds"] > 0
+    assert read_checkpoint(output).tensors.keys() == read_checkpoint(base).tensors.keys()
+    changed = merge.different_tensors(base, output)
+    # Seven linear layers in each of two.
+    assert len(changed) == 14
+    assert all(name.endswith("_proj.weight") for name in changed)
+
+
+def test_preparing(tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    write_records(records, 50_000)
+    write_tokenizer(tmp_path / "model", records, WORDS)
+    peak, counts = prepare.run_once("ours", records, tmp_path / "model", tmp_path / "output", 1)
+    assert peak > 0
+    assert counts["records"] == len(records.read_text().splitlines())
+    assert counts["tokens"] > 0
+
+
+def run_of(loss: float, seconds: float, tokens: int = 400) -> dict[str, object]:
+    """Figures of one rank: two steps to warm up, and two."""
+    starts = [0.0, 9.0, 10.0, 10.0 + seconds / 2, 10.0 + seconds]
+    return {
+        "starts": starts, "busy": [each / 2 for each in starts], "losses": [9.0, loss, loss, loss], "peak_resident_bytes": 10**9,
+        "supervised_tokens": tokens,
+    }  # fmt: skip
+
+
+def test_rates_of_training_and_what_makes_them_void(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = [[100, 100]] * 4
+    ours = trainer.evaluated("ours", [run_of(5.0, 2.0)], counts)
+    bare = trainer.evaluated("bare", [run_of(5.2, 4.0)], counts)
+    # 200 tokens in the two steps that count.
+    assert (ours["tokens_per_second"], ours["tokens_per_cpu_second"], ours["final_loss"]) == (100.0, 200.0, 5.0)
+    assert bare["tokens_per_second"] == 50.0
+    assert trainer.problems({"ours": [ours], "bare": [bare]}) == ["final loss 5.0000 is not the bare loop's 5.2000 within 3%"]
+    short = trainer.evaluated("ours", [run_of(5.1, 2.0, tokens=399)], counts)
+    assert trainer.problems({"ours": [short], "bare": [bare]}) == ["ours trained 399 supervised_tokens, expected 400"]
+    contenders = {"ours": trainer.summary([ours]), "bare": trainer.summary([bare])}
+    trainer.show({"contenders": contenders, "problems": ["one"]}, 1, 2)
+    shown = capsys.readouterr().out
+    assert "ours / bare, tokens_per_second: median 2.000 (2.000 to 2.000)" in shown
+    assert "PROBLEM: one" in shown
+
+
+def test_training_on_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+    from bench.gpu import __main__ as gpu
+
+    assert gpu.main(["--tiny", "--runs", "1", "--steps", "3"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    for name in ("ours", "trl"):
+        (line,) = (each for each in lines if each.startswith(f"{name} on 1 x cpu: "))
+        assert "MFU unknown" in line
