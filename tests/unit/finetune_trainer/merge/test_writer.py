@@ -20,9 +20,9 @@ from bench.merge.model import write_adapter, write_base
 from finetune_trainer.merge import stream
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.plan import MergePlan
-from finetune_trainer.merge.writer import OutputDirectory
 from finetune_trainer.merge.shard_file import ShardFile
 from finetune_trainer.merge.stream import JournalWriter
+from finetune_trainer.merge.writer import OutputDirectory
 from finetune_trainer.weights import errors
 from tests.unit.finetune_trainer.merge import tiny
 
