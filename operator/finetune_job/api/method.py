@@ -15,6 +15,8 @@ class MethodType(StrEnum):
     LORA = "LoRA"
     QLORA = "QLoRA"
     DORA = "DoRA"
+    QDORA = "QDoRA"
+    """DoRA on a packed base: PEFT's `use_dora` with a quantised model."""
     FULL = "Full"
     LOHA = "LoHa"
     LOKR = "LoKr"
