@@ -290,6 +290,19 @@ METHODS: dict[MethodType, Method] = {
 """Every method that a manifest can name."""
 
 
+PACKING = [str(kind) for kind, method in METHODS.items() if method.packs_base]
+"""Methods that train on a quantised base."""
+
+
+def lora_kind(*, packs_base: bool, magnitudes: bool) -> MethodType:
+    """LoRA, QLoRA, DoRA or QDoRA."""
+    return next(
+        kind
+        for kind, method in METHODS.items()
+        if method.family is Family.LORA and (method.packs_base, method.needs.magnitudes) == (packs_base, magnitudes)
+    )
+
+
 def supported(family: Family) -> list[MethodType]:
     """The methods of a family that are not refused, in the table's order."""
     return [kind for kind, method in METHODS.items() if method.family is family and not method.refused]

@@ -92,7 +92,8 @@ class _Estimator:
         attention = plan.model.attention
         if attention is Attention.SDPA and not shape.facts.has_fused_attention:
             attention = Attention.EAGER
-        self.during = TrainingPass(shape.facts, work, elements, attention, lora.lora_dropout if lora is not None else 0.0)
+        dropout = lora.lora_dropout if lora is not None else 0.0
+        self.during = TrainingPass(shape.facts, work, elements, attention, dropout, plan.method.quantization is not None)
 
     def estimate(self) -> Estimate:
         moments = {
@@ -226,11 +227,17 @@ class _Estimator:
         return sum(each.num_bytes for each in self.held.parameters if not (each.is_trained and plan.method.trains_adapter))
 
     def _unpacked(self) -> Term:
-        """Whole weights that layers compute in passing: 4-bit ones unpacked, and DoRA's sums of base and update."""
-        largest = max((each.numel for each in self.shape.parameters if each.kind in LINEAR and not each.is_trained), default=0)
+        """Whole weights that layers compute in passing: 4-bit ones unpacked, and for DoRA's norms the update, scaled, its sum
+        with the base, and the matrix of ones, as wide as the input, that the update is computed from.
+        """
         lora = self.plan.method.lora
-        copies = (self.plan.method.quantization is not None) + 2 * (lora is not None and lora.use_dora)
-        return Term("unpacked weights", copies * largest * self.elements.product, "of the largest layer")
+        packed, norms = self.plan.method.quantization is not None, lora is not None and lora.use_dora
+        largest = 0
+        for each in self.shape.parameters:
+            if each.kind in LINEAR and not each.is_trained:
+                inputs = each.shape[0 if each.kind == "transposed" else -1]
+                largest = max(largest, (packed + 3 * norms) * each.numel + norms * inputs**2)
+        return Term("unpacked weights", largest * self.elements.product, "of the largest layer")
 
     def _forward(self) -> list[Term]:
         kept, working = loss_bytes(self.shape, self.during)

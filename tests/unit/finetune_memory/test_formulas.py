@@ -376,8 +376,9 @@ def test_a_packed_base_is_whole_until_it_is_sharded_only_if_it_cannot_be_loaded_
 
 
 def test_whole_weights_in_passing() -> None:
-    for kind, copies in (("LoRA", 0), ("QLoRA", 1), ("DoRA", 2)):
-        assert terms(small_job().spec("method.type", kind), "_backward")["unpacked weights"] == copies * 16 * 8 * 2
+    # Of a weight of 16 x 8: it, and for norms B @ A, the same scaled, the sum, and a matrix of ones of 8 x 8.
+    for kind, values in (("LoRA", 0), ("QLoRA", 128), ("DoRA", 3 * 128 + 64), ("QDoRA", 4 * 128 + 64)):
+        assert terms(small_job().spec("method.type", kind), "_backward")["unpacked weights"] == values * 2
 
 
 def test_gradients_of_earlier_micro_batches() -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from finetune_job.api.method import ALL_LINEAR, LoraInit, MethodType
 from finetune_job.method_settings import peft_fields
-from finetune_job.methods import METHODS
+from finetune_job.methods import METHODS, lora_kind
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.model.library_texts import NO_DEFAULT_TARGETS, STACKED_WEIGHTS
@@ -81,7 +81,9 @@ def adapter_config(method: MethodPlan) -> PeftConfig:
 
 def unfit_for_experts(method: MethodPlan) -> dict[str, str]:
     """Fields that PEFT's adapters of stacked weights do not work with, and what they have to be."""
-    wanted = {"spec.method.type": MethodType.LORA.value} if METHODS[method.type].needs.magnitudes else {}
+    wanted = {}
+    if METHODS[method.type].needs.magnitudes:
+        wanted["spec.method.type"] = lora_kind(packs_base=METHODS[method.type].packs_base, magnitudes=False).value
     if method.lora is not None and method.lora.lora_dropout:
         wanted["spec.method.lora.loraDropout"] = "0"
     return wanted

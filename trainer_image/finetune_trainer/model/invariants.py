@@ -74,9 +74,7 @@ def check_magnitudes(model: nn.Module) -> None:
             check_norms(name, magnitude.weight.detach().flatten().float(), factors, layer.scaling[adapter])
 
 
-def check_norms(
-    layer: str, norms: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor] | None, scaling: float
-) -> None:
+def check_norms(layer: str, norms: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor] | None, scaling: float) -> None:
     """No row of a layer's weight and update is zero. norms: float32 [rows]; factors: A [r, columns] and B [rows, r], None if B
     is zero. Raises ConfigError.
     """
@@ -92,7 +90,7 @@ def zero_row(layer: str, kind: str, number: int) -> tuple[str, str]:
         f"the weight of {layer} has a {kind} of zeros (number {number}), which DoRA would divide by its norm: the loss would be "
         f"NaN, or the {kind} one of rounding errors"
     )
-    return message, f"name {layer} in method.lora.excludeModules, or use method.type: LoRA"
+    return message, f"name {layer} in method.lora.excludeModules, or use method.type: LoRA, or QLoRA on a packed base"
 
 
 def _rounding_of_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -152,7 +152,7 @@ def initial_magnitudes(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, *, is_transposed: bool = False
 ) -> torch.Tensor:
     """Norms of the rows of `weight` + `scaling` * `b` @ `a`, by PEFT's own function. weight: [rows, columns], or the other way
-    round where `is_transposed`; a and b in the element type in which PEFT attaches them, that of the base's weight as it is held.
+    round where `is_transposed`; a and b in the element type in which PEFT attaches them.
     """
     measured, magnitude = nn.Linear(1, 1, bias=False), DoraLinearLayer(is_transposed)
     measured.weight = nn.Parameter(weight, requires_grad=False)

@@ -87,19 +87,18 @@ def packed_layers(model: nn.Module, headers: Mapping[str, TensorHeader], loaded:
                 quant_type=module.weight.quant_type,
                 is_nested=module.weight.compress_statistics,
                 loaded=loaded,
-                magnitude=_open_magnitude(name.removesuffix(".base_layer"), modules, module.weight.dtype),
+                magnitude=_open_magnitude(name.removesuffix(".base_layer"), modules, module.compute_dtype),
             )
     return found
 
 
-def _open_magnitude(name: str, modules: Mapping[str, nn.Module], held: torch.dtype) -> OpenMagnitude | None:
+def _open_magnitude(name: str, modules: Mapping[str, nn.Module], attached: torch.dtype) -> OpenMagnitude | None:
     layer = modules[name]
     if not isinstance(layer, LoraLayer) or ADAPTER not in layer.lora_magnitude_vector:
         return None
     a, b = (factor[ADAPTER].weight.detach() for factor in (layer.lora_A, layer.lora_B))
-    dtype = held if held.is_floating_point else a.dtype
     # Copies: sharding frees or cuts the originals.
-    return OpenMagnitude(name, a.to(dtype, copy=True), b.to(dtype, copy=True), layer.scaling[ADAPTER])
+    return OpenMagnitude(name, a.to(attached, copy=True), b.to(attached, copy=True), layer.scaling[ADAPTER])
 
 
 def fill_packed(layers: Mapping[str, PackedLayer], found: Sequence[ParameterRange], gang: Gang) -> None:
@@ -177,9 +176,7 @@ class PackedWeight:
             device = self.bytes.device
             unpacked = functional.dequantize_4bit(self.codes.view(-1, 1), self.state())
             # Rounded as PEFT rounds them, which float32 holds exactly.
-            self.norms.copy_(
-                initial_magnitudes(unpacked, magnitude.a.to(device), magnitude.b.to(device), magnitude.scaling)
-            )
+            self.norms.copy_(initial_magnitudes(unpacked, magnitude.a.to(device), magnitude.b.to(device), magnitude.scaling))
 
     def _values(self) -> Iterator[torch.Tensor]:
         """All values, one after the other, in pieces."""
