@@ -136,7 +136,7 @@ def _magnitudes_left_open(loaded: torch.dtype) -> Iterator[None]:
     """
     measure = DoraLinearLayer.update_layer
 
-    def update_layer(self: DoraLinearLayer, *, base_layer: nn.Module, lora_A: torch.Tensor, **others: Any) -> None:  # noqa: N803
+    def update_layer(self: DoraLinearLayer, *, base_layer: Any, lora_A: torch.Tensor, **others: Any) -> None:  # noqa: N803
         if not is_to_be_packed(base_layer):
             measure(self, base_layer=base_layer, lora_A=lora_A, **others)
             return

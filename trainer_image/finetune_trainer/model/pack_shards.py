@@ -3,7 +3,8 @@
 bitsandbytes 0.50 packs 64 values after each other, whatever rows they are in. Double quantisation takes the mean of all scales of
 a weight off and packs them in blocks of 256, so codes can be made piece by piece, but scales only of a whole weight: a rank that
 packed its own shard alone would get others. So ranks take turns. Each packs one weight of as many as there are ranks, and sends
-codes and scales to the others, which keep their shard of the codes and all scales (decision 0014).
+codes and scales to the others, which keep their shard of the codes and all scales (decision 0014). With DoRA also the norms of
+the rows as the layer unpacks them, at which magnitudes start.
 """
 
 from __future__ import annotations
