@@ -244,8 +244,8 @@ def _inputs(layer: Layer, during: TrainingPass) -> int:
             elif linear.rank:
                 is_shared = True
             if linear.has_magnitude:
-                # The base's result and the adapter's, which the magnitude scales.
-                total += tokens * linear.outputs * (elements.product + size)
+                # The base's result and the adapter's, which the magnitude scales; after dropout both in the adapter's type.
+                total += tokens * linear.outputs * (size + (size if during.dropout else elements.product))
             if linear.has_magnitude and during.dropout and (during.is_packed or size != DTYPE_BYTES[elements.load]):
                 # What dropout left is multiplied by the weight, too, unpacked or cast for this: it is kept whole.
                 total += linear.inputs * linear.outputs * size

@@ -82,9 +82,9 @@ def test_adapters() -> None:
     with_magnitudes = linears(linear("mlp.up_proj", 8, 16, rank=2, magnitude=True))
     assert kept(with_magnitudes).kept - kept(up).kept == 16 * 16 * (2 + 4)
     assert kept(linears(linear("mlp.up_proj", 8, 16))).kept == ATTENTION
-    # With dropout the base's product is computed again, with a weight that is cast to float32, unpacked or not.
+    # With dropout the base's product is computed again, in float32, with a weight that is cast for it, unpacked or not.
     dropped = kept(with_magnitudes, dropout=0.1).kept - kept(up, dropout=0.1).kept
-    assert dropped == 16 * 16 * (2 + 4) + 8 * 16 * 4
+    assert dropped == 16 * 16 * (4 + 4) + 8 * 16 * 4
     in_16_bits = replace(with_magnitudes.linears[0], adapter_dtype="bfloat16")
     weight = [kept(linears(in_16_bits), dropout=0.1, packed=packed).kept for packed in (True, False)]
     assert weight[0] - weight[1] == 8 * 16 * 2

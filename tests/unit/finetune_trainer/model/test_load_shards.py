@@ -50,6 +50,7 @@ BUILT: dict[str, tuple[dict[str, Any], dict[str, Any], int, torch.dtype, bool]] 
     "qlora-bytes": (quantised(quantStorage="uint8", doubleQuant=False), {}, 2, torch.float16, False),
     "qdora-fsdp2": (QDORA, {}, 3, torch.bfloat16, False),
     "qdora-fsdp1-tied": (QDORA, {"version": 1}, 2, torch.float32, True),
+    "qdora-fsdp1-original": (QDORA, FLAT, 2, torch.float32, False),
     "qdora-random": (QDORA_RANDOM, {}, 2, torch.bfloat16, False),
     "qlora-fp4": (quantised(quantType="fp4", computeDtype="float32"), {}, 3, torch.float32, False),
 }

@@ -64,13 +64,18 @@ def test_the_bits_of_a_weight_packed_whole(
 def test_a_weight_that_is_stored_the_other_way_round_is_turned_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack_shards, "PIECE_VALUES", 64)
     weight = torch.randn(24, 36, generator=torch.Generator().manual_seed(4))
-    packed = PackedWeight(layer_of(tmp_path, weight, "nf4", nested=True, turned=True), CPU)
+    layer = layer_of(tmp_path, weight, "nf4", nested=True, turned=True)
+    factors = torch.ones(1, 24).bfloat16(), torch.arange(36.0).view(36, 1).bfloat16()
+    packed = PackedWeight(replace(layer, magnitude=OpenMagnitude("up", *factors, 0.5)), CPU)
     packed.pack()
     expected, state = functional.quantize_4bit(
         weight.bfloat16().T.contiguous(), blocksize=64, compress_statistics=True, quant_type="nf4"
     )
     assert torch.equal(packed.codes, expected.view(-1))
     assert packed.state().shape == state.shape == (36, 24)
+    # Each of the 36 rows in which the layer computes, with half its number added to each value.
+    rows = functional.dequantize_4bit(expected, state) + (torch.arange(36.0).view(36, 1) * 0.5).bfloat16()
+    assert torch.equal(packed.norms, torch.linalg.norm(rows, dim=1).float())
 
 
 def test_what_is_kept_of_a_weight_holds_nothing_of_its_codes(tmp_path: Path) -> None:
