@@ -148,11 +148,15 @@ def merge(
     prompts: Annotated[Path | None, typer.Option(help="File with a prompt on each line for the comparison of logits.")] = None,
     base_form: Annotated[
         BaseForm,
-        typer.Option(help="What a QLoRA adapter is added to: Original, as stored, or Dequantized, as it saw it in training."),
+        typer.Option(
+            help="What an adapter of QLoRA or QDoRA is added to: Original, as stored, or Dequantized, as it saw it in training."
+        ),
     ] = BaseForm.ORIGINAL,
     quantization: Annotated[
         str | None,
-        typer.Option(help="How a QLoRA training packed its base, as JSON of spec.method.quantization: for the comparison too."),
+        typer.Option(
+            help="How a QLoRA or QDoRA training packed its base, as JSON of spec.method.quantization: for the comparison too."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the matrix products, by torch's name.")] = "cpu",
 ) -> None:

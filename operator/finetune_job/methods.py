@@ -88,6 +88,8 @@ class Method:
     """Why its layers cannot be FSDP units of their own, so that every rank gathers the whole model; empty: they can."""
     refused: str = ""
     """Why it is not supported at all; empty: it is, and its adapter can be merged into the base, or needs no merge."""
+    packs_base: bool = False
+    """Whether the base is quantised while it trains."""
     needs: Needs = Needs()
 
     @property
@@ -196,16 +198,16 @@ _MERGE_SETTINGS = {
         ),
     ),
 }
+_DORA = Needs(trains_leaves=True, magnitudes=True, reads_adapters_outside_units=True, leaves_casts_to_autocast=True)
 METHODS: dict[MethodType, Method] = {
     MethodType.LORA: Method(Family.LORA, "LORA", needs=Needs(trains_leaves=True)),
     # Packed weights are flattened with what is held next to them and are no numbers; autocast leaves them as they are.
-    MethodType.QLORA: Method(Family.LORA, "LORA", needs=Needs(trains_leaves=True, leaves_casts_to_autocast=True)),
-    # A layer multiplies weights of two units, which FSDP 1 would cast at different times; autocast casts both alike.
-    MethodType.DORA: Method(
-        Family.LORA,
-        "LORA",
-        needs=Needs(trains_leaves=True, magnitudes=True, reads_adapters_outside_units=True, leaves_casts_to_autocast=True),
+    MethodType.QLORA: Method(
+        Family.LORA, "LORA", packs_base=True, needs=Needs(trains_leaves=True, leaves_casts_to_autocast=True)
     ),
+    # A layer multiplies weights of two units, which FSDP 1 would cast at different times; autocast casts both alike.
+    MethodType.DORA: Method(Family.LORA, "LORA", needs=_DORA),
+    MethodType.QDORA: Method(Family.LORA, "LORA", packs_base=True, needs=_DORA),
     MethodType.FULL: Method(Family.FULL, None),
     **{
         kind: _other(kind)
@@ -286,6 +288,19 @@ METHODS: dict[MethodType, Method] = {
     MethodType.POLY: _other(MethodType.POLY, refused="it wants the number of a task with each record, which records do not have"),
 }
 """Every method that a manifest can name."""
+
+
+PACKING = [str(kind) for kind, method in METHODS.items() if method.packs_base]
+"""Methods that train on a quantised base."""
+
+
+def lora_kind(*, packs_base: bool, magnitudes: bool) -> MethodType:
+    """LoRA, QLoRA, DoRA or QDoRA."""
+    return next(
+        kind
+        for kind, method in METHODS.items()
+        if method.family is Family.LORA and (method.packs_base, method.needs.magnitudes) == (packs_base, magnitudes)
+    )
 
 
 def supported(family: Family) -> list[MethodType]:

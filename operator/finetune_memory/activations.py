@@ -173,6 +173,8 @@ class TrainingPass:
     attention: Attention
     dropout: float
     """On the input of adapters."""
+    is_packed: bool = False
+    """Whether the base's weights are unpacked for each product."""
 
     @property
     def scores(self) -> int:
@@ -242,8 +244,11 @@ def _inputs(layer: Layer, during: TrainingPass) -> int:
             elif linear.rank:
                 is_shared = True
             if linear.has_magnitude:
-                # The base's result and the adapter's, which the magnitude scales.
-                total += tokens * linear.outputs * (elements.product + size)
+                # The base's result and the adapter's, which the magnitude scales; after dropout both in the adapter's type.
+                total += tokens * linear.outputs * (size + (size if during.dropout else elements.product))
+            if linear.has_magnitude and during.dropout and (during.is_packed or size != DTYPE_BYTES[elements.load]):
+                # What dropout left is multiplied by the weight, too, unpacked or cast for this: it is kept whole.
+                total += linear.inputs * linear.outputs * size
         reads_attention = is_output and members[0].is_attention and not during.keeps_scores
         if is_shared and not reads_attention:
             total += values * (elements.product if is_output else elements.stream)
@@ -331,6 +336,10 @@ def _products(layer: Layer, during: TrainingPass) -> int:
         total += tokens * linear.outputs * size
         if linear.rank:
             total += tokens * (linear.rank + linear.outputs) * during.elements.adapter(linear.adapter_dtype)
+        if linear.has_magnitude:
+            # PEFT computes B @ A as layers, of a matrix of ones: products like any other.
+            total += linear.inputs * (linear.rank + linear.outputs) * during.elements.adapter(linear.adapter_dtype)
+            total += tokens * linear.outputs * size if during.dropout else 0
     return total
 
 

@@ -1,4 +1,4 @@
-"""Base parameters -> parameters while training: what PEFT adds for LoRA, QLoRA and DoRA, what is trained, and 4-bit packing.
+"""Base parameters -> parameters while training: what PEFT adds for the kinds of LoRA, what is trained, and 4-bit packing.
 
 The rules of names are PEFT's (peft/tuners/tuners_utils.py, lora/layer.py), those of packing bitsandbytes' (functional.py).
 Checked against the real adapters (tests/unit/finetune_memory/test_adapters.py).

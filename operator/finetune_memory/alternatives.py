@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_job.api.base import Dtype
-from finetune_job.api.method import MethodType
 from finetune_job.api.training import ActivationCheckpointing, Precision
 from finetune_job.finding import FieldChange
 from finetune_job.method_settings import effective_settings
-from finetune_job.methods import METHODS
+from finetune_job.methods import METHODS, Family, lora_kind
 from finetune_job.plan.resolve_model import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_job.sharding import SHARDED_BITS
@@ -193,8 +192,11 @@ def _is_for_one_rank(plan: RunPlan) -> bool:
 
 def _quantised(plan: RunPlan) -> list[_Change]:
     placement = plan.placement
-    if plan.method.type is not MethodType.LORA or placement is None or placement.gpu_resource_name is None:
+    entry = METHODS[plan.method.type]
+    can_pack = entry.family is Family.LORA and not entry.packs_base
+    if not can_pack or placement is None or placement.gpu_resource_name is None:
         return [_AS_IT_IS]
+    kind = lora_kind(packs_base=True, magnitudes=entry.needs.magnitudes)
     packed = QuantizationPlan(
         bits=SHARDED_BITS,
         quant_type=DEFAULT_QUANT_TYPE,
@@ -202,8 +204,8 @@ def _quantised(plan: RunPlan) -> list[_Change]:
         compute_dtype=None,
         quant_storage=None,
     )
-    change = _updated("method", type=MethodType.QLORA, quantization=packed)
-    return [_AS_IT_IS, _Change(_QUANTISE_COST, (("method.type", MethodType.QLORA.value),), change)]
+    change = _updated("method", type=kind, quantization=packed)
+    return [_AS_IT_IS, _Change(_QUANTISE_COST, (("method.type", kind.value),), change)]
 
 
 def _shortened(plan: RunPlan) -> list[_Change]:

@@ -13,7 +13,7 @@ from finetune_job.sharding import can_load_shards
 from finetune_memory.activations import Activations, Layer, TrainingPass, layer_activations, read_layers
 from finetune_memory.adapters import quantised
 from finetune_memory.loss import loss_bytes
-from finetune_memory.model_shape import LINEAR, ModelShape, Workload
+from finetune_memory.model_shape import LINEAR, ModelShape, ParameterShape, Workload
 from finetune_memory.optimizers import state_bytes
 from finetune_memory.sharding import Unit, gathered_bytes, reduced_bytes, shards, units_of
 
@@ -92,7 +92,8 @@ class _Estimator:
         attention = plan.model.attention
         if attention is Attention.SDPA and not shape.facts.has_fused_attention:
             attention = Attention.EAGER
-        self.during = TrainingPass(shape.facts, work, elements, attention, lora.lora_dropout if lora is not None else 0.0)
+        dropout = lora.lora_dropout if lora is not None else 0.0
+        self.during = TrainingPass(shape.facts, work, elements, attention, dropout, plan.method.quantization is not None)
 
     def estimate(self) -> Estimate:
         moments = {
@@ -204,7 +205,8 @@ class _Estimator:
     def _loading(self) -> list[Term]:
         """What a rank packs or reads of the base before it is sharded: all of it, where it cannot load its shards alone.
 
-        Then there are at most two packed weights at a time (model/pack_shards.py): less than a step gathers of any unit.
+        Then there are at most two packed weights at a time (model/pack_shards.py): less than a step gathers of any unit. DoRA's
+        norms are taken of one weight at a time, as in a step.
         """
         if not self.is_sharded:
             return []
@@ -231,11 +233,23 @@ class _Estimator:
         return sum(each.num_bytes for each in self.held.parameters if not (each.is_trained and plan.method.trains_adapter))
 
     def _unpacked(self) -> Term:
-        """Whole weights that layers compute in passing: 4-bit ones unpacked, and DoRA's sums of base and update."""
-        largest = max((each.numel for each in self.shape.parameters if each.kind in LINEAR and not each.is_trained), default=0)
-        lora = self.plan.method.lora
-        copies = (self.plan.method.quantization is not None) + 2 * (lora is not None and lora.use_dora)
-        return Term("unpacked weights", copies * largest * self.elements.product, "of the largest layer")
+        is_packed = self.plan.method.quantization is not None
+        largest = max((each.numel for each in self._frozen_linears()), default=0)
+        return Term("unpacked weights", is_packed * largest * self.elements.product, "of the largest layer")
+
+    def _frozen_linears(self) -> list[ParameterShape]:
+        return [each for each in self.shape.parameters if each.kind in LINEAR and not each.is_trained]
+
+    def _temporary(self) -> Term:
+        """Gradients inside a layer, or what DoRA takes norms of while it is computed again: B @ A, the same scaled, its sum with
+        the weight, and the matrix of ones, as wide as the input, that it comes from.
+        """
+        lora, norms = self.plan.method.lora, 0
+        if lora is not None and lora.use_dora:
+            widths = ((each, each.shape[0 if each.kind == "transposed" else -1]) for each in self._frozen_linears())
+            norms = max((3 * each.numel + inputs**2 for each, inputs in widths), default=0) * self.elements.product
+        gradients = self._layer(-1).backward
+        return Term("temporary", max(gradients, norms), "norms of DoRA" if norms > gradients else "gradients inside one layer")
 
     def _forward(self) -> list[Term]:
         kept, working = loss_bytes(self.shape, self.during)
@@ -253,7 +267,7 @@ class _Estimator:
             Term("activations", saved, self._kept_activations()),
             Term("logits and loss", kept, "gradient of the hidden states"),
             Term("computed again", again, "one layer of the checkpointed"),
-            Term("temporary", self._layer(-1).backward, "gradients inside one layer"),
+            self._temporary(),
             self._unpacked(),
             self._gathered(),
             self._accumulated(),

@@ -5,7 +5,8 @@ import torch
 
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.expect import fails, trains
-from tests.pitfalls.manifests import findings
+from tests.pitfalls.lab.observe import observe
+from tests.pitfalls.manifests import findings, plans
 
 ORIG_PARAMS = "fsdp1-dora-orig-params"
 DORA = {"use_dora": True}
@@ -42,6 +43,24 @@ def test_adapter_attached_after_sharding_fails():
     """Why the trainer attaches adapters first: magnitudes are norms of whole weights, which a shard does not have."""
     fails(Case(adapter=DORA, attach_after_wrapping=True), "adapt", "Error")
     fails(Case(attach_after_wrapping=True), "backward", "does not require grad")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_packed_base_trains_like_the_unpacked_one(version):
+    """FSDP takes the weight's class, by which PEFT knows it as packed; bitsandbytes' layer, called first, gives it back."""
+    trains(Case(adapter=DORA, bits=4, storage="float32", version=version))
+    assert not findings({"version": version}, type="QDoRA", dtype="float32")
+
+
+@pytest.mark.reproduces("quantization-bits")
+def test_norms_of_an_8_bit_base_lose_its_scales():
+    """On a CPU, where one rank trains LoRA on 8 bits."""
+    alone = {"world_size": 1, "version": None}
+    fails(Case(adapter=DORA, bits=8, **alone), "forward", "AttributeError", "'NoneType' object has no attribute 'unsqueeze'")
+    assert observe(Case(bits=8, **alone)).learns
+    wrong, right = plans("quantization-bits", {"method.type": "QDoRA", "method.quantization.bits": 8})
+    assert [plan.method.quantization.bits for plan in (wrong, right) if plan.method.quantization] == [8, 4]
+    assert observe(Case(adapter=DORA, bits=4, **alone)).learns
 
 
 @pytest.mark.parametrize(

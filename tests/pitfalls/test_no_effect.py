@@ -47,7 +47,7 @@ def plan_of(changes: dict[str, Any]) -> RunPlan:
         ("method-settings-misplaced", {"method.type": "LoRA"}, {"method.settings": {"r": 64}}, {"method.type": "LoHa"}),
         (
             "quantization-without-qlora",
-            {"method.type": "DoRA"},
+            {"method.type": "LoHa"},
             {"method.quantization": {"quantType": "fp4"}},
             {"method.type": "QLoRA"},
         ),
@@ -75,12 +75,13 @@ def test_what_nothing_reads(rule: str, deaf: dict[str, Any], setting: dict[str, 
         assert settled(plan_of({**deaf, **listening, **setting})) != settled(plan_of({**deaf, **listening}))
 
 
-def test_lora_on_a_packed_base_is_asked_for_by_its_type():
+@pytest.mark.parametrize(("kind", "packed"), [("LoRA", "QLoRA"), ("DoRA", "QDoRA")])
+def test_lora_on_a_packed_base_is_asked_for_by_its_type(kind: str, packed: str):
     """Without the fix the base is not packed."""
     packing = {"method.quantization": {"quantType": "fp4"}}
-    wrong, right = plans("quantization-without-qlora", packing)
-    assert settled(wrong) == settled(plan_of({}))
-    assert settled(right) == settled(plan_of({"method.type": "QLoRA", **packing}))
+    wrong, right = plans("quantization-without-qlora", {"method.type": kind, **packing})
+    assert settled(wrong) == settled(plan_of({"method.type": kind}))
+    assert settled(right) == settled(plan_of({"method.type": packed, **packing}))
 
 
 def test_recomputation_is_asked_for_elsewhere():

@@ -179,6 +179,8 @@ def _cases() -> list[MemoryCase]:
         MemoryCase("llama, LoRA, Selective", llama, {**lora, **recomputed["Selective"]}),
         MemoryCase("llama, LoRA, recomputed", llama, {**lora, **recomputed["Full"]}),
         MemoryCase("llama, DoRA", llama, dora),
+        MemoryCase("llama, DoRA with dropout", llama, {"method": {"type": "DoRA", "lora": {"r": 8, "loraDropout": "0.1"}}}),
+        MemoryCase("llama, DoRA, Selective", llama, {**dora, **recomputed["Selective"]}),
         MemoryCase("llama, Full in float32", llama, full, stored="float32"),
         MemoryCase("llama, Full", llama, full),
         MemoryCase("llama, Full, recomputed", llama, {**full, **recomputed["Full"]}),

@@ -90,7 +90,7 @@ def _drawn(draw: random.Random, mistaken: str | None, unset: float, dimension: D
         return draw.choice(dimension.bad)
     if dimension.name == "method":
         # LoRA's family has most of the settings.
-        return draw.choice(("LoRA", "LoRA", "LoRA", "QLoRA", "DoRA", "Full", draw.choice(dimension.good)))
+        return draw.choice(("LoRA", "LoRA", "LoRA", "QLoRA", "DoRA", "QDoRA", "Full", draw.choice(dimension.good)))
     if dimension.good[0] == UNSET and draw.random() < unset:
         return UNSET
     return draw.choice(dimension.good)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family
 from tests.sweep.architectures import ARCHITECTURES
 from tests.sweep.case import UNSET
@@ -41,9 +40,9 @@ def _methods(*families: Family) -> dict[str, tuple[str, ...]]:
 
 
 _LORA, _OTHER = _methods(Family.LORA), _methods(Family.OTHER)
-_QUANTIZED = {"method": ("QLoRA",)}
+_QUANTIZED = {"method": ("QLoRA", "QDoRA")}
 _SMALL_INITS = (UNSET, "ZeroB", "gaussian", "orthogonal")
-_UNQUANTIZED = {"method": tuple(kind.value for kind in METHODS if kind is not MethodType.QLORA)}
+_UNQUANTIZED = {"method": tuple(kind.value for kind in METHODS if kind.value not in _QUANTIZED["method"])}
 _MERGED = {"merge": (UNSET, "true")}
 _SHARDED = {"ranks": ("2",)}
 _FIRST = {**_SHARDED, "version": ("1",)}

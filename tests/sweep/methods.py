@@ -67,6 +67,10 @@ LORA_ROWS = (
     Row("QLoRA, FP4", {"method": "QLoRA", "quant_type": "fp4"}),
     Row("QLoRA, merged into the unpacked weights", {"method": "QLoRA", "merge_base_packed": "Dequantized"}),
     Row("QLoRA, 8 bits", {"method": "QLoRA", "bits": "8"}),
+    Row("QDoRA, NF4", {"method": "QDoRA"}),
+    Row("QDoRA, FP4, uint8 storage", {"method": "QDoRA", "quant_type": "fp4", "storage": "uint8"}),
+    Row("QDoRA, merged into the unpacked weights", {"method": "QDoRA", "merge_base_packed": "Dequantized"}),
+    Row("QDoRA, 8 bits", {"method": "QDoRA", "bits": "8"}),
     Row("Full fine-tuning", {"method": "Full"}),
     Row("Full fine-tuning, tied embeddings", {"method": "Full", "architecture": "llama_tied"}),
 )

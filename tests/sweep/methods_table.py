@@ -35,7 +35,7 @@ def page(summary: dict[str, Any], table: dict[str, Any]) -> str:
         f"{sum(counts.get(kind, 0) for kind in WRONG)} judged wrongly."
     )
     lines = [_HEAD, recorded]
-    for title, rows in (("LoRA, QLoRA, DoRA and full fine-tuning", LORA_ROWS), ("Other methods of PEFT", OTHER_ROWS)):
+    for title, rows in (("LoRA, QLoRA, DoRA, QDoRA and full fine-tuning", LORA_ROWS), ("Other methods of PEFT", OTHER_ROWS)):
         lines += [f"\n## {title}\n", "| | FSDP 2 | FSDP 1 |", "|---|---|---|"]
         lines += [
             f"| {row.title} | {' | '.join(_cell(table['methods'].get(row.title, {}).get(number)) for number in VERSIONS)} |"

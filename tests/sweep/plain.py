@@ -78,7 +78,7 @@ def peft_config(case: Case) -> PeftConfig:
     lora["target_modules"] = "all-linear" if targets == ["all-linear"] else targets
     if "init_lora_weights" in lora:
         lora["init_lora_weights"] = _INITS.get(lora["init_lora_weights"], lora["init_lora_weights"])
-    return LoraConfig(task_type="CAUSAL_LM", use_dora=kind is MethodType.DORA, **lora)
+    return LoraConfig(task_type="CAUSAL_LM", use_dora=METHODS[kind].needs.magnitudes, **lora)
 
 
 def plain_base(case: Case, directory: Path, *, quantized: bool) -> Any:

@@ -40,7 +40,7 @@ PRODUCTS: tuple[dict[str, Sequence[str]], ...] = (
     },
     # How packed weights lie in memory.
     {
-        "method": ("QLoRA",),
+        "method": ("QLoRA", "QDoRA"),
         "stored": ("bfloat16",),
         "version": ("1", "2"),
         "storage": (UNSET, "bfloat16", "float32", "uint8"),

@@ -15,6 +15,8 @@ class MethodType(StrEnum):
     LORA = "LoRA"
     QLORA = "QLoRA"
     DORA = "DoRA"
+    QDORA = "QDoRA"
+    """DoRA on a packed base: PEFT's `use_dora` with a quantised model."""
     FULL = "Full"
     LOHA = "LoHa"
     LOKR = "LoKr"
@@ -97,7 +99,7 @@ TokenIndex = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class LoraSpec(ApiModel):
-    """Settings of LoRA, QLoRA and DoRA: PEFT's LoraConfig."""
+    """Settings of LoRA, QLoRA, DoRA and QDoRA: PEFT's LoraConfig."""
 
     r: Annotated[int, Field(ge=1, le=4096)] = 16
     """Rank of the update."""
@@ -111,7 +113,7 @@ class LoraSpec(ApiModel):
     target_parameters: Annotated[list[ModuleName], Field(min_length=1, max_length=64)] | None = None
     """Names of parameters to adapt that are not a layer's weight, above all the stacked weights of experts, as in
     `[mlp.experts.gate_up_proj, mlp.experts.down_proj]`: ends of parameter names, of two or three dimensions. In all layers;
-    without dropout and not with DoRA. Alone, only they are adapted; name targetModules, too, to adapt both."""
+    without dropout and not with DoRA or QDoRA. Alone, only they are adapted; name targetModules, too, to adapt both."""
     exclude_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
     """Names of modules that get no adapter although targetModules names them."""
     layers_to_transform: Annotated[list[Annotated[int, Field(ge=0, le=4095)]], Field(min_length=1, max_length=4096)] | None = None
@@ -154,10 +156,10 @@ class QuantStorage(StrEnum):
 
 
 class QuantizationSpec(ApiModel):
-    """Settings of the quantised base of QLoRA: transformers' BitsAndBytesConfig."""
+    """Settings of the quantised base of QLoRA and QDoRA: transformers' BitsAndBytesConfig."""
 
     bits: Annotated[int, Field(ge=4, le=8)] = 4
-    """Bits per weight: 4 or 8."""
+    """Bits per weight: 4, or 8 for QLoRA on one rank."""
     quant_type: QuantType | None = None
     """Code book. Unset: nf4."""
     double_quant: bool | None = None
@@ -267,10 +269,10 @@ class MethodSpec(ApiModel):
     type: MethodType = MethodType.LORA
     """Method."""
     lora: LoraSpec | None = None
-    """Adapter settings; only with LoRA, QLoRA and DoRA."""
+    """Adapter settings; only with LoRA, QLoRA, DoRA and QDoRA."""
     settings: MethodSettings | None = None
     """Settings of the other methods: PEFT's own field names in camelCase, numbers with a fraction as strings, as in
     `{r: 8, alpha: 16, targetModules: [q_proj], moduleDropout: "0.1"}`. Unset: PEFT's defaults, on every linear layer but the
     output head. Preflight checks names and types."""
     quantization: QuantizationSpec | None = None
-    """Settings of the quantised base; only with QLoRA."""
+    """Settings of the quantised base; only with QLoRA and QDoRA."""

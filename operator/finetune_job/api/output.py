@@ -15,7 +15,7 @@ class MergeBase(StrEnum):
     ORIGINAL = "Original"
     """As stored, before any quantisation."""
     DEQUANTIZED = "Dequantized"
-    """QLoRA only: the 4-bit values that the adapter was trained on, written in 16 bits."""
+    """QLoRA and QDoRA only: the 4-bit values that the adapter was trained on, written in 16 bits."""
     QUANTIZED = "Quantized"
     """The packed weights that the adapter was trained on: refused."""
     TRAINED = "Trained"
@@ -42,9 +42,9 @@ class MergeSpec(ApiModel):
     dtype: Dtype | None = None
     """Element type of the merged weights. Unset: the base's own."""
     base: MergeBase = MergeBase.ORIGINAL
-    """Original: the weights as stored, before any quantisation. Dequantized: what a QLoRA adapter saw in training, quantisation
-    errors included. The verification report shows how far either is from what was trained. The others, which other tools offer,
-    are refused."""
+    """Original: the weights as stored, before any quantisation. Dequantized: what an adapter of QLoRA or QDoRA saw in training,
+    quantisation errors included. The verification report shows how far either is from what was trained. The others, which other
+    tools offer, are refused."""
     max_shard_size: SizeString = "5GB"
     """Largest weight shard."""
     verify: VerifySpec = VerifySpec()

@@ -39,7 +39,7 @@ def method_plan(spec: FineTuneJobSpec, choices: Choices) -> MethodPlan:
         if family is Family.OTHER
         else None,
         quantization=(
-            quantization_plan(spec.method.quantization or QuantizationSpec(), choices) if kind is MethodType.QLORA else None
+            quantization_plan(spec.method.quantization or QuantizationSpec(), choices) if METHODS[kind].packs_base else None
         ),
     )
 
@@ -65,7 +65,7 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool) 
         alpha_pattern=_sorted_mapping(lora.alpha_pattern or {}),
         lora_plus_ratio=optional_float(lora.lora_plus_ratio),
         use_rslora=lora.use_rslora,
-        use_dora=kind is MethodType.DORA,
+        use_dora=METHODS[kind].needs.magnitudes,
         bias=lora.bias,
         autocast_adapter_dtype=pick(
             "method.lora.autocastAdapterDtype",

@@ -130,13 +130,13 @@ class QuantizationPlan(PlanModel):
 
 
 class MethodPlan(TrainedParts):
-    """Fine-tuning method. `lora` is set for LoRA, QLoRA and DoRA, `adapter` for the other methods of PEFT, neither for Full."""
+    """Fine-tuning method. `lora` is set for the kinds of LoRA, `adapter` for the other methods of PEFT, neither for Full."""
 
     type: MethodType
     lora: LoraPlan | None
     adapter: AdapterPlan | None = None
     quantization: QuantizationPlan | None
-    """Set for QLoRA alone."""
+    """Set for QLoRA and QDoRA alone."""
 
     @property
     def autocast_adapter_dtype(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
-from finetune_job.api.method import LoraInit, LoraSpec, MethodType
-from finetune_job.methods import METHODS
+from finetune_job.api.method import LoraInit, LoraSpec
+from finetune_job.methods import METHODS, lora_kind
 from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
 
 _PARAMETERS = "method.lora.targetParameters"
@@ -42,7 +42,8 @@ def target_parameters_conflict(context: RuleContext) -> Problem | None:
     wrong: dict[str, tuple[Any, str, Any]] = {}
     kind = context.spec.method.type
     if METHODS[kind].needs.magnitudes:
-        wrong[_TYPE] = (kind, f"{kind} has magnitudes for layers only", MethodType.LORA)
+        without = lora_kind(packs_base=METHODS[kind].packs_base, magnitudes=False)
+        wrong[_TYPE] = (kind, f"{kind} has magnitudes for layers only", without)
     if lora.lora_dropout is not None and Decimal(lora.lora_dropout) != 0:
         wrong[_DROPOUT] = (lora.lora_dropout, "the adapter is added to the weights, so there is no input to drop from", None)
     if lora.init_lora_weights is LoraInit.ORTHOGONAL:
@@ -50,7 +51,7 @@ def target_parameters_conflict(context: RuleContext) -> Problem | None:
     if not wrong:
         return None
     field, (value, _, _) = next(iter(wrong.items()))
-    steps = [f"set {_TYPE} to LoRA" if path == _TYPE else f"remove {path}" for path in wrong]
+    steps = [f"set {path} to {instead}" if path == _TYPE else f"remove {path}" for path, (_, _, instead) in wrong.items()]
     return Problem(
         field=field,
         value=value,

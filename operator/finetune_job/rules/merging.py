@@ -147,7 +147,7 @@ def merge_into_quantized(context: RuleContext) -> Problem | None:
 
 @rule(
     "merge-dequantized-without-qlora",
-    "Only QLoRA trains on packed weights",
+    "Only QLoRA and QDoRA train on packed weights",
     reads=(_BASE, "method.type"),
     sources=("this product's API",),
     reproduction=Reproduction(
@@ -159,7 +159,7 @@ def merge_into_quantized(context: RuleContext) -> Problem | None:
 def merge_dequantized_without_qlora(context: RuleContext) -> Problem | None:
     merge = context.spec.merge
     kind = context.spec.method.type
-    if not merge.enabled or merge.base is not MergeBase.DEQUANTIZED or kind is MethodType.QLORA:
+    if not merge.enabled or merge.base is not MergeBase.DEQUANTIZED or METHODS[kind].packs_base:
         return None
     return Problem(
         field=_BASE,

@@ -1,4 +1,4 @@
-"""QLoRA: how the packed 4-bit weights are laid out in memory."""
+"""QLoRA and QDoRA: how the packed 4-bit weights are laid out in memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 from finetune_job.api.method import MethodType, QuantStorage
 from finetune_job.api.output import MergeBase
+from finetune_job.methods import METHODS, Family, lora_kind
 from finetune_job.plan.element_types import held_dtype
 from finetune_job.plan.resolve_training import world_size
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
-from finetune_job.sharding import Conflict, HeldParameter, may_separate_adapters, unit_conflict
+from finetune_job.sharding import SHARDED_BITS, Conflict, HeldParameter, may_separate_adapters, unit_conflict
 
 _QUANTIZATION = "method.quantization"
 _TYPE = "method.type"
@@ -22,7 +23,7 @@ _FSDP_QLORA = "bitsandbytes: docs/source/fsdp_qlora.md"
 
 @rule(
     "quantization-without-qlora",
-    "Only QLoRA has a quantised base",
+    "Only QLoRA and QDoRA have a quantised base",
     reads=(_TYPE, _QUANTIZATION),
     sources=("this product's API",),
     reproduction=Reproduction(
@@ -33,27 +34,29 @@ _FSDP_QLORA = "bitsandbytes: docs/source/fsdp_qlora.md"
 )
 def quantization_without_qlora(context: RuleContext) -> Problem | None:
     method = context.spec.method
-    if method.quantization is None or method.type is MethodType.QLORA:
+    entry = METHODS[method.type]
+    if method.quantization is None or entry.packs_base:
         return None
-    remove, pack = f"remove {_QUANTIZATION}", f"set {_TYPE} to {MethodType.QLORA}"
-    # LoRA on a quantised base is what QLoRA is; any other method would be given up for it.
-    is_meant = method.type is MethodType.LORA
+    packed = lora_kind(packs_base=True, magnitudes=entry.needs.magnitudes)
+    remove, pack = f"remove {_QUANTIZATION}", f"set {_TYPE} to {packed}"
+    # LoRA on a quantised base is what QLoRA is, DoRA on one QDoRA; any other method would be given up for it.
+    is_meant = entry.family is Family.LORA
     return Problem(
         field=_QUANTIZATION,
         value="set",
         message=f"{method.type} trains on the base as it is stored; the settings would be ignored and memory would not be saved",
         fix=f"{pack}, or {remove}" if is_meant else f"{remove}, or {pack}",
-        changes=_as_qlora(context) if is_meant else {_QUANTIZATION: None},
+        changes=_as_packed(context, packed) if is_meant else {_QUANTIZATION: None},
     )
 
 
-def _as_qlora(context: RuleContext) -> dict[str, Any]:
+def _as_packed(context: RuleContext, kind: MethodType) -> dict[str, Any]:
     """The type, and what the rules below would change next in settings that nothing has read so far."""
-    method = context.spec.method.model_copy(update={"type": MethodType.QLORA})
+    method = context.spec.method.model_copy(update={"type": kind})
     packed = RuleContext(context.spec.model_copy(update={"method": method}), context.profile)
     found = [each.check(packed) for each in RULES if each.severity == "error"]
     next_changes = [change for finding in found if finding is not None for change in finding.changes]
-    return {_TYPE: MethodType.QLORA, **{change.field.removeprefix("spec."): change.value for change in next_changes}}
+    return {_TYPE: kind, **{change.field.removeprefix("spec."): change.value for change in next_changes}}
 
 
 @rule(
@@ -68,13 +71,22 @@ def _as_qlora(context: RuleContext) -> dict[str, Any]:
         "tests/pitfalls/test_quantization.py::test_an_8_bit_base_cannot_be_sharded",
         "FSDP 1: ValueError: Cannot flatten integer dtype tensors; FSDP 2: AttributeError: 'Parameter' object has no 'CB'",
     ),
-    holds_for="bitsandbytes <= 0.50, both FSDP versions; one rank trains on 8 bits",
+    holds_for="bitsandbytes <= 0.50, both FSDP versions; one rank trains on 8 bits, but not with magnitudes (peft <= 0.21)",
 )
 def quantization_bits(context: RuleContext) -> Problem | None:
     spec = context.spec
-    quantization = spec.method.quantization
-    if quantization is None or spec.method.type is not MethodType.QLORA or quantization.bits == 4:
+    quantization, entry = spec.method.quantization, METHODS[spec.method.type]
+    if quantization is None or not entry.packs_base or quantization.bits == SHARDED_BITS:
         return None
+    if quantization.bits == 8 and entry.needs.magnitudes:
+        return Problem(
+            field=_BITS,
+            value=quantization.bits,
+            message=f"{spec.method.type} takes norms of the weights: on a CPU PEFT loses the scales of 8 bits when it reads "
+            "them, and it advises against 8 bits everywhere",
+            fix=f"set {_BITS} to 4",
+            changes={_BITS: SHARDED_BITS},
+        )
     if quantization.bits == 8 and world_size(spec) == 1:
         if not spec.merge.enabled or spec.merge.base is not MergeBase.DEQUANTIZED:
             return None
@@ -90,7 +102,7 @@ def quantization_bits(context: RuleContext) -> Problem | None:
         if quantization.bits == 8
         else "bitsandbytes has no such form"
     )
-    return Problem(field=_BITS, value=quantization.bits, message=reason, fix=f"set {_BITS} to 4", changes={_BITS: 4})
+    return Problem(field=_BITS, value=quantization.bits, message=reason, fix=f"set {_BITS} to 4", changes={_BITS: SHARDED_BITS})
 
 
 @rule(

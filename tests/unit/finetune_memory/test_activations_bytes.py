@@ -24,12 +24,13 @@ def kept(
     on_gpu: bool = True,
     attention: Attention = Attention.SDPA,
     dropout: float = 0.0,
+    packed: bool = False,
     elements: Elements = PLAIN,
     is_first: bool = False,
     **facts: Any,
 ) -> Activations:
     work = Workload(rows=2, length=8, has_mask=mask, on_gpu=on_gpu)
-    during = TrainingPass(replace(FACTS, **facts), work, elements, attention, dropout)
+    during = TrainingPass(replace(FACTS, **facts), work, elements, attention, dropout, packed)
     return layer_activations(layer, during, is_first=is_first)
 
 
@@ -81,6 +82,15 @@ def test_adapters() -> None:
     with_magnitudes = linears(linear("mlp.up_proj", 8, 16, rank=2, magnitude=True))
     assert kept(with_magnitudes).kept - kept(up).kept == 16 * 16 * (2 + 4)
     assert kept(linears(linear("mlp.up_proj", 8, 16))).kept == ATTENTION
+    # With dropout the base's product is computed again, in float32, with a weight that is cast for it, unpacked or not.
+    dropped = kept(with_magnitudes, dropout=0.1).kept - kept(up, dropout=0.1).kept
+    assert dropped == 16 * 16 * (4 + 4) + 8 * 16 * 4
+    in_16_bits = replace(with_magnitudes.linears[0], adapter_dtype="bfloat16")
+    weight = [kept(linears(in_16_bits), dropout=0.1, packed=packed).kept for packed in (True, False)]
+    assert weight[0] - weight[1] == 8 * 16 * 2
+    # Selective keeps results of products, among them the two that make B @ A of a matrix of ones.
+    assert kept(with_magnitudes).products - kept(up).products == 8 * (2 + 16) * 4
+    assert kept(with_magnitudes, dropout=0.1).products - kept(up).products == 8 * (2 + 16) * 4 + 16 * 16 * 2
 
 
 def test_blocks() -> None:

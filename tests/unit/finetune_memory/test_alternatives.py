@@ -109,7 +109,8 @@ def test_what_rules_refuse_is_not_suggested() -> None:
     eight = small_job().spec("method", {"type": "QLoRA", "quantization": {"bits": 8}}).spec("training.globalBatchSize", 64)
     assert changes(eight, lambda plan: 100 // plan.parallelism.nodes, 50) is None
     packed = lambda plan: 50 if plan.method.quantization is not None else 100  # noqa: E731
-    assert changes(small_job(), packed, 50) == {"method.type": "QLoRA"}
+    for kind in ("LoRA", "DoRA"):
+        assert changes(small_job().spec("method.type", kind), packed, 50) == {"method.type": f"Q{kind}"}
     on_cpu = small_job().with_profile(gpu=None, resources={"train": {"memory": "64Gi"}})
     assert changes(on_cpu, packed, 50) is None
 

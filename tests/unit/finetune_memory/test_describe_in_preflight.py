@@ -29,6 +29,7 @@ SAME: dict[str, dict[str, Any]] = {
     "LoRA": {"method": {"type": "LoRA", "lora": {"r": 3}}},
     "QLoRA": {"method": {"type": "QLoRA", "lora": {"r": 3}}},
     "DoRA": {"method": {"type": "DoRA", "lora": {"r": 3}}},
+    "QDoRA": {"method": {"type": "QDoRA", "lora": {"r": 3}}},
     "Full": {"method": {"type": "Full", "lora": None}},
     "FSDP 1": {"method": {"type": "LoRA", "lora": {"r": 3}}, "parallelism": {"processesPerNode": 2, "fsdp": {"version": 1}}},
 }

@@ -377,8 +377,13 @@ def test_a_packed_base_is_whole_until_it_is_sharded_only_if_it_cannot_be_loaded_
 
 
 def test_whole_weights_in_passing() -> None:
-    for kind, copies in (("LoRA", 0), ("QLoRA", 1), ("DoRA", 2)):
-        assert terms(small_job().spec("method.type", kind), "_backward")["unpacked weights"] == copies * 16 * 8 * 2
+    # Of a weight of 16 x 8: it, and for norms B @ A, the same scaled, the sum, and a matrix of ones of 8 x 8.
+    norms = 3 * 128 + 64
+    for kind, unpacked, temporary in (("LoRA", 0, 0), ("QLoRA", 128, 0), ("DoRA", 0, norms), ("QDoRA", 128, norms)):
+        found = terms(small_job().spec("method.type", kind), "_backward")
+        assert found["unpacked weights"] == unpacked * 2
+        assert found["temporary"] == max(terms(small_job(), "_backward")["temporary"], temporary * 2)
+        assert (found["temporary"] == norms * 2) is (kind in {"DoRA", "QDoRA"})
 
 
 def test_gradients_of_earlier_micro_batches() -> None:

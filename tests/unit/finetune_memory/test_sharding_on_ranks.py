@@ -43,6 +43,7 @@ def _cases() -> dict[str, dict[str, dict[str, Any]]]:
         "QLoRA with plain scales": _packed(doubleQuant=False),
         "QLoRA stored as bytes": _packed(quantStorage="uint8"),
         "FSDP 1, QLoRA": {**_packed(), "parallelism": _sharded(FIRST)},
+        "FSDP 1, QDoRA": {"method": {"type": "QDoRA", "lora": {"r": 3}}, "parallelism": _sharded(FIRST)},
         "FSDP 1, LoRA": {**lora, "parallelism": _sharded(FIRST)},
         "FSDP 1, LoRA with original parameters": {
             **lora,

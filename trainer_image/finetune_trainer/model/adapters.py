@@ -6,20 +6,24 @@ Also at which multiple of the learning rate each of their parameters learns.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.utils import get_peft_model_state_dict
+from torch import nn
 from transformers import PreTrainedModel
 
 from finetune_job.api.method import ALL_LINEAR, LoraInit, MethodType
 from finetune_job.method_settings import peft_fields
-from finetune_job.methods import METHODS
+from finetune_job.methods import METHODS, lora_kind
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.model.library_texts import NO_DEFAULT_TARGETS, STACKED_WEIGHTS
+from finetune_trainer.model.packed_weights import is_to_be_packed
 
 TASK = "CAUSAL_LM"
 ORIGINAL = "original_module"
@@ -77,7 +81,9 @@ def adapter_config(method: MethodPlan) -> PeftConfig:
 
 def unfit_for_experts(method: MethodPlan) -> dict[str, str]:
     """Fields that PEFT's adapters of stacked weights do not work with, and what they have to be."""
-    wanted = {"spec.method.type": MethodType.LORA.value} if METHODS[method.type].needs.magnitudes else {}
+    wanted = {}
+    if METHODS[method.type].needs.magnitudes:
+        wanted["spec.method.type"] = lora_kind(packs_base=METHODS[method.type].packs_base, magnitudes=False).value
     if method.lora is not None and method.lora.lora_dropout:
         wanted["spec.method.lora.loraDropout"] = "0"
     return wanted
@@ -92,7 +98,8 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
     field = METHODS[plan.method.type].family.value
     torch.manual_seed(plan.training.seed)
     try:
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=plan.method.autocast_adapter_dtype)
+        with _magnitudes_left_open(model.dtype):
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=plan.method.autocast_adapter_dtype)
     except MemoryError:
         raise
     except Exception as error:  # a library meets a user's settings: it divides by them, compiles them and looks them up
@@ -119,6 +126,28 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
         _hold_in_float32(adapted)
     adapted.train()
     return adapted
+
+
+@contextmanager
+def _magnitudes_left_open(loaded: torch.dtype) -> Iterator[None]:
+    """DoRA on 4-bit layers whose weights are still to come: zeros for the norms of their rows, which whoever packs them measures.
+
+    loaded: element type of the weights before they are packed, in which PEFT measures them.
+    """
+    measure = DoraLinearLayer.update_layer
+
+    def update_layer(self: DoraLinearLayer, *, base_layer: Any, lora_A: torch.Tensor, **others: Any) -> None:  # noqa: N803
+        if not is_to_be_packed(base_layer):
+            measure(self, base_layer=base_layer, lora_A=lora_A, **others)
+            return
+        kind = torch.promote_types(lora_A.dtype, loaded)
+        self.weight = nn.Parameter(torch.zeros(base_layer.out_features, dtype=kind, device=lora_A.device))
+
+    DoraLinearLayer.update_layer = update_layer
+    try:
+        yield
+    finally:
+        DoraLinearLayer.update_layer = measure
 
 
 def _hold_in_float32(adapted: PeftModel) -> None:

@@ -16,6 +16,7 @@ from finetune_job.plan.run_plan import FsdpPlan, MethodPlan, RunPlan
 from finetune_job.sharding import Conflict, by_unit, element_types, unit_conflict
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.packed_weights import is_to_be_packed
 from finetune_trainer.model.wrap_plan import held_parameters, unit_names
 
 MAGNITUDE = "lora_magnitude_vector"
@@ -61,17 +62,26 @@ def check_magnitudes(model: nn.Module) -> None:
     """DoRA divides each row of a weight by its norm: a row of zeros, such as that of a padding token, has no direction.
 
     Nor has a row of which only the rounding of B @ A is left, as where both start orthogonal to each other. Call before sharding.
-    Raises ConfigError.
+    Layers that are packed later are looked at then (check_norms). Raises ConfigError.
     """
     for name, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer):
+        if not isinstance(layer, LoraLayer) or is_to_be_packed(layer.get_base_layer()):
             continue
         for adapter, magnitude in layer.lora_magnitude_vector.items():
-            norms = magnitude.weight.detach().flatten().float()
-            nothing = norms <= _rounding_of_product(layer, adapter, norms)
-            if bool(nothing.any()):
-                message, fix = zero_row(name.removeprefix("base_model.model."), "row", int(nothing.nonzero()[0]))
-                raise ConfigError(f"spec.method.lora.targetModules: {message}", fix)
+            factors = None
+            if adapter in layer.lora_A:  # not of an embedding, whose B starts at zero
+                factors = layer.lora_A[adapter].weight.detach(), layer.lora_B[adapter].weight.detach()
+            check_norms(name, magnitude.weight.detach().flatten().float(), factors, layer.scaling[adapter])
+
+
+def check_norms(layer: str, norms: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor] | None, scaling: float) -> None:
+    """No row of a layer's weight and update is zero. norms: float32 [rows]; factors: A [r, columns] and B [rows, r], None if B
+    is zero. Raises ConfigError.
+    """
+    nothing = norms <= (torch.zeros_like(norms) if factors is None else _rounding_of_product(*factors, scaling))
+    if bool(nothing.any()):
+        message, fix = zero_row(layer.removeprefix("base_model.model."), "row", int(nothing.nonzero()[0]))
+        raise ConfigError(f"spec.method.lora.targetModules: {message}", fix)
 
 
 def zero_row(layer: str, kind: str, number: int) -> tuple[str, str]:
@@ -80,19 +90,16 @@ def zero_row(layer: str, kind: str, number: int) -> tuple[str, str]:
         f"the weight of {layer} has a {kind} of zeros (number {number}), which DoRA would divide by its norm: the loss would be "
         f"NaN, or the {kind} one of rounding errors"
     )
-    return message, f"name {layer} in method.lora.excludeModules, or use method.type: LoRA"
+    return message, f"name {layer} in method.lora.excludeModules, or use method.type: LoRA, or QLoRA on a packed base"
 
 
-def _rounding_of_product(layer: LoraLayer, adapter: str, norms: torch.Tensor) -> torch.Tensor:
+def _rounding_of_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
     """Most that rounding in float32 makes of each row of `scaling * B @ A` that is zero: r * u * |row of B| * |A|.
 
     Float32 [rows]. Bound: Higham 2002, Accuracy and Stability of Numerical Algorithms, eq. 3.13.
     """
-    if adapter not in layer.lora_A:  # of an embedding, whose B starts at zero
-        return torch.zeros_like(norms)
-    a, b = (factor[adapter].weight.detach().float() for factor in (layer.lora_A, layer.lora_B))
     unit = torch.finfo(torch.float32).eps / 2
-    bound: torch.Tensor = abs(layer.scaling[adapter]) * layer.r[adapter] * unit * b.flatten(1).norm(dim=1) * a.norm()
+    bound: torch.Tensor = abs(scaling) * a.shape[0] * unit * b.float().flatten(1).norm(dim=1) * a.float().norm()
     return bound
 
 

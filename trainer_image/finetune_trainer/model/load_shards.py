@@ -37,7 +37,7 @@ from finetune_trainer.model.load import (
     packed_dtype,
     stored_dtype,
 )
-from finetune_trainer.model.packed_weights import make_fit_for_training
+from finetune_trainer.model.packed_weights import is_to_be_packed, make_fit_for_training
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
 
@@ -129,28 +129,37 @@ def _has_magnitudes_of_embeddings(model: nn.Module, plan: RunPlan) -> bool:
 def measure_magnitudes(model: nn.Module, headers: Mapping[str, TensorHeader]) -> None:
     """DoRA: start each magnitude at the norms of its base weight, one whole weight in memory at a time. Call before sharding.
 
-    By PEFT's own function, with what it is given where the base is loaded whole: adapters still in the base's element type.
-    Raises InvariantError for a layer of a kind that is not linear.
+    Those of 4-bit weights are measured as they are packed (model/pack_shards.py). Raises InvariantError for a layer of a kind
+    that is not linear.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or ADAPTER not in layer.lora_magnitude_vector:
             continue
         base, magnitude = layer.get_base_layer(), layer.lora_magnitude_vector[ADAPTER]
+        if is_to_be_packed(base):
+            continue
         if not isinstance(base, nn.Linear | Conv1D) or not isinstance(magnitude, DoraLinearLayer):
             raise InvariantError(f"{name}: magnitudes of a {type(base).__name__} cannot be measured weight by weight")
         dtype, held = base.weight.dtype, magnitude.weight.dtype
         whole = torch.empty(base.weight.shape, dtype=dtype)
         read_into(headers[base_name(f"{name}.base_layer.weight")], 0, whole.view(-1), dtype)
-        measured = nn.Linear(1, 1, bias=False)
-        measured.weight = nn.Parameter(whole, requires_grad=False)
-        with torch.no_grad():
-            magnitude.update_layer(
-                base_layer=measured,
-                lora_A=layer.lora_A[ADAPTER].weight.to(dtype),
-                lora_B=layer.lora_B[ADAPTER].weight.to(dtype),
-                scaling=layer.scaling[ADAPTER],
-            )
-        magnitude.weight = nn.Parameter(magnitude.weight.detach().to(held), requires_grad=True)
+        a, b = (factor[ADAPTER].weight.detach().to(dtype) for factor in (layer.lora_A, layer.lora_B))
+        norms = initial_magnitudes(whole, a, b, layer.scaling[ADAPTER], is_transposed=magnitude.fan_in_fan_out)
+        magnitude.weight = nn.Parameter(norms.to(held), requires_grad=True)
+
+
+def initial_magnitudes(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, *, is_transposed: bool = False
+) -> torch.Tensor:
+    """Norms of the rows of `weight` + `scaling` * `b` @ `a`, by PEFT's own function. weight: [rows, columns], or the other way
+    round where `is_transposed`; a and b in the element type in which PEFT attaches them.
+    """
+    measured, magnitude = nn.Linear(1, 1, bias=False), DoraLinearLayer(is_transposed)
+    measured.weight = nn.Parameter(weight, requires_grad=False)
+    with torch.no_grad():
+        magnitude.update_layer(base_layer=measured, lora_A=a, lora_B=b, scaling=scaling)
+    norms: torch.Tensor = magnitude.weight.detach()
+    return norms
 
 
 def read_token_rows(model: nn.Module, headers: Mapping[str, TensorHeader]) -> None:

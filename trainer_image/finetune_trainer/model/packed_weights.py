@@ -20,6 +20,12 @@ from torch import nn
 _UNPACK = "dequantize_4bit"
 
 
+def is_to_be_packed(layer: nn.Module) -> bool:
+    """Whether this is a 4-bit layer whose weight is still to come."""
+    # Asked by its attribute: what packs nothing does not import bitsandbytes.
+    return getattr(layer, "quant_state", layer) is None and getattr(layer.weight, "quant_state", None) is None
+
+
 def make_fit_for_training(model: nn.Module, device: torch.device) -> None:
     """Fix all three in the packed layers of `model`, which is to be trained on `device`."""
     keep_biases(model)

@@ -21,6 +21,7 @@ from finetune_job.api.method import ALL_LINEAR, MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.method_settings import known_settings
+from finetune_job.methods import METHODS, lora_kind
 from finetune_job.plan.run_plan import MethodPlan
 from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.attached import is_packed
@@ -69,7 +70,7 @@ def check_used(seen: ModelInspection) -> list[Finding]:
     if without := [name for name, use in plain.items() if not use.gets_gradient]:
         found.append(_about_whole(method, without, plain))
     if method.quantization is not None:
-        found += _packed(model, uses)
+        found += _packed(method, model, uses)
     return found
 
 
@@ -266,7 +267,7 @@ def _about_whole(method: MethodPlan, without: Sequence[str], plain: Collection[s
     return _of_modules("trained-without-gradient", field, endings(without, plain), message, changed)
 
 
-def _packed(model: nn.Module, uses: ModuleUses) -> Iterator[Finding]:
+def _packed(method: MethodPlan, model: nn.Module, uses: ModuleUses) -> Iterator[Finding]:
     """Packed weights are one column of bytes; only the layer itself can compute with them."""
     packed = [name for name, module in model.named_modules() if hasattr(module, "weight") and is_packed(module)]
     wrong = {base_name(name): use for name in packed if (use := uses.of(base_name(name))) is not None and use.is_bypassed}
@@ -277,9 +278,9 @@ def _packed(model: nn.Module, uses: ModuleUses) -> Iterator[Finding]:
             f"{_shown(list(wrong))}: {reader} reads the weight itself as a matrix, and packed to 4 bits it has not that shape "
             f"{_OBSERVED}"
         )
-        unpacked = {"spec.method.type": "LoRA", "spec.method.quantization": None}
-        fix = _Fix("set spec.method.type: LoRA", unpacked)
-        yield _of_modules("packed-weight-read", "spec.method.type", [MethodType.QLORA.value], message, fix)
+        kind = lora_kind(packs_base=False, magnitudes=METHODS[method.type].needs.magnitudes).value
+        fix = _Fix(f"set spec.method.type: {kind}", {"spec.method.type": kind, "spec.method.quantization": None})
+        yield _of_modules("packed-weight-read", "spec.method.type", [method.type.value], message, fix)
 
 
 def _names(method: MethodPlan, setting: str) -> list[str]:

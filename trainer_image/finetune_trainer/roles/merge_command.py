@@ -56,9 +56,11 @@ def parser() -> argparse.ArgumentParser:
         type=MergeBase,
         choices=[MergeBase.ORIGINAL, MergeBase.DEQUANTIZED],
         default=MergeBase.ORIGINAL,
-        help="weights that a QLoRA adapter is added to: as stored, or what it saw in training",
+        help="weights that an adapter of QLoRA or QDoRA is added to: as stored, or what it saw in training",
     )
-    arguments.add_argument("--quantization", help='how a QLoRA training packed its base, as in a job: {"quantType": "nf4"}')
+    arguments.add_argument(
+        "--quantization", help='how a QLoRA or QDoRA training packed its base, as in a job: {"quantType": "nf4"}'
+    )
     arguments.add_argument(
         "--device", default="cpu", help="cpu or cuda: where matrix products are made; PEFT's bits are promised for cpu"
     )

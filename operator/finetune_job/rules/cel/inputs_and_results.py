@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from finetune_job.api.base import HUB_DATASETS
+from finetune_job.methods import PACKING
 from finetune_job.rules import merging
-from finetune_job.rules.cel.condition import CelCondition, range_conditions
+from finetune_job.rules.cel.condition import CelCondition, cel_list, range_conditions
 from finetune_job.rules.data import WEIGHTS
 from finetune_job.rules.rule import UNREADABLE
 
@@ -133,8 +134,8 @@ RESULT_CONDITIONS: tuple[CelCondition, ...] = (
     CelCondition(
         "merge-dequantized-without-qlora",
         "",
-        "!self.merge.enabled || self.merge.base != 'Dequantized' || self.method.type == 'QLoRA'",
-        "only QLoRA trains on packed weights; set base to Original",
+        f"!self.merge.enabled || self.merge.base != 'Dequantized' || self.method.type in {cel_list(PACKING)}",
+        f"only {' and '.join(PACKING)} train on packed weights; set base to Original",
         "merge.base",
     ),
     *range_conditions(merging.RANGES),

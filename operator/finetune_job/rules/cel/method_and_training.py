@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from finetune_job.api.parallelism import AutoWrapPolicy
-from finetune_job.methods import METHODS, Family
+from finetune_job.methods import METHODS, PACKING, Family
 from finetune_job.rules.cel.condition import CelCondition, cel_list, cel_methods, range_conditions
 from finetune_job.rules.method_configuration import lora
 from finetune_job.rules.optimizer.settings import MOMENT_RANGES, SCHEDULE_RANGES
-from finetune_job.sharding import LEAF_CLASSES
+from finetune_job.sharding import LEAF_CLASSES, SHARDED_BITS
 
 _NOT_SUPPORTED = cel_list([str(kind) for kind, method in METHODS.items() if method.refused])
+_KINDS_OF_LORA = [str(kind) for kind, method in METHODS.items() if method.family is Family.LORA]
+_MAGNITUDES = cel_list([str(kind) for kind, method in METHODS.items() if method.needs.magnitudes])
 _FSDP = "parallelism.fsdp"
 _RANKS = "self.parallelism.nodes * self.parallelism.processesPerNode"
 _WRAP_POLICY, _CLASSES = f"self.{_FSDP}.autoWrapPolicy", f"self.{_FSDP}.transformerLayerClsToWrap"
@@ -48,22 +50,21 @@ METHOD_CONDITIONS: tuple[CelCondition, ...] = (
         "lora-settings-misplaced",
         "method",
         f"!has(self.lora) || self.type in {cel_methods(Family.LORA)}",
-        f"only {', '.join(str(kind) for kind, method in METHODS.items() if method.family is Family.LORA)} take lora; "
-        "other methods take settings",
+        f"only {', '.join(_KINDS_OF_LORA)} take lora; other methods take settings",
         "lora",
     ),
     CelCondition(
         "method-settings-misplaced",
         "method",
         f"!has(self.settings) || !(self.type in {cel_methods(Family.LORA, Family.FULL)})",
-        "this method takes no settings; LoRA, QLoRA and DoRA take lora",
+        f"this method takes no settings; {', '.join(_KINDS_OF_LORA)} take lora",
         "settings",
     ),
     CelCondition(
         "quantization-without-qlora",
         "method",
-        "!has(self.quantization) || self.type == 'QLoRA'",
-        "only QLoRA has a quantised base; remove quantization, or set type to QLoRA",
+        f"!has(self.quantization) || self.type in {cel_list(PACKING)}",
+        f"only {' and '.join(PACKING)} have a quantised base; remove quantization, or set type to one of them",
         "quantization",
     ),
     _lora(
@@ -177,9 +178,10 @@ RUN_CONDITIONS: tuple[CelCondition, ...] = (
     CelCondition(
         "quantization-bits",
         "",
-        "!has(self.method.quantization) || self.method.type != 'QLoRA' || self.method.quantization.bits == 4 "
-        f"|| (self.method.quantization.bits == 8 && {_RANKS} == 1)",
-        "only a 4-bit base can be sharded; set bits to 4",
+        f"!has(self.method.quantization) || !(self.method.type in {cel_list(PACKING)}) "
+        f"|| self.method.quantization.bits == {SHARDED_BITS} || (self.method.quantization.bits == 8 && {_RANKS} == 1 "
+        f"&& !(self.method.type in {_MAGNITUDES}))",
+        "only a 4-bit base can be sharded or have magnitudes; set bits to 4",
         "method.quantization.bits",
     ),
 )

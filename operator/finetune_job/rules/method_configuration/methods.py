@@ -74,7 +74,7 @@ def method_in_one_unit(context: RuleContext) -> Problem | None:
 
 @rule(
     "lora-settings-misplaced",
-    "Only LoRA, QLoRA and DoRA take method.lora",
+    "Only LoRA, QLoRA, DoRA and QDoRA take method.lora",
     reads=(_TYPE, _LORA),
     sources=("this product's API",),
     reproduction=Reproduction(
@@ -102,7 +102,7 @@ def lora_settings_misplaced(context: RuleContext) -> Problem | None:
 
 @rule(
     "method-settings-misplaced",
-    "LoRA, QLoRA, DoRA and Full take no method.settings",
+    "LoRA, QLoRA, DoRA, QDoRA and Full take no method.settings",
     reads=(_TYPE, _SETTINGS),
     sources=("this product's API",),
     reproduction=Reproduction(

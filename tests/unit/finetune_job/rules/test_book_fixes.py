@@ -242,7 +242,10 @@ def test_the_finding_is_as_written_down(rule):
             QLORA | {PACKED + "bits": 8, "merge.base": "Dequantized"},
             (E, "merge.base", {"merge.base": "Original"}),
         ),
-        ("quantization-without-qlora", DORA | {"method.quantization": {}}, none("method.quantization")),
+        ("quantization-without-qlora", DORA | {"method.quantization": {}}, (E, "method.quantization", {"method.type": "QDoRA"})),
+        ("quantization-without-qlora", {"method.type": "LoHa", "method.quantization": {}}, none("method.quantization")),
+        ("quantization-bits", {"method.type": "QDoRA"} | {PACKED + "bits": 8}, (E, PACKED + "bits", {PACKED + "bits": 4})),
+        ("merge-dequantized-without-qlora", DORA | {"merge.base": "Dequantized"}, (E, "merge.base", {"merge.base": "Original"})),
         ("fsdp1-qlora-integer-storage", V1 | QLORA | BF16 | {STORAGE: "uint8"}, (E, STORAGE, {STORAGE: "bfloat16"})),
         (
             "no-effect-activation-checkpointing",

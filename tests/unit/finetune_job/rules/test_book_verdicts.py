@@ -951,8 +951,30 @@ def test_lora_with_a_quantised_base_is_meant_as_qlora():
     (finding,) = judged(manifest(TWO | written))
     method = applied(manifest(TWO | written), finding.changes)["method"]
     assert (method["type"], method["quantization"]) == ("QLoRA", {"bits": 4, "quantType": "fp4"})
-    (finding,) = judged(manifest(DORA | written))
-    assert applied(manifest(DORA | written), finding.changes)["method"] == {"type": "DoRA"}
+    (finding,) = judged(manifest(TWO | DORA | written))
+    method = applied(manifest(TWO | DORA | written), finding.changes)["method"]
+    assert (method["type"], method["quantization"]) == ("QDoRA", {"bits": 4, "quantType": "fp4"})
+    other = {"method.type": "LoHa", **written}
+    (finding,) = judged(manifest(other))
+    assert applied(manifest(other), finding.changes)["method"] == {"type": "LoHa"}
+
+
+def test_qdora_has_the_rules_of_qlora_and_of_dora():
+    """One rank, too: PEFT loses the scales of 8 bits when it takes norms."""
+    packed = {"method.type": "QDoRA"}
+    alone = packed | ALONE
+    assert judged(manifest(alone | {"method.quantization": {"quantType": "fp4"}, "merge.base": "Dequantized"})) == ()
+    for wrong, rule in (
+        (alone | {"method.quantization": {"bits": 8}}, "quantization-bits"),
+        (TWO | packed | {"method.quantization": {"bits": 8}}, "quantization-bits"),
+        (V1 | packed | {"method.quantization": {"quantStorage": "uint8"}}, "fsdp1-qlora-integer-storage"),
+        (V1 | packed | {F + "useOrigParams": True, F + "peftWrapPolicy": True}, "fsdp1-dora-orig-params"),
+        (packed | {"method.lora": {"targetParameters": ["mlp.experts.down_proj"]}}, "target-parameters-conflict"),
+    ):
+        found = [each for each in judged(manifest(wrong)) if each.severity == "error"]
+        assert [each.rule for each in found] == [rule]
+        mended = applied(manifest(wrong), found[0].changes)["method"]["type"]
+        assert mended == ("QLoRA" if rule == "target-parameters-conflict" else "QDoRA")
 
 
 def test_a_text_of_modules_to_save_is_mended_to_a_list():

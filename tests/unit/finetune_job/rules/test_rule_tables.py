@@ -50,7 +50,7 @@ def test_settings_of_lora_count_for_the_methods_that_take_them() -> None:
     conditions = [each for each in CONDITIONS if each.rule in ("lora-dropout-range", "lora-plus-ratio-range")]
     assert len(conditions) == 2
     for condition in conditions:
-        assert condition.holds.startswith("!has(self.lora) || !(self.type in ['LoRA', 'QLoRA', 'DoRA']) || ")
+        assert condition.holds.startswith("!has(self.lora) || !(self.type in ['LoRA', 'QLoRA', 'DoRA', 'QDoRA']) || ")
 
 
 def test_bounds_on_both_sides() -> None:

@@ -101,8 +101,13 @@ def test_finished_run_exports_the_same_again(claims: Path, tmp_path: Path) -> No
     assert trained_files(context) == expected
 
 
-def test_bfloat16_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    spec = tiny_spec(method={"type": "QLoRA", "lora": {"r": 4, "useRslora": True}}, training={"activationCheckpointing": "Full"})
+@pytest.mark.parametrize(("method", "fsdp"), [("QLoRA", {}), ("QDoRA", {"version": 1})])
+def test_bfloat16_run_resumes_to_the_same_bytes(tmp_path: Path, method: str, fsdp: dict[str, Any]) -> None:
+    spec = tiny_spec(
+        method={"type": method, "lora": {"r": 4, "useRslora": True}},
+        training={"activationCheckpointing": "Full"},
+        parallelism={"processesPerNode": 2, "fsdp": fsdp},
+    )
     contexts = [run_context(tmp_path / name, spec, dtype=torch.bfloat16) for name in ("undisturbed", "killed")]
     assert run_gang(contexts[0]) == [0, 0]
     run_gang(contexts[1], [Fault("train.step:optimizer_step", call=4)])

@@ -75,8 +75,9 @@ def seen_by_the_adapter(base: Path, directory: Path) -> Path:
             {"r": 8, "use_dora": True, "target_modules": ["v_proj", "up_proj"], "modules_to_save": ["model.norm"]},
         ),
         (gpt2(), {"r": 8, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj"]}),
+        (gpt2(), {"r": 8, "use_dora": True, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj"]}),
     ],
-    ids=["llama", "tied llama with DoRA", "gpt2"],
+    ids=["llama", "tied llama with DoRA", "gpt2", "gpt2 with DoRA"],
 )
 def test_a_dequantized_merge_is_pefts_merge_into_what_the_adapter_saw(
     config: PreTrainedConfig, lora: dict[str, object], tmp_path: Path

@@ -30,6 +30,13 @@ def quantised(**settings: Any) -> dict[str, Any]:
 
 
 QLORA = quantised()
+QDORA = {**QLORA, "type": "QDoRA"}
+# Magnitudes follow from the adapter's matrices, too, which PEFT attaches in the type of the products.
+QDORA_RANDOM = {
+    **quantised(quantStorage="uint8", doubleQuant=False, quantType="fp4", computeDtype="float16"),
+    "type": "QDoRA",
+    "lora": {"r": 4, "initLoraWeights": "Random"},
+}
 BUILT: dict[str, tuple[dict[str, Any], dict[str, Any], int, torch.dtype, bool]] = {
     "lora-fsdp2": (LORA, {}, 3, torch.bfloat16, False),
     "dora-fsdp2-tied": (DORA, {}, 2, torch.bfloat16, True),
@@ -41,6 +48,10 @@ BUILT: dict[str, tuple[dict[str, Any], dict[str, Any], int, torch.dtype, bool]] 
     "qlora-fsdp1-tied": (QLORA, {"version": 1}, 2, torch.float32, True),
     "qlora-fsdp1-original": (QLORA, FLAT, 3, torch.bfloat16, False),
     "qlora-bytes": (quantised(quantStorage="uint8", doubleQuant=False), {}, 2, torch.float16, False),
+    "qdora-fsdp2": (QDORA, {}, 3, torch.bfloat16, False),
+    "qdora-fsdp1-tied": (QDORA, {"version": 1}, 2, torch.float32, True),
+    "qdora-fsdp1-original": (QDORA, FLAT, 2, torch.float32, False),
+    "qdora-random": (QDORA_RANDOM, {}, 2, torch.bfloat16, False),
     "qlora-fp4": (quantised(quantType="fp4", computeDtype="float32"), {}, 3, torch.float32, False),
 }
 

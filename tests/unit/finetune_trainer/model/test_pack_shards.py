@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from finetune_trainer.errors import ConfigError
 from finetune_trainer.model import pack_shards
-from finetune_trainer.model.pack_shards import PackedLayer, PackedWeight, packed_layers
+from finetune_trainer.model.pack_shards import OpenMagnitude, PackedLayer, PackedWeight, fill_packed, packed_layers
 from finetune_trainer.weights.headers import read_checkpoint
 
 CPU = torch.device("cpu")
@@ -61,13 +64,18 @@ def test_the_bits_of_a_weight_packed_whole(
 def test_a_weight_that_is_stored_the_other_way_round_is_turned_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack_shards, "PIECE_VALUES", 64)
     weight = torch.randn(24, 36, generator=torch.Generator().manual_seed(4))
-    packed = PackedWeight(layer_of(tmp_path, weight, "nf4", nested=True, turned=True), CPU)
+    layer = layer_of(tmp_path, weight, "nf4", nested=True, turned=True)
+    factors = torch.ones(1, 24).bfloat16(), torch.arange(36.0).view(36, 1).bfloat16()
+    packed = PackedWeight(replace(layer, magnitude=OpenMagnitude("up", *factors, 0.5)), CPU)
     packed.pack()
     expected, state = functional.quantize_4bit(
         weight.bfloat16().T.contiguous(), blocksize=64, compress_statistics=True, quant_type="nf4"
     )
     assert torch.equal(packed.codes, expected.view(-1))
     assert packed.state().shape == state.shape == (36, 24)
+    # Each of the 36 rows in which the layer computes, with half its number added to each value.
+    rows = functional.dequantize_4bit(expected, state) + (torch.arange(36.0).view(36, 1) * 0.5).bfloat16()
+    assert torch.equal(packed.norms, torch.linalg.norm(rows, dim=1).float())
 
 
 def test_what_is_kept_of_a_weight_holds_nothing_of_its_codes(tmp_path: Path) -> None:
@@ -77,6 +85,19 @@ def test_what_is_kept_of_a_weight_holds_nothing_of_its_codes(tmp_path: Path) -> 
     kept = (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
     # A byte for each 64 of 4,096 values, 16 and 256 of a code book, the mean, and one scale of scales.
     assert [each.untyped_storage().nbytes() for each in kept] == [64, 64, 4, 4, 1024]
+
+
+@pytest.mark.parametrize("row", [0.0, 1e-12])
+def test_a_row_without_a_norm_is_refused_when_it_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: float) -> None:
+    """DoRA would divide by it. What is far below its neighbours in a block of 64 is zero once it is packed."""
+    monkeypatch.setattr(pack_shards.dist, "broadcast", lambda *_, **__: None)
+    weight = torch.randn(4, 32, generator=torch.Generator().manual_seed(5))
+    weight[2] = row
+    magnitude = OpenMagnitude("base_model.model.up", torch.randn(2, 32), torch.zeros(4, 2), 2.0)
+    layer = replace(layer_of(tmp_path, weight, "nf4", nested=True), magnitude=magnitude)
+    gang: Any = SimpleNamespace(rank=0, world_size=1, device=CPU)
+    with pytest.raises(ConfigError, match=r"the weight of up has a row of zeros \(number 2\)"):
+        fill_packed({"up.weight": layer}, [], gang)
 
 
 def test_layers_are_found_by_the_names_of_their_weights_in_one_order(tmp_path: Path) -> None:

@@ -77,12 +77,12 @@ def test_the_report_says_what_is_trained_and_what_the_adapter_must_contain(conte
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("method", ["LoRA", "DoRA", "QLoRA"])
+@pytest.mark.parametrize("method", ["LoRA", "DoRA", "QLoRA", "QDoRA"])
 def test_every_method_is_accepted_with_its_defaults(context, method, version):
     job = context({"method.type": method, "parallelism.fsdp.version": version, "model.dtype": "bfloat16"})
     assert run(job).outcome is Outcome.SUCCEEDED
     magnitudes = [name for name in report_of(job).saved_tensors if "magnitude" in name]
-    assert bool(magnitudes) is (method == "DoRA")
+    assert bool(magnitudes) is (method in {"DoRA", "QDoRA"})
 
 
 def test_a_flat_unit_of_base_and_adapter_is_held_in_one_element_type(context):

@@ -79,6 +79,7 @@ def test_a_process_ends_with_its_output_written_and_takes_nothing_apart(code: in
         ({}, False),
         ({"method": {"type": "DoRA"}}, False),
         ({"method": {"type": "QLoRA"}}, True),
+        ({"method": {"type": "QDoRA"}}, True),
         ({"model": {"allowRemoteCode": True}}, True),
     ],
 )

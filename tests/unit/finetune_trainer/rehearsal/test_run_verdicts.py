@@ -92,7 +92,7 @@ def test_a_job_that_goes_right_passes(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        tiny_spec(method={"type": "QLoRA", "lora": {"r": 4, "loraDropout": "0.1"}}, merge={"base": "Dequantized"}),
+        tiny_spec(method={"type": "QDoRA", "lora": {"r": 4, "loraDropout": "0.1"}}, merge={"base": "Dequantized"}),
         tiny_spec(method={"type": "Full", "lora": None}, parallelism={"processesPerNode": 4, "fsdp": {"version": 1}}),
         tiny_spec(
             method={"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"]}},
@@ -100,7 +100,7 @@ def test_a_job_that_goes_right_passes(model: Path, tmp_path: Path) -> None:
         ),
         tiny_spec(method={"type": "VeRA", "lora": None, "settings": {"r": 512}}, parallelism={"processesPerNode": 1}),
     ],
-    ids=["qlora-dropout", "full-fsdp1", "offloaded-and-saved", "vera-alone"],
+    ids=["qdora-dropout", "full-fsdp1", "offloaded-and-saved", "vera-alone"],
 )
 def test_other_methods_pass_on_twins_of_a_large_model(spec: dict[str, Any], tmp_path: Path) -> None:
     large = write_headers(tmp_path / "large")

@@ -19,6 +19,7 @@ LORA = {"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"]}}
 DORA = {"type": "DoRA", "lora": {"r": 4}}
 FULL = {"type": "Full", "lora": None}
 QLORA = {"type": "QLoRA", "lora": {"r": 4}}
+QDORA = {"type": "QDoRA", "lora": {"r": 4}}
 TRAINING = {"maxSteps": 3, "learningRate": "1e-3", "globalBatchSize": 4}
 
 
@@ -42,6 +43,8 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "qlora-fsdp2": (QLORA, fsdp(), 2),
     "qlora-fsdp2-integer-storage": ({**QLORA, "quantization": {"quantStorage": "uint8"}}, fsdp(), 1),
     "qlora-fsdp1": (QLORA, fsdp(version=1), 2),
+    "qdora-fsdp2": (QDORA, fsdp(), 2),
+    "qdora-fsdp1": (QDORA, fsdp(version=1), 2),
 }
 
 
@@ -49,7 +52,7 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def trained(method: str) -> RunContext:
-        spec = {"LoRA": LORA, "DoRA": DORA, "Full": FULL, "QLoRA": QLORA}[method]
+        spec = {"LoRA": LORA, "DoRA": DORA, "Full": FULL, "QLoRA": QLORA, "QDoRA": QDORA}[method]
         context = run_context(
             tmp_path_factory.mktemp("alone"),
             tiny_spec(method=spec, training={**TRAINING, "microBatchSize": 4}, parallelism=fsdp(1)),

@@ -1,4 +1,4 @@
-"""QLoRA: the gate judges the base that the merge used; the figures of the other base are reported next to it."""
+"""QLoRA and QDoRA: the gate judges the base that the merge used; the figures of the other base are reported next to it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PROMPTS = [[1, 5, 9, 200, 17, 33, 250, 4], [2, 3, 4], [300, 11, 12, 13, 90, 91]]
 NF4 = Quantization("nf4", double_quant=True, load_dtype="bfloat16", compute_dtype="bfloat16")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+@pytest.fixture(scope="module", params=[False, True], ids=["QLoRA", "QDoRA"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("trained")
     base = tiny.save_base(directory / "base", tiny.llama(), torch.bfloat16)
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "up_proj"])
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "up_proj"], use_dora=request.param)
     return base, tiny.save_adapter(directory / "adapter", base, lora)
 
 
