@@ -71,7 +71,7 @@ class _Loop:
         self.plan = context.plan
         if self.plan.parallelism.leaves_resharding_open:
             # What the first rank reads, because ranks that gather at different moments would wait for each other.
-            frees = gang.from_first(frees_gathered(context.workspace.model_report) if gang.is_first else None)
+            frees = gang.from_first(not gang.is_first or frees_gathered(context.workspace.model_report), bool)
             self.plan = self.plan.with_fsdp(reshard_after_forward=frees)
         training = self.plan.training
         self.data = PreparedData.open(context.workspace.prepared)
