@@ -126,7 +126,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
         )
         model.take(parameters[best])
     if fresh is not None:
-        problems += _adapter(case, context, model, fresh)
+        problems += _adapter(case, context, model, fresh, parameters[0])
     else:
         problems += _whole_model(case, context, model)
     return evidence
@@ -160,8 +160,8 @@ def _exported_step(context: RunContext) -> int:
     return int(json.loads((context.workspace.adapter / MANIFEST_FILE).read_bytes())["step"])
 
 
-def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any) -> list[str]:
-    """The file has what PEFT would have written, and PEFT loads the trained model from it."""
+def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any, first: dict[str, torch.Tensor]) -> list[str]:
+    """The file has what PEFT would have written, and PEFT loads the trained model from it. `first`: what training began with."""
     directory = context.workspace.adapter
     file = load_file(directory / ADAPTER_FILE)
     wanted = get_peft_model_state_dict(model.model, save_embedding_layers=False)
@@ -169,6 +169,15 @@ def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any) ->
     # that it loads the values is compared below.
     wanted = {name: tensor for name, tensor in wanted.items() if not _SECOND_COPIES & set(name.split("."))}
     held = DTYPES[plain.held_dtype(case)]
+    has_plain_form = case.values.get("init") in ("pissa", "olora")
+    if has_plain_form:
+        # [A; A0] and [B, -B0]: what is left of the base, and with it what was taken off, belongs to no file.
+        for name, tensor in first.items():
+            stored = name.replace(".default.", ".")
+            if ".lora_A." in name:
+                wanted[stored] = torch.cat([wanted[stored], tensor.float()], 0)
+            elif ".lora_B." in name:
+                wanted[stored] = torch.cat([wanted[stored], -tensor.float()], 1)
     problems = oracle.compare_names(file, wanted, "adapter file")
     problems += oracle.compare_values(file, wanted, ROUNDING[held], "adapter file")
     if problems:
@@ -176,7 +185,8 @@ def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any) ->
     loaded = plain.loaded_adapter(fresh, directory)
     state, expected = loaded.state_dict(), model.model.state_dict()
     exact = {name: tensor for name, tensor in expected.items() if name in model.trained}
-    problems += oracle.compare_values(state, exact, 0.0, "loaded adapter")
+    if not has_plain_form:
+        problems += oracle.compare_values(state, exact, 0.0, "loaded adapter")
     problems += oracle.compare_logits(
         plain.logits(loaded), plain.logits(model.model), ROUNDING[held], "logits of the loaded adapter"
     )

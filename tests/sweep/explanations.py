@@ -13,7 +13,7 @@ POLICY: dict[str, str] = {
     "module-adapted-and-saved": "trains, but the module is trained whole and gets no adapter",
     "method-not-supported": "the table of methods says of each why",
     "method-merge-setting": "the table of methods says of each why",
-    "lora-init-not-supported": "trains, but the file is an adapter of another base than the one named",
+    "lora-init-not-supported": "trains, but from other values than the manifest names, or the file is an adapter of another base",
     "lora-plus-ratio-range": "trains, but B, which starts at zero, learns slower than A",
     "global-batch-not-divisible": "trains, but on another global batch than the manifest says",
     "merge-into-quantized": "the merge has no such base; PEFT's own rounds the update away",
@@ -52,7 +52,7 @@ POLICY_MESSAGES: dict[str, str] = {
     "model-settings-conflict": r"small updates vanish in 16 bits|give other vectors",
     "fsdp1-trainable-tokens": r"uniform|several element|trained and frozen|requires_grad|IndexError|size",
     "fsdp1-target-parameters": r"is a view|inplace|in-place|No `target_modules`",
-    "target-parameters-conflict": r"ParamWrapper|does not work|No `target_modules`",
+    "target-parameters-conflict": r"ParamWrapper|does not work|No `target_modules`|decomposes the weights",
     "adapter-pattern-on-experts": r"size mismatch|logits of the loaded adapter",
     "token-index-unknown": r"out of bounds|out of range",
     "trainable-tokens-overlap": r"TypeError|trainable_token|PEFT refuses|uniform original|IndexError",
@@ -83,6 +83,7 @@ UNSEEN: dict[str, str] = {
 all the same."""
 
 CLAIMS: dict[str, str] = {
+    "decomposed-start-with-dora": r"gradient|loss|norm|logits",
     "lora-dropout-range": r"dropout|zero|did not move|never get a gradient",
     "layers-without-targets": r"layers_to_transform",
     "fsdp1-adapter-dtype": r"uniform dtype|several element types",
@@ -95,7 +96,7 @@ CLAIMS: dict[str, str] = {
     "qlora-storage-not-param-dtype": r"size|shape|dtype|gradient|loss",
     "fsdp1-trainable-tokens": r"uniform|several element|trained and frozen|requires_grad|IndexError|size",
     "fsdp1-target-parameters": r"is a view|inplace|in-place|No `target_modules`",
-    "target-parameters-conflict": r"ParamWrapper|does not work|No `target_modules`",
+    "target-parameters-conflict": r"ParamWrapper|does not work|No `target_modules`|decomposes the weights",
     "adapter-pattern-on-experts": r"size mismatch|logits of the loaded adapter",
     "token-index-unknown": r"out of bounds|out of range",
     "trainable-tokens-overlap": r"TypeError|trainable_token|PEFT refuses|uniform original|IndexError",

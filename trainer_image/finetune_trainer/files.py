@@ -1,4 +1,4 @@
-"""Durable writes: a name holds either what was there before or the whole of what is new."""
+"""Durable writes: a name holds either what was there before or the whole of what is new. And the names of licence files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ MANIFEST_FILE = "manifest.json"
 """Of a directory of results: its other files with their sizes and SHA-256, and what it was made by. Written last."""
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of everything that is not complete yet."""
+LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
+"""Beginnings of the names of files that are a model's terms, in capitals: they are fetched with it and published with everything
+that is made of it."""
 
 
 def temporary_beside(path: Path) -> Path:
@@ -86,3 +89,8 @@ def file_sha256(path: Path) -> str:
     """Digest of the file's bytes, in hexadecimal. Raises SpecialFileError, and OSError as the file system does."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def licence_files(model: Path) -> list[Path]:
+    """The terms in a model's directory."""
+    return sorted(path for path in model.iterdir() if path.is_file() and path.name.upper().startswith(LICENCE_NAMES))

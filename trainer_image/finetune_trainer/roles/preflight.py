@@ -45,7 +45,7 @@ from finetune_trainer.preflight.job_steps import (
     check_tokenizer,
     check_trackers,
 )
-from finetune_trainer.preflight.model_process import check_model
+from finetune_trainer.preflight.model_process import check_model, computed_first_values
 from finetune_trainer.preflight.storage import check_room, check_storage
 from finetune_trainer.preflight.token_rows import check_token_rows, check_trained_rows
 from finetune_trainer.processes.start import torch_is_kept_out
@@ -141,8 +141,11 @@ def run(context: RunContext) -> TerminationReport:
                 log.info("%s: cleared by %s", finding.rule, changes_text(finding.changes))
         if seen.structure is None or not nothing_refused(seen):
             return _refused(seen)
+        lora = seen.plan.method.lora
+        # The last that is written but for the data: a refusal leaves nothing behind.
+        first_values = computed_first_values(context) if lora is not None and lora.starts_from_base else None
         data_hash = seen.known_data.publish()
-    return _accepted(seen, _model_report(seen, data_hash))
+    return _accepted(seen, _model_report(seen, data_hash), first_values)
 
 
 def _record_lengths(data: Preparation) -> dict[int, int]:
@@ -177,7 +180,7 @@ def _model_report(seen: JobInspection, data_hash: str) -> ModelReport:
     )
 
 
-def _accepted(seen: JobInspection, report: ModelReport) -> TerminationReport:
+def _accepted(seen: JobInspection, report: ModelReport, first_values: str | None) -> TerminationReport:
     write_durably(seen.context.workspace.model_report, report.model_dump_json(indent=1).encode())
     return TerminationReport(
         role=Role.PREFLIGHT,
@@ -200,6 +203,7 @@ def _accepted(seen: JobInspection, report: ModelReport) -> TerminationReport:
             "wrap_classes": ",".join(report.wrap_classes),
             "rehearsal": report.rehearsal.verdict.value,
             "rehearsal_seconds": str(report.rehearsal.seconds),
+            **({"first_values_sha256": first_values} if first_values is not None else {}),
             **(seen.memory.facts if seen.memory is not None else {}),
         },
     )
