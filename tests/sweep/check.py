@@ -48,6 +48,8 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     evidence = Evidence()
     problems = evidence.problems
     parameters = [whole([notes.parameters[step] for notes in first]) for step in range(STEPS + 1)]
+    # The replayed optimizer changes what it starts with.
+    started = {name: value.clone() for name, value in parameters[0].items()}
     gradients = [whole([notes.gradients[step] for notes in first]) for step in range(STEPS)]
     resumed = [whole([notes.parameters[step] for notes in second]) for step in range(STEPS + 1 - SAVED_AT)]
     problems += oracle.compare_bits(resumed[0], parameters[SAVED_AT], "weights on resuming")
@@ -126,7 +128,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
         )
         model.take(parameters[best])
     if fresh is not None:
-        problems += _adapter(case, context, model, fresh, parameters[0])
+        problems += _adapter(case, context, model, fresh, started)
     else:
         problems += _whole_model(case, context, model)
     return evidence

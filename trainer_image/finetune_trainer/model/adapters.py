@@ -56,7 +56,7 @@ def lora_config(lora: LoraPlan) -> LoraConfig:
         target_parameters=list(lora.target_parameters) or None,
         exclude_modules=list(lora.exclude_modules) or None,
         layers_to_transform=None if lora.layers_to_transform is None else list(lora.layers_to_transform),
-        init_lora_weights=lora.starts_from_base or _INITS.get(lora.init_lora_weights, lora.init_lora_weights.value),
+        init_lora_weights=True if lora.starts_from_base else _INITS.get(lora.init_lora_weights, lora.init_lora_weights.value),
         modules_to_save=list(lora.modules_to_save) or None,
         trainable_token_indices=list(lora.trainable_token_indices) or None,
         rank_pattern=dict(lora.rank_pattern),

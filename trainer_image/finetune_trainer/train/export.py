@@ -120,7 +120,8 @@ def _first_values(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     """By stored name. Raises InvariantError if they are not those that the checkpoint was trained from."""
     if file_sha256(path) != manifest.origin.first_values:
         raise InvariantError(f"{path} is not what the checkpoint of step {manifest.step} was trained from")
-    return load_file(path)
+    tensors: dict[str, torch.Tensor] = load_file(path)
+    return tensors
 
 
 def _export_model(
