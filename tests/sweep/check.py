@@ -39,6 +39,8 @@ QUIET_STEP = SAVED_AT - 1
 """Of a run with dropout, the step in which it drops nothing: the last one before the checkpoint, so that the resumed run, which
 must end on the same bits, draws all its noise."""
 
+STARTING_FROM_BASE = ("pissa", "olora")
+"""Starts with a part of the base's weights."""
 _SECOND_COPIES = {"original_module", "modules_to_save"}
 """Parts of names in adapter files."""
 
@@ -63,7 +65,9 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     quantized = plan.method.quantization is not None
     base = plain.plain_base(case, directory, quantized=quantized)
     fresh = copy.deepcopy(base) if plan.method.trains_adapter else None
-    model = plain.Plain(case, plan, base)
+    starts_from_base = case.values.get("init") in STARTING_FROM_BASE
+    unpacked = plain.plain_base(case, directory, quantized=False) if quantized and starts_from_base else None
+    model = plain.Plain(case, plan, base, unpacked)
     trained = {name: parameter.detach().clone() for name, parameter in model.trained.items()}
     problems += oracle.compare_names(parameters[0], trained, "trained parameters")
     if problems:
@@ -171,7 +175,7 @@ def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any, fi
     # that it loads the values is compared below.
     wanted = {name: tensor for name, tensor in wanted.items() if not _SECOND_COPIES & set(name.split("."))}
     held = DTYPES[plain.held_dtype(case)]
-    has_plain_form = case.values.get("init") in ("pissa", "olora")
+    has_plain_form = case.values.get("init") in STARTING_FROM_BASE
     if has_plain_form:
         # [A; A0] and [B, -B0]: what is left of the base, and with it what was taken off, belongs to no file.
         for name, tensor in first.items():
