@@ -31,6 +31,11 @@ class WorkspaceLayout:
         return self.root / "preflight.json"
 
     @property
+    def first_values(self) -> Path:
+        """What adapters that start from the base's own weights start with: computed once, read by every rank of every attempt."""
+        return self.root / "first-values.safetensors"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

@@ -139,7 +139,8 @@ def read_layer(parameters: Sequence[ParameterShape]) -> Layer:
         if (".lora_A." in name or ".lora_B." in name) and "experts" in module:
             expert_factors, factor_dtype = expert_factors + each.numel, each.dtype
         elif ".lora_A." in name:
-            ranks[base] = (each.shape[0], each.dtype)
+            # The first is the trained one: what a frozen one reads is not kept for its gradient.
+            ranks.setdefault(base, (each.shape[0], each.dtype))
         elif ".lora_magnitude_vector." in name:
             magnitudes.add(base)
         elif len(each.shape) == 3:

@@ -16,6 +16,8 @@ from finetune_job.plan.element_types import DTYPE_BYTES
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, QuantizationPlan
 from finetune_memory.model_shape import LINEAR, ParameterShape, UnknownModelError
 
+FIRST_VALUES = "first_values"
+"""Name of the frozen adapter that holds what an adapter started with, where that is a part of the base's weights."""
 PREFIX = "base_model.model."
 """What PEFT puts before the names of the base model."""
 HEADS = ("lm_head", "embed_out", "output")
@@ -124,7 +126,11 @@ def _with_adapters(base: Sequence[ParameterShape], lora: LoraPlan, held: str, ad
                     _held(each, f"{path}.base_layer", held, is_trained=adapts_bias and each.name.endswith(".bias"))
                     for each in parameters
                 )
-            yield from _adapter(path, parameters[0], lora, adapter_dtype, _rank(name, lora))
+            for each in _adapter(path, parameters[0], lora, adapter_dtype, _rank(name, lora)):
+                yield each
+                if lora.starts_from_base:
+                    first = each.name.replace(".default.", f".{FIRST_VALUES}.")
+                    yield replace(each, name=first, dtype=held, is_trained=False)
         else:
             yield from (_held(each, path, held, is_trained=trains_bias and each.name.endswith(".bias")) for each in parameters)
 

@@ -37,6 +37,7 @@ def layers_with_adapters(model: torch.nn.Module) -> set[str]:
             {"type": "LoRA", "lora": {"initLoraWeights": "orthogonal"}},
             "no attribute 'weight'",
         ),
+        ({"init_lora_weights": "pissa"}, {"type": "LoRA", "lora": {"initLoraWeights": "pissa"}}, "no attribute 'weight'"),
     ],
 )
 def test_settings_that_parameters_do_not_take(peft: dict[str, Any], spec: dict[str, Any], error: str):

@@ -1,16 +1,21 @@
-"""Ways to start an adapter that change the base, need what is not there, or do not exist: `lora-init-not-supported`, the
+"""Ways to start an adapter that change the base in PEFT, need what is not there, or do not exist: `lora-init-not-supported`, the
 schema."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from pydantic import ValidationError
 
-from finetune_trainer.model.adapters import attach
-from tests.pitfalls.manifests import findings, plans
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.method import LoraInit
+from finetune_job.plan.resolve import resolve
+from finetune_trainer.model.adapters import attach, lora_layers
+from finetune_trainer.model.first_values import decompose
+from tests.pitfalls.manifests import JOB, findings, manifest, plans
 from tests.pitfalls.one_process import llama, tokens
 
 RULE = "lora-init-not-supported"
@@ -26,19 +31,47 @@ def base_weight(model: torch.nn.Module) -> torch.Tensor:
     return next(p.detach() for name, p in model.named_parameters() if "layers.0.self_attn.q_proj" in name and "lora" not in name)
 
 
-@pytest.mark.reproduces("lora-init-not-supported")
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_the_adapter_belongs_to_a_changed_base(init: str):
     assert not torch.equal(base_weight(adapted(init_lora_weights=init)), base_weight(llama()))
-    assert RULE in findings(type="LoRA", lora={"initLoraWeights": init})
     assert torch.equal(base_weight(adapted(init_lora_weights="gaussian")), base_weight(llama()))
-    assert RULE not in findings(type="LoRA", lora={"initLoraWeights": "gaussian"})
-    starts_right_once_mended(init)
+    # Here it stays as it is stored.
+    assert torch.equal(base_weight(started(init)), base_weight(llama()))
+    assert not findings(type="LoRA", lora={"initLoraWeights": init})
 
 
-def starts_right_once_mended(init: str, kind: str = "LoRA") -> None:
+def started(init: str, kind: str = "LoRA") -> PeftModel:
+    """As the trainer starts it."""
+    spec = FineTuneJobSpec.model_validate(manifest(type=kind, lora={"initLoraWeights": init}))
+    model = attach(llama(), resolve(JOB, spec, None))
+    for layer in lora_layers(model).values():
+        rank, scaling = layer.r["default"], layer.scaling["default"]
+        a, b = decompose(layer.get_base_layer().weight.detach(), LoraInit(init), rank, scaling, seed=0)
+        for name in ("default", "first_values"):
+            layer.lora_A[name].weight.data.copy_(a)
+            layer.lora_B[name].weight.data.copy_(b)
+    return model
+
+
+def test_pissa_wants_a_base_that_is_not_packed():
+    packed = torch.nn.Sequential(Linear4bit(64, 64, bias=False, quant_type="nf4")).to("cpu")
+    with pytest.raises(TypeError, match="Please initialize PiSSA under float32, float16, or bfloat16"):
+        get_peft_model(packed, LoraConfig(r=4, target_modules=["0"], init_lora_weights="pissa"))
+    assert not findings(type="QLoRA", lora={"initLoraWeights": "pissa"})
+
+
+@pytest.mark.reproduces("decomposed-start-with-dora")
+def test_dora_does_not_start_at_the_base():
+    wanted = llama()(input_ids=tokens()).logits
+    assert torch.allclose(started("olora")(input_ids=tokens()).logits, wanted, atol=1e-5)
+    assert not torch.allclose(started("olora", "DoRA")(input_ids=tokens()).logits, wanted, atol=1e-3)
+    assert "decomposed-start-with-dora" in findings(type="DoRA", lora={"initLoraWeights": "olora"})
+    starts_right_once_mended("olora", "DoRA", "decomposed-start-with-dora")
+
+
+def starts_right_once_mended(init: str, kind: str = "LoRA", rule: str = RULE) -> None:
     """The base is the stored one, the adapter changes nothing yet, and every layer's gets a gradient."""
-    plan = plans(RULE, {"method.type": kind, "method.lora.initLoraWeights": init})[1]
+    plan = plans(rule, {"method.type": kind, "method.lora.initLoraWeights": init})[1]
     model = attach(llama(), plan)
     assert torch.equal(base_weight(model), base_weight(llama()))
     found = model(input_ids=tokens(), labels=tokens())

@@ -39,6 +39,8 @@ QUIET_STEP = SAVED_AT - 1
 """Of a run with dropout, the step in which it drops nothing: the last one before the checkpoint, so that the resumed run, which
 must end on the same bits, draws all its noise."""
 
+STARTING_FROM_BASE = ("pissa", "olora")
+"""Starts with a part of the base's weights."""
 _SECOND_COPIES = {"original_module", "modules_to_save"}
 """Parts of names in adapter files."""
 
@@ -48,6 +50,8 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     evidence = Evidence()
     problems = evidence.problems
     parameters = [whole([notes.parameters[step] for notes in first]) for step in range(STEPS + 1)]
+    # The replayed optimizer changes what it starts with.
+    started = {name: value.clone() for name, value in parameters[0].items()}
     gradients = [whole([notes.gradients[step] for notes in first]) for step in range(STEPS)]
     resumed = [whole([notes.parameters[step] for notes in second]) for step in range(STEPS + 1 - SAVED_AT)]
     problems += oracle.compare_bits(resumed[0], parameters[SAVED_AT], "weights on resuming")
@@ -61,7 +65,9 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
     quantized = plan.method.quantization is not None
     base = plain.plain_base(case, directory, quantized=quantized)
     fresh = copy.deepcopy(base) if plan.method.trains_adapter else None
-    model = plain.Plain(case, plan, base)
+    starts_from_base = case.values.get("init") in STARTING_FROM_BASE
+    unpacked = plain.plain_base(case, directory, quantized=False) if quantized and starts_from_base else None
+    model = plain.Plain(case, plan, base, unpacked)
     trained = {name: parameter.detach().clone() for name, parameter in model.trained.items()}
     problems += oracle.compare_names(parameters[0], trained, "trained parameters")
     if problems:
@@ -126,7 +132,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
         )
         model.take(parameters[best])
     if fresh is not None:
-        problems += _adapter(case, context, model, fresh)
+        problems += _adapter(case, context, model, fresh, started)
     else:
         problems += _whole_model(case, context, model)
     return evidence
@@ -160,8 +166,8 @@ def _exported_step(context: RunContext) -> int:
     return int(json.loads((context.workspace.adapter / MANIFEST_FILE).read_bytes())["step"])
 
 
-def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any) -> list[str]:
-    """The file has what PEFT would have written, and PEFT loads the trained model from it."""
+def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any, first: dict[str, torch.Tensor]) -> list[str]:
+    """The file has what PEFT would have written, and PEFT loads the trained model from it. `first`: what training began with."""
     directory = context.workspace.adapter
     file = load_file(directory / ADAPTER_FILE)
     wanted = get_peft_model_state_dict(model.model, save_embedding_layers=False)
@@ -169,6 +175,15 @@ def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any) ->
     # that it loads the values is compared below.
     wanted = {name: tensor for name, tensor in wanted.items() if not _SECOND_COPIES & set(name.split("."))}
     held = DTYPES[plain.held_dtype(case)]
+    has_plain_form = case.values.get("init") in STARTING_FROM_BASE
+    if has_plain_form:
+        # [A; A0] and [B, -B0]: what is left of the base, and with it what was taken off, belongs to no file.
+        for name, tensor in first.items():
+            stored = name.replace(".default.", ".")
+            if ".lora_A." in name:
+                wanted[stored] = torch.cat([wanted[stored], tensor.float()], 0)
+            elif ".lora_B." in name:
+                wanted[stored] = torch.cat([wanted[stored], -tensor.float()], 1)
     problems = oracle.compare_names(file, wanted, "adapter file")
     problems += oracle.compare_values(file, wanted, ROUNDING[held], "adapter file")
     if problems:
@@ -176,7 +191,8 @@ def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any) ->
     loaded = plain.loaded_adapter(fresh, directory)
     state, expected = loaded.state_dict(), model.model.state_dict()
     exact = {name: tensor for name, tensor in expected.items() if name in model.trained}
-    problems += oracle.compare_values(state, exact, 0.0, "loaded adapter")
+    if not has_plain_form:
+        problems += oracle.compare_values(state, exact, 0.0, "loaded adapter")
     problems += oracle.compare_logits(
         plain.logits(loaded), plain.logits(model.model), ROUNDING[held], "logits of the loaded adapter"
     )

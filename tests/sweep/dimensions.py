@@ -89,8 +89,8 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("layers", (UNSET, "one"), needs={**_LORA, "targets": ("attention", "head")}),
     Dimension(
         "init",
-        (UNSET, "ZeroB", "gaussian", "orthogonal", "Random"),
-        ("pissa", "olora", "corda", "loftq", "eva"),
+        (UNSET, "ZeroB", "gaussian", "orthogonal", "Random", "pissa", "olora"),
+        ("corda", "loftq", "eva"),
         needs=_LORA,
     ),
     Dimension("alpha", (UNSET, "6"), needs={**_LORA, "init": _SMALL_INITS}),

@@ -17,9 +17,11 @@ import bitsandbytes
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family
@@ -129,12 +131,22 @@ def stored_base(directory: Path) -> Any:
 class Plain:
     """A plain model with fresh adapters, as PEFT makes them."""
 
-    def __init__(self, case: Case, plan: RunPlan, base: nn.Module) -> None:
+    def __init__(self, case: Case, plan: RunPlan, base: nn.Module, unpacked: nn.Module | None = None) -> None:
+        """`unpacked`: what `base` was packed from, if an adapter starts from the stored weights."""
         self.plan = plan
         self.model: Any = base
         if plan.method.trains_adapter:
             torch.manual_seed(plan.training.seed)
-            self.model = get_peft_model(base, peft_config(case))
+            config = peft_config(case)
+            init = getattr(config, "init_lora_weights", None)
+            is_turned = any(isinstance(module, Conv1D) for module in base.modules())
+            is_tied = init in ("pissa", "olora") and bool(base.config.tie_word_embeddings)
+            starts_here = (init == "olora" and is_turned) or unpacked is not None or is_tied
+            if starts_here:
+                config.init_lora_weights = True
+            self.model = get_peft_model(base, config)
+            if starts_here:
+                _start_from_weights(self.model, init, base if unpacked is None else unpacked)
         self.model.train()
 
     @property
@@ -189,6 +201,30 @@ class Plain:
             loss = float(documents_loss(self.model, split))
         self.model.train()
         return loss
+
+
+def _start_from_weights(model: nn.Module, init: Any, source: nn.Module) -> None:
+    """PiSSA and OLoRA where PEFT 0.21 has none or another: on weights stored as [inputs, outputs], which its olora_init takes for
+    [outputs, inputs], on a tied head, with which it changes the embedding, and from weights that a base was packed from.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            held, rank, scaling = layer.get_base_layer(), layer.r["default"], layer.scaling["default"]
+            found = source.get_submodule(name.removeprefix("base_model.model."))
+            found = getattr(found, "base_layer", found)
+            weight = found.weight.data.T if isinstance(found, Conv1D) else found.weight.data
+            if init == "olora":
+                columns, rows = torch.linalg.qr(weight)
+                up, down = columns[:, :rank], rows[:rank]
+            else:
+                left, values, right = torch.linalg.svd(weight, full_matrices=False)
+                root = torch.sqrt(values[:rank] / scaling)
+                up, down = left[:, :rank] * root, root[:, None] * right[:rank]
+            layer.lora_A["default"].weight.data = down.contiguous()
+            layer.lora_B["default"].weight.data = up.contiguous()
+            first = scaling * up @ down
+            # A parameter of its own: a tied one is the embedding's, too.
+            held.weight = nn.Parameter(held.weight.data - (first.T if isinstance(held, Conv1D) else first), requires_grad=False)
 
 
 def documents_loss(model: Any, sequences: Sequence[Packed]) -> torch.Tensor:

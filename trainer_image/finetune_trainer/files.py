@@ -5,6 +5,8 @@ Whoever can write to a claim can put a link, a pipe or another path there. Three
 * links of a model or an adapter may lead to places below its `link_root`, and nowhere else (`links_outside`, `open_within`);
 * everything else is opened without waiting and must be a plain file (`open_regular`).
 A check and an open that follows are no protection: the name could change in between. So the open itself refuses.
+
+And the names of licence files.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ TEMPLATES = "additional_chat_templates"
 _COPY_BYTES = 1 << 20
 MOST_OWN_BYTES = 1 << 30
 """Of a manifest, a journal or a report. The longest are histories: some 300 bytes for each step of training."""
+LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
+"""Beginnings of the names of files that are a model's terms, in capitals: they are fetched with it and published with everything
+that is made of it."""
 
 
 def temporary_beside(path: Path) -> Path:
@@ -232,3 +237,8 @@ class FileDigests:
         """The digest, once for each path. Raises as `file_sha256` does."""
         self.begin([path])
         return self._digests[path].result()
+
+
+def licence_files(model: Path) -> list[Path]:
+    """The terms in a model's directory."""
+    return sorted(path for path in model.iterdir() if path.is_file() and path.name.upper().startswith(LICENCE_NAMES))

@@ -88,10 +88,23 @@ class LoraInit(StrEnum):
     RANDOM = "Random"
     """A and B random: training does not start at the base model. PEFT's `False`."""
     PISSA = "pissa"
+    """PiSSA: the largest r singular values of each weight and their vectors, of which the base keeps the rest. Slow for large
+    weights, because all of them are computed."""
+    PISSA_NITER_4 = "pissa_niter_4"
+    """The same by a randomised decomposition with so many iterations, which is fast."""
+    PISSA_NITER_8 = "pissa_niter_8"
+    PISSA_NITER_16 = "pissa_niter_16"
+    PISSA_NITER_32 = "pissa_niter_32"
     OLORA = "olora"
+    """OLoRA: the first r columns of each weight, made orthogonal, and what they say of the weight."""
     CORDA = "corda"
     LOFTQ = "loftq"
     EVA = "eva"
+
+    @property
+    def decomposes_base(self) -> bool:
+        """Whether the adapter starts with a part of the base's own weights."""
+        return self is LoraInit.OLORA or self.value.startswith(LoraInit.PISSA.value)
 
 
 TokenIndex = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -119,7 +132,8 @@ class LoraSpec(ApiModel):
     layers_to_transform: Annotated[list[Annotated[int, Field(ge=0, le=4095)]], Field(min_length=1, max_length=4096)] | None = None
     """Numbers of the layers to adapt, from 0. Unset: all."""
     init_lora_weights: LoraInit = LoraInit.ZERO_B
-    """First values of the adapter."""
+    """First values of the adapter. pissa, pissa_niter_4 to 32 and olora start it with a part of the base's weights, which stay as
+    they are: the adapter is published as plain LoRA of twice the rank."""
     modules_to_save: Annotated[list[ModuleName], Field(max_length=64)] | None = None
     """Modules that are trained and saved whole with the adapter."""
     trainable_token_indices: Annotated[list[TokenIndex], Field(min_length=1, max_length=1024)] | None = None

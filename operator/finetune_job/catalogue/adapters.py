@@ -210,6 +210,14 @@ EFFECT_ENTRIES = (
         "tests/unit/finetune_trainer/preflight/test_fsdp_units.py::test_a_rank_beyond_a_layers_width_is_a_warning",
     ),
     Entry(
+        "decomposition-too-long",
+        "error",
+        "All singular values of the base's weights would take more than an hour to compute",
+        "PiSSA starts from the largest r of them; computed one and all they take hours of processor time before training begins.",
+        "Set spec.method.lora.initLoraWeights to pissa_niter_16, which computes only those that are used",
+        "tests/unit/finetune_trainer/preflight/test_stored_weights_decomposition.py::test_what_takes_hours_to_decompose_is_refused",
+    ),
+    Entry(
         "experts-not-excluded",
         "error",
         "excludeModules does not exclude the experts that once had such names",

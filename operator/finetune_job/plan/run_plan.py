@@ -110,6 +110,11 @@ class LoraPlan(PlanModel):
     bias: LoraBias
     autocast_adapter_dtype: bool
 
+    @property
+    def starts_from_base(self) -> bool:
+        """Whether first values are computed from the base's weights and kept for the whole run."""
+        return self.init_lora_weights.decomposes_base
+
 
 class AdapterPlan(PlanModel):
     """PEFT's configuration of a method other than LoRA's family."""

@@ -27,11 +27,11 @@ def _lora(context: RuleContext) -> LoraSpec | None:
     "target-parameters-conflict",
     "An adapter on a parameter has neither dropout nor magnitudes",
     reads=(_PARAMETERS, _TYPE, _DROPOUT, _INIT),
-    sources=("peft: peft/tuners/lora/layer.py, ParamWrapper; LoraLayer.orthogonal_init",),
+    sources=("peft: peft/tuners/lora/layer.py, ParamWrapper; LoraLayer.orthogonal_init, pissa_init",),
     reproduction=Reproduction(
         f"{_TESTS}::test_settings_that_parameters_do_not_take",
         "ValueError: lora.ParamWrapper does not work with lora_dropout != 0; the same of use_dora=True; of an orthogonal start "
-        "AttributeError: 'MixtralExperts' object has no attribute 'weight'",
+        "and of PiSSA AttributeError: 'MixtralExperts' object has no attribute 'weight'",
     ),
     holds_for=_PEFT,
 )
@@ -48,6 +48,8 @@ def target_parameters_conflict(context: RuleContext) -> Problem | None:
         wrong[_DROPOUT] = (lora.lora_dropout, "the adapter is added to the weights, so there is no input to drop from", None)
     if lora.init_lora_weights is LoraInit.ORTHOGONAL:
         wrong[_INIT] = (lora.init_lora_weights, "PEFT looks for a layer's weight to take the element type from", None)
+    if lora.init_lora_weights.decomposes_base:
+        wrong[_INIT] = (lora.init_lora_weights, "it decomposes the weights of layers, and a parameter has none", None)
     if not wrong:
         return None
     field, (value, _, _) = next(iter(wrong.items()))

@@ -47,10 +47,10 @@ from tests.unit.finetune_cli.manifests import ACCEPTED, edited, findings
         ("spec.method.lora.initLoraWeights", "gausian", "spec.method.lora.initLoraWeights", "is not one of", "write gaussian"),
         (
             "spec.method.lora.initLoraWeights",
-            "olroa",
+            "loftp",
             "spec.method.lora.initLoraWeights",
             "is not one of",
-            "write one of ZeroB, gaussian, orthogonal, Random; olora is not supported",
+            "olora; loftq is not supported",
         ),
         *(
             (f"spec.parallelism.fsdp.{field}", word, f"spec.parallelism.fsdp.{field}", "is not one of", meant)

@@ -76,6 +76,11 @@ def test_dora(name: str) -> None:
     _compare(name, {"type": "DoRA", "lora": {"r": 5}})
 
 
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "GPT-2"])
+def test_what_an_adapter_started_with_is_frozen_beside_it(name: str) -> None:
+    _compare(name, {"type": "LoRA", "lora": {"r": 5, "initLoraWeights": "olora", "rankPattern": {"q_proj": 3}}})
+
+
 @pytest.mark.parametrize("name", ["Llama-3.1-70B", "Mixtral-8x7B"])
 def test_full(name: str) -> None:
     _compare(name, {"type": "Full", "lora": None}, held="float32")

@@ -34,13 +34,20 @@ class Checkpoints:
     """
 
     def __init__(
-        self, context: RunContext, gang: Gang, data_hash: str, pieces: list[ParameterRange], optimizer: torch.optim.Optimizer
+        self,
+        context: RunContext,
+        gang: Gang,
+        data_hash: str,
+        pieces: list[ParameterRange],
+        optimizer: torch.optim.Optimizer,
+        *,
+        first_values: str | None = None,
     ) -> None:
         self._gang, self._pieces, self._optimizer = gang, pieces, optimizer
         self._plan = context.plan.checkpoint
         self._exports_best = context.plan.evaluation.load_best_model_at_end
         self._workspace, self._root = context.workspace, context.workspace.checkpoints
-        self._origin = Origin(learning_sha256=context.learning_sha256, data_hash=data_hash)
+        self._origin = Origin(learning_sha256=context.learning_sha256, data_hash=data_hash, first_values=first_values)
         self._newest: tuple[Path, Manifest] | None = None
         self._best_step: int | None = None
         self._under_way: PendingSave | None = None

@@ -97,6 +97,8 @@ class Origin(ManifestModel):
     learning_sha256: str
     """Digest of what the run learns."""
     data_hash: str
+    first_values: str | None = None
+    """SHA-256 of what the adapters started with, where that was computed from the base's weights."""
 
 
 class OptimizerEntry(ManifestModel):
@@ -125,7 +127,9 @@ class Manifest(ManifestModel):
 
     def encode(self) -> bytes:
         """Canonical JSON with its own digest, so that any changed byte shows."""
-        body = self.model_dump(mode="json")
+        # As in the releases that knew none.
+        left_out = {"origin": {"first_values"}} if self.origin.first_values is None else None
+        body = self.model_dump(mode="json", exclude=left_out)
         return _canonical({**body, "sha256": _digest(body)})
 
 
@@ -154,6 +158,10 @@ def read_manifest(directory: Path, origin: Origin) -> Manifest:
         raise ForeignCheckpointError(f"{directory}: belongs to run {found.learning_sha256}, this is {origin.learning_sha256}")
     if found.data_hash != origin.data_hash:
         raise CheckpointError(f"{directory}: was trained on data {found.data_hash}, prepared is {origin.data_hash}")
+    if found.first_values != origin.first_values:
+        raise CheckpointError(
+            f"{directory}: was trained from first values {found.first_values}, computed are {origin.first_values}"
+        )
     if [entry.name for entry in manifest.files] != [rank_file(rank) for rank in range(manifest.world_size)]:
         raise CheckpointError(f"{directory}: does not list one file for each of {manifest.world_size} ranks")
     for entry in manifest.files:

@@ -12,7 +12,7 @@ from typing import Protocol
 from finetune_job.failures import FailureClass
 from finetune_trainer.data.read import KNOWN_EXTENSIONS
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.licence_files import LICENCE_NAMES
+from finetune_trainer.files import LICENCE_NAMES
 from finetune_trainer.network.retry import TransientError
 
 MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".tiktoken", ".jinja", ".md"})

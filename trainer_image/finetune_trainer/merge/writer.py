@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.files import MANIFEST_FILE, TEMPORARY_MARK, copy_within
-from finetune_trainer.licence_files import licence_files
+from finetune_trainer.files import MANIFEST_FILE, TEMPORARY_MARK, copy_within, licence_files
 from finetune_trainer.merge.inputs import ADDED_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from finetune_trainer.merge.journal import Journal
 from finetune_trainer.merge.plan import MergePlan, Shard

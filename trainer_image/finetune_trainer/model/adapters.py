@@ -5,6 +5,8 @@ Also at which multiple of the learning rate each of their parameters learns.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,14 +15,17 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.layer import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import ALL_LINEAR, LoraInit, MethodType
 from finetune_job.method_settings import peft_fields
 from finetune_job.methods import METHODS, lora_kind
 from finetune_job.plan.run_plan import LoraPlan, MethodPlan, RunPlan
+from finetune_memory.adapters import FIRST_VALUES
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.model.library_texts import NO_DEFAULT_TARGETS, STACKED_WEIGHTS
 from finetune_trainer.model.packed_weights import is_to_be_packed
@@ -30,8 +35,10 @@ ORIGINAL = "original_module"
 """What PEFT calls the frozen module of which it trains a copy."""
 WHOLE_COPY = "modules_to_save"
 """What PEFT calls that copy; no name that PEFT writes for one contains it."""
+ADAPTER = "default"
+"""PEFT's name of the adapter that is trained."""
 _INITS = {LoraInit.ZERO_B: True, LoraInit.RANDOM: False}
-"""What PEFT writes as a truth value."""
+"""What PEFT writes as a truth value. Where we start an adapter from the base's weights ourselves, PEFT is to leave them alone."""
 
 
 def config_class(method: MethodType) -> type[PeftConfig]:
@@ -52,7 +59,7 @@ def lora_config(lora: LoraPlan) -> LoraConfig:
         target_parameters=list(lora.target_parameters) or None,
         exclude_modules=list(lora.exclude_modules) or None,
         layers_to_transform=None if lora.layers_to_transform is None else list(lora.layers_to_transform),
-        init_lora_weights=_INITS.get(lora.init_lora_weights, lora.init_lora_weights.value),
+        init_lora_weights=True if lora.starts_from_base else _INITS.get(lora.init_lora_weights, lora.init_lora_weights.value),
         modules_to_save=list(lora.modules_to_save) or None,
         trainable_token_indices=list(lora.trainable_token_indices) or None,
         rank_pattern=dict(lora.rank_pattern),
@@ -97,6 +104,7 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
     config = adapter_config(plan.method)
     field = METHODS[plan.method.type].family.value
     torch.manual_seed(plan.training.seed)
+    held = model.dtype
     try:
         with _magnitudes_left_open(model.dtype):
             adapted = get_peft_model(model, config, autocast_adapter_dtype=plan.method.autocast_adapter_dtype)
@@ -124,6 +132,8 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
         raise ConfigError(f"spec.{field}: PEFT made no adapter model")
     if plan.method.autocast_adapter_dtype and plan.method.trains_parts_of_the_base:
         _hold_in_float32(adapted)
+    if plan.method.lora is not None and plan.method.lora.starts_from_base:
+        _take_off_first_values(adapted, plan.method.lora, held)
     adapted.train()
     return adapted
 
@@ -148,6 +158,66 @@ def _magnitudes_left_open(loaded: torch.dtype) -> Iterator[None]:
         yield
     finally:
         DoraLinearLayer.update_layer = measure
+
+
+def lora_layers(adapted: PeftModel) -> dict[str, LoraLayer]:
+    """The layers with an adapter of LoRA, by their names, sorted."""
+    return {name: layer for name, layer in sorted(adapted.named_modules()) if isinstance(layer, LoraLayer)}
+
+
+def _take_off_first_values(adapted: PeftModel, lora: LoraPlan, held: torch.dtype) -> None:
+    """A frozen adapter next to each one, for the values that it starts with, scaled by the opposite sign.
+
+    So `W x + s (B A - B0 A0) x` is computed, what PEFT computes as `(W - s B0 A0) x + s B A x`, and the base keeps its weights:
+    nothing is rounded or packed again, no tied weight changes, and every attempt on any number of ranks computes with the same
+    bytes. `held`: element type of the base, in which FSDP 1 has to find what is frozen. Raises ConfigError.
+    """
+    field, init = "spec.method.lora.initLoraWeights", lora.init_lora_weights.value
+    for name, layer in lora_layers(adapted).items():
+        base, shown = layer.get_base_layer(), name.removeprefix("base_model.model.")
+        if ADAPTER not in layer.lora_A or not isinstance(base, nn.Linear | Conv1D):
+            raise ConfigError(
+                f"{field}: {init} decomposes the weights of linear layers, and {shown} is a {type(base).__name__}",
+                f"leave {shown} out of the targets, or remove initLoraWeights",
+            )
+        rank, width = layer.r[ADAPTER], min(layer.in_features, layer.out_features)
+        if rank > width:
+            raise ConfigError(
+                f"{field}: {init} starts rank {rank} from a weight of rank {width} at most: {shown}",
+                f"set rankPattern: {{{shown.rpartition('.')[2]}: {width}}}, or a lower rank for all",
+            )
+        for factors in (layer.lora_A, layer.lora_B):
+            factors[FIRST_VALUES] = copy.deepcopy(factors[ADAPTER]).to(held).requires_grad_(requires_grad=False)
+        # PEFT drops nothing from what the base computes, and this is a part of it.
+        layer.lora_dropout[FIRST_VALUES] = nn.Identity()
+        layer.scaling[FIRST_VALUES] = -layer.scaling[ADAPTER]
+        for facts in (layer.r, layer.lora_alpha, layer.use_rslora, layer.use_dora, layer.lora_bias):
+            facts[FIRST_VALUES] = facts[ADAPTER]
+        layer._active_adapter = [ADAPTER, FIRST_VALUES]  # noqa: SLF001 - set_adapter would train both, in modules_to_save, too
+
+
+def has_first_values(model: PeftModel) -> bool:
+    """Whether its adapters start with a part of the base's weights."""
+    return any(FIRST_VALUES in layer.lora_A for layer in lora_layers(model).values())
+
+
+def plain_lora(trained: torch.Tensor, first: torch.Tensor, name: str) -> torch.Tensor:
+    """A factor, called `name` in the file, of the plain LoRA adapter that changes the base as `trained` does, which started with
+    `first`: `B A - B0 A0` is `[B, -B0] [A; A0]`, of twice the rank (peft: LoraModel.subtract_mutated_init).
+    """
+    is_first_factor = "lora_A" in name.split(".")
+    return torch.cat(
+        [trained, first.to(trained.dtype) if is_first_factor else -first.to(trained.dtype)], 0 if is_first_factor else 1
+    )
+
+
+def saved_shape(name: str, shape: tuple[int, ...], model: nn.Module) -> tuple[int, ...]:
+    """Shape in the adapter's file of what is trained in this shape and stored as `name`."""
+    if not isinstance(model, PeftModel) or not has_first_values(model):
+        return shape
+    parts = name.split(".")
+    twice = (0,) if "lora_A" in parts else (1,) if "lora_B" in parts else ()
+    return tuple(2 * size if dimension in twice else size for dimension, size in enumerate(shape))
 
 
 def _hold_in_float32(adapted: PeftModel) -> None:
@@ -200,8 +270,9 @@ def _stored(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     state = model.state_dict(keep_vars=True)
     stored = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
     # With trained biases PEFT also lists what is inside a module that is trained whole: the base's own, frozen, and a copy's bias
-    # a second time, under a name of which no reader knows what to do with it.
-    yield from ((name, tensor) for name, tensor in stored.items() if not {ORIGINAL, WHOLE_COPY} & set(name.split(".")))
+    # a second time, under a name of which no reader knows what to do with it. What an adapter started with is not its own.
+    foreign = {ORIGINAL, WHOLE_COPY, FIRST_VALUES}
+    yield from ((name, tensor) for name, tensor in stored.items() if not foreign & set(name.split(".")))
 
 
 def adapter_settings(model: PeftModel, base_model: str, revision: str | None = None) -> dict[str, Any]:
@@ -211,7 +282,18 @@ def adapter_settings(model: PeftModel, base_model: str, revision: str | None = N
     settings["revision"] = revision
     settings["inference_mode"] = True
     _match_feedforward(settings)
+    if has_first_values(model):
+        _double_ranks(settings)
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+
+
+def _double_ranks(settings: dict[str, Any]) -> None:
+    """Of LoRA, with the same scaling: alpha / r, or alpha / sqrt(r)."""
+    factor = math.sqrt(2) if settings["use_rslora"] else 2
+    settings["r"] *= 2
+    settings["lora_alpha"] *= factor
+    settings["rank_pattern"] = {name: 2 * rank for name, rank in settings["rank_pattern"].items()}
+    settings["alpha_pattern"] = {name: factor * alpha for name, alpha in settings["alpha_pattern"].items()}
 
 
 def _match_feedforward(settings: dict[str, Any]) -> None:

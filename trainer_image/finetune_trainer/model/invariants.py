@@ -14,6 +14,7 @@ from finetune_job.api.method import LoraBias, MethodType
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import FsdpPlan, MethodPlan, RunPlan
 from finetune_job.sharding import Conflict, by_unit, element_types, unit_conflict
+from finetune_memory.adapters import FIRST_VALUES
 from finetune_trainer.errors import ConfigError, InvariantError
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.packed_weights import is_to_be_packed
@@ -50,7 +51,7 @@ def _is_to_be_trained(name: str, parameter: nn.Parameter, method: MethodPlan) ->
         return True
     if method.lora is not None:
         if any(mark in parts for mark in LORA_MARKS):
-            return True
+            return FIRST_VALUES not in parts
         return parameter.requires_grad and parts[-1] == "bias" and method.lora.bias is not LoraBias.NONE
     # PEFT marks what a method adds with the method's prefix; some of it is fixed on purpose.
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(METHODS[method.type].peft_type)]

@@ -27,6 +27,7 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_job.sharding import can_load_shards
 from finetune_trainer.checkpoint.state import ParameterRange
 from finetune_trainer.errors import InvariantError, ModelError
+from finetune_trainer.model.adapters import ADAPTER
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import LORA_MARKS
 from finetune_trainer.model.load import (
@@ -44,8 +45,6 @@ from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_che
 log = logging.getLogger(__name__)
 BLOCK_BYTES = 16 * 2**20
 """Read at a time."""
-ADAPTER = "default"
-"""PEFT's name of the only adapter."""
 
 
 def stored_by_name(model: PreTrainedModel, directory: Path) -> Mapping[str, TensorHeader] | None:
@@ -92,7 +91,7 @@ def unloaded_base_model(plan: RunPlan, directory: Path, device: torch.device) ->
     if keeps_some_in_float32(model, dtype) or _has_magnitudes_of_embeddings(model, plan) or headers is None:
         log.info("every rank loads the whole model: its files do not hold the parameters as %s does", type(model).__name__)
         return None
-    headers = {**headers, **_tied(model, headers)}
+    headers = {**headers, **tied_headers(model, headers)}
     if quantization is not None:
         pack_layers(model, quantization, packed_dtype(plan, dtypes), lazy_zeros)
         make_fit_for_training(model, device)
@@ -101,7 +100,7 @@ def unloaded_base_model(plan: RunPlan, directory: Path, device: torch.device) ->
     return UnloadedModel(model, headers)
 
 
-def _tied(model: PreTrainedModel, headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+def tied_headers(model: PreTrainedModel, headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
     """Headers of parameters that other parameters are, by the names that the files do not have.
 
     An adapter can separate them: a trained copy of a tied output head starts at the values of the input embedding.

@@ -22,8 +22,9 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_memory.adapters import BLOCK_SIZE, NESTED_BLOCK_SIZE
 from finetune_trainer.checkpoint.state import ParameterRange
+from finetune_trainer.model.adapters import ADAPTER
 from finetune_trainer.model.invariants import MAGNITUDE, check_norms
-from finetune_trainer.model.load_shards import ADAPTER, base_name, initial_magnitudes, read_into
+from finetune_trainer.model.load_shards import base_name, initial_magnitudes, read_into
 from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.weights.headers import TensorHeader
 

@@ -16,10 +16,12 @@ from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import FsdpPlan, RunPlan
 from finetune_job.sharding import reduces_every_micro_step
 from finetune_trainer.checkpoint.state import ParameterRange, check_complete, pieces
+from finetune_trainer.errors import InvariantError
 from finetune_trainer.model.activation_checkpointing import checkpoint_activations
-from finetune_trainer.model.adapters import attach, fixed_tensors
+from finetune_trainer.model.adapters import attach, fixed_tensors, has_first_values
 from finetune_trainer.model.compilation import compile_layers
 from finetune_trainer.model.dtypes import ModelDtypes, computes_in_float16, resolve_casts, resolve_dtypes
+from finetune_trainer.model.first_values import start_from
 from finetune_trainer.model.float32_layers import cast_embedding_outputs, compute_delora_in_float32
 from finetune_trainer.model.fsdp_versions import Reduction, shard_with_fsdp1, shard_with_fsdp2
 from finetune_trainer.model.invariants import check_decomposed, check_magnitudes, check_trainable, trainable_shapes
@@ -55,8 +57,13 @@ class TrainedModel:
     """Whether a gradient may pass through float16."""
 
 
-def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any, Any]) -> TrainedModel:
-    """Load, adapt, shard, and assert that nothing was lost on the way. Called by all ranks together."""
+def build(
+    plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any, Any], first_values: Path | None = None
+) -> TrainedModel:
+    """Load, adapt, shard, and assert that nothing was lost on the way. Called by all ranks together.
+
+    `first_values`: the file of adapters that start from the base's weights.
+    """
     stored = stored_dtype(base_model)
     dtypes = resolve_dtypes(plan, stored)
     casts = resolve_casts(plan, dtypes, gang.world_size)
@@ -76,6 +83,10 @@ def build(plan: RunPlan, base_model: Path, gang: Gang, objective: Objective[Any,
     if headers is not None:
         measure_magnitudes(model, headers)
         read_token_rows(model, headers)
+    if isinstance(model, PeftModel) and has_first_values(model):
+        if first_values is None:
+            raise InvariantError("the adapters start from the base's weights, and no first values were computed")
+        start_from(model, first_values)
     check_magnitudes(model)
     objective.install(model)
     check_trainable(model, plan, frozen)

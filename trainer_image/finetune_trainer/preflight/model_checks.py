@@ -46,7 +46,7 @@ from finetune_trainer.preflight.model_inspection import (
     trains_lora,
 )
 from finetune_trainer.preflight.small_model import check_small_model
-from finetune_trainer.preflight.stored_weights import check_element_types, check_zero_rows
+from finetune_trainer.preflight.stored_weights import check_decomposition, check_element_types, check_zero_rows
 from finetune_trainer.preflight.task import check_task
 
 STRUCTURE: tuple[CheckStep[ModelInspection], ...] = (
@@ -75,6 +75,7 @@ STRUCTURE: tuple[CheckStep[ModelInspection], ...] = (
     CheckStep(check_left_out, (is_attached, trains_lora)),
     CheckStep(check_ranks_in_file, (is_attached, trains_lora)),
     CheckStep(check_zero_rows, (is_attached, trains_lora)),
+    CheckStep(check_decomposition, (is_attached, trains_lora)),
     CheckStep(describe_structure, (is_attached, nothing_refused)),
 )
 """What the trainer will build, and what keeps it from being built."""

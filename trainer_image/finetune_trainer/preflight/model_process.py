@@ -7,7 +7,9 @@ them (roles/rehearse.py).
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -16,15 +18,21 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.failures import FailureClass
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.context import RunContext
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.inspection.report import ModelStructure
-from finetune_trainer.processes.child import ChildEnd, encode_answer, parse_answer
+from finetune_trainer.processes.child import ChildEnd, encode_answer, parse_answer, start_answering, wait_for_answer
 from finetune_trainer.processes.sandbox import how_it_ended, limit_this_process
+from finetune_trainer.processes.start import NO_ADVICE, torch_is_kept_out
 
 Checked = tuple[ModelStructure | None, list[Finding]]
 ANSWER: TypeAdapter[Checked] = TypeAdapter(Checked)
 ANSWER_BYTES = 32 << 20
 """A structure of 100,000 trained tensors takes some 20 MB."""
+
+
+DECOMPOSITION_SECONDS = 24 * 3600.0
+"""For the first values of all layers; preflight refuses what it expects to take more than an hour."""
 
 
 class ModelCheckError(TrainerError):
@@ -43,6 +51,36 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
 
     seen = inspect_model(plan, directory)
     return seen.structure, seen.findings
+
+
+def computed_first_values(context: RunContext) -> str:
+    """Digest of the file of first values, in a process of its own where this one does without torch.
+
+    Raises ModelCheckError, and OSError as the file system does.
+    """
+    path = context.workspace.first_values
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not torch_is_kept_out():
+        from finetune_trainer.model.first_values import ensure_first_values
+
+        return ensure_first_values(context.plan, context.base_model, path)
+    command = [sys.executable, "-m", "finetune_trainer.model.first_values", "--parent", str(os.getpid())]
+    command += ["--model", str(context.base_model), "--to", str(path)]
+    environment = {name: value for name, value in os.environ.items() if name != NO_ADVICE}
+    child = start_answering(command, environment, context.plan.model_dump_json().encode(), ANSWER_BYTES)
+    # How long it takes was looked at before; the pod's deadlines hold besides.
+    ended = wait_for_answer(child, DECOMPOSITION_SECONDS)
+    if ended.code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        raise ModelCheckKilledError(
+            "the process that decomposes the base's weights was killed (SIGKILL), most likely because memory ran out",
+            "raise the memory of the profile's resources.preflight",
+        )
+    if ended.code != 0:
+        raise ModelCheckError(
+            f"the process that decomposes the base's weights ended with status {ended.code}",
+            "its log says why; remove spec.method.lora.initLoraWeights to do without",
+        )
+    return ended.answer.decode()
 
 
 def check_within_bounds(plan: RunPlan, directory: Path) -> bytes:

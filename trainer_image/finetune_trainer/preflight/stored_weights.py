@@ -1,4 +1,5 @@
-"""Settings that only the stored weights rule out: element types that do not go together, and for DoRA rows of zeros.
+"""Settings that only the stored weights rule out: element types that do not go together, for DoRA rows of zeros, and weights that
+take too long to decompose.
 
 Rows of zeros are the one look at weight values that preflight takes: one value of each row, and whole rows only where it is
 zero.
@@ -6,11 +7,12 @@ zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
@@ -19,10 +21,12 @@ from finetune_job.api.training import OptimizerName
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.data.cpus import available_cpus
+from finetune_trainer.model.adapters import ADAPTER, lora_layers
 from finetune_trainer.model.dtypes import ModelDtypes, resolve_casts, resolve_dtypes
 from finetune_trainer.model.invariants import zero_row
 from finetune_trainer.model.load import packed_dtype, stored_dtype
-from finetune_trainer.model.load_shards import ADAPTER, base_name
+from finetune_trainer.model.load_shards import base_name
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.weights.headers import TensorHeader, read_checkpoint
 
@@ -36,6 +40,9 @@ MAGNITUDES: Mapping[str, tuple[Any, int]] = {
     "BF16": (np.dtype("<u2"), 0x7FFF),
 }
 """By element type: the bits of a value as a whole number, and those of them that are not its sign."""
+SECONDS_PER_PRODUCT = 0.4e-9
+"""Of a decomposition on one CPU, over the product of the larger side and the square of the smaller one: 0.2 to 0.32 measured."""
+LONGEST_DECOMPOSITION_SECONDS = 3600.0
 BLOCK_ROWS = 1024
 STARTS_AT_THE_BASE = (LoraInit.ZERO_B, LoraInit.GAUSSIAN)
 """Inits under which the first norms are those of the base's own rows. Orthogonal factors, too, but for rounding to 16 bits."""
@@ -136,6 +143,33 @@ def check_zero_rows(seen: ModelInspection) -> list[Finding]:
         if number is not None:
             return [_zero(base_name(f"{name}.weight").removesuffix(".weight"), "column" if by_column else "row", number)]
     return []
+
+
+def check_decomposition(seen: ModelInspection) -> list[Finding]:
+    """At most one finding: every singular value of every weight would take longer to compute than a job should wait."""
+    if seen.lora.init_lora_weights is not LoraInit.PISSA or not isinstance(seen.trained.model, PeftModel):
+        return []
+    layers = lora_layers(seen.trained.model).values()
+    seconds = decomposition_seconds([(layer.out_features, layer.in_features) for layer in layers], available_cpus())
+    if seconds <= LONGEST_DECOMPOSITION_SECONDS:
+        return []
+    field = "spec.method.lora.initLoraWeights"
+    return [
+        make_finding(
+            "decomposition-too-long",
+            field=field,
+            value=LoraInit.PISSA.value,
+            message=f"all singular values of {len(layers)} weights take about {seconds / 3600:.1f} hours on the "
+            f"{available_cpus()} CPUs of this pod",
+            fix=f"set {field}: {LoraInit.PISSA_NITER_16.value}, which computes only those that are used, in minutes",
+            changes={field: LoraInit.PISSA_NITER_16.value},
+        )
+    ]
+
+
+def decomposition_seconds(shapes: Iterable[tuple[int, int]], cpus: int) -> float:
+    """Of LAPACK's decomposition of weights [outputs, inputs], one after the other."""
+    return sum(max(shape) * min(shape) ** 2 for shape in shapes) * SECONDS_PER_PRODUCT / cpus
 
 
 def _stored(names: list[str], headers: Mapping[str, TensorHeader]) -> TensorHeader | None:

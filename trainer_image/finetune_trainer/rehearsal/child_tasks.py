@@ -29,7 +29,7 @@ from finetune_trainer.checkpoint.manifest import MANIFEST, Manifest, decode_mani
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.json_lines import read_lines
-from finetune_trainer.model.adapters import attach, stored_names
+from finetune_trainer.model.adapters import attach, has_first_values, plain_lora, stored_names
 from finetune_trainer.model.load import build_with_lazy_zeros, load_base_model, stored_dtype
 from finetune_trainer.ranks.gang import joined
 from finetune_trainer.rehearsal.comparison import Gradients, coarsest_dtype, differing_gradients, differing_lines, tolerance_of
@@ -115,9 +115,12 @@ def check_saved(context: RunContext) -> None:
     before = {names[name]: parameter.detach() for name, parameter in fresh.named_parameters() if name in names}
     saved = load_file(context.workspace.adapter / ADAPTER_FILE)
     trained = {names[name]: tensor for name, tensor in full_parameters(directory, manifest)}
+    first = load_file(context.workspace.first_values) if has_first_values(fresh) else {}
+    before |= first
     if set(before) != set(trained):
         raise RehearsalError(f"{len(trained)} tensors were trained, {len(before)} should be")
-    for name, tensor in trained.items():
+    for name, values in trained.items():
+        tensor = plain_lora(values, first[name], name) if name in first else values
         if name not in saved:
             raise RehearsalError(f"the adapter file has {len(saved)} tensors of {len(trained)}: {name} is missing")
         if saved[name].shape != tensor.shape or not torch.equal(saved[name], tensor):

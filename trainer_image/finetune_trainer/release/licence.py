@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from finetune_trainer.licence_files import licence_files
+from finetune_trainer.files import licence_files
 
 CARD_FILE = "README.md"
 _MAX_FRONT_MATTER = 1 << 20

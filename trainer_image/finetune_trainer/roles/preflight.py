@@ -48,7 +48,7 @@ from finetune_trainer.preflight.job_steps import (
     check_tokenizer,
     check_trackers,
 )
-from finetune_trainer.preflight.model_process import check_model
+from finetune_trainer.preflight.model_process import check_model, computed_first_values
 from finetune_trainer.preflight.storage import check_room, check_storage
 from finetune_trainer.preflight.token_rows import check_token_rows, check_trained_rows
 from finetune_trainer.processes.start import torch_is_kept_out
@@ -166,8 +166,11 @@ def run(context: RunContext, *, is_forked: bool = False) -> TerminationReport:
             return _refused(seen)
         if (chosen := _resharding(seen)) is not None:
             log.info("%s: %s, because %s", chosen.field, format_value(chosen.value), chosen.reason)
+        lora = seen.plan.method.lora
+        # The last that is written but for the data: a refusal leaves nothing behind.
+        first_values = computed_first_values(context) if lora is not None and lora.starts_from_base else None
         data_hash = seen.known_data.publish()
-    return _accepted(seen, _model_report(seen, data_hash))
+    return _accepted(seen, _model_report(seen, data_hash), first_values)
 
 
 def _record_lengths(data: Preparation) -> dict[int, int]:
@@ -207,7 +210,7 @@ def _resharding(seen: JobInspection) -> Choice | None:
     return choose_resharding(seen.plan, None, None) if seen.memory is None else seen.memory.resharding
 
 
-def _accepted(seen: JobInspection, report: ModelReport) -> TerminationReport:
+def _accepted(seen: JobInspection, report: ModelReport, first_values: str | None) -> TerminationReport:
     write_durably(seen.context.workspace.model_report, report.model_dump_json(indent=1).encode())
     return TerminationReport(
         role=Role.PREFLIGHT,
@@ -229,6 +232,7 @@ def _accepted(seen: JobInspection, report: ModelReport) -> TerminationReport:
             "total_steps": str(report.total_steps),
             "wrap_classes": ",".join(report.wrap_classes),
             **_rehearsal_facts(seen.rehearsal),
+            **({"first_values_sha256": first_values} if first_values is not None else {}),
             **(seen.memory.facts if seen.memory is not None else {}),
             **({"resharding": report.resharding.model_dump_json()} if report.resharding is not None else {}),
         },

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel
 
 from finetune_job.api.method import MethodType
@@ -28,14 +28,22 @@ from finetune_trainer.files import (
     TEMPORARY_MARK,
     copy_within,
     file_sha256,
+    licence_files,
     publish_directory,
     sync_file,
     temporary_beside,
     write_durably,
 )
-from finetune_trainer.licence_files import licence_files
 from finetune_trainer.merge.plan import MergePlan, OutputTensor, shard_layout
-from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, second_names, stored_names
+from finetune_trainer.model.adapters import (
+    adapter_settings,
+    attach,
+    fixed_tensors,
+    has_first_values,
+    plain_lora,
+    second_names,
+    stored_names,
+)
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.invariants import check_saved
 from finetune_trainer.model.load import SAFETENSORS_DTYPES, build_on_meta, build_with_lazy_zeros, stored_dtype
@@ -92,6 +100,9 @@ def _export_adapter(
         raise InvariantError(
             f"the adapter's fixed tensors are {sorted(fixed)[:3]}, PEFT writes {sorted(fixed_tensors(model))[:3]}"
         )
+    if has_first_values(model):
+        first = _first_values(context.workspace.first_values, manifest)
+        tensors |= {name: plain_lora(tensors[name], tensor, name) for name, tensor in first.items()}
     tensors |= {name: tensor.contiguous() for name, tensor in fixed.items()}
     tensors |= {second: tensors[first].clone() for second, first in second_names(model).items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -103,6 +114,14 @@ def _export_adapter(
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     for path in licence_files(context.base_model):
         copy_within(path, context.base_model_root, directory / path.name)
+    return tensors
+
+
+def _first_values(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """By stored name. Raises InvariantError if they are not those that the checkpoint was trained from."""
+    if file_sha256(path) != manifest.origin.first_values:
+        raise InvariantError(f"{path} is not what the checkpoint of step {manifest.step} was trained from")
+    tensors: dict[str, torch.Tensor] = load_file(path)
     return tensors
 
 

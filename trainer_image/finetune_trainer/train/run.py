@@ -19,6 +19,7 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
 from finetune_trainer.errors import DataError, InvariantError, NonFiniteError, PreemptedError
 from finetune_trainer.inspection.report import frees_gathered
+from finetune_trainer.model.first_values import ensure_first_values
 from finetune_trainer.model.invariants import has_learnt
 from finetune_trainer.model.sharded import TrainedModel, build
 from finetune_trainer.objective.next_token import NextToken
@@ -79,10 +80,13 @@ class _Loop:
             raise DataError("spec.data.source: no training sequence was prepared", "give at least one record")
         self.total = total_steps(training.epochs, training.max_steps, self.data.train.num_sequences, training.global_batch_size)
         self.objective = NextToken()
-        self.model: TrainedModel = build(self.plan, context.base_model, gang, self.objective)
+        first_values = self._first_values()
+        self.model: TrainedModel = build(self.plan, context.base_model, gang, self.objective, context.workspace.first_values)
         self.batches = one_step.StepBatches(self.data.train, training, gang)
         self.optimizer = build_optimizer(self.model.pieces, self.plan)
-        self.checkpoints = Checkpoints(context, gang, self.data.data_hash, self.model.pieces, self.optimizer)
+        self.checkpoints = Checkpoints(
+            context, gang, self.data.data_hash, self.model.pieces, self.optimizer, first_values=first_values
+        )
         manifest = self.checkpoints.resume()
         self.is_resumed = manifest is not None
         self.step, self.state = (manifest.step, manifest.state) if manifest is not None else (0, RunState())
@@ -90,6 +94,16 @@ class _Loop:
             log.info("resuming after step %d of %d", self.step, self.total)
         else:
             log.info("starting at step 0 of %d: the workspace knows no step that was completed before", self.total)
+
+    def _first_values(self) -> str | None:
+        """Digest of what adapters that start from the base's weights start with. Preflight has computed it, as a rule."""
+        lora, path = self.plan.method.lora, self.context.workspace.first_values
+        if lora is None or not lora.starts_from_base:
+            return None
+        digest: str = self.gang.from_first(
+            ensure_first_values(self.plan, self.context.base_model, path) if self.gang.is_first else "", str
+        )
+        return digest
 
     @property
     def has_ended(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune_job.api.method import ALL_LINEAR, LoraInit, LoraSpec
+from finetune_job.methods import METHODS
 from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
 from finetune_job.rules.rule_tables import AT_LEAST_1, BELOW_1, Range, range_rules
 
@@ -12,12 +13,10 @@ _LORA = "method.lora"
 _RANKS = f"{_LORA}.rankPattern"
 _INIT = f"{_LORA}.initLoraWeights"
 _PEFT = "peft 0.21"
-_CHANGES_BASE = "it changes the base weights when training starts, so that the adapter no longer belongs to the base model"
 REFUSED_INITS = {
-    LoraInit.PISSA: _CHANGES_BASE,
-    LoraInit.OLORA: _CHANGES_BASE,
-    LoraInit.CORDA: _CHANGES_BASE,
-    LoraInit.LOFTQ: _CHANGES_BASE,
+    LoraInit.CORDA: "it wants covariances of the layers' inputs, measured on the training data before the first step, which this "
+    "trainer does not compute",
+    LoraInit.LOFTQ: "it quantises the base itself and replaces its weights, so that the adapter belongs to another base model",
     LoraInit.EVA: "it wants activations of the training data before the first step, which this trainer does not compute",
 }
 """Why a way to start is not supported; the others are."""
@@ -105,15 +104,14 @@ def _lora(context: RuleContext) -> LoraSpec:
 
 @rule(
     "lora-init-not-supported",
-    "Some ways to start an adapter change the base",
+    "Some ways to start an adapter need measured data, or replace the base",
     reads=(_INIT,),
-    sources=("peft: peft/tuners/lora/layer.py, LoraLayer.pissa_init, olora_init, corda_init, loftq_init", "peft: LoraConfig"),
+    sources=("peft: peft/tuners/lora/layer.py, LoraLayer.corda_init, loftq_init", "peft: LoraConfig"),
     reproduction=Reproduction(
-        "tests/pitfalls/test_initialisation.py::test_the_adapter_belongs_to_a_changed_base "
         "tests/pitfalls/test_initialisation.py::test_eva_starts_like_any_other_where_nobody_measures "
         "tests/pitfalls/test_initialisation.py::test_corda_wants_what_was_measured_before "
         "tests/pitfalls/test_initialisation.py::test_loftq_quantises_the_base_itself",
-        "no error: the base's weights are others than the stored ones; corda raises ValueError, loftq an error of its own",
+        "of eva no error: nothing is measured; corda raises ValueError, loftq an error of its own",
     ),
     holds_for=_PEFT,
 )
@@ -126,6 +124,34 @@ def lora_init_not_supported(context: RuleContext) -> Problem | None:
         value=lora.init_lora_weights,
         message=f"{lora.init_lora_weights} is refused: {REFUSED_INITS[lora.init_lora_weights]}",
         fix=f"remove {_INIT}, or set it to {', '.join(init for init in LoraInit if init not in REFUSED_INITS)}",
+        changes={_INIT: None},
+    )
+
+
+@rule(
+    "decomposed-start-with-dora",
+    "DoRA measures its norms on whole weights",
+    reads=(_INIT, "method.type"),
+    sources=(
+        "peft: peft/tuners/lora/dora.py, DoraLinearLayer.forward (the norm of the base's weight and of one adapter)",
+        "peft: LoraModel.subtract_mutated_init",
+    ),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_initialisation.py::test_dora_does_not_start_at_the_base",
+        "no error: the norms miss what is taken off the base, and training starts elsewhere than at the base model",
+    ),
+    holds_for=_PEFT,
+)
+def decomposed_start_with_dora(context: RuleContext) -> Problem | None:
+    lora, kind = _lora(context), context.spec.method.type
+    if not (lora.init_lora_weights.decomposes_base and METHODS[kind].needs.magnitudes):
+        return None
+    return Problem(
+        field=_INIT,
+        value=lora.init_lora_weights,
+        message=f"{lora.init_lora_weights} starts an adapter with a part of the weight, which a second, frozen adapter takes off "
+        f"again; {kind} would divide by norms that know the first alone",
+        fix=f"remove {_INIT}, or set method.type to LoRA",
         changes={_INIT: None},
     )
 
@@ -160,4 +186,10 @@ RANGES = (
         ),
     ),
 )
-RULES = (*range_rules(__name__, RANGES), orthogonal_odd_rank, rslora_with_alpha, lora_init_not_supported)
+RULES = (
+    *range_rules(__name__, RANGES),
+    orthogonal_odd_rank,
+    rslora_with_alpha,
+    lora_init_not_supported,
+    decomposed_start_with_dora,
+)

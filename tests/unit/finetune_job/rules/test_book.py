@@ -86,7 +86,7 @@ SETTINGS = [
     optional("method.lora.trainableTokenIndices", [3], [3, 3]),
     optional("method.lora.targetParameters", ["experts.down_proj"]),
     optional("method.lora.excludeModules", ["q"], ["v "]),
-    optional("method.lora.initLoraWeights", "orthogonal", "pissa"),
+    optional("method.lora.initLoraWeights", "orthogonal", "pissa", "loftq"),
     optional("method.lora.layersToTransform", [0]),
     optional("method.lora.loraPlusRatio", "0.5", "16"),
     optional("merge.enabled", False),

@@ -135,6 +135,7 @@ FINDINGS: dict[str, Written] = {
     "lora-dropout-range": none(LORA + "loraDropout"),
     "lora-plus-ratio-range": none(LORA + "loraPlusRatio"),
     "lora-init-not-supported": none(LORA + "initLoraWeights"),
+    "decomposed-start-with-dora": none(LORA + "initLoraWeights"),
     "orthogonal-odd-rank": (E, LORA + "r", {LORA + "r": 6}),
     "rslora-with-alpha": (W, ALPHA, {ALPHA: 8}),
     "layers-without-targets": none(LORA + "layersToTransform"),

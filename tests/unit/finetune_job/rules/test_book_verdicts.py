@@ -350,7 +350,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         {"training.compile": True, "training.activationCheckpointing": "Full"},
         None,
     ),
-    ("lora-init-not-supported", {"method.lora.initLoraWeights": "pissa"}, {"method.lora.initLoraWeights": "orthogonal"}, None),
+    ("lora-init-not-supported", {"method.lora.initLoraWeights": "corda"}, {"method.lora.initLoraWeights": "pissa"}, None),
+    ("lora-init-not-supported", {"method.lora.initLoraWeights": "loftq"}, {"method.lora.initLoraWeights": "olora"}, None),
+    ("lora-init-not-supported", {"method.lora.initLoraWeights": "eva"}, {"method.lora.initLoraWeights": "orthogonal"}, None),
+    ("decomposed-start-with-dora", DORA | lora(initLoraWeights="olora"), DORA | lora(initLoraWeights="ZeroB"), None),
+    ("decomposed-start-with-dora", DORA | lora(initLoraWeights="pissa_niter_4"), lora(initLoraWeights="pissa"), None),
     (
         "layers-without-targets",
         {"method.lora.layersToTransform": [0]},
@@ -837,6 +841,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         None,
     ),
     ("target-parameters-conflict", EXPERTS | {"method.lora.initLoraWeights": "orthogonal"}, EXPERTS, None),
+    ("target-parameters-conflict", EXPERTS | {"method.lora.initLoraWeights": "pissa_niter_16"}, EXPERTS, None),
     ("target-parameters-all-layers", EXPERTS | {"method.lora.layersToTransform": [0]}, EXPERTS, None),
     (
         "target-parameters-all-layers",

@@ -63,6 +63,19 @@ def test_a_checkpoint_of_another_run_or_of_other_data_is_refused(tmp_path: Path)
         read_manifest(directory, Origin(learning_sha256="other", data_hash="b"))
     with pytest.raises(CheckpointError, match="was trained on data b, prepared is other"):
         read_manifest(directory, Origin(learning_sha256="a", data_hash="other"))
+    with pytest.raises(CheckpointError, match="was trained from first values None, computed are d"):
+        read_manifest(directory, Origin(learning_sha256="a", data_hash="b", first_values="d"))
+
+
+def test_first_values_are_named_only_where_there_are_some(tmp_path: Path) -> None:
+    """Releases that knew none read what they would have written themselves."""
+    path = written(tmp_path) / "manifest.json"
+    assert json.loads(path.read_bytes())["origin"] == {"data_hash": "b", "learning_sha256": "a"}
+    origin = ORIGIN.model_copy(update={"first_values": "d"})
+    path.write_bytes(read_manifest(path.parent, ORIGIN).model_copy(update={"origin": origin}).encode())
+    assert read_manifest(path.parent, origin).origin.first_values == "d"
+    with pytest.raises(CheckpointError, match="was trained from first values d, computed are None"):
+        read_manifest(path.parent, ORIGIN)
 
 
 @pytest.mark.parametrize(("step", "known"), [(0, None), (1, 1), (22, 22)])

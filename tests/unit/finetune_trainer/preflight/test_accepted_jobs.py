@@ -90,7 +90,7 @@ def test_a_flat_unit_of_base_and_adapter_is_held_in_one_element_type(context):
     assert run(context({"parallelism.fsdp": fsdp, "model.dtype": "bfloat16"})).outcome is Outcome.SUCCEEDED
 
 
-@pytest.mark.parametrize("init", ["ZeroB", "gaussian", "orthogonal", "Random"])
+@pytest.mark.parametrize("init", ["ZeroB", "gaussian", "orthogonal", "Random", "olora"])
 def test_layers_exclusions_and_first_values_are_peft_s_own_and_can_be_merged(context, init):
     targets = ["q_proj", "k_proj", "down_proj", "up_proj"]
     lora = {"targetModules": targets, "layersToTransform": [1], "excludeModules": ["q_proj"], "initLoraWeights": init}
@@ -99,6 +99,11 @@ def test_layers_exclusions_and_first_values_are_peft_s_own_and_can_be_merged(con
     adapted = {name.split(".lora_")[0] for name in report_of(job).trainable}
     assert len(adapted) == 3
     assert all("layers.1." in name and "q_proj" not in name for name in adapted)
+    # The file has twice the rank where the adapter starts from the base's weights.
+    for name, shape in report_of(job).saved_tensors.items():
+        dimension = "lora_B" in name
+        trained = report_of(job).trainable[name.replace(".weight", ".default.weight")]
+        assert shape[dimension] == trained[dimension] * (2 if init == "olora" else 1)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -95,7 +95,7 @@ def test_a_job_that_goes_right_passes(model: Path, tmp_path: Path) -> None:
         tiny_spec(method={"type": "QDoRA", "lora": {"r": 4, "loraDropout": "0.1"}}, merge={"base": "Dequantized"}),
         tiny_spec(method={"type": "Full", "lora": None}, parallelism={"processesPerNode": 4, "fsdp": {"version": 1}}),
         tiny_spec(
-            method={"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"]}},
+            method={"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"], "initLoraWeights": "pissa_niter_4"}},
             parallelism={"processesPerNode": 2, "fsdp": {"offloadParams": True}},
         ),
         tiny_spec(method={"type": "VeRA", "lora": None, "settings": {"r": 512}}, parallelism={"processesPerNode": 1}),

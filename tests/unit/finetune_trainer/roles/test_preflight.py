@@ -31,6 +31,7 @@ def test_findings_are_shown_from_the_storage_to_the_rehearsal() -> None:
         "check_room",
         "check_memory",
         "rehearse",
+        "require_rehearsal",
     ]
 
 

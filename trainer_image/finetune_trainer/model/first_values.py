@@ -1,0 +1,173 @@
+"""First values of adapters that start from the base's own weights: PiSSA (Meng et al., 2024) and OLoRA (Buyukakyuz, 2024).
+
+Computed once for a run and kept on its workspace, because a decomposition has other bits on another machine or with another
+number of threads: a restart that computed it again would go on from other values than it trained. A checkpoint names the file's
+digest. `python -m finetune_trainer.model.first_values` computes them for preflight, before a GPU is held: standard input is the
+plan, standard output the digest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers.pytorch_utils import Conv1D
+
+from finetune_job.api.method import LoraInit
+from finetune_job.plan.digest import learning_sha256
+from finetune_job.plan.run_plan import RunPlan
+from finetune_memory.adapters import FIRST_VALUES
+from finetune_trainer.errors import InvariantError, ModelError
+from finetune_trainer.files import TEMPORARY_MARK, file_sha256, sync_directory, sync_file, temporary_beside
+from finetune_trainer.model.adapters import ADAPTER, attach, lora_layers
+from finetune_trainer.model.dtypes import resolve_dtypes
+from finetune_trainer.model.load import build_with_lazy_zeros, load_base_model, stored_dtype
+from finetune_trainer.model.load_shards import base_name, read_into, stored_by_name, tied_headers
+from finetune_trainer.processes.start import die_with, end
+
+log = logging.getLogger(__name__)
+_RUN = "learning_sha256"
+"""In the file's metadata: the run that the values belong to."""
+
+
+def ensure_first_values(plan: RunPlan, base_model: Path, path: Path) -> str:
+    """SHA-256 of the file of this run's first values at `path`; computes and writes it if it is not there.
+
+    One whole weight in memory at a time, and the adapter. Raises ModelError, and OSError as the file system does.
+    """
+    if _run_of(path) != learning_sha256(plan):
+        _write(_decomposed(plan, base_model), path, learning_sha256(plan))
+    return file_sha256(path)
+
+
+def _run_of(path: Path) -> str | None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            found: str | None = (file.metadata() or {}).get(_RUN)
+            return found
+    except (OSError, SafetensorError):
+        return None
+
+
+def _write(tensors: Mapping[str, torch.Tensor], path: Path, run: str) -> None:
+    for leftover in path.parent.glob(f"{path.name}{TEMPORARY_MARK}*"):
+        leftover.unlink(missing_ok=True)
+    temporary = temporary_beside(path)
+    try:
+        # One entry: safetensors writes several in any order, and equal values are to have equal digests.
+        save_file(dict(tensors), temporary, metadata={_RUN: run})
+        sync_file(temporary)
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def _decomposed(plan: RunPlan, base_model: Path) -> dict[str, torch.Tensor]:
+    """By the names that PEFT gives them in its files, in the element type in which the base is loaded."""
+    if plan.method.lora is None:
+        raise InvariantError(f"{plan.method.type.value} has no first values")
+    loaded = resolve_dtypes(plan, stored_dtype(base_model)).load
+    base = build_with_lazy_zeros(plan, base_model)
+    headers = None if plan.model.allow_remote_code else stored_by_name(base, base_model)
+    if headers is None:
+        log.info("the whole model is loaded: its files do not hold the parameters as %s does", type(base).__name__)
+        unpacked = plan.model_copy(update={"method": plan.method.model_copy(update={"quantization": None})})
+        base = load_base_model(unpacked, base_model, torch.device("cpu"))
+    else:
+        headers = {**headers, **tied_headers(base, headers)}
+    found: dict[str, torch.Tensor] = {}
+    layers = lora_layers(attach(base, plan))
+    for number, (name, layer) in enumerate(layers.items(), start=1):
+        kept = layer.get_base_layer()
+        weight = torch.empty(kept.weight.shape, dtype=torch.float32)
+        if headers is None:
+            weight.copy_(kept.weight.detach())
+        else:
+            read_into(headers[base_name(f"{name}.base_layer.weight")], 0, weight.view(-1), loaded)
+        began = time.monotonic()
+        a, b = decompose(
+            weight.T if isinstance(kept, Conv1D) else weight,
+            plan.method.lora.init_lora_weights,
+            layer.r[ADAPTER],
+            layer.scaling[ADAPTER],
+            plan.training.seed,
+        )
+        if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+            raise ModelError(
+                f"spec.method.lora.initLoraWeights: the weight of {base_name(name)} cannot be decomposed: values are not finite",
+                "check the model's files, or remove initLoraWeights",
+            )
+        found[f"{name}.lora_A.weight"] = a.to(loaded).contiguous()
+        found[f"{name}.lora_B.weight"] = b.to(loaded).contiguous()
+        log.info("first values of %s, %d of %d, in %.1f s", base_name(name), number, len(layers), time.monotonic() - began)
+    return found
+
+
+def decompose(weight: torch.Tensor, init: LoraInit, rank: int, scaling: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [rank, inputs] and B [outputs, rank] that `weight` [outputs, inputs] gives, all in float32.
+
+    As peft computes them (LoraLayer.pissa_init, olora_init), but of OLoRA's factors only the columns and rows that are used.
+    """
+    if init is LoraInit.OLORA:
+        columns, _ = torch.linalg.qr(weight[:, :rank])
+        return columns.T @ weight, columns
+    if init is LoraInit.PISSA:
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            left, values, columns = torch.svd_lowrank(weight, rank, niter=int(init.value.rpartition("_")[2]))
+        right = columns.T
+    root = (values[:rank] / scaling).sqrt()
+    return root[:, None] * right[:rank], left[:, :rank] * root
+
+
+def start_from(model: PeftModel, path: Path) -> None:
+    """Give the adapters the first values in the file, and what is taken off, too. Call before sharding.
+
+    Both in the same bits, so that training starts at the base model. Raises InvariantError if the file is another model's.
+    """
+    with safe_open(path, framework="pt") as file, torch.no_grad():
+        held = set(file.keys())
+        for name, layer in lora_layers(model).items():
+            for kind, factors in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+                stored = f"{name}.{kind}.weight"
+                if stored not in held:
+                    raise InvariantError(f"{path} holds no first values of {stored}")
+                values = file.get_tensor(stored)
+                for adapter in (FIRST_VALUES, ADAPTER):
+                    if factors[adapter].weight.shape != values.shape:
+                        raise InvariantError(f"{path}: {stored} has shape {tuple(values.shape)}")
+                    factors[adapter].weight.copy_(values)
+
+
+def main() -> int:
+    """For preflight, whose process does without torch."""
+    arguments = argparse.ArgumentParser()
+    for name in ("--parent", "--model", "--to"):
+        arguments.add_argument(name, required=True)
+    given = arguments.parse_args()
+    die_with(int(given.parent))
+    answer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    # What libraries print is no answer.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    plan = RunPlan.model_validate_json(sys.stdin.read())
+    answer.write(ensure_first_values(plan, Path(given.model), Path(given.to)))
+    answer.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    end(main())
