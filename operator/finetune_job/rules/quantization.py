@@ -70,8 +70,8 @@ def _as_packed(context: RuleContext, kind: MethodType) -> dict[str, Any]:
     reproduction=Reproduction(
         "tests/pitfalls/test_quantization.py::test_an_8_bit_base_cannot_be_sharded "
         "tests/pitfalls/test_dora.py::test_norms_of_an_8_bit_base_lose_its_scales",
-        "FSDP 1: ValueError: Cannot flatten integer dtype tensors; FSDP 2: AttributeError: 'Parameter' object has no 'CB'; DoRA on "
-        "one rank: AttributeError: 'NoneType' object has no attribute 'unsqueeze'",
+        "FSDP 1: ValueError: Cannot flatten integer dtype tensors; FSDP 2: AttributeError: 'Parameter' object has no 'CB'; "
+        "DoRA on one rank: AttributeError: 'NoneType' object has no attribute 'unsqueeze'",
     ),
     holds_for="bitsandbytes <= 0.50, both FSDP versions; one rank trains on 8 bits, but not with magnitudes (peft <= 0.21)",
 )
