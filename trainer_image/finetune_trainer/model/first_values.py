@@ -27,7 +27,7 @@ from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import FIRST_VALUES
 from finetune_trainer.errors import InvariantError, ModelError
-from finetune_trainer.files import TEMPORARY_MARK, file_sha256, sync_directory, sync_file, temporary_beside
+from finetune_trainer.files import TEMPORARY_MARK, file_sha256, open_regular, sync_directory, sync_file, temporary_beside
 from finetune_trainer.model.adapters import ADAPTER, attach, lora_layers
 from finetune_trainer.model.dtypes import resolve_dtypes
 from finetune_trainer.model.load import build_with_lazy_zeros, load_base_model, stored_dtype
@@ -51,6 +51,8 @@ def ensure_first_values(plan: RunPlan, base_model: Path, path: Path) -> str:
 
 def _run_of(path: Path) -> str | None:
     try:
+        # A pipe that somebody put there would be waited for, and a link would show another file.
+        open_regular(path, follow=False).close()
         with safe_open(path, framework="pt") as file:
             found: str | None = (file.metadata() or {}).get(_RUN)
             return found

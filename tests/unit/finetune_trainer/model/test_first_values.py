@@ -5,6 +5,8 @@ adapter at the end.
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,23 @@ def test_values_are_computed_once_for_a_run(model: Path, tmp_path: Path, monkeyp
     assert ensure_first_values(plan_of(tiny_spec(method=lora("olora", targetModules=["q_proj"]))), model, path)
     with pytest.raises(InvariantError, match="no first values"):
         start_from(attach(base_of(model), plan), path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_somebody_else_put_in_their_place_is_replaced(model: Path, tmp_path: Path, kind: str) -> None:
+    plan, path, other = plan_of(tiny_spec(method=lora("olora"))), tmp_path / "first-values.safetensors", tmp_path / "other"
+    digest = ensure_first_values(plan, model, other)
+    if kind == "pipe":
+        os.mkfifo(path)
+        # Whoever waits for it goes on after a while.
+        release = threading.Timer(20, lambda: os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK)))
+        release.daemon = True
+        release.start()
+    else:
+        path.symlink_to(other)
+    assert ensure_first_values(plan, model, path) == digest
+    assert path.is_file()
+    assert not path.is_symlink()
 
 
 @pytest.mark.parametrize(
