@@ -133,6 +133,7 @@ class Stack:
                     "trainerImage": self.trainer_image,
                     "imagePullPolicy": "Never",
                     "runAsUser": USER_ID,
+                    "scratchStorage": "1Gi",
                     "fetch": {"s3Endpoint": self.s3.address, "s3Region": REGION, "allowedSources": ["s3://"]},
                     "resources": {role.value: _ROLE_RESOURCES for role in Role},
                 }

@@ -183,6 +183,9 @@ class FineTuneProfileSpec(ApiModel):
     """When the image is pulled."""
     resources: Resources = Resources()
     """Resources by role."""
+    scratch_storage: Quantity = "8Gi"
+    """Size limit of /tmp in each pod, which is on the node's disk. Pods that wait in no queue ask for as much ephemeral
+    storage, unless the extraResources of their role say otherwise."""
     gpu: GpuResource | None = None
     """Accelerator of training pods. Unset: training runs on the CPU."""
     storage_class_name: Annotated[str, StringConstraints(max_length=253)] | None = None

@@ -138,7 +138,12 @@ class PlacedPods(PlacementModel):
 class Placement(PlacementModel):
     """What the profile decided at the start; later changes of the profile do not touch a run that has started."""
 
-    ADDED = frozenset({"pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost", "requires_rehearsal"})
+    ADDED = frozenset(
+        {
+            *("pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost", "requires_rehearsal"),
+            "scratch_storage",
+        }
+    )
     profile: str
     trainer_image: str
     image_pull_policy: str
@@ -160,6 +165,8 @@ class Placement(PlacementModel):
     """The most by which the priority of running training rises between two checkpoints."""
     requires_rehearsal: bool = False
     """Whether preflight has to rehearse the job to the end."""
+    scratch_storage: str | None = None
+    """Size limit of /tmp. None: frozen by a release that knew none."""
 
 
 class PlacedModel(PlanModel):

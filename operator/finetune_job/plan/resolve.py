@@ -141,6 +141,7 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Place
         queue_during_preflight=profile.kueue.queue_during_preflight,
         checkpoint_priority_boost=profile.kueue.checkpoint_priority_boost,
         requires_rehearsal=profile.require_rehearsal,
+        scratch_storage=profile.scratch_storage,
     )
 
 

@@ -24,6 +24,7 @@ SCRATCH_MOUNT = "/tmp"  # noqa: S108 - a volume of the pod's own
 """The only writable place next to the claims; the home directory too."""
 SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - a volume of the pod's own
 """Where data loaders and collectives share memory; the default of 64 MiB is too small for either."""
+DISK = "ephemeral-storage"
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 _INDEX_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -56,13 +57,17 @@ def pod_template(
     amounts = {"cpu": resources.cpu, "memory": resources.memory}
     if role is Role.TRAIN and placement.gpu_resource_name is not None:
         amounts[placement.gpu_resource_name] = str(plan.parallelism.processes_per_node)
+    pods = placement.pods.of(role)
+    # A queue admits only what its quota names, and few name the node's disk.
+    if placement.scratch_storage is not None and pods.queue_name is None and DISK not in pods.extra_resources:
+        amounts[DISK] = placement.scratch_storage
     claims = claim_access(plan, role)
     volumes: list[dict[str, Any]] = [
         {
             "name": "plan",
             "configMap": {"name": plan_configmap_name(run.owner.name), "items": [{"key": PLAN_KEY, "path": PLAN_KEY}]},
         },
-        {"name": "tmp", "emptyDir": {}},
+        {"name": "tmp", "emptyDir": {} if placement.scratch_storage is None else {"sizeLimit": placement.scratch_storage}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": resources.shared_memory}},
     ]
     mounts: list[dict[str, Any]] = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from finetune_job.names import Role
@@ -47,14 +50,36 @@ def test_requests_equal_limits_and_only_training_takes_accelerators(role: Role) 
     resources = pod["containers"][0]["resources"]
     assert resources["requests"] == resources["limits"]
     gpus = {"nvidia.com/gpu": "4"} if role is Role.TRAIN else {}
-    assert resources["limits"] == {"cpu": "3", "memory": "7Gi", **gpus}
+    assert resources["limits"] == {"cpu": "3", "memory": "7Gi", "ephemeral-storage": "8Gi", **gpus}
     shared = next(volume for volume in pod["volumes"] if volume["name"] == "shared-memory")
     assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
 
 
 def test_a_profile_without_accelerators_asks_for_none() -> None:
     pod = pod_spec(train_job(run_of(a_job().with_profile(gpu=None)), 0))
-    assert set(pod["containers"][0]["resources"]["limits"]) == {"cpu", "memory"}
+    assert set(pod["containers"][0]["resources"]["limits"]) == {"cpu", "memory", "ephemeral-storage"}
+
+
+@pytest.mark.parametrize("role", Role)
+def test_what_a_pod_may_put_on_the_nodes_disk_is_limited(role: Role) -> None:
+    def shown(**profile: Any) -> tuple[Any, Any]:
+        pod = pod_spec(BUILDERS[role](run_of(a_job().with_profile(**profile)), 0))
+        tmp = next(volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "tmp")
+        return tmp, pod["containers"][0]["resources"]["limits"].get("ephemeral-storage")
+
+    assert shown(scratchStorage="3Gi") == ({"sizeLimit": "3Gi"}, "3Gi")
+    more = {"extraResources": {"ephemeral-storage": "20Gi"}}
+    assert shown(scratchStorage="3Gi", pods={"cpu": more, "train": more}) == ({"sizeLimit": "3Gi"}, "20Gi")
+    queued = {"queueName": "team"}
+    assert shown(scratchStorage="3Gi", pods={"cpu": queued, "train": queued}) == ({"sizeLimit": "3Gi"}, None)
+
+
+def test_a_run_that_was_frozen_without_a_limit_goes_on_without() -> None:
+    run = run_of(a_job())
+    older = replace(run, placement=run.placement.model_copy(update={"scratch_storage": None}))
+    pod = pod_spec(train_job(older, 0))
+    assert next(volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "tmp") == {}
+    assert "ephemeral-storage" not in pod["containers"][0]["resources"]["limits"]
 
 
 @pytest.mark.parametrize(
