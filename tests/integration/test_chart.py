@@ -14,13 +14,13 @@ from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed
 from tests.integration.operator_process import OperatorProcess
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import ClusterError, wait_until
-from tests.support.installed_chart import CLUSTER_NAME, install
+from tests.support.installed_chart import CLUSTER_NAME, WAYS_OUT, install
 
 pytestmark = pytest.mark.integration
 Document = dict[str, Any]
 API_VERSION = "finetune.dev/v1alpha1"
 PUBLISH = {
-    "allowedDestinations": ["hf://our-org"],
+    "allowedDestinations": ["hf://", "s3://", "oci://"],
     "plainHttpRegistries": ["registry.test:5000"],
     "s3Endpoint": "https://store.test",
 }
@@ -153,7 +153,15 @@ def upgrade(installed: Installed) -> Iterator[Callable[..., CompletedProcess[str
 
     def with_values(*arguments: str) -> CompletedProcess[str]:
         installed.cluster.helm(
-            "upgrade", RELEASE, CHART, "--namespace", SYSTEM, "--reset-values", "--set", "replicas=0", *arguments
+            "upgrade",
+            RELEASE,
+            CHART,
+            "--namespace",
+            SYSTEM,
+            "--reset-values",
+            "--set",
+            ",".join(("replicas=0", *WAYS_OUT)),
+            *arguments,
         )
         return installed.chart.bring_profiles()
 
@@ -264,7 +272,8 @@ def test_another_release_takes_over_the_definitions_and_leaves_them(installed: I
     finally:
         installed.kube.delete("Namespace", "", "team-y")
         installed.cluster.helm(
-            *("upgrade", RELEASE, CHART, "--namespace", SYSTEM, "--set", "replicas=0", "--reset-values", "--take-ownership")
+            *("upgrade", RELEASE, CHART, "--namespace", SYSTEM, "--reset-values", "--take-ownership"),
+            *("--set", ",".join(("replicas=0", *WAYS_OUT))),
         )
 
 
