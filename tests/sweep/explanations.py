@@ -115,7 +115,7 @@ CLAIMS: dict[str, str] = {
     "model-settings-conflict": r"fails in build|uniform|several element|trained and frozen",
     "model-not-accepted": r"fails in build",
     "merge-impossible": r"in merge",
-    "packed-weight-read": r"Expected size|shapes? |dimension",
+    "packed-weight-read": r"Expected size|shapes? |dimension|same dtype, but got: signed char",
     # Without original parameters a shard is seen as one dimension; with them, as a view of what was gathered in place since.
     "unit-bypassed": r"DTensor|shape|size|dimension|is a view|inplace",
     "packing-with-recurrent-layers": r"gradient|loss",
