@@ -33,7 +33,7 @@ def test_processor_minutes_are_shown_with_their_budget_and_a_slow_machine_fails_
 
 def test_the_whole_run_takes_the_time_of_its_groups_together_and_the_processor_time_of_each() -> None:
     text, _ = summary([Result(SUITE, 30.0, 20.0, ()), Result(SUITE, 31.0, 10.0, ())], 32.0)
-    assert text.splitlines()[-1].split() == ["all", "32.0", "30.0", "90.0"]
+    assert text.splitlines()[-1].split() == ["all", "32.0", "30.0", "70.0"]
 
 
 def test_what_did_not_run_stands_below_its_suite_with_the_reason() -> None:
