@@ -1,4 +1,4 @@
-"""`python -m bench.starts`: what the roles of a local run cost, and how soon a run goes on after a rank was killed.
+"""`python -m bench.starts`: what the roles of a local run cost, and how soon a run continues after a rank was killed.
 
 Runs examples/quickstart.yaml twice in a temporary directory: once from nothing, and once with the verdict of the rehearsal kept,
 in which a rank is killed after the first checkpoint. Prints wall and processor seconds of each role (what imports the libraries

@@ -1,7 +1,7 @@
 """`python -m finetune_operator.apply_profiles FILE`: bring the FineTuneProfiles of a release to the cluster.
 
 It runs before the operator in each of its pods. Helm cannot do this itself: it looks up every kind before it installs anything,
-and the definition of profiles may come with the same release. A hook would delete a profile before it makes it anew.
+and the definition of profiles may come with the same release. A hook would delete a profile before it makes it again.
 
 FILE is a JSON list of what `Wanted` holds. All of it is read and judged before the first request. A profile is applied on the
 server's side under a field manager of its own and without force, and only if its content differs from what was applied last: a

@@ -95,7 +95,7 @@ def target_modules_empty(context: RuleContext) -> Problem | None:
     return Problem(
         field=_TARGETS,
         value=[],
-        message="an empty list names nothing to adapt; PEFT takes it beside targetParameters, and there are none",
+        message="an empty list names nothing to adapt; PEFT takes it together with targetParameters, and there are none",
         fix=f"name modules, as in [q_proj, v_proj], or remove {_TARGETS} to adapt every linear layer",
         changes={_TARGETS: None},
     )

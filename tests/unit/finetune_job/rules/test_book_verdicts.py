@@ -978,8 +978,8 @@ def test_qdora_has_the_rules_of_qlora_and_of_dora():
     ):
         found = [each for each in judged(manifest(wrong)) if each.severity == "error"]
         assert [each.rule for each in found] == [rule]
-        mended = applied(manifest(wrong), found[0].changes)["method"]["type"]
-        assert mended == ("QLoRA" if rule == "target-parameters-conflict" else "QDoRA")
+        fixed = applied(manifest(wrong), found[0].changes)["method"]["type"]
+        assert fixed == ("QLoRA" if rule == "target-parameters-conflict" else "QDoRA")
 
 
 def test_a_text_of_modules_to_save_is_mended_to_a_list():
