@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.conftest import OperatorFactory
 from tests.integration.kube import Kube, RefusedError
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import wait_until
@@ -112,3 +113,19 @@ def test_a_colleague_can_suspend_a_job_but_not_bend_it(workload: Workload) -> No
     for spec in ({"output": {"destination": "pvc://database/x"}}, {"fetch": {"s3SecretRef": {"name": "keys"}}}):
         with pytest.raises(RefusedError, match="you may not use the"):
             colleague.patch("FineTuneJob", workload.namespace, "shared", {"spec": spec})
+
+
+def test_a_claim_that_has_the_name_of_a_templates_by_chance_is_not_taken(workload: Workload, operator: OperatorFactory) -> None:
+    """The policy cannot ask for it: at admission nobody knows whether the claim is there already."""
+    workload.make_claims("tune-workspace")
+    workload.apply(workspace={"volumeClaimTemplate": {"storage": "1Gi"}})
+    operator()
+    stalled = workload.wait_for("Stalled")
+    assert (stalled["reason"], "tune-workspace" in stalled["message"]) == ("Conflict", True)
+    assert workload.kube.list("Job", workload.namespace) == []
+    assert workload.kube.get("ConfigMap", workload.namespace, "tune-plan") is None
+    # Another operator knows nothing of what this one has met.
+    operator("another")
+    assert workload.wait_for("Stalled")["reason"] == "Conflict"
+    workload.kube.delete("PersistentVolumeClaim", workload.namespace, "tune-workspace")
+    workload.wait(lambda: workload.kube.list("Job", workload.namespace), "preflight once the name is free")

@@ -14,7 +14,7 @@ from random import random
 from typing import Any
 
 from finetune_job.api.job import FineTuneJobSpec
-from finetune_job.names import DEFAULT_PROFILE
+from finetune_job.names import DEFAULT_PROFILE, LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY, workspace_claim_name
 from finetune_job.progress import Progress
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.cluster.answers import ApiError
@@ -182,12 +182,16 @@ class Gatherer:
     async def _claims(self, job: JobView, now: datetime, revisits: list[float]) -> frozenset[str]:
         if job.spec is None or is_ended(job.status):
             return frozenset()
+        made = job.spec.workspace.volume_claim_template is not None
         present = set()
         for claim in claims_named_by(job.spec, job.name):
-            place = (job.namespace, claim)
+            # A claim that has the name of a template's by chance is somebody else's, and is not taken: the create meets it.
+            is_own = made and claim == workspace_claim_name(job.name)
+            place = (job.namespace, f"{claim} of {job.name}" if is_own else claim)
             seen = self._claims_seen.get(place)
             if seen is None or (now - seen).total_seconds() > CLAIM_SEEN_SECONDS:
-                if await self._api.get(CLAIMS, job.namespace, claim) is None:
+                found = await self._api.get(CLAIMS, job.namespace, claim)
+                if found is None or (is_own and not _is_made_for(found, job.name)):
                     self._claims_seen.pop(place, None)
                     revisits.append(MISSING_RETRY_SECONDS)
                     continue
@@ -251,3 +255,9 @@ class Gatherer:
 
 def _named(objects: set[tuple[Kind, str]]) -> tuple[str, ...]:
     return tuple(sorted(f"{kind.name}/{name}" for kind, name in objects))
+
+
+def _is_made_for(claim: Document, job_name: str) -> bool:
+    """By its labels, because a claim that is kept after its job has no owner, and the next job of that name takes it."""
+    labels = claim["metadata"].get("labels") or {}
+    return labels.get(LABEL_MANAGED_BY) == MANAGED_BY and labels.get(LABEL_JOB) == job_name
