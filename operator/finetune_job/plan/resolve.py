@@ -44,7 +44,7 @@ def resolve(
         job=identity,
         model=ModelPlan(
             location=places.of(spec.model.source, spec.model.revision, "model"),
-            name=base_model_name(spec.model.source),
+            name=base_model_name(spec.model),
             revision=spec.model.revision,
             dtype=spec.model.dtype,
             attention=choices.pick("model.attention", spec.model.attention, Attention.SDPA, "keeps packed documents apart"),
