@@ -109,6 +109,69 @@ def run(
     raise typer.Exit(code)
 
 
+_CLAIMS = typer.Option(help="Directory that holds a directory for each claim.")
+_NAMESPACE = typer.Option("-n", "--namespace", help="Namespace in the job's manifest.")
+
+
+@app.command()
+def status(
+    claims: Annotated[Path, _CLAIMS] = Path("runs/claims"),
+    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+) -> None:
+    """Show the jobs that were run on this machine: what runs, since when, how far it is, and what was left."""
+    from finetune_cli.local.known_runs import known_runs
+    from finetune_cli.render.known_runs import runs_document, runs_text
+
+    runs = known_runs(claims)
+    match output:
+        case Output.TEXT:
+            typer.echo(runs_text(runs, claims), nl=False)
+        case Output.JSON:
+            typer.echo(as_json(runs_document(runs)), nl=False)
+        case Output.YAML:
+            typer.echo(as_yaml(runs_document(runs)), nl=False)
+
+
+@app.command()
+def attach(
+    name: Annotated[str, typer.Argument(help="Name of the job.")],
+    namespace: Annotated[str, _NAMESPACE] = "default",
+    claims: Annotated[Path, _CLAIMS] = Path("runs/claims"),
+) -> None:
+    """Follow a job that another command runs on this machine, until it ends. Ctrl-C ends this command alone."""
+    from rich.console import Console
+
+    from finetune_cli.local.known_runs import attach as follow
+    from finetune_cli.local.known_runs import find_run
+    from finetune_cli.render.run import LiveView
+
+    try:
+        found = find_run(claims, name, namespace)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    with LiveView(Console(highlight=False), name) as view:
+        follow(found, view)
+
+
+@app.command()
+def stop(
+    name: Annotated[str, typer.Argument(help="Name of the job.")],
+    namespace: Annotated[str, _NAMESPACE] = "default",
+    claims: Annotated[Path, _CLAIMS] = Path("runs/claims"),
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for its end.")] = 600,
+) -> None:
+    """Have a job that runs on this machine save its state and end; `finetune run` continues it. Exit code: 0 it has ended."""
+    from finetune_cli.local.known_runs import find_run
+    from finetune_cli.local.known_runs import stop as stop_run
+
+    try:
+        stop_run(find_run(claims, name, namespace), timeout)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+
+
 @app.command()
 def rehearse(
     file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
