@@ -120,7 +120,7 @@ SERVE = "serve"
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Run roles until standard input ends, one at a time; 0. If it ends while a role runs, the role gets SIGTERM and is waited for.
+    """Run roles until standard input ends, one at a time; 0. If it ends while a role runs, the role gets SIGTERM and may save.
 
     Standard input: `{"arguments": [...], "log": PATH}` a line, with the arguments of a role other than fetch and publish, whose
     libraries read the environment when they are imported. Standard output: `{"pid": N}` when it runs, `{"code": N}` when it has
