@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +47,10 @@ while True:
     for ready in select.select(listeners, [], [])[0]:
         ready.accept()[0].close()
 """
+
+
+OWN_NAMESPACE = Path("/proc/self/ns/net")
+"""The network namespace of this process, which holds the bridge."""
 
 
 def node_namespace(node: NodeNetwork) -> Path:
@@ -86,16 +91,22 @@ def listening(namespace: Path, address: str, ports: Sequence[int]) -> Iterator[N
 
 
 @contextmanager
-def stopped(pod: Mapping[str, Any]) -> Iterator[None]:
-    """Let a pod stand still from its container's first instructions on, so that it cannot end before it is looked at."""
+def stopped(pod: Mapping[str, Any], program: str) -> Iterator[None]:
+    """Let a pod stand still from the moment when `program` is in a command line of it, so that it cannot end meanwhile."""
     uid = pod["metadata"]["uid"]
-    # The first process is the sandbox's, which the container's own join.
-    wait_until(lambda: len(processes_of_pod(uid)) > 1, f"the container of {pod['metadata']['name']} to run", _START_SECONDS)
+    wait_until(lambda: any(map(partial(_runs, program), processes_of_pod(uid))), f"{program} to run", _START_SECONDS)
     try:
         _signal(processes_of_pod(uid), signal.SIGSTOP)
         yield
     finally:
         _signal(processes_of_pod(uid), signal.SIGCONT)
+
+
+def _runs(program: str, pid: int) -> bool:
+    try:
+        return program.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False  # it has just ended
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

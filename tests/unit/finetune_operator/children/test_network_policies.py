@@ -39,8 +39,45 @@ def test_the_pods_of_a_run_talk_among_themselves_and_to_the_operator() -> None:
         "podSelector": SAME_RUN["podSelector"],
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [{"from": [SAME_RUN]}, {"from": readers, "ports": [{"protocol": "TCP", "port": 9400}]}],
-        "egress": [{"to": [SAME_RUN]}, {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}],
+        "egress": [
+            {"to": [SAME_RUN]},
+            {
+                "to": [
+                    {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}},
+                    {"ipBlock": {"cidr": "169.254.20.10/32"}},
+                ],
+                "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}],
+            },
+        ],
     }
+
+
+@pytest.mark.parametrize(
+    ("dns", "questions"),
+    [
+        (
+            {"namespaces": ["openshift-dns"], "cidrs": [], "ports": [5353]},
+            {
+                "to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "openshift-dns"}}}],
+                "ports": [{"protocol": "UDP", "port": 5353}, {"protocol": "TCP", "port": 5353}],
+            },
+        ),
+        (
+            {"namespaces": [], "cidrs": ["10.0.0.2/32"]},
+            {
+                "to": [{"ipBlock": {"cidr": "10.0.0.2/32"}}],
+                "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}],
+            },
+        ),
+        (
+            {"namespaces": [], "cidrs": []},
+            {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]},
+        ),
+    ],
+)
+def test_a_profile_names_the_dns_servers(dns: dict[str, Any], questions: dict[str, Any]) -> None:
+    (policy,) = policies(dns=dns)
+    assert policy["spec"]["egress"] == [{"to": [SAME_RUN]}, questions]
 
 
 def test_only_fetch_and_publish_have_a_way_out() -> None:
