@@ -34,7 +34,7 @@ def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, o
             owner,
             ours["podSelector"],
             ingress=[{"from": [ours]}, {"from": readers, "ports": [{"protocol": "TCP", "port": OBSERVE_PORT}]}],
-            egress=[{"to": [ours]}, _questions(network.dns)],
+            egress=[{"to": [ours]}, dns_rule(network.dns)],
         )
     ]
     if plan.fetch is not None or plan.publish is not None:
@@ -58,7 +58,8 @@ def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, o
     return policies
 
 
-def _questions(dns: DnsServers) -> dict[str, Any]:
+def dns_rule(dns: DnsServers) -> dict[str, Any]:
+    """The egress rule of all pods of a run for the questions for names."""
     servers = [*map(_namespace, dns.namespaces), *({"ipBlock": {"cidr": cidr}} for cidr in dns.cidrs)]
     ports = [{"protocol": protocol, "port": port} for port in dns.ports for protocol in ("UDP", "TCP")]
     return {**({"to": servers} if servers else {}), "ports": ports}
