@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -65,7 +65,8 @@ class Stack:
             self.directory.chmod(0o755)
             trainer, operator = images.build("trainer"), images.build("operator")
             self.cluster = stack.enter_context(NodeCluster(self._num_nodes))
-            self.policies = stack.enter_context(self.cluster.enforced_policies())
+            self._enforcement = stack.enter_context(ExitStack())
+            self.policies = self._enforcement.enter_context(self.cluster.enforced_policies())
             self.s3 = stack.enter_context(
                 running_s3(self.cluster.control_plane.binaries.versitygw, self.directory / "s3", network.BRIDGE_ADDRESS)
             )
@@ -213,6 +214,15 @@ class Stack:
     def pods(self, name: str, role: Role) -> list[dict[str, Any]]:
         """The pods of a role."""
         return self.objects("pods", f"{LABEL_JOB}={name},{LABEL_ROLE}={role}")
+
+    @contextmanager
+    def without_enforcement(self) -> Iterator[None]:
+        """Let all pods reach each other, as on a cluster whose network knows no policies."""
+        self._enforcement.close()
+        try:
+            yield
+        finally:
+            self.policies = self._enforcement.enter_context(self.cluster.enforced_policies())
 
     def operator_pod(self) -> dict[str, Any]:
         """The operator's pod that runs."""
