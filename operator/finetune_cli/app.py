@@ -244,14 +244,9 @@ def doctor(
 
     Exit code: 0 all is there, 1 something is missing, 2 no usable kubeconfig, 3 something could not be read, 130 interrupted.
     """
-    try:
-        from finetune_cli.checks.cluster import exit_code
-        from finetune_cli.commands.doctor import doctor_document, doctor_text, examine
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "kubernetes":
-            raise
-        typer.echo("finetune doctor needs the Python package kubernetes: install finetune-operator[operator]", err=True)
-        raise typer.Exit(ExitCode.UNUSABLE) from error
+    from finetune_cli.checks.cluster import exit_code
+    from finetune_cli.commands.doctor import doctor_document, doctor_text, examine
+
     try:
         facts, checks = examine(context=context, namespace=namespace, profile=profile, image=image, probe=probe, seconds=timeout)
     except LocalError as error:
