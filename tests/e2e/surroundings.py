@@ -72,7 +72,7 @@ class Surroundings:
             context.enter_context(listening(OWN_NAMESPACE, network.BRIDGE_ADDRESS, [self._unnamed_port]))
             yield self
         cluster.kubectl("delete", "pod", "neighbour", "--namespace", NAMESPACE, "--grace-period=1")
-        cluster.kubectl("delete", "namespace", OTHER_NAMESPACE, MONITORING_NAMESPACE)
+        cluster.kubectl("delete", "namespace", OTHER_NAMESPACE, MONITORING_NAMESPACE, "--wait=false")
 
     def places(self) -> dict[str, Address]:
         """Everything that is there, by name."""
