@@ -41,6 +41,7 @@ def test_a_cluster_with_everything_is_healthy(stack: Stack) -> None:
             "permission",
             "storage-class",
             "network-policies",
+            "node-isolation",
             "dns",
         ),
         "passed",

@@ -17,7 +17,7 @@ _DEFINITIONS = ("finetunejobs", "finetuneprofiles")
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnknownFact:
     """Something that could not be found out."""
 
     reason: str
@@ -54,6 +54,8 @@ class NetworkProbe:
     """A port that the policy of the asking pod does not let out."""
     allowed_reached: bool = False
     """A port that both policies allow."""
+    node_denied: bool = False
+    """The kubelet of the asking pod's own node, which no policy allows."""
     resolved: bool = False
     """A name, from the DNS servers that the profile names."""
 
@@ -64,20 +66,20 @@ class ClusterFacts:
 
     namespace: str
     profile_name: str
-    server_version: str | Unreadable
+    server_version: str | UnknownFact
     """As in v1.36.3."""
-    served: Sequence[str] | Unreadable
+    served: Sequence[str] | UnknownFact
     """Plural names that the API server serves in the version of these programs; empty if it does not know the group."""
-    operators: Sequence[OperatorDeployment] | Unreadable
-    profile: FineTuneProfileSpec | Unreadable | None
+    operators: Sequence[OperatorDeployment] | UnknownFact
+    profile: FineTuneProfileSpec | UnknownFact | None
     """None: there is no profile of that name."""
-    may_create_jobs: bool | Unreadable
-    storage_classes: Sequence[StorageClass] | Unreadable
-    network: NetworkProbe | Unreadable | None
+    may_create_jobs: bool | UnknownFact
+    storage_classes: Sequence[StorageClass] | UnknownFact
+    network: NetworkProbe | UnknownFact | None
     """None: nobody asked for the probe."""
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """Of a check."""
 
     PASSED = "passed"
@@ -90,7 +92,7 @@ class Check:
     """One precondition."""
 
     id: str
-    outcome: Outcome
+    outcome: CheckOutcome
     message: str
     fix: str = ""
 
@@ -111,26 +113,26 @@ def judge(facts: ClusterFacts) -> list[Check]:
 def exit_code(checks: Sequence[Check]) -> ExitCode:
     """DONE if all passed, REFUSED if one failed, FAILED if one could not be done."""
     outcomes = {check.outcome for check in checks}
-    if Outcome.FAILED in outcomes:
+    if CheckOutcome.FAILED in outcomes:
         return ExitCode.REFUSED
-    return ExitCode.FAILED if Outcome.UNKNOWN in outcomes else ExitCode.DONE
+    return ExitCode.FAILED if CheckOutcome.UNKNOWN in outcomes else ExitCode.DONE
 
 
-def _unknown(name: str, found: Unreadable, fix: str = "") -> Check:
-    return Check(name, Outcome.UNKNOWN, found.reason, fix)
+def _unknown(name: str, found: UnknownFact, fix: str = "") -> Check:
+    return Check(name, CheckOutcome.UNKNOWN, found.reason, fix)
 
 
 def _judged(name: str, passed: bool, right: str, wrong: str, fix: str) -> Check:
-    return Check(name, Outcome.PASSED, right) if passed else Check(name, Outcome.FAILED, wrong, fix)
+    return Check(name, CheckOutcome.PASSED, right) if passed else Check(name, CheckOutcome.FAILED, wrong, fix)
 
 
-def _version(found: str | Unreadable) -> Check:
+def _version(found: str | UnknownFact) -> Check:
     name = "kubernetes-version"
-    if isinstance(found, Unreadable):
+    if isinstance(found, UnknownFact):
         return _unknown(name, found)
     parts = re.match(r"v?(\d+)\.(\d+)", found)
     if parts is None:
-        return _unknown(name, Unreadable(f"the API server calls its version {found[:64]!r}"))
+        return _unknown(name, UnknownFact(f"the API server calls its version {found[:64]!r}"))
     least = ".".join(map(str, MINIMUM_VERSION))
     return _judged(
         name,
@@ -141,9 +143,9 @@ def _version(found: str | Unreadable) -> Check:
     )
 
 
-def _definitions(found: Sequence[str] | Unreadable) -> Check:
+def _definitions(found: Sequence[str] | UnknownFact) -> Check:
     name = "definitions"
-    if isinstance(found, Unreadable):
+    if isinstance(found, UnknownFact):
         return _unknown(name, found)
     missing = [one for one in _DEFINITIONS if one not in found]
     return _judged(
@@ -155,9 +157,9 @@ def _definitions(found: Sequence[str] | Unreadable) -> Check:
     )
 
 
-def _operator(found: Sequence[OperatorDeployment] | Unreadable) -> Check:
+def _operator(found: Sequence[OperatorDeployment] | UnknownFact) -> Check:
     name = "operator"
-    if isinstance(found, Unreadable):
+    if isinstance(found, UnknownFact):
         return _unknown(name, found, "ask somebody who may list Deployments of all namespaces")
     names = ", ".join(f"{one.namespace}/{one.name}" for one in found)
     return _judged(
@@ -169,14 +171,14 @@ def _operator(found: Sequence[OperatorDeployment] | Unreadable) -> Check:
     )
 
 
-def _profile(profile: str, namespace: str, found: FineTuneProfileSpec | Unreadable | None) -> Check:
+def _profile(profile: str, namespace: str, found: FineTuneProfileSpec | UnknownFact | None) -> Check:
     name = "profile"
-    if isinstance(found, Unreadable):
+    if isinstance(found, UnknownFact):
         return _unknown(name, found, "ask for a role with `get` on the FineTuneProfile: the chart makes one for each profile")
     if found is None:
         return Check(
             name,
-            Outcome.FAILED,
+            CheckOutcome.FAILED,
             f"there is no FineTuneProfile {profile}",
             f"add profiles.{profile} to the values of the chart, or name another profile with --profile",
         )
@@ -189,9 +191,9 @@ def _profile(profile: str, namespace: str, found: FineTuneProfileSpec | Unreadab
     )
 
 
-def _permission(namespace: str, found: bool | Unreadable) -> Check:
+def _permission(namespace: str, found: bool | UnknownFact) -> Check:
     name = "permission"
-    if isinstance(found, Unreadable):
+    if isinstance(found, UnknownFact):
         return _unknown(name, found)
     return _judged(
         name,
@@ -202,9 +204,9 @@ def _permission(namespace: str, found: bool | Unreadable) -> Check:
     )
 
 
-def _storage(profile: FineTuneProfileSpec | Unreadable | None, found: Sequence[StorageClass] | Unreadable) -> Check:
+def _storage(profile: FineTuneProfileSpec | UnknownFact | None, found: Sequence[StorageClass] | UnknownFact) -> Check:
     name = "storage-class"
-    if isinstance(found, Unreadable):
+    if isinstance(found, UnknownFact):
         return _unknown(name, found)
     wanted = profile.storage_class_name if isinstance(profile, FineTuneProfileSpec) else None
     if wanted is not None:
@@ -226,17 +228,17 @@ def _storage(profile: FineTuneProfileSpec | Unreadable | None, found: Sequence[S
     )
 
 
-def _network(found: NetworkProbe | Unreadable | None) -> Iterator[Check]:
+def _network(found: NetworkProbe | UnknownFact | None) -> Iterator[Check]:
     name = "network-policies"
     if found is None:
         return
-    if isinstance(found, Unreadable):
+    if isinstance(found, UnknownFact):
         yield _unknown(name, found)
         return
     if not found.reached_before:
         yield Check(
             name,
-            Outcome.UNKNOWN,
+            CheckOutcome.UNKNOWN,
             "pods of the namespace do not reach each other even without the probe's policies",
             "look for NetworkPolicies of the namespace or of the cluster that select all pods: ranks could not reach each other",
         )
@@ -244,7 +246,7 @@ def _network(found: NetworkProbe | Unreadable | None) -> Iterator[Check]:
         sides = [side for side, denied in (("to", found.ingress_denied), ("from", found.egress_denied)) if not denied]
         yield Check(
             name,
-            Outcome.FAILED,
+            CheckOutcome.FAILED,
             f"the cluster's network does not enforce NetworkPolicies: denied connections {' and '.join(sides)} a pod are made, "
             "so runs are open to all pods",
             "use a network plugin that enforces NetworkPolicies in both directions, such as Calico or Cilium",
@@ -257,6 +259,13 @@ def _network(found: NetworkProbe | Unreadable | None) -> Iterator[Check]:
             "the cluster's network denies a connection that NetworkPolicies allow: ranks could not reach each other",
             "look for further policies of the namespace or of the cluster, and at the log of the network plugin",
         )
+        yield _judged(
+            "node-isolation",
+            found.node_denied,
+            "pods do not reach the node they run on",
+            "a pod reaches the kubelet of the node it runs on, although its policy does not allow it",
+            "let the network plugin apply policies to connections from pods to their own node",
+        )
     yield _dns(found)
 
 
@@ -265,7 +274,7 @@ def _dns(found: NetworkProbe) -> Check:
     if not found.resolved_before:
         return Check(
             name,
-            Outcome.FAILED,
+            CheckOutcome.FAILED,
             "a pod of the namespace cannot resolve a name of the cluster, even without the probe's policies",
             "repair the cluster's DNS: ranks find each other by name",
         )

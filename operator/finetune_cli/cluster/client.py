@@ -17,7 +17,7 @@ _SHOWN = 300
 """Characters of an answer in a message."""
 
 
-class ApiError(Exception):
+class RequestError(Exception):
     """A request that did not succeed. `status` is None if there was no answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -37,7 +37,7 @@ class ClusterClient:
         self._api.rest_client.pool_manager.connection_pool_kw["retries"] = False
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send one request. Raises ApiError."""
+        """Send one request. Raises RequestError."""
         prepared = self._api.param_serialize(
             method=method,
             resource_path=path,
@@ -49,7 +49,7 @@ class ClusterClient:
             answer = self._api.call_api(*prepared, _request_timeout=_TIMEOUT_SECONDS)
             text = answer.read()
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise ApiError(f"the API server did not answer: {error}") from error
+            raise RequestError(f"the API server did not answer: {error}") from error
         try:
             content = json.loads(text)
         except ValueError:
@@ -57,10 +57,10 @@ class ClusterClient:
         if not 200 <= answer.status < 300:
             _refuse(path, answer.status, content)
         if not isinstance(content, dict):
-            raise ApiError(f"the answer to {path} is not a JSON object", answer.status)
+            raise RequestError(f"the answer to {path} is not a JSON object", answer.status)
         return content
 
 
 def _refuse(path: str, status: int, content: object) -> NoReturn:
     said = content.get("message") if isinstance(content, dict) else None
-    raise ApiError(f"the API server answered {status} to {path}" + (f": {str(said)[:_SHOWN]}" if said else ""), status)
+    raise RequestError(f"the API server answered {status} to {path}" + (f": {str(said)[:_SHOWN]}" if said else ""), status)

@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from finetune_cli.checks.cluster import NetworkProbe, Unreadable
+from finetune_cli.checks.cluster import NetworkProbe, UnknownFact
 from finetune_cli.cluster import probe_objects
-from finetune_cli.cluster.client import ApiError, ClusterClient
+from finetune_cli.cluster.client import ClusterClient, RequestError
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.launch import Interruption
 from finetune_job.api.profile import FineTuneProfileSpec
 
 _POLL_SECONDS = 0.5
+_SEEN = 5
+"""Answers in a report."""
 _DELETE = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0}
 
 
@@ -28,13 +30,13 @@ class _GivenUpError(Exception):
 
 def probe_network(
     client: ClusterClient, namespace: str, profile: FineTuneProfileSpec, seconds: int, interruption: Interruption
-) -> NetworkProbe | Unreadable:
+) -> NetworkProbe | UnknownFact:
     """Run the probe for so long at most. Raises LocalError after a signal."""
     probe = _Probe(client, namespace, profile, seconds, interruption)
     try:
         return probe.run()
-    except (ApiError, _GivenUpError) as error:
-        return Unreadable(f"the network probe could not be done: {error}")
+    except (RequestError, _GivenUpError) as error:
+        return UnknownFact(f"the network probe could not be done: {error}")
     finally:
         probe.clean_up()
 
@@ -54,19 +56,20 @@ class _Probe:
         self._make(self._pods, probe_objects.listener(self._suffix, self._profile, self._seconds))
         address = self._wait("listener", _address)
         self._make(self._pods, probe_objects.asker(self._suffix, self._profile, self._seconds, address))
-        reached, let_in, let_out, resolved = self._wait("asker", lambda pod: _report(pod, probe_objects.BEFORE))
+        reached, let_in, let_out, _, resolved = self._wait("asker", lambda pod: _report(pod, probe_objects.BEFORE))
         before = NetworkProbe(reached_before=reached and let_in and let_out, resolved_before=resolved)
         if not before.reached_before:
             return before
         for policy in probe_objects.policies(self._suffix, self._profile):
             self._make(self._policies, policy)
-        reached, let_in, let_out, resolved = self._wait("asker", lambda pod: _report(pod, probe_objects.UNDER))
+        reached, let_in, let_out, node, resolved = self._wait("asker", lambda pod: _report(pod, probe_objects.UNDER))
         return NetworkProbe(
             reached_before=True,
             resolved_before=before.resolved_before,
             ingress_denied=not let_in,
             egress_denied=not let_out,
             allowed_reached=reached,
+            node_denied=not node,
             resolved=resolved,
         )
 
@@ -76,7 +79,7 @@ class _Probe:
         for path in reversed(self._made):
             try:
                 self._client.request("DELETE", path, _DELETE)
-            except ApiError as error:
+            except RequestError as error:
                 if error.status != 404:
                     left.append(f"{path} ({error})")
         if left:
@@ -111,7 +114,7 @@ def _address(pod: dict[str, Any]) -> str | None:
 
 
 def _report(pod: dict[str, Any], container: str) -> list[bool] | None:
-    """What a container saw: three ports reached, name resolved."""
+    """What a container saw: three ports reached, its node reached, a name resolved."""
     status = pod.get("status", {})
     for one in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
         ended = one.get("state", {}).get("terminated")
@@ -121,7 +124,7 @@ def _report(pod: dict[str, Any], container: str) -> list[bool] | None:
             seen = json.loads(ended.get("message", ""))
         except ValueError:
             seen = None
-        if not (isinstance(seen, list) and len(seen) == 4 and all(isinstance(each, bool) for each in seen)):
+        if not (isinstance(seen, list) and len(seen) == _SEEN and all(isinstance(each, bool) for each in seen)):
             raise _GivenUpError(f"its container {container} ended with {ended.get('exitCode')} and no report")
         return seen
     return None

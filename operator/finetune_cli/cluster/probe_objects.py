@@ -1,7 +1,8 @@
 """The two pods of the network probe and their NetworkPolicies, as documents.
 
-The listener accepts connections on three ports. The asker's first container tries them without any policy; its second one tries
-them until it sees what the policies demand. Each leaves what it saw in its termination message, so no right to logs is needed.
+The listener accepts connections on three ports. The asker's first container tries them and its own node without any policy; its
+second one tries them until it sees what the policies demand. Each leaves what it saw in its termination message, so no right to
+logs is needed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ BEFORE, UNDER = "before", "under"
 SETTLE_SECONDS = 40
 """How long the asker waits for what it should see; a network plugin takes up a policy within seconds."""
 _NAME = "kubernetes.default.svc"
+_KUBELET_PORT = 10250
 
 LISTEN = """
 import select, socket, sys
@@ -36,9 +38,10 @@ while True:
 """
 ASK = """
 import json, socket, sys, time
-report, seconds, name, address, *ports = sys.argv[1:]
-wanted = json.loads(ports.pop())
-def reached(port):
+report, seconds, name, wanted, *targets = sys.argv[1:]
+wanted = json.loads(wanted)
+def reached(target):
+    address, port = target.split()
     try:
         socket.create_connection((address, int(port)), timeout=1).close()
     except OSError:
@@ -52,8 +55,8 @@ def resolved():
     return True
 end = time.monotonic() + float(seconds)
 while True:
-    seen = [*map(reached, ports), resolved()]
-    if seen == wanted or time.monotonic() > end:
+    seen = [*map(reached, targets), resolved()]
+    if time.monotonic() > end or all(want in (None, see) for want, see in zip(wanted, seen)):
         break
     time.sleep(0.5)
 with open(report, "w") as file:
@@ -75,9 +78,13 @@ def listener(suffix: str, profile: FineTuneProfileSpec, seconds: int) -> dict[st
 
 def asker(suffix: str, profile: FineTuneProfileSpec, seconds: int, address: str) -> dict[str, Any]:
     """The pod that asks the other one at this address."""
-    ports = [str(port) for port in (BOTH, INGRESS_DENIED, EGRESS_DENIED)]
-    arguments = ["-c", ASK, REPORT, str(SETTLE_SECONDS), _NAME, address, *ports]
-    containers = {BEFORE: [*arguments, "[true, true, true, true]"], UNDER: [*arguments, "[true, false, false, true]"]}
+    targets = [*(f"{address} {port}" for port in (BOTH, INGRESS_DENIED, EGRESS_DENIED)), f"$(NODE) {_KUBELET_PORT}"]
+
+    def arguments(wanted: str) -> list[str]:
+        return ["-c", ASK, REPORT, str(SETTLE_SECONDS), _NAME, wanted, *targets]
+
+    # Whether a node may be reached at all is not ours to say.
+    containers = {BEFORE: arguments("[true, true, true, null, true]"), UNDER: arguments("[true, false, false, false, true]")}
     return _pod(suffix, "asker", profile, seconds, containers)
 
 
@@ -115,7 +122,7 @@ def _pod(suffix: str, part: str, profile: FineTuneProfileSpec, seconds: int, arg
             "image": profile.trainer_image,
             "imagePullPolicy": profile.image_pull_policy,
             "command": ["python", *each],
-            "env": [],
+            "env": [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}}],
             "resources": {"requests": dict(amounts), "limits": dict(amounts)},
             "securityContext": container_security_context(),
             "terminationMessagePath": REPORT,

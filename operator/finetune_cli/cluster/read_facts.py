@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from finetune_cli.checks.cluster import ClusterFacts, NetworkProbe, OperatorDeployment, StorageClass, Unreadable
-from finetune_cli.cluster.client import ApiError, ClusterClient
+from finetune_cli.checks.cluster import ClusterFacts, NetworkProbe, OperatorDeployment, StorageClass, UnknownFact
+from finetune_cli.cluster.client import ClusterClient, RequestError
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.names import API_VERSION, GROUP
 
@@ -21,7 +21,7 @@ def read_facts(
     client: ClusterClient,
     namespace: str,
     profile_name: str,
-    probe: Callable[[FineTuneProfileSpec | None], NetworkProbe | Unreadable] | None,
+    probe: Callable[[FineTuneProfileSpec | None], NetworkProbe | UnknownFact] | None,
 ) -> ClusterFacts:
     """Read everything; `probe` is asked last, with the profile if there is a readable one."""
     profile = _fact(lambda: _profile(client, profile_name))
@@ -38,19 +38,19 @@ def read_facts(
     )
 
 
-def _fact(read: Callable[[], _Fact]) -> _Fact | Unreadable:
+def _fact(read: Callable[[], _Fact]) -> _Fact | UnknownFact:
     try:
         return read()
-    except ApiError as error:
-        return Unreadable(str(error))
+    except RequestError as error:
+        return UnknownFact(str(error))
     except (KeyError, TypeError, AttributeError) as error:
-        return Unreadable(f"the API server gave an answer of an unknown form: {type(error).__name__}: {error}")
+        return UnknownFact(f"the API server gave an answer of an unknown form: {type(error).__name__}: {error}")
 
 
 def _served(client: ClusterClient) -> list[str]:
     try:
         return [one["name"] for one in client.request("GET", f"/apis/{API_VERSION}")["resources"]]
-    except ApiError as error:
+    except RequestError as error:
         if error.status == 404:
             return []
         raise
@@ -67,10 +67,10 @@ def _operators(client: ClusterClient) -> list[OperatorDeployment]:
     ]
 
 
-def _profile(client: ClusterClient, name: str) -> FineTuneProfileSpec | Unreadable | None:
+def _profile(client: ClusterClient, name: str) -> FineTuneProfileSpec | UnknownFact | None:
     try:
         spec = client.request("GET", f"/apis/{API_VERSION}/finetuneprofiles/{quote(name, safe='')}")["spec"]
-    except ApiError as error:
+    except RequestError as error:
         if error.status == 404:
             return None
         raise
@@ -78,7 +78,7 @@ def _profile(client: ClusterClient, name: str) -> FineTuneProfileSpec | Unreadab
         return FineTuneProfileSpec.model_validate(spec)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)[:5])
-        return Unreadable(f"the FineTuneProfile {name} is not one that this release of `finetune` knows: {problems}")
+        return UnknownFact(f"the FineTuneProfile {name} is not one that this release of `finetune` knows: {problems}")
 
 
 def _may_create_jobs(client: ClusterClient, namespace: str) -> bool:

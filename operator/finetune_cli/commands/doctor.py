@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune_cli.checks.cluster import Check, ClusterFacts, NetworkProbe, Unreadable, exit_code, judge
+from finetune_cli.checks.cluster import Check, ClusterFacts, NetworkProbe, UnknownFact, exit_code, judge
 from finetune_cli.cluster.client import ClusterClient
 from finetune_cli.cluster.network_probe import probe_network
 from finetune_cli.cluster.read_facts import read_facts
@@ -20,9 +20,9 @@ def examine(
     client = ClusterClient(context)
     with Interruption() as interruption:
 
-        def probed(found: FineTuneProfileSpec | None) -> NetworkProbe | Unreadable:
+        def probed(found: FineTuneProfileSpec | None) -> NetworkProbe | UnknownFact:
             if found is None and image is None:
-                return Unreadable("the network probe needs an image with Python: a readable profile, or --image")
+                return UnknownFact("the network probe needs an image with Python: a readable profile, or --image")
             settings = found or FineTuneProfileSpec(trainer_image=image or "")
             chosen = settings if image is None else settings.model_copy(update={"trainer_image": image})
             return probe_network(client, namespace, chosen, seconds, interruption)

@@ -16,7 +16,7 @@ from finetune_cli.checks.cluster import (
     NetworkProbe,
     OperatorDeployment,
     StorageClass,
-    Unreadable,
+    UnknownFact,
     exit_code,
     judge,
 )
@@ -24,7 +24,13 @@ from finetune_job.api.profile import FineTuneProfileSpec
 
 PROFILE = FineTuneProfileSpec(trainer_image="registry.example/trainer:1")
 ISOLATING = NetworkProbe(
-    reached_before=True, resolved_before=True, ingress_denied=True, egress_denied=True, allowed_reached=True, resolved=True
+    reached_before=True,
+    resolved_before=True,
+    ingress_denied=True,
+    egress_denied=True,
+    allowed_reached=True,
+    node_denied=True,
+    resolved=True,
 )
 HEALTHY = ClusterFacts(
     namespace="team",
@@ -37,7 +43,7 @@ HEALTHY = ClusterFacts(
     storage_classes=[StorageClass("fast", False), StorageClass("shared", True)],
     network=ISOLATING,
 )
-NO_ANSWER = Unreadable("the API server answered 403")
+NO_ANSWER = UnknownFact("the API server answered 403")
 
 
 def by_id(facts: ClusterFacts) -> dict[str, Check]:
@@ -56,6 +62,7 @@ def test_a_cluster_with_everything() -> None:
             "permission",
             "storage-class",
             "network-policies",
+            "node-isolation",
             "dns",
         )
     ]
@@ -83,6 +90,7 @@ def test_the_oldest_version_is_that_of_the_chart() -> None:
         ({"network": replace(ISOLATING, ingress_denied=False)}, "network-policies", "denied connections to a pod"),
         ({"network": replace(ISOLATING, egress_denied=False)}, "network-policies", "denied connections from a pod"),
         ({"network": replace(ISOLATING, allowed_reached=False)}, "network-policies", "that NetworkPolicies allow"),
+        ({"network": replace(ISOLATING, node_denied=False)}, "node-isolation", "the node it runs on"),
         ({"network": replace(ISOLATING, resolved=False)}, "dns", "under the policies"),
         ({"network": replace(ISOLATING, resolved_before=False)}, "dns", "even without"),
     ],
@@ -121,8 +129,14 @@ def test_a_version_of_an_unknown_form_and_pods_that_never_meet_prove_nothing() -
     assert apart["network-policies"].outcome.value == "unknown"
 
 
+def test_a_network_that_enforces_nothing_is_said_once() -> None:
+    checks = by_id(replace(HEALTHY, network=NetworkProbe(reached_before=True, resolved_before=True, resolved=True)))
+    assert "denied connections to and from a pod" in checks["network-policies"].message
+    assert [name for name, check in checks.items() if check.outcome.value != "passed"] == ["network-policies"]
+
+
 def test_without_the_probe_nothing_is_said_of_the_network() -> None:
-    assert not {"network-policies", "dns"} & set(by_id(replace(HEALTHY, network=None)))
+    assert not {"network-policies", "node-isolation", "dns"} & set(by_id(replace(HEALTHY, network=None)))
 
 
 def test_the_storage_class_of_a_profile_needs_no_default() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from finetune_cli.checks.cluster import Unreadable
-from finetune_cli.cluster.client import ApiError, ClusterClient
+from finetune_cli.checks.cluster import UnknownFact
+from finetune_cli.cluster.client import ClusterClient, RequestError
 from finetune_cli.cluster.read_facts import read_facts
 from finetune_cli.exit_codes import LocalError
 from finetune_job.api.profile import FineTuneProfileSpec
@@ -74,7 +74,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterC
 )
 def test_an_answer_that_is_none_is_an_error(client: ClusterClient, status: int, text: str, message: str) -> None:
     ANSWERS["/version"] = (status, text)
-    with pytest.raises(ApiError, match=message) as caught:
+    with pytest.raises(RequestError, match=message) as caught:
         client.request("GET", "/version")
     assert caught.value.status == status
 
@@ -83,7 +83,7 @@ def test_a_server_that_is_gone_is_said_at_once(tmp_path: Path, monkeypatch: pyte
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     begin = time.monotonic()
-    with pytest.raises(ApiError, match="did not answer") as caught:
+    with pytest.raises(RequestError, match="did not answer") as caught:
         client_of(port, tmp_path, monkeypatch).request("GET", "/version")
     assert caught.value.status is None
     assert time.monotonic() - begin < 5
@@ -106,7 +106,7 @@ def test_facts_of_an_empty_cluster(client: ClusterClient) -> None:
     facts = facts_of(client)
     assert facts.served == []
     assert facts.profile is None
-    assert all(isinstance(one, Unreadable) for one in (facts.server_version, facts.operators, facts.may_create_jobs))
+    assert all(isinstance(one, UnknownFact) for one in (facts.server_version, facts.operators, facts.may_create_jobs))
 
 
 def test_facts_of_a_cluster(client: ClusterClient) -> None:
@@ -134,11 +134,11 @@ def test_facts_of_a_cluster(client: ClusterClient) -> None:
 @pytest.mark.parametrize("content", [{}, {"items": [{"metadata": None}]}, {"items": 3}, {"items": ["name"]}])
 def test_an_answer_of_an_unknown_form_ends_nothing(client: ClusterClient, content: object) -> None:
     answer("/apis/storage.k8s.io/v1/storageclasses", content)
-    assert isinstance(facts_of(client).storage_classes, Unreadable)
+    assert isinstance(facts_of(client).storage_classes, UnknownFact)
 
 
 def test_a_profile_of_another_release_is_said_to_be_one(client: ClusterClient) -> None:
     answer("/apis/finetune.dev/v1alpha1/finetuneprofiles/default", {"spec": {"trainerImage": "trainer:1", "novelty": 1}})
     found = facts_of(client).profile
-    assert isinstance(found, Unreadable)
+    assert isinstance(found, UnknownFact)
     assert "novelty" in found.reason

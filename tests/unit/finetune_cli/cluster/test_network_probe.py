@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from finetune_cli.checks.cluster import NetworkProbe, Unreadable
+from finetune_cli.checks.cluster import NetworkProbe, UnknownFact
 from finetune_cli.cluster import network_probe, probe_objects
-from finetune_cli.cluster.client import ApiError
+from finetune_cli.cluster.client import RequestError
 from finetune_cli.cluster.network_probe import probe_network
 from finetune_cli.exit_codes import LocalError
 from finetune_cli.local.launch import Interruption
@@ -61,9 +61,9 @@ class Cluster:
             self.ever.append(body)
         elif method == "DELETE":
             if self.undeletable:
-                raise ApiError("the API server answered 403", 403)
+                raise RequestError("the API server answered 403", 403)
             if self.made.pop(path, None) is None:
-                raise ApiError("the API server answered 404", 404)
+                raise RequestError("the API server answered 404", 404)
         else:
             statuses = self.statuses[path.rpartition("-")[2]]
             return {"status": statuses.pop(0) if len(statuses) > 1 else statuses[0]}
@@ -75,28 +75,34 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_probe, "_POLL_SECONDS", 0.0)
 
 
-def probed(cluster: Cluster, seconds: int = 60) -> NetworkProbe | Unreadable:
+def probed(cluster: Cluster, seconds: int = 60) -> NetworkProbe | UnknownFact:
     return probe_network(cluster, "team", PROFILE, seconds, Interruption())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("under", "expected"),
     [
-        ("[true, false, false, true]", (True, True, True, True)),
-        ("[true, true, true, true]", (False, False, True, True)),
-        ("[false, false, true, false]", (True, False, False, False)),
+        (
+            "[true, false, false, false, true]",
+            NetworkProbe(
+                True, True, ingress_denied=True, egress_denied=True, allowed_reached=True, node_denied=True, resolved=True
+            ),
+        ),
+        ("[true, true, true, true, true]", NetworkProbe(True, True, allowed_reached=True, resolved=True)),
+        ("[false, false, true, true, false]", NetworkProbe(True, True, ingress_denied=True)),
+        ("[false, true, false, true, false]", NetworkProbe(True, True, egress_denied=True)),
+        ("[false, true, true, false, false]", NetworkProbe(True, True, node_denied=True)),
     ],
 )
-def test_what_the_pods_saw(under: str, expected: tuple[bool, bool, bool, bool]) -> None:
-    cluster = Cluster([{"phase": "Pending"}, LISTENING], asked("[true, true, true, true]", under))
-    ingress, egress, allowed, resolved = expected
-    assert probed(cluster) == NetworkProbe(True, True, ingress, egress, allowed, resolved)
+def test_what_the_pods_saw(under: str, expected: NetworkProbe) -> None:
+    cluster = Cluster([{"phase": "Pending"}, LISTENING], asked("[true, true, true, true, true]", under))
+    assert probed(cluster) == expected
     assert cluster.made == {}
     assert [one["kind"] for one in cluster.ever] == ["Pod", "Pod", "NetworkPolicy", "NetworkPolicy"]
 
 
 def test_pods_that_do_not_reach_each_other_get_no_policy() -> None:
-    cluster = Cluster([LISTENING], asked("[true, false, true, true]"))
+    cluster = Cluster([LISTENING], asked("[true, false, true, false, true]"))
     assert probed(cluster) == NetworkProbe(reached_before=False, resolved_before=True)
     assert [one["kind"] for one in cluster.ever] == ["Pod", "Pod"]
     assert cluster.made == {}
@@ -123,7 +129,7 @@ def test_pods_that_do_not_reach_each_other_get_no_policy() -> None:
         ([{"phase": "Failed", "reason": "DeadlineExceeded"}], [{}], "listener ended early: DeadlineExceeded"),
         ([LISTENING], asked("not JSON"), "no report"),
         ([LISTENING], asked("[true, true]"), "no report"),
-        ([LISTENING], asked('[true, true, true, "yes"]'), "no report"),
+        ([LISTENING], asked('[true, true, true, true, "yes"]'), "no report"),
         ([LISTENING], [{"phase": "Failed"}], "its phase is Failed"),
     ],
 )
@@ -132,7 +138,7 @@ def test_a_probe_that_fails_says_why_and_leaves_nothing(
 ) -> None:
     cluster = Cluster(listener, asker)
     found = probed(cluster, seconds=0)
-    assert isinstance(found, Unreadable)
+    assert isinstance(found, UnknownFact)
     assert reason in found.reason
     assert cluster.ever
     assert cluster.made == {}
@@ -151,7 +157,7 @@ def test_an_interrupted_probe_leaves_nothing() -> None:
 
 
 def test_what_cannot_be_deleted_is_named() -> None:
-    cluster = Cluster([LISTENING], asked("[false, false, false, false]"))
+    cluster = Cluster([LISTENING], asked("[false, false, false, false, false]"))
     cluster.undeletable = True
     with pytest.raises(
         LocalError, match=r"/api/v1/namespaces/team/pods/finetune-doctor-\w{8}-listener \(the API server"
@@ -220,7 +226,9 @@ def test_the_asker_reports_what_it_reaches(
     listening: str, free_ports: list[str], tmp_path: Path, name: str, resolves: bool
 ) -> None:
     report = tmp_path / "report"
-    expected = [True, False, False, resolves]
-    arguments = [str(report), "20", name, "127.0.0.1", listening, free_ports[1], free_ports[1], json.dumps(expected)]
+    expected = [True, False, resolves]
+    # None: whatever it is.
+    wanted = json.dumps([True, None, resolves])
+    arguments = [str(report), "20", name, wanted, f"127.0.0.1 {listening}", f"127.0.0.1 {free_ports[1]}"]
     subprocess.run([sys.executable, "-c", probe_objects.ASK, *arguments], check=True, timeout=60)
     assert json.loads(report.read_text()) == expected
