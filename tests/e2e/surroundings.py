@@ -30,7 +30,7 @@ OTHER_NAMESPACE = "other-team"
 METADATA_ADDRESS, PUBLIC_ADDRESS = "169.254.169.254", "203.0.113.7"
 _METADATA_PORT, _DNS_PORT, _KUBELET_PORT, _UNUSED_PORT, _OPERATOR_PORT = 80, 53, 10250, 1, 8080
 _PROGRAM = "finetune_trainer"
-_START_SECONDS = 120.0
+_START_SECONDS = 600.0
 _RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},

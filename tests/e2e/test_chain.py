@@ -175,18 +175,27 @@ def test_an_operator_killed_in_every_stage_and_a_killed_rank_change_no_byte(
     data |= {"source": "s3://records/train.jsonl", "validation": {"source": "s3://records/validation.jsonl"}}
     output = {"destination": f"oci://{registry.host}/{REPOSITORY}:v1", "secretRef": {"name": LOGIN_SECRET}}
     keep_login(stack, replace(registry, login=("publisher", "not-the-password")))
-    name = stack.apply_example(
-        EXAMPLE,
-        NOT_REHEARSED | {"data": data, "fetch": {"s3SecretRef": {"name": secret}}, "profile": PROFILE, "output": output},
-        name="killed-operator",
-    )
-    for role in Role:
-        stack.wait(lambda role=role: stack.batch_jobs(name, role), f"the {role} Job")
-        if role in (Role.FETCH, Role.PUBLISH):
-            reached[role] = surroundings.from_role(name, role)
-        kill_operator()
-        if role is Role.TRAIN:
-            kill_a_rank(stack, name)
+    # What a pod waits for stands still until the pod was looked at: it would end too soon.
+    waited_for = {Role.FETCH: stack.s3.server, Role.PUBLISH: registry.server}
+    for server in waited_for.values():
+        server.pause()
+    try:
+        name = stack.apply_example(
+            EXAMPLE,
+            NOT_REHEARSED | {"data": data, "fetch": {"s3SecretRef": {"name": secret}}, "profile": PROFILE, "output": output},
+            name="killed-operator",
+        )
+        for role in Role:
+            stack.wait(lambda role=role: stack.batch_jobs(name, role), f"the {role} Job")
+            if role in waited_for:
+                reached[role] = surroundings.from_role(name, role)
+                waited_for[role].resume()
+            kill_operator()
+            if role is Role.TRAIN:
+                kill_a_rank(stack, name)
+    finally:
+        for server in waited_for.values():
+            server.resume()
     assert reached == {Role.FETCH: WAYS_OUT, Role.PUBLISH: WAYS_OUT}
     # A wrong password costs a look at the Secret, not the results.
     job = stack.wait_for_condition(name, "Finished", "Stalled")

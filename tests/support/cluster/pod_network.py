@@ -24,7 +24,7 @@ Answer = Literal["open", "refused", "nothing"]
 """A connection; a refusal by the host itself, which the packet so has reached; no answer at all, as from a dropped packet."""
 
 _TIMEOUT_SECONDS = 1.5
-_START_SECONDS = 60.0
+_START_SECONDS = 120.0
 _TRY = f"""
 import concurrent.futures, json, socket, sys
 def answer(target):
