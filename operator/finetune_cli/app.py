@@ -20,7 +20,7 @@ from finetune_job.api.output import MergeBase, MergeSpec
 
 app = typer.Typer(
     name="finetune",
-    help="Validate, explain and run FineTuneJobs, and merge adapters.",
+    help="Validate, explain and run FineTuneJobs, merge adapters, and look at clusters.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -288,6 +288,41 @@ def estimate(
         case Output.YAML:
             typer.echo(as_yaml(estimate_document(found)), nl=False)
     raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in found) else ExitCode.REFUSED)
+
+
+@app.command()
+def doctor(
+    *,
+    namespace: Annotated[str, typer.Option("-n", "--namespace", help="Namespace of the jobs; the network probe runs there.")],
+    context: Annotated[str | None, typer.Option(help="Context of the kubeconfig. Unset: the current one.")] = None,
+    profile: Annotated[str, typer.Option(help="FineTuneProfile that the jobs will name.")] = "default",
+    probe: Annotated[
+        bool, typer.Option("--probe/--no-probe", help="Try with two pods whether the network enforces NetworkPolicies.")
+    ] = True,
+    image: Annotated[str | None, typer.Option(help="Image with Python for the two pods. Unset: the profile's.")] = None,
+    timeout: Annotated[int, typer.Option(min=60, help="Seconds that the two pods may take, pulls of the image included.")] = 300,
+    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+) -> None:
+    """Look at a cluster: version, definitions, operator, profile, your rights, storage, and whether its network isolates runs.
+
+    Exit code: 0 all is there, 1 something is missing, 2 no usable kubeconfig, 3 something could not be read, 130 interrupted.
+    """
+    from finetune_cli.checks.cluster import exit_code
+    from finetune_cli.commands.doctor import doctor_document, doctor_text, examine
+
+    try:
+        facts, checks = examine(context=context, namespace=namespace, profile=profile, image=image, probe=probe, seconds=timeout)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    match output:
+        case Output.TEXT:
+            typer.echo(doctor_text(checks), nl=False)
+        case Output.JSON:
+            typer.echo(as_json(doctor_document(facts, checks)), nl=False)
+        case Output.YAML:
+            typer.echo(as_yaml(doctor_document(facts, checks)), nl=False)
+    raise typer.Exit(exit_code(checks))
 
 
 @app.command()

@@ -315,7 +315,7 @@ def test_wrong_and_missing_credentials_name_the_field(place: Place, tmp_path: Pa
     error = failure(place, context)
     assert isinstance(error, DestinationRefusedError)
     assert "name a Secret with" in error.hint
-    wrong = Registry(registry.host, registry.storage, ("publisher", "canary-that-sings"))
+    wrong = replace(registry, login=("publisher", "canary-that-sings"))
     write(empty / "registry/config.json", wrong.docker_config(place.proxy.host))
     write(empty / "s3/AWS_ACCESS_KEY_ID", ACCESS_KEY)
     write(empty / "s3/AWS_SECRET_ACCESS_KEY", "canary-that-sings")

@@ -28,6 +28,8 @@ COVERED_BY = {
     "finetune_job/rules/*": "finetune_job/rules/test_book_verdicts.py",
     # Modules whose test has another name.
     "finetune_cli/app.py": "finetune_cli/checks/test_estimate.py",
+    "finetune_cli/cluster/probe_objects.py": "finetune_cli/cluster/test_network_probe.py",
+    "finetune_cli/cluster/read_facts.py": "finetune_cli/cluster/test_client.py",
     "finetune_cli/generate_rules.py": "finetune_job/rules/test_book.py",
     "finetune_cli/render/estimate.py": "finetune_cli/checks/test_estimate.py",
     "finetune_cli/render/verdicts.py": "finetune_cli/checks/test_validate.py",
