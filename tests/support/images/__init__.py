@@ -83,9 +83,15 @@ class Image:
                 os.close(reader)
             written.result()
 
-    def push(self, registry: str, *, plain_http: bool = False) -> str:
-        """Push the image to `registry/name:tag`; `registry` may have a path. Returns the digest by which it is pulled."""
-        return self.storage.push(f"localhost/{self.name}:{self.tag}", f"{registry}/{self.name}:{self.tag}", plain_http=plain_http)
+    def push(self, registry: str, *, tag: str | None = None, plain_http: bool = False) -> str:
+        """Push the image to `registry/name:tag`; `registry` may have a path. Returns the digest by which it is pulled.
+
+        Args:
+            tag: Unset: that of the sources.
+            plain_http: Whether the registry speaks no TLS.
+        """
+        target = f"{registry}/{self.name}:{tag or self.tag}"
+        return self.storage.push(f"localhost/{self.name}:{self.tag}", target, plain_http=plain_http)
 
     @contextmanager
     def mounted(self) -> Iterator[Path]:

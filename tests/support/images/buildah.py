@@ -46,9 +46,21 @@ class Storage:
 
     def import_base(self, archive: Path) -> None:
         """Make a tar file of a file system the base of what is built here."""
+        with archive.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         if not self._buildah("images", "--quiet", "--filter", f"reference={_BASE}"):
             recipe = f"FROM scratch\nADD {archive.name} /\n"
             self._buildah("build", "--quiet", *_TIMES, "--file", "-", "--tag", _BASE, archive.parent, text=recipe)
+            self._base_digest.write_text(digest)
+
+    @property
+    def base_digest(self) -> str:
+        """SHA-256 of the base's file system, 64 hexadecimal digits."""
+        return self._base_digest.read_text()
+
+    @property
+    def _base_digest(self) -> Path:
+        return self.directory / "base.sha256"
 
     def build(self, sources: Sources, wheels: Path) -> None:
         """Build the image as its Containerfile says; steps whose input is unchanged are not repeated.
