@@ -159,7 +159,9 @@ def _statements(released: Released, name: str, digest: str) -> dict[str, dict[st
 
 
 def test_provenance_names_source_locks_and_base(released: Released) -> None:
-    stated = _statements(released, "finetune-operator", released.image.digest)["https://slsa.dev/provenance/v1"]
+    statements = _statements(released, "finetune-operator", released.image.digest)
+    assert set(statements) == {"https://slsa.dev/provenance/v1", "https://cyclonedx.org/bom", "https://openvex.dev/ns"}
+    stated = statements["https://slsa.dev/provenance/v1"]
     assert stated["_type"] == "https://in-toto.io/Statement/v1"
     assert stated["subject"] == [
         {"name": released.image.reference, "digest": {"sha256": released.image.digest.removeprefix("sha256:")}}
@@ -275,7 +277,7 @@ def test_cosign_verifies_what_was_released_and_nothing_else(released: Released, 
     lines = [line for line in _printed(released).splitlines() if line.startswith("cosign ")]
     image, *documented = _lines("image=registry.example", released).splitlines()
     lines += [f"{image}\n{line}" for line in documented]
-    assert len(lines) == 3 + 2 + 3
+    assert len(lines) == 4 + 2 + 3
     _new_key(tmp_path / "other.key")
     (released.folder / "other.pub").write_text(read_key(tmp_path / "other.key").public_key)
     for line in lines:

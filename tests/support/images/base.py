@@ -13,7 +13,7 @@ SNAPSHOT_VARIABLE = "DEBIAN_SNAPSHOT"
 _MIRRORS, _ARCHIVE = "http://deb.debian.org", "http://snapshot.debian.org/archive"
 _SUITE = "bookworm"
 _REPOSITORIES = (("debian", _SUITE), ("debian", f"{_SUITE}-updates"), ("debian-security", f"{_SUITE}-security"))
-_PACKAGES = ("python3.11-minimal", "libpython3.11-stdlib", "tini", "ca-certificates")
+_PACKAGES = ("python3.11-minimal", "libpython3.11-stdlib", "tini", "ca-certificates", "libstdc++6")
 _OPTIONS = ("--quiet", "--variant=essential", f"--include={','.join(_PACKAGES)}")
 EPOCH = 0
 """Seconds since 1970: the time of every file and of every image, so that the same input gives the same bytes."""

@@ -47,7 +47,7 @@ def instructions(release: Release, images: list[Published], chart: Published) ->
     lines = [f"# Release {release.version}. The public key, {public_key}:", *release.key.public_key.splitlines(), "# Verify:"]
     for one in (*images, chart):
         lines.append(f"cosign verify {check} {one.reference}@{one.digest}")
-        kinds = ("slsaprovenance1",) if one is chart else ("slsaprovenance1", "cyclonedx")
+        kinds = ("slsaprovenance1",) if one is chart else ("slsaprovenance1", "cyclonedx", "openvex")
         lines += [f"cosign verify-attestation {check} --type {kind} {one.reference}@{one.digest}" for kind in kinds]
     install = f"helm install finetune oci://{chart.reference} --version {release.version}"
     lines += ["# Install:", f"{install} --namespace finetune-system --create-namespace --wait \\"]

@@ -16,9 +16,10 @@ from tests.support.images.programs import run, timed
 from tests.support.images.sources import REPOSITORY, SOURCES
 from tests.support.release.attach import Layer, attach, digest_of_tag, repository
 from tests.support.release.signing import SigningKey, envelope, signature_payload
-from tests.support.release.statements import BILL_TYPE, PROVENANCE_TYPE, Build, provenance, statement
+from tests.support.release.statements import BILL_TYPE, EXPLOITABILITY_TYPE, PROVENANCE_TYPE, Build, provenance, statement
 
 CHART = REPOSITORY / "charts" / "finetune-operator"
+NOT_AFFECTED = REPOSITORY / "docs" / "vulnerabilities.openvex.json"
 _BILL = "opt/finetune/sbom.cdx.json"
 
 
@@ -45,7 +46,7 @@ class Release:
     plain_http: bool = False
 
     def publish_image(self, which: str) -> Published:
-        """Build the image `trainer` or `operator`, push it, sign it, and attach its bill and its provenance.
+        """Build the image `trainer` or `operator`, push it, sign it, and attach what is known of it.
 
         Raises ImageError, DestinationRefusedError, TransientError.
         """
@@ -63,7 +64,9 @@ class Release:
             finished=datetime.now(UTC),
         )
         published = Published(f"{self.registry}/{image.name}", digest)
-        self._sign(published, {PROVENANCE_TYPE: provenance(made), BILL_TYPE: _bill(image)})
+        unaffected = json.loads(NOT_AFFECTED.read_text())
+        predicates = {PROVENANCE_TYPE: provenance(made), BILL_TYPE: _bill(image), EXPLOITABILITY_TYPE: unaffected}
+        self._sign(published, predicates)
         return published
 
     def publish_chart(self) -> Published:

@@ -1,4 +1,5 @@
-"""What a release states about an image or a chart: in-toto statements with a bill of materials, or with the provenance.
+"""What a release states about an image or a chart: in-toto statements with a bill of materials, the known
+vulnerabilities that do not affect it, or the provenance.
 
 Sources: https://github.com/in-toto/attestation/blob/main/spec/v1/statement.md, https://slsa.dev/spec/v1.0/provenance.
 """
@@ -9,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 BILL_TYPE = "https://cyclonedx.org/bom"
+EXPLOITABILITY_TYPE = "https://openvex.dev/ns"
 PROVENANCE_TYPE = "https://slsa.dev/provenance/v1"
 _BUILD_TYPE = "https://finetune.dev/build/{}/v1"
 """Described in docs/release.md."""
