@@ -122,6 +122,9 @@ class PublishSettings(Endpoints):
         default_factory=list
     )
     """Registries, as `host:port`, that are spoken to without TLS."""
+    signing_key_secret: SecretReference | None = None
+    """Secret in the job's namespace with `signing.key`, a PEM file with a private key of the curve P-256. With it the publishing
+    pod signs SHA256SUMS. Unset: results are not signed."""
 
 
 class KueueSettings(ApiModel):

@@ -101,6 +101,14 @@ _S3 = _Module(
     programs=("versitygw",),
     flags=(*_FLAGS, "-ldflags", "-s -w"),
 )
+_COSIGN = _Module(
+    name="cosign-bin",
+    sources=_GO_SOURCES / "cosign",
+    packages=("github.com/sigstore/cosign/v3/cmd/cosign",),
+    programs=("cosign",),
+    flags=(*_FLAGS, "-ldflags", "-s -w"),
+)
+"""Only for tests of the night: it takes five processor minutes to build."""
 _MODULES = (_CLUSTER, _PROBE, _S3)
 
 
@@ -155,6 +163,14 @@ def ensure_binaries() -> Binaries:
     if found is None:
         raise BuildError(f"the build left an executable out: delete {cache_root()} and build again")
     return found
+
+
+def ensure_cosign() -> Path:
+    """Return the program that verifies releases, built if the cache lacks it. Raises BuildError."""
+    with _locked(cache_root() / f"{_COSIGN.name}.lock"):
+        if not _COSIGN.directory().exists():
+            _build(_COSIGN)
+    return _COSIGN.directory() / "cosign"
 
 
 @contextmanager
