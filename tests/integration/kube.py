@@ -58,9 +58,13 @@ class Kube:
 
     def request(self, method: str, path: str, body: Document | None = None, content_type: str = "application/json") -> Document:
         """One request; raises RefusedError."""
-        headers = {"Content-Type": content_type, "Accept": "application/json"} | (
-            {"Impersonate-User": self._user} if self._user else {}
-        )
+        headers = {"Content-Type": content_type, "Accept": "application/json"}
+        if self._user:
+            headers["Impersonate-User"] = self._user
+        # Client certificates are the connection's; a token travels with each request.
+        token = self._client.configuration.auth_settings().get("BearerToken")
+        if token is not None:
+            headers[token["key"]] = token["value"]
         answer = self._client.rest_client.pool_manager.request(
             method,
             self._client.configuration.host + path,
