@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.integration.conftest import OperatorFactory
+from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.kube import Kube, RefusedError
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import wait_until
+from tests.support.installed_chart import CLUSTER_NAME
 
 pytestmark = pytest.mark.integration
 FETCH = {"hubTokenSecretRef": {"name": "colleagues", "key": "token"}}
-JOBS = {"apiGroups": ["finetune.dev"], "resources": ["finetunejobs"], "verbs": ["create", "get", "update", "patch"]}
+JOBS = {"apiGroups": ["finetune.dev"], "resources": ["finetunejobs"], "verbs": ["create", "get", "update", "patch", "delete"]}
 USE = {"apiGroups": [""], "resources": ["persistentvolumeclaims"], "verbs": ["use"]}
+READ = {**USE, "verbs": ["read"]}
 GET = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}
 PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}
 DATASETS = [{"source": f"pvc://data/{number}.jsonl"} for number in range(9)]
 
 
-def user(workload: Workload, name: str, *rules: dict[str, Any]) -> Workload:
+def user(workload: Workload, name: str, *rules: dict[str, Any], groups: tuple[str, ...] = ()) -> Workload:
     """A user who may make FineTuneJobs, and what `rules` say besides."""
     role = {"metadata": {"name": name}, "rules": [JOBS, *rules]}
     workload.kube.create("Role", workload.namespace, role)
@@ -30,7 +33,7 @@ def user(workload: Workload, name: str, *rules: dict[str, Any]) -> Workload:
         "subjects": [{"kind": "User", "name": name, "apiGroup": "rbac.authorization.k8s.io"}],
     }
     workload.kube.create("RoleBinding", workload.namespace, binding)
-    return Workload(workload.kube.acting_as(name), workload.namespace)
+    return Workload(workload.kube.acting_as(name, groups), workload.namespace)
 
 
 def refusal(tenant: Workload, name: str = "theft", **changes: Any) -> str:
@@ -90,6 +93,100 @@ def test_every_field_that_names_a_claim_is_asked_for(workload: Workload, field: 
     tenant = user(workload, "reader", named)
     assert f"{field}: you may not use the claim database of this namespace" in refusal(tenant, **changes)
     tenant.apply("own")
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+def test_a_claim_that_may_be_read_is_a_source_and_nothing_else(workload: Workload) -> None:
+    tenant = user(
+        workload, "reader", {**READ, "resourceNames": ["models", "data"]}, {**USE, "resourceNames": ["results", "workspace"]}
+    )
+    tenant.apply("own")
+    said = refusal(tenant, workspace={"claimName": "data"})
+    assert "spec.workspace.claimName: you may not use the claim data of this namespace" in said
+    assert "ask for the verb use on it" in said
+    assert "spec.output.destination" in refusal(tenant, output={"destination": "pvc://models/tuned"})
+    stranger = user(workload, "stranger", {**USE, "resourceNames": ["results", "workspace"]})
+    assert "ask for the verb read or use on it" in refusal(stranger)
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+def test_a_job_that_names_all_there_is_to_name_can_still_be_judged(workload: Workload) -> None:
+    """Asking for a right is dear, and what a policy may cost is limited: beyond that everything is refused."""
+    named = [f"data-{number}" for number in range(8)]
+    readable = {**READ, "resourceNames": [*named, "models", "held-out"]}
+    tenant = user(workload, "everything", readable, {**USE, "resourceNames": ["results", "workspace"]}, GET)
+    data = {
+        "datasets": [{"source": f"pvc://{name}/x.jsonl"} for name in named],
+        "validation": {"source": "pvc://held-out/x.jsonl"},
+    }
+    fetch = {**FETCH, "s3SecretRef": {"name": "keys"}}
+    output = {"destination": "pvc://results/x", "secretRef": {"name": "login"}}
+    tenant.apply("all", data=data, fetch=fetch, output=output)
+
+
+@pytest.fixture
+def other_values(installed: Installed, workload: Workload) -> Iterator[Callable[..., None]]:
+    """The author's policy with other values of the chart, until the test ends."""
+
+    def apply(*settings: str) -> None:
+        values = [argument for setting in settings for argument in ("--set", setting)]
+        place = ("--namespace", SYSTEM, "--show-only", "templates/admission.yaml")
+        installed.cluster.kubectl("apply", "-f", "-", input=installed.cluster.helm("template", RELEASE, CHART, *place, *values))
+
+    yield apply
+    apply()
+    late = user(workload, "late", USE)
+    wait_until(lambda: accepted(late), "the policy to be what it was", 60)
+
+
+def accepted(tenant: Workload, **changes: Any) -> bool:
+    try:
+        tenant.apply("trusted", **changes)
+    except RefusedError as error:
+        assert error.code == 403
+        return False
+    tenant.kube.delete("FineTuneJob", tenant.namespace, "trusted")
+    return True
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+def test_who_applies_what_others_have_reviewed_is_trusted_by_name_group_and_namespace(
+    workload: Workload, other_values: Callable[..., None]
+) -> None:
+    by_name, by_group = user(workload, "argocd"), user(workload, "flux", groups=("appliers",))
+    stranger = user(workload, "stranger", groups=("others",))
+    trusted = ("admission.trustedUsers={argocd}", "admission.trustedGroups={appliers}")
+    other_values(*trusted)
+    wait_until(lambda: accepted(by_name, fetch=FETCH), "the policy to trust", 60)
+    assert accepted(by_group, fetch=FETCH)
+    assert not accepted(stranger, fetch=FETCH)
+    # Only where a namespace has said so.
+    other_values(*trusted, "admission.trustedNamespaceLabel=team.example/gitops")
+    wait_until(lambda: not accepted(by_name, fetch=FETCH), "the policy to ask for the label", 60)
+    assert not accepted(by_group, fetch=FETCH)
+    workload.kube.patch("Namespace", "", workload.namespace, {"metadata": {"labels": {"team.example/gitops": "true"}}})
+    wait_until(lambda: accepted(by_name, fetch=FETCH), "the label to be seen", 60)
+    assert accepted(by_group, fetch=FETCH)
+    assert not accepted(stranger, fetch=FETCH)
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+def test_a_profile_is_given_to_a_namespace_by_a_role_binding(workload: Workload, other_values: Callable[..., None]) -> None:
+    tenant = user(workload, "tenant", USE)
+    other_values("admission.profileUse=true")
+    wait_until(lambda: not accepted(tenant), "the policy to ask for the profile", 60)
+    assert "spec.profile: you may not use the FineTuneProfile default in this namespace" in refusal(tenant)
+    assert "FineTuneProfile expensive" in refusal(tenant, profile="expensive")
+    # Whoever may make pods may mount what pods can mount, and has no more profiles for it.
+    assert "spec.profile" in refusal(user(workload, "podmaker", PODS))
+    binding = {
+        "metadata": {"name": "default-profile"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": f"{CLUSTER_NAME}-profile-default"},
+        "subjects": [{"kind": "User", "name": "tenant", "apiGroup": "rbac.authorization.k8s.io"}],
+    }
+    workload.kube.create("RoleBinding", workload.namespace, binding)
+    wait_until(lambda: accepted(tenant), "the binding to be seen", 60)
+    assert "FineTuneProfile expensive" in refusal(tenant, profile="expensive")
 
 
 @pytest.mark.usefixtures("policy_is_asked")

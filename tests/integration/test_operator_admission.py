@@ -93,7 +93,10 @@ TOKEN = {"serviceAccountToken": {"path": "token"}}
 IDLE = {"exec": {"command": ["true"]}}
 FORBIDDEN: dict[str, tuple[Change, str]] = {
     "owner": (lambda job: job["metadata"].pop("ownerReferences"), "no FineTuneJob controls it"),
-    "another owner": (lambda job: job["metadata"]["ownerReferences"][0].update(kind="ConfigMap", apiVersion="v1"), "no FineTuneJob"),
+    "another owner": (
+        lambda job: job["metadata"]["ownerReferences"][0].update(kind="ConfigMap", apiVersion="v1"),
+        "no FineTuneJob",
+    ),
     "no controller": (lambda job: job["metadata"]["ownerReferences"][0].update(controller=False), "no FineTuneJob controls it"),
     "token": (pod(lambda spec: spec.update(automountServiceAccountToken=True)), "have no token"),
     "token by default": (pod(lambda spec: spec.pop("automountServiceAccountToken")), "have no token"),
@@ -114,11 +117,17 @@ FORBIDDEN: dict[str, tuple[Change, str]] = {
     "a capability": (security(capabilities={"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]}), "are restricted"),
     "writable root": (security(readOnlyRootFilesystem=False), "are restricted"),
     "port of the node": (container(ports=[{"containerPort": 80, "hostPort": 80}]), "are restricted"),
-    "first container": (pod(lambda spec: spec.update(initContainers=[{"name": "first", "image": "finetune-trainer"}])), "are restricted"),
+    "first container": (
+        pod(lambda spec: spec.update(initContainers=[{"name": "first", "image": "finetune-trainer"}])),
+        "are restricted",
+    ),
     "command": (container(command=["sh"]), "set no command"),
     "lifecycle": (container(lifecycle={"preStop": IDLE}), "set no command"),
     "environment": (container(envFrom=[{"secretRef": {"name": "database"}}]), "set no command"),
-    "image": (container(image="registry.evil/finetune-trainer:0.1.0"), "registry.evil/finetune-trainer:0.1.0 is not one of finetune-trainer"),
+    "image": (
+        container(image="registry.evil/finetune-trainer:0.1.0"),
+        "registry.evil/finetune-trainer:0.1.0 is not one of finetune-trainer",
+    ),
     "image of a longer name": (container(image="finetune-trainer-2:0.1.0"), "add its beginning to admission.operator.images"),
 }
 
@@ -156,7 +165,11 @@ def test_only_what_a_job_controls_is_made(as_operator: Kube, workload: Workload,
         ("Service", {"metadata": {"name": "more"}, "spec": headless}, "no FineTuneJob controls it"),
         ("Service", {"metadata": owned, "spec": {**headless, "clusterIP": ""}}, "its Services are headless"),
         ("Service", {"metadata": owned, "spec": {**headless, "externalIPs": ["192.0.2.1"]}}, "its Services are headless"),
-        ("Service", {"metadata": owned, "spec": {**headless, "selector": {"app": "database"}}}, "select the pods of their FineTuneJob"),
+        (
+            "Service",
+            {"metadata": owned, "spec": {**headless, "selector": {"app": "database"}}},
+            "select the pods of their FineTuneJob",
+        ),
         ("NetworkPolicy", {"metadata": owned, "spec": run}, ""),
         ("NetworkPolicy", {"metadata": {"name": "more"}, "spec": run}, "no FineTuneJob controls it"),
         ("NetworkPolicy", {"metadata": owned, "spec": {"podSelector": {}}}, "select the pods of their FineTuneJob"),
