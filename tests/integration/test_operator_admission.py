@@ -38,7 +38,8 @@ def refused(kube: Kube, kind: str, workload: Workload, body: Document) -> str:
     try:
         dry_run(kube, kind, workload, body)
     except RefusedError as refusal:
-        assert refusal.code == 403, refusal
+        if refusal.code != 403:
+            raise
         return str(refusal)
     return ""
 
