@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from finetune_job.names import Role
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.kube import Kube, RefusedError
-from tests.integration.workload import Workload
+from tests.integration.workload import SPEC, Workload
 from tests.support.cluster.errors import wait_until
 from tests.support.installed_chart import CLUSTER_NAME
 
@@ -200,6 +202,96 @@ def test_more_data_sets_than_are_asked_for_take_the_right_to_all_claims(workload
 @pytest.mark.usefixtures("policy_is_asked")
 def test_who_may_make_pods_is_not_kept_from_what_pods_can_mount(workload: Workload) -> None:
     user(workload, "owner", PODS).apply("own", fetch=FETCH)
+
+
+POD_SETTINGS: dict[str, Any] = {
+    "image": "registry.evil/miner",
+    "podTemplate": {"spec": {"hostNetwork": True}},
+    "podSpecPatch": "hostPID: true",
+    "serviceAccountName": "cluster-admin",
+    "securityContext": {"runAsUser": 0},
+    "volumes": [{"name": "node", "hostPath": {"path": "/"}}],
+    "volumeMounts": [{"name": "node", "mountPath": "/node"}],
+    "env": [{"name": "LD_PRELOAD", "value": "/claims/data/evil.so"}],
+    "envFrom": [{"secretRef": {"name": "database"}}],
+    "nodeName": "control-plane",
+    "nodeSelector": {"kubernetes.io/hostname": "control-plane"},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {},
+    "schedulerName": "mine",
+    "runtimeClassName": "privileged",
+    "hostNetwork": True,
+    "labels": {"kueue.x-k8s.io/queue-name": "others"},
+    "annotations": {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"},
+    "command": ["sh"],
+    "args": ["-c", "curl"],
+    "resources": {"limits": {"nvidia.com/gpu": "64"}},
+}
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+def test_no_setting_of_a_pod_is_the_tenants(workload: Workload, operator: OperatorFactory) -> None:
+    """In any part of the spec: a strict client is told, and of others nothing is stored and nothing comes into the pod."""
+    tenant = user(workload, "mallory", USE)
+    parts = ("model", "data", "training", "workspace", "output", "run", "preflight", "checkpoint", "parallelism")
+    smuggled = {part: {**SPEC.get(part, {}), **POD_SETTINGS} for part in parts}
+    for part, content in {**smuggled, **POD_SETTINGS}.items():
+        with pytest.raises(RefusedError, match="unknown field"):
+            tenant.apply("strict", **{part: content})
+    tenant.apply_leniently(**{**smuggled, **POD_SETTINGS})
+    stored = workload.job()["spec"]
+    found = [(part, name) for part in (*parts, "") for name in POD_SETTINGS if name in (stored.get(part, {}) if part else stored)]
+    assert found == []
+    operator()
+    (made,) = workload.wait_for_pods(Role.PREFLIGHT)
+    text = json.dumps({"metadata": made["metadata"].get("labels"), "spec": made["spec"]})
+    assert [
+        word for word in ("evil", "cluster-admin", "hostPath", "LD_PRELOAD", "database", 'privileged": true') if word in text
+    ] == []
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fetch": {"hubTokenSecretRef": {"name": "token", "key": "token", "namespace": "kube-system"}}},
+        {"fetch": {"s3SecretRef": {"name": "kube-system/keys"}}},
+        {"workspace": {"claimName": "workspace", "namespace": "team-b"}},
+        {"workspace": {"claimName": "../team-b/workspace"}},
+        {"model": {"source": "pvc://../team-b"}},
+        {"model": {"source": "pvc://models/../../team-b"}},
+        {"data": {"source": "pvc://data/a/../../../etc/passwd"}},
+        {"output": {"destination": "pvc://results/../../x"}},
+        {"output": {"destination": "pvc://results//x"}},
+        {"model": {"source": "file:///etc/passwd"}},
+        {"model": {"source": "http://169.254.169.254/latest"}},
+    ],
+)
+def test_a_job_names_nothing_outside_its_namespace_and_claims(workload: Workload, changes: dict[str, Any]) -> None:
+    """As somebody whom the policy asks nothing: names cannot say it."""
+    with pytest.raises(RefusedError) as refused:
+        user(workload, "owner", PODS).apply("theft", **changes)
+    assert refused.value.code in (400, 422)
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+def test_a_tenant_writes_neither_status_nor_what_the_operator_makes(workload: Workload, operator: OperatorFactory) -> None:
+    tenant = user(workload, "mallory", USE)
+    tenant.apply()
+    operator()
+    (pod,) = workload.wait_for_pods(Role.PREFLIGHT)
+    for kind, name, subresource in (
+        ("FineTuneJob", "tune", "status"),
+        ("Pod", pod["metadata"]["name"], ""),
+        ("Job", workload.batch_jobs(Role.PREFLIGHT)[0]["metadata"]["name"], ""),
+        ("ConfigMap", "tune-plan", ""),
+    ):
+        with pytest.raises(RefusedError) as refused:
+            tenant.kube.patch(kind, workload.namespace, name, {"metadata": {"labels": {"a": "b"}}}, subresource)
+        assert refused.value.code == 403
+    # Forged in the manifest, it is not stored.
+    forged = tenant.kube.patch("FineTuneJob", workload.namespace, "tune", {"status": {"phase": "Succeeded"}})
+    assert forged["status"].get("phase") != "Succeeded"
 
 
 @pytest.mark.usefixtures("policy_is_asked")

@@ -386,7 +386,7 @@ def test_what_the_chart_shows_as_examples_is_accepted(installed: Installed, work
         "security",
     }
     command = ("create", "--dry-run=server", "--validate=strict", "--namespace", workload.namespace, "-f", "-")
-    installed.cluster.kubectl(*command, input=yaml.safe_dump_all(examples))
+    installed.cluster.kubectl(*command, input=json.dumps({"apiVersion": "v1", "kind": "List", "items": examples}))
 
 
 def test_the_commands_of_the_notes_run(installed: Installed) -> None:
