@@ -127,7 +127,7 @@ FORBIDDEN: dict[str, tuple[Change, str]] = {
     "environment": (container(envFrom=[{"secretRef": {"name": "database"}}]), "set no command"),
     "image": (
         container(image="registry.evil/finetune-trainer:0.1.0"),
-        "registry.evil/finetune-trainer:0.1.0 is not one of finetune-trainer",
+        "registry.evil/finetune-trainer:0.1.0 is not one of ",
     ),
     "image of a longer name": (container(image="finetune-trainer-2:0.1.0"), "add its beginning to admission.operator.images"),
 }
@@ -210,7 +210,16 @@ def test_only_what_a_job_controls_is_deleted(as_operator: Kube, workload: Worklo
         as_operator.delete(kind, workload.namespace, own)
 
 
-def test_leases_and_profiles_are_those_of_the_release(as_operator: Kube, installed: Installed) -> None:
+def test_leases_profiles_and_accounts_are_those_of_the_release(
+    as_operator: Kube, installed: Installed, workload: Workload
+) -> None:
+    accounts = {"metadata": {"name": f"{RELEASE}-accounts"}}
+    as_operator.request("POST", as_operator.path("ConfigMap", SYSTEM) + "?dryRun=All", accounts)
+    assert "no FineTuneJob controls it" in refused(as_operator, "ConfigMap", workload, accounts)
+    installed.kube.create("ConfigMap", SYSTEM, accounts)
+    with pytest.raises(RefusedError, match="no FineTuneJob controls it"):
+        as_operator.delete("ConfigMap", SYSTEM, f"{RELEASE}-accounts")
+    installed.kube.delete("ConfigMap", SYSTEM, f"{RELEASE}-accounts")
     lease = {"metadata": {"name": "kube-scheduler"}}
     for namespace in (SYSTEM, "kube-system"):
         with pytest.raises(RefusedError, match="The operator may not create leases/kube-scheduler: it has two Leases"):
@@ -226,3 +235,22 @@ def test_leases_and_profiles_are_those_of_the_release(as_operator: Kube, install
     }
     with pytest.raises(RefusedError, match="it only brings the profiles of its release"):
         as_operator.request("POST", as_operator.path("FineTuneProfile") + "?dryRun=All", profile)
+
+
+def test_a_profile_with_an_image_that_nobody_named_stalls_its_jobs(
+    as_operator: Kube, workload: Workload, operator: OperatorFactory
+) -> None:
+    assert refused(as_operator, "ConfigMap", workload, {"metadata": {"name": "early"}})
+    name = f"{workload.namespace}-miner"
+    kind = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile"}
+    workload.kube.create(
+        "FineTuneProfile", "", {**kind, "metadata": {"name": name}, "spec": {"trainerImage": "registry.evil/miner:1"}}
+    )
+    try:
+        workload.apply(profile=name)
+        operator()
+        stalled = workload.wait_for("Stalled", reason="CreateRefused")
+        assert "The image registry.evil/miner:1 is not one of registry.test, finetune-trainer" in stalled["message"]
+        assert workload.kube.list("Job", workload.namespace) == []
+    finally:
+        workload.kube.delete("FineTuneProfile", "", name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def table(found: Mapping[str, Mapping[str, list[str]]]) -> list[str]:
         if resource not in nobodys:
             cells = [" ".join(each[resource]).replace(" ".join(VERBS), "all") or "-" for each in found.values()]
             lines.append(f"| {resource} | " + " | ".join(cells) + " |")
-    return [*lines, "", "None of them may do anything with " + ", ".join(nobodys) + ".", ""]
+    return [*lines, "", textwrap.fill("None of them may do anything with " + ", ".join(nobodys) + ".", 130), ""]
 
 
 def test_everybody_may_do_what_the_page_says(
