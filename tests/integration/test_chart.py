@@ -147,6 +147,16 @@ def test_watching_some_namespaces_gives_rights_in_these_only(installed: Installe
     assert [item for item in arguments if item.startswith("--namespace=")] == ["--namespace=a", "--namespace=b"]
 
 
+def test_an_install_without_rights_in_the_cluster_makes_nothing_outside_its_namespace(installed: Installed) -> None:
+    """Somebody else has given the operator its rights, and installed the definitions, profiles and policies."""
+    others = "rbac.create=false,userRoles.create=false,crds.enabled=false,admission.create=false,admission.operator.create=false"
+    documents = rendered(installed, "--set", f"{others},serviceAccount.create=false,serviceAccount.name=given")
+    assert sorted(document["kind"] for document in documents) == ["Deployment", "Service"]
+    assert {document["metadata"]["namespace"] for document in documents} == {SYSTEM}
+    (deployment,) = of_kind(documents, "Deployment")
+    assert deployment["spec"]["template"]["spec"]["serviceAccountName"] == "given"
+
+
 def test_image_by_digest_and_user_id(installed: Installed) -> None:
     digest = "sha256:" + "0" * 64
     (deployment,) = of_kind(rendered(installed, "--set", f"image.digest={digest},runAsUser=1000650000"), "Deployment")

@@ -49,6 +49,11 @@ SAMPLES: Mapping[str, list[Any]] = {
     "tolerations": [[], [TOLERATION]],
     "affinity": [{}, {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": NODES}}],
     "topologySpreadConstraints": [[], [SPREAD]],
+    "runtimeClassName": ["", "gvisor"],
+    "strategy.maxSurge": [1, "50%"],
+    "strategy.maxUnavailable": [0, 1],
+    "probes.liveness": [{"periodSeconds": 20, "timeoutSeconds": 5}, {"initialDelaySeconds": 30}],
+    "probes.readiness": [{"periodSeconds": 5, "timeoutSeconds": 5}, {"failureThreshold": 9}],
     "priorityClassName": ["", "system-cluster-critical"],
     "podLabels": [{}, LABELS],
     "podAnnotations": [{}, {"prometheus.io/scrape": "true"}],
@@ -199,7 +204,7 @@ def test_the_definitions_are_rendered_with_and_without_keeping_them(installed: I
 
 
 def is_text_or_free(said: Mapping[str, Any]) -> bool:
-    return "enum" not in said and said.get("type") in (None, "string", "object")
+    return "enum" not in said and said.get("type", "object") in ("string", "object")
 
 
 def test_every_value_of_a_wrong_type_and_every_unknown_name_is_refused_by_name(installed: Installed, tmp_path: Path) -> None:
