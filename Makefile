@@ -95,6 +95,7 @@ release: environment ## Push images and chart as VERSION to REGISTRY, sign them 
 generate: environment ## Write all generated files: CRDs, rules, findings, pitfalls, methods, table of metrics, image locks
 	$(PYTHON) -m finetune_job.crd crds charts/finetune-operator/files/crds
 	$(PYTHON) -m tests.support.values_schema
+	$(PYTHON) -m tests.support.chart_readme
 	$(PYTHON) -m finetune_cli.generate_rules > docs/rules.md
 	$(PYTHON) -m finetune_cli.generate_findings > docs/findings.md
 	$(PYTHON) -m finetune_operator.decide.failure_table > docs/failures.md

@@ -8,7 +8,7 @@ import yaml
 
 from finetune_job.names import Role
 from tests.support.cluster.errors import ClusterError
-from tests.support.stack import NAMESPACE, ROOT, Stack, condition_of
+from tests.support.stack import NAMESPACE, RELEASE, ROOT, SYSTEM_NAMESPACE, Stack, condition_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 REFUSED = sorted((ROOT / "examples/refused").glob("*.yaml"))
@@ -39,6 +39,11 @@ def assert_refused(stack: Stack, name: str, path: Path) -> dict[str, Any]:
         assert finding["fix"], finding
     assert stack.batch_jobs(name, Role.TRAIN) == []
     return job
+
+
+def test_the_charts_own_test_passes(stack: Stack) -> None:
+    said = stack.cluster.helm("test", RELEASE, "--namespace", SYSTEM_NAMESPACE, "--logs")
+    assert [line.partition(":")[0] for line in said.splitlines() if line.startswith(("passed:", "failed:"))] == ["passed"] * 4
 
 
 def test_there_are_manifests_for_both_gates() -> None:

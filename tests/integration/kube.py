@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kubernetes.config import new_client_from_config
+from urllib3 import HTTPHeaderDict
 
 Document = dict[str, Any]
 PLURALS = {
@@ -32,6 +33,8 @@ PLURALS = {
     "ClusterQueue": "/apis/kueue.x-k8s.io/v1beta2/clusterqueues",
     "ResourceFlavor": "/apis/kueue.x-k8s.io/v1beta2/resourceflavors",
     "WorkloadPriorityClass": "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses",
+    "ClusterRoleBinding": "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+    "SubjectAccessReview": "/apis/authorization.k8s.io/v1/subjectaccessreviews",
     "Lease": "/apis/coordination.k8s.io/v1/{}leases",
 }
 
@@ -45,22 +48,29 @@ class RefusedError(Exception):
 
 
 class Kube:
-    """`user`: impersonate this user."""
+    """`user`, `groups`: impersonate this user, as a member of these groups."""
 
-    def __init__(self, kubeconfig: Path, user: str = "") -> None:
+    def __init__(self, kubeconfig: Path, user: str = "", groups: tuple[str, ...] = ()) -> None:
         self._client = new_client_from_config(config_file=str(kubeconfig))
         self._kubeconfig = kubeconfig
         self._user = user
+        self._groups = groups
 
-    def acting_as(self, user: str) -> Kube:
+    def acting_as(self, user: str, groups: tuple[str, ...] = ()) -> Kube:
         """The same cluster with another user's rights."""
-        return Kube(self._kubeconfig, user)
+        return Kube(self._kubeconfig, user, groups)
 
     def request(self, method: str, path: str, body: Document | None = None, content_type: str = "application/json") -> Document:
         """One request; raises RefusedError."""
-        headers = {"Content-Type": content_type, "Accept": "application/json"} | (
-            {"Impersonate-User": self._user} if self._user else {}
-        )
+        headers = HTTPHeaderDict({"Content-Type": content_type, "Accept": "application/json"})
+        if self._user:
+            headers["Impersonate-User"] = self._user
+        for group in self._groups:
+            headers.add("Impersonate-Group", group)
+        # Client certificates are the connection's; a token travels with each request.
+        token = self._client.configuration.auth_settings().get("BearerToken")
+        if token is not None:
+            headers[token["key"]] = token["value"]
         answer = self._client.rest_client.pool_manager.request(
             method,
             self._client.configuration.host + path,

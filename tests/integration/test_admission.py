@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.integration.conftest import OperatorFactory
+from finetune_job.names import Role
+from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.kube import Kube, RefusedError
-from tests.integration.workload import Workload
+from tests.integration.workload import SPEC, Workload
 from tests.support.cluster.errors import wait_until
+from tests.support.installed_chart import CLUSTER_NAME
 
 pytestmark = pytest.mark.integration
 FETCH = {"hubTokenSecretRef": {"name": "colleagues", "key": "token"}}
-JOBS = {"apiGroups": ["finetune.dev"], "resources": ["finetunejobs"], "verbs": ["create", "get", "update", "patch"]}
+JOBS = {"apiGroups": ["finetune.dev"], "resources": ["finetunejobs"], "verbs": ["create", "get", "update", "patch", "delete"]}
 USE = {"apiGroups": [""], "resources": ["persistentvolumeclaims"], "verbs": ["use"]}
+READ = {**USE, "verbs": ["read"]}
 GET = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}
 PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}
 DATASETS = [{"source": f"pvc://data/{number}.jsonl"} for number in range(9)]
 
 
-def user(workload: Workload, name: str, *rules: dict[str, Any]) -> Workload:
+def user(workload: Workload, name: str, *rules: dict[str, Any], groups: tuple[str, ...] = ()) -> Workload:
     """A user who may make FineTuneJobs, and what `rules` say besides."""
     role = {"metadata": {"name": name}, "rules": [JOBS, *rules]}
     workload.kube.create("Role", workload.namespace, role)
@@ -30,7 +35,7 @@ def user(workload: Workload, name: str, *rules: dict[str, Any]) -> Workload:
         "subjects": [{"kind": "User", "name": name, "apiGroup": "rbac.authorization.k8s.io"}],
     }
     workload.kube.create("RoleBinding", workload.namespace, binding)
-    return Workload(workload.kube.acting_as(name), workload.namespace)
+    return Workload(workload.kube.acting_as(name, groups), workload.namespace)
 
 
 def refusal(tenant: Workload, name: str = "theft", **changes: Any) -> str:
@@ -93,6 +98,101 @@ def test_every_field_that_names_a_claim_is_asked_for(workload: Workload, field: 
 
 
 @pytest.mark.usefixtures("policy_is_asked")
+def test_a_claim_that_may_be_read_is_a_source_and_nothing_else(workload: Workload) -> None:
+    tenant = user(
+        workload, "reader", {**READ, "resourceNames": ["models", "data"]}, {**USE, "resourceNames": ["results", "workspace"]}
+    )
+    tenant.apply("own")
+    said = refusal(tenant, workspace={"claimName": "data"})
+    assert "spec.workspace.claimName: you may not use the claim data of this namespace" in said
+    assert "ask for the verb use on it" in said
+    assert "spec.output.destination" in refusal(tenant, output={"destination": "pvc://models/tuned"})
+    stranger = user(workload, "stranger", {**USE, "resourceNames": ["results", "workspace"]})
+    assert "ask for the verb read or use on it" in refusal(stranger)
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+def test_a_job_that_names_all_there_is_to_name_can_still_be_judged(workload: Workload) -> None:
+    """Asking for a right is dear, and what a policy may cost is limited: beyond that everything is refused."""
+    named = [f"data-{number}" for number in range(8)]
+    readable = {**READ, "resourceNames": [*named, "models", "held-out"]}
+    tenant = user(workload, "everything", readable, {**USE, "resourceNames": ["results", "workspace"]}, GET)
+    data = {
+        "datasets": [{"source": f"pvc://{name}/x.jsonl"} for name in named],
+        "validation": {"source": "pvc://held-out/x.jsonl"},
+    }
+    fetch = {**FETCH, "s3SecretRef": {"name": "keys"}}
+    output = {"destination": "pvc://results/x", "secretRef": {"name": "login"}}
+    tenant.apply("all", data=data, fetch=fetch, output=output)
+
+
+@pytest.fixture
+def other_values(installed: Installed, workload: Workload) -> Iterator[Callable[..., None]]:
+    """The author's policy with other values of the chart, until the test ends."""
+
+    def apply(*settings: str) -> None:
+        values = [argument for setting in settings for argument in ("--set", setting)]
+        place = ("--namespace", SYSTEM, "--show-only", "templates/admission.yaml")
+        installed.cluster.kubectl("apply", "-f", "-", input=installed.cluster.helm("template", RELEASE, CHART, *place, *values))
+
+    yield apply
+    apply()
+    late = user(workload, "late", USE)
+    wait_until(lambda: accepted(late), "the policy to be what it was", 60)
+
+
+def accepted(tenant: Workload, **changes: Any) -> bool:
+    try:
+        tenant.apply("trusted", **changes)
+    except RefusedError as error:
+        if error.code != 403:
+            raise
+        return False
+    tenant.kube.delete("FineTuneJob", tenant.namespace, "trusted")
+    return True
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+def test_who_applies_what_others_have_reviewed_is_trusted_by_name_group_and_namespace(
+    workload: Workload, other_values: Callable[..., None]
+) -> None:
+    by_name, by_group = user(workload, "argocd"), user(workload, "flux", groups=("appliers",))
+    stranger = user(workload, "stranger", groups=("others",))
+    trusted = ("admission.trustedUsers={argocd}", "admission.trustedGroups={appliers}")
+    other_values(*trusted)
+    wait_until(lambda: accepted(by_name, fetch=FETCH), "the policy to trust", 60)
+    assert accepted(by_group, fetch=FETCH)
+    assert not accepted(stranger, fetch=FETCH)
+    # Only where a namespace has said so.
+    other_values(*trusted, "admission.trustedNamespaceLabel=team.example/gitops")
+    wait_until(lambda: not accepted(by_name, fetch=FETCH), "the policy to ask for the label", 60)
+    assert not accepted(by_group, fetch=FETCH)
+    workload.kube.patch("Namespace", "", workload.namespace, {"metadata": {"labels": {"team.example/gitops": "true"}}})
+    wait_until(lambda: accepted(by_name, fetch=FETCH), "the label to be seen", 60)
+    assert accepted(by_group, fetch=FETCH)
+    assert not accepted(stranger, fetch=FETCH)
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+def test_a_profile_is_given_to_a_namespace_by_a_role_binding(workload: Workload, other_values: Callable[..., None]) -> None:
+    tenant = user(workload, "tenant", USE)
+    other_values("admission.profileUse=true")
+    wait_until(lambda: not accepted(tenant), "the policy to ask for the profile", 60)
+    assert "spec.profile: you may not use the FineTuneProfile default in this namespace" in refusal(tenant)
+    assert "FineTuneProfile expensive" in refusal(tenant, profile="expensive")
+    # Whoever may make pods may mount what pods can mount, and has no more profiles for it.
+    assert "spec.profile" in refusal(user(workload, "podmaker", PODS))
+    binding = {
+        "metadata": {"name": "default-profile"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": f"{CLUSTER_NAME}-profile-default"},
+        "subjects": [{"kind": "User", "name": "tenant", "apiGroup": "rbac.authorization.k8s.io"}],
+    }
+    workload.kube.create("RoleBinding", workload.namespace, binding)
+    wait_until(lambda: accepted(tenant), "the binding to be seen", 60)
+    assert "FineTuneProfile expensive" in refusal(tenant, profile="expensive")
+
+
+@pytest.mark.usefixtures("policy_is_asked")
 def test_more_data_sets_than_are_asked_for_take_the_right_to_all_claims(workload: Workload) -> None:
     named = {**USE, "resourceNames": ["models", "data", "results", "workspace"]}
     assert "more than 8 of them" in refusal(user(workload, "some", named), data={"datasets": DATASETS})
@@ -102,6 +202,96 @@ def test_more_data_sets_than_are_asked_for_take_the_right_to_all_claims(workload
 @pytest.mark.usefixtures("policy_is_asked")
 def test_who_may_make_pods_is_not_kept_from_what_pods_can_mount(workload: Workload) -> None:
     user(workload, "owner", PODS).apply("own", fetch=FETCH)
+
+
+POD_SETTINGS: dict[str, Any] = {
+    "image": "registry.evil/miner",
+    "podTemplate": {"spec": {"hostNetwork": True}},
+    "podSpecPatch": "hostPID: true",
+    "serviceAccountName": "cluster-admin",
+    "securityContext": {"runAsUser": 0},
+    "volumes": [{"name": "node", "hostPath": {"path": "/"}}],
+    "volumeMounts": [{"name": "node", "mountPath": "/node"}],
+    "env": [{"name": "LD_PRELOAD", "value": "/claims/data/evil.so"}],
+    "envFrom": [{"secretRef": {"name": "database"}}],
+    "nodeName": "control-plane",
+    "nodeSelector": {"kubernetes.io/hostname": "control-plane"},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {},
+    "schedulerName": "mine",
+    "runtimeClassName": "privileged",
+    "hostNetwork": True,
+    "labels": {"kueue.x-k8s.io/queue-name": "others"},
+    "annotations": {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"},
+    "command": ["sh"],
+    "args": ["-c", "curl"],
+    "resources": {"limits": {"nvidia.com/gpu": "64"}},
+}
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+def test_no_setting_of_a_pod_is_the_tenants(workload: Workload, operator: OperatorFactory) -> None:
+    """In any part of the spec: a strict client is told, and of others nothing is stored and nothing comes into the pod."""
+    tenant = user(workload, "mallory", USE)
+    parts = ("model", "data", "training", "workspace", "output", "run", "preflight", "checkpoint", "parallelism")
+    smuggled = {part: {**SPEC.get(part, {}), **POD_SETTINGS} for part in parts}
+    for part, content in {**smuggled, **POD_SETTINGS}.items():
+        with pytest.raises(RefusedError, match="unknown field"):
+            tenant.apply("strict", **{part: content})
+    tenant.apply_leniently(**{**smuggled, **POD_SETTINGS})
+    stored = workload.job()["spec"]
+    found = [(part, name) for part in (*parts, "") for name in POD_SETTINGS if name in (stored.get(part, {}) if part else stored)]
+    assert found == []
+    operator()
+    (made,) = workload.wait_for_pods(Role.PREFLIGHT)
+    text = json.dumps({"metadata": made["metadata"].get("labels"), "spec": made["spec"]})
+    assert [
+        word for word in ("evil", "cluster-admin", "hostPath", "LD_PRELOAD", "database", 'privileged": true') if word in text
+    ] == []
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fetch": {"hubTokenSecretRef": {"name": "token", "key": "token", "namespace": "kube-system"}}},
+        {"fetch": {"s3SecretRef": {"name": "kube-system/keys"}}},
+        {"workspace": {"claimName": "workspace", "namespace": "team-b"}},
+        {"workspace": {"claimName": "../team-b/workspace"}},
+        {"model": {"source": "pvc://../team-b"}},
+        {"model": {"source": "pvc://models/../../team-b"}},
+        {"data": {"source": "pvc://data/a/../../../etc/passwd"}},
+        {"output": {"destination": "pvc://results/../../x"}},
+        {"output": {"destination": "pvc://results//x"}},
+        {"model": {"source": "file:///etc/passwd"}},
+        {"model": {"source": "http://169.254.169.254/latest"}},
+    ],
+)
+def test_a_job_names_nothing_outside_its_namespace_and_claims(workload: Workload, changes: dict[str, Any]) -> None:
+    """As somebody whom the policy asks nothing: names cannot say it."""
+    with pytest.raises(RefusedError) as refused:
+        user(workload, "owner", PODS).apply("theft", **changes)
+    assert refused.value.code in (400, 422)
+
+
+@pytest.mark.usefixtures("policy_is_asked")
+def test_a_tenant_writes_neither_status_nor_what_the_operator_makes(workload: Workload, operator: OperatorFactory) -> None:
+    tenant = user(workload, "mallory", USE)
+    tenant.apply()
+    operator()
+    (pod,) = workload.wait_for_pods(Role.PREFLIGHT)
+    for kind, name, subresource in (
+        ("FineTuneJob", "tune", "status"),
+        ("Pod", pod["metadata"]["name"], ""),
+        ("Job", workload.batch_jobs(Role.PREFLIGHT)[0]["metadata"]["name"], ""),
+        ("ConfigMap", "tune-plan", ""),
+    ):
+        with pytest.raises(RefusedError) as refused:
+            tenant.kube.patch(kind, workload.namespace, name, {"metadata": {"labels": {"a": "b"}}}, subresource)
+        assert refused.value.code == 403
+    # Forged in the manifest, it is not stored.
+    forged = tenant.kube.patch("FineTuneJob", workload.namespace, "tune", {"status": {"phase": "Succeeded"}})
+    assert forged["status"].get("phase") != "Succeeded"
 
 
 @pytest.mark.usefixtures("policy_is_asked")

@@ -1,6 +1,11 @@
 """The chart: what it renders, what it refuses, that it installs, upgrades and stays within its rights."""
 
+import itertools
 import json
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -10,7 +15,7 @@ import pytest
 import yaml
 
 from finetune_job.names import Role
-from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed
+from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.operator_process import OperatorProcess
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import ClusterError, wait_until
@@ -18,6 +23,7 @@ from tests.support.installed_chart import CLUSTER_NAME, WAYS_OUT, install
 
 pytestmark = pytest.mark.integration
 Document = dict[str, Any]
+NOW = "2026-01-01T00:00:00Z"
 API_VERSION = "finetune.dev/v1alpha1"
 PUBLISH = {
     "allowedDestinations": ["hf://", "s3://", "oci://"],
@@ -109,14 +115,25 @@ def test_operator_reads_no_secrets_and_creates_no_pods(installed: Installed) -> 
 
 def test_users_roles_leave_the_status_to_the_operator(installed: Installed) -> None:
     roles = [role for role in of_kind(rendered(installed), "ClusterRole") if role["metadata"]["name"] != CLUSTER_NAME]
-    assert {role["metadata"]["name"] for role in roles} == {
-        "finetune-operator-finetune-system-edit",
-        "finetune-operator-finetune-system-view",
-        "finetune-operator-finetune-system-profile-default",
+    assert {role["metadata"]["name"].removeprefix(f"{CLUSTER_NAME}-") for role in roles} == {
+        "user",
+        "viewer",
+        "admin",
+        "profile-default",
     }
-    granted = rules_of(roles)
-    assert {resource for _, resource, _ in granted} == {"finetunejobs", "finetuneprofiles"}
-    assert {verb for _, resource, verb in granted if resource == "finetuneprofiles"} == {"get", "list", "watch"}
+    assert {resource for _, resource, _ in rules_of(roles)} == {"finetunejobs", "finetuneprofiles"}
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+def test_the_built_in_roles_take_up_ours_if_they_shall(installed: Installed, *, aggregate: bool) -> None:
+    documents = rendered(installed, "--set", f"userRoles.aggregate={str(aggregate).lower()}")
+    taken_up = {
+        (role["metadata"]["name"].rpartition("-")[2], label.partition("aggregate-to-")[2])
+        for role in of_kind(documents, "ClusterRole")
+        for label in role["metadata"]["labels"]
+        if "aggregate-to" in label
+    }
+    assert taken_up == ({("user", "edit"), ("user", "admin"), ("viewer", "view")} if aggregate else set())
 
 
 def test_watching_some_namespaces_gives_rights_in_these_only(installed: Installed) -> None:
@@ -128,6 +145,16 @@ def test_watching_some_namespaces_gives_rights_in_these_only(installed: Installe
     (deployment,) = of_kind(documents, "Deployment")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert [item for item in arguments if item.startswith("--namespace=")] == ["--namespace=a", "--namespace=b"]
+
+
+def test_an_install_without_rights_in_the_cluster_makes_nothing_outside_its_namespace(installed: Installed) -> None:
+    """Somebody else has given the operator its rights, and installed the definitions, profiles and policies."""
+    others = "rbac.create=false,userRoles.create=false,crds.enabled=false,admission.create=false,admission.operator.create=false"
+    documents = rendered(installed, "--set", f"{others},serviceAccount.create=false,serviceAccount.name=given")
+    assert sorted(document["kind"] for document in documents) == ["Deployment", "Service"]
+    assert {document["metadata"]["namespace"] for document in documents} == {SYSTEM}
+    (deployment,) = of_kind(documents, "Deployment")
+    assert deployment["spec"]["template"]["spec"]["serviceAccountName"] == "given"
 
 
 def test_image_by_digest_and_user_id(installed: Installed) -> None:
@@ -309,3 +336,95 @@ def test_rights_in_one_namespace_suffice(installed: Installed, workload: Workloa
             workload.wait_for_pods(Role.TRAIN)
     finally:
         workload.kube.delete("Namespace", "", system)
+
+
+def test_helm_test_tries_jobs_and_reads_metrics(
+    installed: Installed, workload: Workload, operator: OperatorFactory, tmp_path: Path
+) -> None:
+    port = operator().wait_for_line("listening")["port"]
+    place = ("--set", f"namespaces={{{workload.namespace}}},metrics.port={port}", "--show-only", "templates/tests/release.yaml")
+    documents = rendered(installed, *place)
+    assert all(document["metadata"]["annotations"]["helm.sh/hook"] == "test" for document in documents)
+    (pod,) = of_kind(documents, "Pod")
+    installed.cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all([each for each in documents if each is not pod]))
+    # The pod itself: it would be accepted where Pod Security is restricted.
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    workload.kube.patch("Namespace", "", workload.namespace, {"metadata": {"labels": labels}})
+    shown = {**pod["spec"], "serviceAccountName": "default"}
+    workload.kube.create("Pod", workload.namespace, {"metadata": {"name": "test"}, "spec": shown})
+
+    account = pod["spec"]["serviceAccountName"]
+    config = json.loads(installed.operator_kubeconfig.read_text())
+    config["users"][0]["user"]["token"] = installed.cluster.kubectl("create", "token", account, "--namespace", SYSTEM).strip()
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(json.dumps(config))
+    (container,) = pod["spec"]["containers"]
+    program = container["command"][container["command"].index("-m") + 1]
+    arguments = [argument.replace(f"{RELEASE}.{SYSTEM}:", "127.0.0.1:") for argument in container["args"]]
+
+    def run(access: Path, arguments: list[str]) -> tuple[int, list[str]]:
+        command = [sys.executable, "-m", program, *arguments]
+        environment = {**os.environ, "KUBECONFIG": str(access)}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return ended.returncode, ended.stdout.splitlines()
+
+    code, lines = run(kubeconfig, arguments)
+    assert (code, [line.partition(":")[0] for line in lines]) == (0, ["passed"] * 4)
+    assert workload.kube.list("FineTuneJob", workload.namespace) == []
+    # Whom the policy does not ask, it does not refuse; and no metrics are no pass.
+    code, lines = run(
+        installed.cluster.kubeconfig, [f"--namespace={workload.namespace}", "--admission", "--metrics=http://127.0.0.1:9/"]
+    )
+    assert (code, [line.partition(":")[0] for line in lines]) == (1, ["passed", "passed", "failed", "failed"])
+    assert lines[2].endswith("the API server accepts it")
+    # Without rights in the namespace no job is accepted, and the server's words are passed on.
+    code, lines = run(kubeconfig, ["--namespace=default"])
+    assert (code, "cannot create resource" in lines[0]) == (1, True)
+    kinds = [each for each in documents if each is not pod]
+    installed.cluster.kubectl("delete", "-f", "-", input=yaml.safe_dump_all(kinds))
+
+
+def test_what_the_chart_shows_as_examples_is_accepted(installed: Installed, workload: Workload) -> None:
+    annotations = yaml.safe_load((CHART / "Chart.yaml").read_text())["annotations"]
+    examples = yaml.safe_load(annotations["artifacthub.io/crdsExamples"])
+    assert [example["kind"] for example in examples] == ["FineTuneJob", "FineTuneProfile"]
+    named = [definition["name"] for definition in yaml.safe_load(annotations["artifacthub.io/crds"])]
+    assert named == ["finetunejobs.finetune.dev", "finetuneprofiles.finetune.dev"]
+    assert {change["kind"] for change in yaml.safe_load(annotations["artifacthub.io/changes"])} <= {
+        "added",
+        "changed",
+        "security",
+    }
+    command = ("create", "--dry-run=server", "--validate=strict", "--namespace", workload.namespace, "-f", "-")
+    installed.cluster.kubectl(*command, input=json.dumps({"apiVersion": "v1", "kind": "List", "items": examples}))
+
+
+def test_the_commands_of_the_notes_run(installed: Installed) -> None:
+    notes = installed.cluster.helm("get", "notes", RELEASE, "--namespace", SYSTEM)
+    lines = iter(line.removeprefix("  ") for line in notes.splitlines() if line.startswith("  "))
+    commands = []
+    for line in lines:
+        command, _, here = line.partition(" <<")
+        commands.append(
+            (shlex.split(command), "\n".join(itertools.takewhile(lambda line, end=here: line != end, lines)) if here else None)
+        )
+    assert [command[:2] for command, _ in commands] == [
+        ["kubectl", "-n"],
+        ["helm", "test"],
+        ["kubectl", "explain"],
+        ["kubectl", "get"],
+        ["kubectl", "apply"],
+        ["kubectl", "wait"],
+    ]
+    finished = {"type": "Finished", "status": "True", "reason": "Succeeded", "message": "", "lastTransitionTime": NOW}
+    try:
+        for (program, *arguments), text in commands:
+            # Nothing runs here: the pod of `helm test` is tried by another test, and the job is ended by hand.
+            if program == "helm":
+                continue
+            if arguments[0] == "wait":
+                installed.kube.patch("FineTuneJob", "default", "first", {"status": {"conditions": [finished]}}, "status")
+            said = installed.cluster.kubectl(*arguments, input=text)
+        assert "condition met" in said
+    finally:
+        installed.kube.delete("FineTuneJob", "default", "first")

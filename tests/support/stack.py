@@ -143,6 +143,8 @@ class Stack:
                 "dnsTo": [{"ipBlock": {"cidr": DNS}}],
                 "metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": MONITORING_NAMESPACE}}}],
             },
+            # Of a test whose image comes late.
+            "admission": {"operator": {"images": ["docker.io/library"]}},
             "profiles": {
                 "default": {
                     "trainerImage": self.trainer_image,

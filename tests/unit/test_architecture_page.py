@@ -1,4 +1,4 @@
-"""docs/architecture.md and docs/layers.md say what is there."""
+"""docs/architecture.md, docs/layers.md and docs/security.md say what is there."""
 
 import ast
 import re
@@ -46,3 +46,15 @@ def test_each_question_is_answered_by_a_module() -> None:
 
 def test_the_picture_of_the_layers_is_that_of_the_contracts() -> None:
     assert (ROOT / "docs" / "layers.md").read_text() == layers_page.page(), "run `make generate`"
+
+
+def test_every_threat_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    rows = [line for line in page.split("## Threats")[1].split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    assert [row for row in rows if not NAME.search(row.split("|")[-2])] == []
+    unknown = [
+        f"{path}::{name}" for path, name in NAME.findall(page) if name and name not in top_level_names(found(path) or ROOT)
+    ]
+    assert unknown == []
+    assert [path for path, _ in NAME.findall(page) if found(path) is None] == []

@@ -1,4 +1,4 @@
-"""The schema of the chart's values: its generated part, and that it knows every value there is."""
+"""The schema of the chart's values: its generated part, and that it knows every value there is; and the chart's README."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from finetune_job.names import OBSERVE_PORT
-from tests.support import values_schema
+from tests.support import chart_readme, values_schema
 
 CHART = values_schema.FILE.parent
 
@@ -28,6 +28,13 @@ def schema() -> dict[str, Any]:
 def test_the_profile_follows_the_api_model() -> None:
     current = values_schema.FILE.read_text()
     assert values_schema.text(current) == current, "run `make generate`"
+
+
+def test_the_readme_has_every_value_with_its_default_and_comment() -> None:
+    written = chart_readme.FILE.read_text()
+    assert written == chart_readme.text(), "run `make generate`"
+    assert "| admission.operator.requireDigest | `false` | Take only images that are named by digest. |" in written
+    assert "| networkPolicy.apiServerPorts | `[443, 6443]` |  |" in written
 
 
 def test_every_value_has_its_place_in_the_schema_and_the_other_way_round() -> None:

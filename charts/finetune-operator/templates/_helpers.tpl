@@ -60,6 +60,17 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 
+{{/* Environment of our programs: a proxy, and what the values add. */}}
+{{- define "finetune-operator.environment" -}}
+{{- $environment := list -}}
+{{- range $variable, $value := dict "HTTP_PROXY" .Values.proxy.httpProxy "HTTPS_PROXY" .Values.proxy.httpsProxy "NO_PROXY" .Values.proxy.noProxy -}}
+{{- if $value -}}
+{{- $environment = append $environment (dict "name" $variable "value" $value) -}}
+{{- end -}}
+{{- end -}}
+{{- concat $environment .Values.extraEnv | toYaml -}}
+{{- end -}}
+
 {{/* ClusterRole that lets somebody see a profile, and with which the profile goes. In: the root; the profile's name. */}}
 {{- define "finetune-operator.profileRole" -}}
 {{ include "finetune-operator.clusterName" (index . 0) }}-profile-{{ index . 1 }}

@@ -11,17 +11,16 @@ from finetune_job.plan.launch_plan import FetchPlan, LaunchPlan, PublishPlan
 
 VOLUME_NAME = "credentials"
 _GROUP_READS = 0o440
-_ALL_READ = 0o444
 
 
-def credentials_volume(sources: Sequence[dict[str, Any]], fs_group: int | None) -> dict[str, Any]:
+def credentials_volume(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The volume with these files, in the kubelet's memory and in no other container.
 
-    The kubelet gives them to the pod's group where it has one. Where none is set here, a platform that assigns users of its own
-    may or may not assign a group, so the files' mode has to let any user of the container read them.
+    The kubelet writes files of a Secret as root, for the pod's fsGroup where it has one, and for group 0 otherwise; no setting
+    makes them the property of the container's user. A user that is not root reads them as a member of that group: the kubelet
+    adds each process to the fsGroup, and the trainer image, as every user without an entry in its /etc/passwd, is in group 0.
     """
-    mode = _ALL_READ if fs_group is None else _GROUP_READS
-    return {"name": VOLUME_NAME, "projected": {"defaultMode": mode, "sources": list(sources)}}
+    return {"name": VOLUME_NAME, "projected": {"defaultMode": _GROUP_READS, "sources": list(sources)}}
 
 
 def fetch_credentials(fetch: FetchPlan) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ def pod_template(
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{number}", "mountPath": f"{CLAIMS_MOUNT}/{claim}", "readOnly": not writable})
     if credentials:
-        volumes.append(credentials_volume(credentials, placement.fs_group))
+        volumes.append(credentials_volume(credentials))
         mounts.append({"name": volumes[-1]["name"], "mountPath": CREDENTIALS_MOUNT, "readOnly": True})
     container: dict[str, Any] = {
         "name": CONTAINER_NAME,

@@ -1,0 +1,130 @@
+"""`python -m finetune_operator.check_release`: what `helm test` runs, with rights of its own to make jobs and to use one claim.
+
+It makes nothing: the API server only tries whether it would accept the jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from kubernetes.aio.config import ConfigException
+from prometheus_client.parser import text_string_to_metric_families
+
+from finetune_job.names import API_VERSION, JOB_KIND
+from finetune_operator.cluster.access import load_configuration
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, Document
+from finetune_operator.cluster.api import Api
+from finetune_operator.cluster.kinds import JOBS
+
+CLAIM = "finetune-test"
+"""The claim that the chart lets this program use; it need not be there."""
+FOREIGN_CLAIM = "not-for-finetune-test"
+JOB: Document = {
+    "apiVersion": API_VERSION,
+    "kind": JOB_KIND,
+    "metadata": {"generateName": "finetune-test-"},
+    "spec": {
+        "model": {"source": f"pvc://{CLAIM}/model"},
+        "data": {"source": f"pvc://{CLAIM}/train.jsonl", "format": "PromptCompletion"},
+        "training": {"epochs": 1, "globalBatchSize": 16},
+        "workspace": {"claimName": CLAIM},
+        "output": {"destination": f"pvc://{CLAIM}/results"},
+    },
+}
+METRICS_SECONDS = 10.0
+METRICS_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was tried, and what is wrong; empty: nothing."""
+
+    what: str
+    problem: str
+
+
+def job_with(field: str, value: Any) -> Document:
+    """The job with another value of a field of its spec, given as `part.field`."""
+    part, name = field.split(".")
+    job = copy.deepcopy(JOB)
+    job["spec"][part][name] = value
+    return job
+
+
+async def _try(api: Api, namespace: str, job: Document, code: int, said: str) -> str:
+    """What is wrong with the API server's answer to a dry run; 201: it should accept the job."""
+    query = {"dryRun": "All", "fieldValidation": "Strict"}
+    try:
+        await api.request("POST", JOBS.path(namespace), query, body=job)
+    except ApiError as error:
+        return "" if error.code == code and said in error.message else str(error)
+    return "" if code == 201 else "the API server accepts it"
+
+
+async def read_metrics(address: str) -> str:
+    """What is wrong with the metrics at this address; empty: they can be read."""
+    try:
+        timeout = aiohttp.ClientTimeout(total=METRICS_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(address) as answer:
+            if answer.status != 200:
+                return f"{address} answers with status {answer.status}"
+            text = (await answer.content.read(METRICS_BYTES)).decode()
+    except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
+        reason = str(error) or type(error).__name__
+        return f"{address}: {reason}; is the operator running, and does networkPolicy.metricsFrom let this pod in?"
+    try:
+        families = list(text_string_to_metric_families(text))
+    except ValueError as error:
+        return f"{address}: not in Prometheus' format: {error}"
+    return "" if any(family.samples for family in families) else f"{address} has no metrics"
+
+
+async def check(namespace: str, metrics: str | None, *, is_admission_asked: bool) -> list[Check]:
+    """All checks of a release. Raises ApiUnreachableError, ConfigException."""
+    api = Api(await load_configuration())
+    try:
+        found = [
+            Check("a good FineTuneJob is accepted", await _try(api, namespace, JOB, 201, "")),
+            Check(
+                "a FineTuneJob with a wrong value is refused by the field's name",
+                await _try(api, namespace, job_with("training.globalBatchSize", 0), 422, "spec.training.globalBatchSize"),
+            ),
+        ]
+        if is_admission_asked:
+            foreign = job_with("workspace.claimName", FOREIGN_CLAIM)
+            problem = await _try(
+                api, namespace, foreign, 403, f"spec.workspace.claimName: you may not use the claim {FOREIGN_CLAIM}"
+            )
+            found.append(Check("a FineTuneJob that names a claim which its author may not use is refused", problem))
+    finally:
+        await api.close()
+    if metrics is not None:
+        found.append(Check("the operator's metrics can be read", await read_metrics(metrics)))
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="finetune_operator.check_release", description="Check an installed release.")
+    parser.add_argument("--namespace", required=True, help="a served namespace")
+    parser.add_argument("--metrics", help="address of the operator's metrics; unset: they are not read")
+    parser.add_argument("--admission", action="store_true", help="whether the release brings the policy for authors of jobs")
+    given = parser.parse_args(arguments)
+    try:
+        checks = asyncio.run(check(given.namespace, given.metrics, is_admission_asked=given.admission))
+    except (ApiUnreachableError, ConfigException) as error:
+        print(f"failed: the API server is reached: {error}")
+        return 1
+    for each in checks:
+        print(f"failed: {each.what}: {each.problem}" if each.problem else f"passed: {each.what}")
+    return 1 if any(each.problem for each in checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

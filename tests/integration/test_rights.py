@@ -1,0 +1,170 @@
+"""Who may do what: the API server's own answers, as docs/rights.md has them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed
+from tests.integration.kube import Kube
+from tests.integration.workload import Workload
+from tests.support.cluster.errors import wait_until
+from tests.support.installed_chart import CLUSTER_NAME
+
+pytestmark = pytest.mark.integration
+PAGE = Path(__file__).parents[2] / "docs" / "rights.md"
+VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
+IN_NAMESPACES: Mapping[str, tuple[str, ...]] = {
+    "finetunejobs.finetune.dev": VERBS,
+    "finetunejobs.finetune.dev/status": VERBS,
+    "finetunejobs.finetune.dev/finalizers": VERBS,
+    "secrets": VERBS,
+    "configmaps": VERBS,
+    "services": VERBS,
+    "persistentvolumeclaims": (*VERBS, "read", "use"),
+    "pods": VERBS,
+    "pods/exec": ("get", "create"),
+    "pods/attach": ("get", "create"),
+    "pods/portforward": ("get", "create"),
+    "pods/ephemeralcontainers": ("update", "patch"),
+    "pods/log": ("get",),
+    "jobs.batch": VERBS,
+    "deployments.apps": VERBS,
+    "workloads.kueue.x-k8s.io": VERBS,
+    "networkpolicies.networking.k8s.io": VERBS,
+    "events": VERBS,
+    "leases.coordination.k8s.io": VERBS,
+    "serviceaccounts": (*VERBS, "impersonate"),
+    "serviceaccounts/token": ("create",),
+    "roles.rbac.authorization.k8s.io": (*VERBS, "bind", "escalate"),
+    "rolebindings.rbac.authorization.k8s.io": VERBS,
+}
+OF_THE_CLUSTER: Mapping[str, tuple[str, ...]] = {
+    "finetuneprofiles.finetune.dev": (*VERBS, "use"),
+    "namespaces": VERBS,
+    "nodes": VERBS,
+    "nodes/proxy": ("get", "create"),
+    "persistentvolumes": VERBS,
+    "clusterroles.rbac.authorization.k8s.io": (*VERBS, "bind", "escalate"),
+    "clusterrolebindings.rbac.authorization.k8s.io": VERBS,
+    "customresourcedefinitions.apiextensions.k8s.io": VERBS,
+    "validatingadmissionpolicies.admissionregistration.k8s.io": VERBS,
+    "validatingwebhookconfigurations.admissionregistration.k8s.io": VERBS,
+    "users": ("impersonate",),
+    "groups": ("impersonate",),
+}
+NEVER = {"secrets", "pods/exec", "pods/attach", "pods/portforward", "pods/ephemeralcontainers", "serviceaccounts/token"} | {
+    name for name in OF_THE_CLUSTER if name != "finetuneprofiles.finetune.dev"
+}
+"""Resources of which nobody here may do anything."""
+HEAD = """# Rights
+
+What an API server answers (`kubectl auth can-i`) for the operator's ServiceAccount, for that of an operator with `namespaces`
+set to one namespace, for a user and a viewer with a RoleBinding there to the chart's roles of these names, and for an admin with
+a ClusterRoleBinding. Everything else is as the chart has it by default. A test asks it all again.
+
+"all" is get, list, watch, create, update, patch, delete and deletecollection. Rights to single objects by their name are not
+here: the operator may also read the ClusterRoles that its profiles go with, change those profiles, and renew its two Leases. The
+admission policies ([security.md](security.md)) end its rights further: it creates and deletes only what a FineTuneJob controls.
+"""
+Subject = tuple[str, tuple[str, ...]]
+
+
+def allowed(kube: Kube, subject: Subject, namespace: str, resources: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    user, groups = subject
+    found = {}
+    for resource, verbs in resources.items():
+        name, _, subresource = resource.partition("/")
+        plural, _, group = name.partition(".")
+        asked = {"namespace": namespace, "group": group, "resource": plural, "subresource": subresource}
+        found[resource] = [verb for verb in verbs if _is_allowed(kube, user, groups, {**asked, "verb": verb})]
+    return found
+
+
+def _is_allowed(kube: Kube, user: str, groups: tuple[str, ...], attributes: dict[str, str]) -> bool:
+    spec = {"user": user, "groups": [*groups, "system:authenticated"], "resourceAttributes": attributes}
+    answer = kube.create("SubjectAccessReview", "", {"spec": spec})
+    return answer["status"]["allowed"] is True
+
+
+def bind(kube: Kube, namespace: str, user: str, role: str) -> None:
+    body = {
+        "metadata": {"name": f"rights-of-{user}"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": f"{CLUSTER_NAME}-{role}"},
+        "subjects": [{"kind": "User", "name": user, "apiGroup": "rbac.authorization.k8s.io"}],
+    }
+    kube.create("RoleBinding" if namespace else "ClusterRoleBinding", namespace, body)
+
+
+@pytest.fixture
+def subjects(installed: Installed, workload: Workload) -> Iterator[dict[str, Subject]]:
+    """Holders of the roles, and the operators of this release and of one that serves the test's namespace alone."""
+    kube, one = installed.kube, "one-namespace"
+    place = ("--namespace", SYSTEM, "--set", f"namespaces={{{workload.namespace}}},fullnameOverride={one}")
+    shown = ("--show-only", "templates/rbac.yaml")
+    documents = [each for each in yaml.safe_load_all(installed.cluster.helm("template", RELEASE, CHART, *place, *shown)) if each]
+    installed.cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(documents))
+    bind(kube, workload.namespace, "user", "user")
+    bind(kube, workload.namespace, "viewer", "viewer")
+    bind(kube, "", "admin", "admin")
+    accounts = ("system:serviceaccounts", f"system:serviceaccounts:{SYSTEM}")
+    found: dict[str, Subject] = {
+        "operator": (f"system:serviceaccount:{SYSTEM}:{RELEASE}", accounts),
+        "operator of one namespace": (f"system:serviceaccount:{SYSTEM}:{one}", accounts),
+        "user": ("user", ()),
+        "viewer": ("viewer", ()),
+        "admin": ("admin", ()),
+    }
+    seen = {"finetunejobs.finetune.dev": ("list",)}
+    for subject in found.values():
+        wait_until(lambda who=subject: all(allowed(kube, who, workload.namespace, seen).values()), f"rights of {subject}", 60)
+    yield found
+    installed.cluster.kubectl("delete", "--ignore-not-found", "-f", "-", input=yaml.safe_dump_all(documents))
+    kube.delete("ClusterRoleBinding", "", "rights-of-admin")
+
+
+def table(found: Mapping[str, Mapping[str, list[str]]]) -> list[str]:
+    """A column for each subject, a row for each resource of which anybody may do anything, and the others below."""
+    lines = ["| resource | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
+    resources = next(iter(found.values()))
+    nobodys = [resource for resource in resources if not any(each[resource] for each in found.values())]
+    for resource in resources:
+        if resource not in nobodys:
+            cells = [" ".join(each[resource]).replace(" ".join(VERBS), "all") or "-" for each in found.values()]
+            lines.append(f"| {resource} | " + " | ".join(cells) + " |")
+    return [*lines, "", textwrap.fill("None of them may do anything with " + ", ".join(nobodys) + ".", 130), ""]
+
+
+def test_everybody_may_do_what_the_page_says(
+    installed: Installed, workload: Workload, subjects: dict[str, Subject], tmp_path: Path
+) -> None:
+    installed.kube.create("Namespace", "", {"metadata": {"name": "rights-elsewhere"}})
+    places = {
+        "In a served namespace": (workload.namespace, IN_NAMESPACES),
+        "In another namespace": ("rights-elsewhere", IN_NAMESPACES),
+        "In all namespaces at once": ("", IN_NAMESPACES),
+        "In the cluster": ("", OF_THE_CLUSTER),
+    }
+    found = {
+        place: {who: allowed(installed.kube, subject, *asked) for who, subject in subjects.items()}
+        for place, asked in places.items()
+    }
+    installed.kube.delete("Namespace", "", "rights-elsewhere")
+    answers = [
+        (who, resource, verb)
+        for by_subject in found.values()
+        for who, by_resource in by_subject.items()
+        for resource, verbs in by_resource.items()
+        for verb in verbs
+    ]
+    assert [answer for answer in answers if answer[1] in NEVER] == []
+    status = {(who, verb) for who, resource, verb in answers if resource == "finetunejobs.finetune.dev/status"}
+    assert status == {("operator", "patch"), ("operator of one namespace", "patch")}
+    text = "\n".join([HEAD, *(line for place, each in found.items() for line in (f"## {place}", "", *table(each)))])
+    found_here = tmp_path / PAGE.name
+    found_here.write_text(text)
+    assert PAGE.read_text() == text, f"correct the roles, or copy {found_here} to {PAGE}"

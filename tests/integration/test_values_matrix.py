@@ -1,0 +1,220 @@
+"""All values of the chart, any two of them together: the schema takes them, helm renders them, the API server would take the
+objects. And all of them wrong: each is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.integration.conftest import CHART, Installed
+from tests.support.cluster.errors import ClusterError, wait_until
+from tests.support.pairwise import pairwise
+
+pytestmark = pytest.mark.integration
+DIGEST = "sha256:" + "0" * 64
+TOLERATION = {"key": "team.example/gpu", "operator": "Exists", "effect": "NoSchedule"}
+SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+PEER = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+LABELS = {"team.example/owner": "ml"}
+NODES = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "disk", "operator": "Exists"}]}]}
+SAMPLES: Mapping[str, list[Any]] = {
+    "global.imageRegistry": ["", "mirror.example:5000/hub"],
+    "global.imagePullSecrets": [[], [{"name": "mirror"}]],
+    "nameOverride": ["", "tuning"],
+    "fullnameOverride": ["", "n" * 52],
+    "commonLabels": [{}, LABELS],
+    "commonAnnotations": [{}, {"team.example/note": 'two words: "quoted"'}],
+    "image.registry": ["", "registry.example"],
+    "image.repository": ["finetune-operator", "team/finetune-operator"],
+    "image.tag": ["", "1.2.3"],
+    "image.digest": ["", DIGEST],
+    "imagePullSecrets": [[], [{"name": "login"}]],
+    "trainerImage.registry": ["", "registry.example:5000"],
+    "trainerImage.repository": ["finetune-trainer", "team/finetune-trainer"],
+    "trainerImage.tag": ["", "1.2.3"],
+    "trainerImage.digest": ["", DIGEST],
+    "namespaces": [[], ["matrix-a", "matrix-b"]],
+    "claimNamespace": ["kube-system", "matrix-a"],
+    "resources.requests": [{"cpu": "100m", "memory": "256Mi"}, {"cpu": 1}],
+    "resources.limits": [{"memory": "512Mi"}, {}],
+    "runAsUser": [None, 1000650000],
+    "nodeSelector": [{}, {"kubernetes.io/os": "linux"}],
+    "tolerations": [[], [TOLERATION]],
+    "affinity": [{}, {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": NODES}}],
+    "topologySpreadConstraints": [[], [SPREAD]],
+    "runtimeClassName": ["", "gvisor"],
+    "strategy.maxSurge": [1, "50%"],
+    "strategy.maxUnavailable": [0, 1],
+    "probes.liveness": [{"periodSeconds": 20, "timeoutSeconds": 5}, {"initialDelaySeconds": 30}],
+    "probes.readiness": [{"periodSeconds": 5, "timeoutSeconds": 5}, {"failureThreshold": 9}],
+    "priorityClassName": ["", "system-cluster-critical"],
+    "podLabels": [{}, LABELS],
+    "podAnnotations": [{}, {"prometheus.io/scrape": "true"}],
+    "extraArgs": [[], ["--log-level=debug"]],
+    "extraEnv": [[], [{"name": "TZ", "value": "UTC"}]],
+    "extraVolumes": [[], [{"name": "more", "emptyDir": {}}]],
+    "extraVolumeMounts": [[], [{"name": "tmp", "mountPath": "/more"}]],
+    "proxy.httpProxy": ["", "http://proxy.example:3128"],
+    "proxy.httpsProxy": ["", "http://proxy.example:3128"],
+    "proxy.noProxy": ["", "10.0.0.0/8,.svc"],
+    "serviceAccount.name": ["", "tuner"],
+    "serviceAccount.annotations": [{}, {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/x"}],
+    "profiles": [
+        {"default": {"fsGroup": 65532}},
+        {"default": None},
+        {"default": {"gpu": {"memory": "80Gi"}}, "small": {"maxActiveJobs": 2, "trainerImage": "registry.example/other:1"}},
+    ],
+    "admission.trustedUsers": [[], ["system:serviceaccount:argocd:argocd-application-controller"]],
+    "admission.trustedGroups": [[], ['it\'s "quoted"']],
+    "admission.trustedNamespaceLabel": ["", "team.example/gitops"],
+    "admission.operator.images": [[], ["registry.example/team", ""]],
+    "metrics.service.annotations": [{}, {"team.example/scrape": "true"}],
+    "metrics.serviceMonitor.labels": [{}, {"release": "kube-prometheus-stack"}],
+    "metrics.serviceMonitor.interval": ["30s", "1m"],
+    "metrics.podMonitor.labels": [{}, {"release": "kube-prometheus-stack"}],
+    "metrics.podMonitor.interval": ["30s", "500ms"],
+    "networkPolicy.apiServerCIDRs": [["0.0.0.0/0"], ["10.0.0.1/32", "fd00::/8"]],
+    "networkPolicy.apiServerPorts": [[443, 6443], [443]],
+    "networkPolicy.metricsFrom": [[], [PEER]],
+    "networkPolicy.dnsTo": [[], [PEER]],
+    "extraObjects": [
+        [],
+        [
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "more"}},
+            "{apiVersion: v1, kind: ConfigMap, metadata: {name: {{ .Release.Name }}-more}}",
+        ],
+    ],
+}
+"""Of values that are no flags, choices or numbers: the default and others."""
+NOT_SERVED = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+"""Kinds of the Prometheus operator, which this API server does not have."""
+
+
+def leaves(node: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every value that the schema knows, as `part.part`, with what it says of it."""
+    if "properties" not in node:
+        yield place, node
+        return
+    for name, child in node["properties"].items():
+        yield from leaves(child, f"{place}.{name}".lstrip("."))
+
+
+def closed(node: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """Every object of the values that holds named ones only."""
+    if "properties" in node:
+        yield place
+        for name, child in node["properties"].items():
+            yield from closed(child, f"{place}.{name}".lstrip("."))
+
+
+def choices(place: str, said: Mapping[str, Any]) -> list[Any]:
+    if said.get("type") == "boolean":
+        return [True, False]
+    if "enum" in said:
+        return list(said["enum"])
+    if said.get("type") == "integer":
+        return [said["minimum"], said["maximum"]]
+    assert place in SAMPLES, f"{place} of values.yaml is new: give SAMPLES its default and another value"
+    return list(SAMPLES[place])
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for place, value in flat.items():
+        *parts, name = place.split(".")
+        node = found
+        for part in parts:
+            node = node.setdefault(part, {})
+        node[name] = value
+    return found
+
+
+def schema() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+    return loaded
+
+
+def template(installed: Installed, values: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:
+    file.write_text(json.dumps(values))
+    text = installed.cluster.helm("template", "matrix", CHART, "--namespace", "matrix-system", "--values", file)
+    return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
+
+
+def test_any_two_values_together_make_objects_that_the_api_server_takes(installed: Installed, tmp_path: Path) -> None:
+    rows = pairwise({place: choices(place, said) for place, said in leaves(schema())})
+    assert 10 < len(rows) < 60
+    found = {}
+    for row in rows:
+        if row["metrics.serviceMonitor.create"]:
+            # The chart refuses a ServiceMonitor without its Service.
+            row["metrics.service.create"] = True
+        # The definitions take half a second each time and depend on two flags.
+        row["crds.enabled"] = False
+        for document in template(installed, nested(row), tmp_path / "values.json"):
+            found[json.dumps(document, sort_keys=True)] = document
+    documents = [document for document in found.values() if document["kind"] not in NOT_SERVED]
+    kinds = {document["kind"] for document in documents}
+    assert {"Deployment", "PodDisruptionBudget", "NetworkPolicy", "ValidatingAdmissionPolicy", "Role", "ConfigMap"} <= kinds
+    namespaces = ("matrix-a", "matrix-b", "matrix-system")
+    for name in namespaces:
+        installed.kube.create("Namespace", "", {"metadata": {"name": name}})
+    for document in documents:
+        if document["kind"] == "Pod":
+            # Its own ServiceAccount is not there in a dry run.
+            document["spec"]["serviceAccountName"] = "default"
+        if document["kind"] in ("Pod", "ConfigMap"):
+            document["metadata"]["namespace"] = "matrix-system"
+    try:
+        wait_until(lambda: installed.kube.get("ServiceAccount", "matrix-system", "default"), "the default ServiceAccount", 60)
+        listed = {"apiVersion": "v1", "kind": "List", "items": documents}
+        command = (
+            "create",
+            "--dry-run=server",
+            "--validate=strict",
+            "--namespace",
+            "matrix-system",
+            "--output",
+            "name",
+            "-f",
+            "-",
+        )
+        made = installed.cluster.kubectl(*command, input=json.dumps(listed)).splitlines()
+    finally:
+        for name in namespaces:
+            installed.kube.delete("Namespace", "", name)
+    assert len(made) == len(documents)
+
+
+def test_the_definitions_are_rendered_with_and_without_keeping_them(installed: Installed, tmp_path: Path) -> None:
+    for keep in (True, False):
+        documents = template(installed, {"crds": {"keep": keep}}, tmp_path / "values.json")
+        kept = [
+            "helm.sh/resource-policy" in (each["metadata"].get("annotations") or {})
+            for each in documents
+            if each["kind"].startswith("CustomRes")
+        ]
+        assert kept == [keep, keep]
+
+
+def is_text_or_free(said: Mapping[str, Any]) -> bool:
+    return "enum" not in said and said.get("type", "object") in ("string", "object")
+
+
+def test_every_value_of_a_wrong_type_and_every_unknown_name_is_refused_by_name(installed: Installed, tmp_path: Path) -> None:
+    known = dict(leaves(schema()))
+    wrong = {place: 5 if is_text_or_free(said) else {"surprise": []} for place, said in known.items()}
+    with pytest.raises(ClusterError) as refused:
+        template(installed, nested(wrong), tmp_path / "values.json")
+    named = {path.replace("/", ".") for path in re.findall(r"at '/([^']+)'", str(refused.value))}
+    assert set(known) - named == set()
+    unknown = {f"{place}.surprise".lstrip("."): 1 for place in closed(schema())}
+    with pytest.raises(ClusterError) as refused:
+        template(installed, nested(unknown), tmp_path / "values.json")
+    assert str(refused.value).count("'surprise' not allowed") == len(unknown)
