@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
+from finetune_operator.cluster.accounts import Accounts
 from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.cache import JobKey
 from finetune_operator.cluster.execute import Executor, PassOutcome
@@ -58,6 +59,7 @@ class Worker:
     gatherer: Gatherer
     executor: Executor
     instruments: Instruments
+    accounts: Accounts
     now: Callable[[], datetime]
     cpu_clock: Callable[[], float] = time.thread_time
     """CPU seconds of this thread: on a starved machine nobody is refused for what others took."""
@@ -117,6 +119,7 @@ class Worker:
                     return self._settle(key, PassOutcome.REPEATED)
                 observed = replace(observed, too_complex=True)
                 actions = reconcile(observed, now)
+        await self.accounts.decided(observed.job, actions.status)
         outcome = await self.executor.execute(gathered, actions)
         if outcome is PassOutcome.ACTED:
             _log_decision(observed, actions)
