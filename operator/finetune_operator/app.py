@@ -133,7 +133,7 @@ async def _lead(
     for key in cache.job_keys():
         queue.add(key, urgency(cache.job(key)))
     metrics.observe_accounts(accounts.totals)
-    worker = Worker(queue, gatherer, executor, metrics, accounts, utc_now, pass_budget=timeouts.pass_budget)
+    worker = Worker(queue, gatherer, executor, metrics, utc_now, accounts.decided, pass_budget=timeouts.pass_budget)
     poll = ProgressPoll(
         cache,
         gatherer,

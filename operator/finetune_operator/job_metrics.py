@@ -10,7 +10,6 @@ from prometheus_client.registry import Collector
 
 from finetune_operator.cluster.accounts import job_labels
 from finetune_operator.cluster.cache import Cache
-from finetune_operator.cluster.projection import CachedObject
 
 _JOB = ("namespace", "name")
 _INFO = ("uid", "team", "queue", "method", "profile", "gpu", "model")
@@ -45,6 +44,9 @@ class JobCollector(Collector):
         """All families, as of now."""
         info = GaugeMetricFamily("finetune_job_info", "What is constant in a job; always 1.", labels=(*_JOB, *_INFO))
         status = GaugeMetricFamily("finetune_job_status", "The phase that a job is in; 1.", labels=(*_JOB, "state"))
+        waiting = GaugeMetricFamily(
+            "finetune_job_waiting", "Why a job that has not ended is not running; 1.", labels=(*_JOB, "reason")
+        )
         gpus = GaugeMetricFamily("finetune_job_gpus", "GPUs of the training pods of a job that is placed.", labels=_JOB)
         numbers = {fact: GaugeMetricFamily(*said, labels=_JOB) for fact, said in _NUMBERS.items()}
         times = {fact: GaugeMetricFamily(*said, labels=_JOB) for fact, said in _TIMES.items()}
@@ -59,8 +61,11 @@ class JobCollector(Collector):
                 (*job, held.key.uid, labels.team, labels.queue, labels.method, labels.profile, labels.gpu, facts.model), 1
             )
             status.add_metric((*job, summary.phase), 1)
-            if gpus_per_pod and _holds_gpus(held):
+            ready = next(((value, reason) for kind, value, reason in summary.conditions if kind == "Ready"), ("", ""))
+            if ready[0] == "True" and gpus_per_pod and summary.is_training:
                 gpus.add_metric(job, gpus_per_pod * facts.nodes)
+            elif ready[0] == "False" and not (facts.has_result or summary.is_finished):
+                waiting.add_metric((*job, ready[1]), 1)
             for fact, value in facts.numbers:
                 numbers[fact].add_metric(job, value)
             moments: dict[str, datetime | None] = {
@@ -72,13 +77,4 @@ class JobCollector(Collector):
             for fact, moment in moments.items():
                 if moment is not None:
                     times[fact].add_metric(job, moment.timestamp())
-        yield from (info, status, gpus, *numbers.values(), *times.values())
-
-
-def _holds_gpus(held: CachedObject) -> bool:
-    summary = held.summary
-    return (
-        summary is not None
-        and summary.is_training
-        and any((kind, status) == ("Ready", "True") for kind, status, _ in summary.conditions)
-    )
+        yield from (info, status, waiting, gpus, *numbers.values(), *times.values())

@@ -140,7 +140,9 @@ class OperatorProcess:
         recorder = EventRecorder(api, "simulated", is_busy=lambda: len(self.queue) > 0, clock=loop.time)
         executor = Executor(api, self.cache, self.gatherer, recorder, now=loop.now)
         self.accounts = Accounts(api, self.cache, OPERATOR_NAMESPACE, "accounts", now=loop.now)
-        worker = Worker(self.queue, self.gatherer, executor, self.observer, self.accounts, loop.now, cpu_clock=lambda: 0.0)
+        worker = Worker(
+            self.queue, self.gatherer, executor, self.observer, loop.now, self.accounts.decided, cpu_clock=lambda: 0.0
+        )
         self._restarted = asyncio.Event()
         relisting = Relisting(
             compare=lambda: relist(api, self.cache, ()),

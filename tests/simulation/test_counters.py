@@ -160,7 +160,7 @@ async def _live(world: World, prometheus: Prometheus, rng: random.Random) -> Non
                 world.nodes.end(pod, rng.choice(FAULTS))
         for job in jobs:
             chance = rng.random()
-            if is_true(job, "Finished") and chance < 0.1 or chance < 0.004:
+            if chance < (0.1 if is_true(job, "Finished") else 0.004):
                 world.remove_job(job, rng.choice(["Background", "Foreground"]))
             elif chance < 0.006:
                 world.edit_run(job, cancel=True)
@@ -198,8 +198,8 @@ def test_increases_add_up_over_a_hundred_deaths_of_the_operator_and_deletions_of
     total = sum(found.values())
     print(
         f"{world.num_lives} lives, {witness.deleted_jobs} jobs deleted, {sum(witness.ended.values())} ended, "
-        f"{sum(witness.restarts.values())} restarts, {len(witness.held)} pods, {total:.0f} of {witness.gpu_seconds:.0f} GPU seconds "
-        f"({dict(found)})"
+        f"{sum(witness.restarts.values())} restarts, {len(witness.held)} pods, "
+        f"{total:.0f} of {witness.gpu_seconds:.0f} GPU seconds ({dict(found)})"
     )
     assert world.num_lives > KILLS
     assert witness.deleted_jobs > 20
@@ -211,5 +211,7 @@ def test_increases_add_up_over_a_hundred_deaths_of_the_operator_and_deletions_of
     assert abs(total - witness.gpu_seconds) < 0.01 * witness.gpu_seconds
     cost = sum(prometheus.by("finetune_cost_total", "team").values())
     assert abs(cost - total / 3600 * 2.5) < 1e-6 * cost
-    (phases,) = {value for (phase,), value in prometheus.by("finetune_phase_duration_seconds_count", "phase").items() if phase == "pending"}
+    (phases,) = {
+        value for (phase,), value in prometheus.by("finetune_phase_duration_seconds_count", "phase").items() if phase == "pending"
+    }
     assert phases == sum(witness.ended.values()), "each job's phases are observed once"
