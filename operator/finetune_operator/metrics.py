@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from finetune_operator.cluster.api import AnsweredRequest
 from finetune_operator.cluster.cache import Cache, JobKey
-from finetune_operator.decide.account import JobLabels, Totals
+from finetune_operator.decide.account import JobLabels, UsageTotals
 from finetune_operator.health import Health
 from finetune_operator.job_metrics import JobCollector
 from finetune_operator.usage_metrics import UsageCollector
@@ -191,7 +191,7 @@ class Metrics:
         self.registry.register(StateCollector(cache, queue, health))
         self.registry.register(JobCollector(cache))
 
-    def observe_accounts(self, totals: Callable[[], Mapping[JobLabels, Totals]]) -> None:
+    def observe_accounts(self, totals: Callable[[], Mapping[JobLabels, UsageTotals]]) -> None:
         """Read these at every scrape."""
         self.registry.register(UsageCollector(totals))
 

@@ -18,9 +18,9 @@ from finetune_operator.decide.account import (
     OUTCOMES,
     PHASES,
     SECONDS_BOUNDS,
-    Durations,
+    DurationCounts,
     JobLabels,
-    Totals,
+    UsageTotals,
 )
 from finetune_operator.decide.restart_policy import POLICY, Retry
 
@@ -51,7 +51,7 @@ Key = tuple[str, ...]
 class UsageCollector(Collector):
     """`totals`: asked at every scrape."""
 
-    def __init__(self, totals: Callable[[], Mapping[JobLabels, Totals]]) -> None:
+    def __init__(self, totals: Callable[[], Mapping[JobLabels, UsageTotals]]) -> None:
         self._totals = totals
 
     def describe(self) -> Iterable[Metric]:
@@ -68,7 +68,7 @@ class UsageCollector(Collector):
         yield _first_step(totals)
 
 
-def _ended(totals: Mapping[JobLabels, Totals]) -> Metric:
+def _ended(totals: Mapping[JobLabels, UsageTotals]) -> Metric:
     found: Tally[Key] = Tally()
     for labels, each in totals.items():
         place = (labels.namespace, labels.team, labels.method, labels.queue, labels.profile)
@@ -78,7 +78,7 @@ def _ended(totals: Mapping[JobLabels, Totals]) -> Metric:
     return _counter("finetune_jobs", "FineTuneJobs that have ended, by result and reason.", names, found)
 
 
-def _restarts(totals: Mapping[JobLabels, Totals]) -> Metric:
+def _restarts(totals: Mapping[JobLabels, UsageTotals]) -> Metric:
     found: Tally[Key] = Tally()
     for labels, each in totals.items():
         place = (labels.namespace, labels.team)
@@ -88,7 +88,7 @@ def _restarts(totals: Mapping[JobLabels, Totals]) -> Metric:
     return _counter("finetune_restarts", text, ("namespace", "team", "class", "counted"), found)
 
 
-def _gpu_seconds(totals: Mapping[JobLabels, Totals]) -> Iterator[Metric]:
+def _gpu_seconds(totals: Mapping[JobLabels, UsageTotals]) -> Iterator[Metric]:
     seconds: dict[Key, float] = {}
     cost: dict[Key, float] = {}
     for labels, each in totals.items():
@@ -109,28 +109,28 @@ def _gpu_seconds(totals: Mapping[JobLabels, Totals]) -> Iterator[Metric]:
     yield _counter("finetune_cost", "The same at the profile's gpu.pricePerHour.", names, cost)
 
 
-def _phases(totals: Mapping[JobLabels, Totals]) -> Metric:
-    found: dict[Key, Durations] = {}
+def _phases(totals: Mapping[JobLabels, UsageTotals]) -> Metric:
+    found: dict[Key, DurationCounts] = {}
     for labels, each in totals.items():
         for phase in PHASES:
             if phase != FIRST_STEP:
-                _add(found, (labels.namespace, labels.queue, phase), each.durations.get(phase, Durations()))
+                _add(found, (labels.namespace, labels.queue, phase), each.durations.get(phase, DurationCounts()))
     text = "Duration of the phases of jobs that have ended."
     return _histogram("finetune_phase_duration_seconds", text, ("namespace", "queue", "phase"), found)
 
 
-def _first_step(totals: Mapping[JobLabels, Totals]) -> Metric:
-    found: dict[Key, Durations] = {}
+def _first_step(totals: Mapping[JobLabels, UsageTotals]) -> Metric:
+    found: dict[Key, DurationCounts] = {}
     for labels, each in totals.items():
-        _add(found, (labels.namespace, labels.queue), each.durations.get(FIRST_STEP, Durations()))
+        _add(found, (labels.namespace, labels.queue), each.durations.get(FIRST_STEP, DurationCounts()))
     text = "From the start of a job to its first optimizer step, of jobs that have ended."
     return _histogram("finetune_time_to_first_step_seconds", text, ("namespace", "queue"), found)
 
 
-def _add(found: dict[Key, Durations], key: Key, more: Durations) -> None:
-    before = found.get(key, Durations())
+def _add(found: dict[Key, DurationCounts], key: Key, more: DurationCounts) -> None:
+    before = found.get(key, DurationCounts())
     counts = tuple(one + other for one, other in zip(before.counts, more.counts, strict=True))
-    found[key] = Durations(counts=counts, total=before.total + more.total)
+    found[key] = DurationCounts(counts=counts, total=before.total + more.total)
 
 
 def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Key, float]) -> Metric:
@@ -140,7 +140,7 @@ def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Key,
     return family
 
 
-def _histogram(name: str, text: str, labels: tuple[str, ...], values: Mapping[Key, Durations]) -> Metric:
+def _histogram(name: str, text: str, labels: tuple[str, ...], values: Mapping[Key, DurationCounts]) -> Metric:
     family = HistogramMetricFamily(name, text, labels=labels)
     bounds = [*(str(float(bound)) for bound in SECONDS_BOUNDS), "+Inf"]
     for key, durations in sorted(values.items()):

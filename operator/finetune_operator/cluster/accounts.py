@@ -31,7 +31,7 @@ from finetune_operator.decide.account import (
     Confirmed,
     JobAccount,
     JobLabels,
-    Totals,
+    UsageTotals,
     closed_account,
     is_news,
     with_checkpoint,
@@ -55,7 +55,7 @@ _NO_RIGHTS = (401, 403, 404, 413, 422)
 class _Group(BaseModel):
     model_config = ConfigDict(frozen=True)
     labels: JobLabels
-    totals: Totals
+    totals: UsageTotals
 
 
 class Ledger(BaseModel):
@@ -67,7 +67,7 @@ class Ledger(BaseModel):
     jobs: Mapping[str, JobAccount] = Field(default_factory=dict)
     """By UID, of the others."""
 
-    def totals(self) -> dict[JobLabels, Totals]:
+    def totals(self) -> dict[JobLabels, UsageTotals]:
         """By labels."""
         return {group.labels: group.totals for group in self.groups}
 
@@ -114,7 +114,7 @@ class Accounts:
         self._is_refused = False
         cache.pods_leave = self.leaves
 
-    def totals(self) -> dict[JobLabels, Totals]:
+    def totals(self) -> dict[JobLabels, UsageTotals]:
         """What is counted by now, by labels: all of it is on record."""
         recorded = self._recorded
         if recorded is None:
@@ -123,7 +123,7 @@ class Accounts:
         for uid, account in recorded.jobs.items():
             summary = self._summary(uid)
             confirmed = GONE if summary is None else confirmed_by_summary(summary)
-            found[account.labels] = found.get(account.labels, Totals()).plus(account, confirmed)
+            found[account.labels] = found.get(account.labels, UsageTotals()).plus(account, confirmed)
         return found
 
     async def decided(self, job: JobView, after: FineTuneJobStatus | None) -> None:
@@ -264,7 +264,7 @@ class Accounts:
             summary = self._summary(uid)
             if summary is None or summary.is_finished:
                 confirmed = GONE if summary is None else confirmed_by_summary(summary)
-                totals[account.labels] = totals.get(account.labels, Totals()).plus(closed_account(account), confirmed)
+                totals[account.labels] = totals.get(account.labels, UsageTotals()).plus(closed_account(account), confirmed)
                 del jobs[uid]
         groups = tuple(_Group(labels=labels, totals=each) for labels, each in sorted(totals.items()))
         return Ledger(groups=groups, jobs=jobs)

@@ -218,7 +218,7 @@ def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[s
     return {phase: max(end - begun, 0.0) for phase, (begun, end) in spans.items() if begun is not None and end is not None}
 
 
-class Durations(BaseModel):
+class DurationCounts(BaseModel):
     """A histogram of seconds."""
 
     model_config = ConfigDict(frozen=True)
@@ -226,14 +226,14 @@ class Durations(BaseModel):
     """By bound, and those above the last."""
     total: float = 0.0
 
-    def plus(self, seconds: float) -> Durations:
+    def plus(self, seconds: float) -> DurationCounts:
         """With one more."""
         place = bisect_left(SECONDS_BOUNDS, seconds)
         counts = tuple(count + (number == place) for number, count in enumerate(self.counts))
-        return Durations(counts=counts, total=self.total + seconds)
+        return DurationCounts(counts=counts, total=self.total + seconds)
 
 
-class Totals(BaseModel):
+class UsageTotals(BaseModel):
     """Of all jobs with the same labels."""
 
     model_config = ConfigDict(frozen=True)
@@ -241,18 +241,18 @@ class Totals(BaseModel):
     restarts: Mapping[str, int] = Field(default_factory=dict)
     ended: Mapping[str, int] = Field(default_factory=dict)
     """`result|reason` -> jobs."""
-    durations: Mapping[str, Durations] = Field(default_factory=dict)
+    durations: Mapping[str, DurationCounts] = Field(default_factory=dict)
     """By phase."""
 
-    def plus(self, account: JobAccount, confirmed: Confirmed) -> Totals:
+    def plus(self, account: JobAccount, confirmed: Confirmed) -> UsageTotals:
         """With what an account says for certain."""
         account = _confirm_restarts(account, confirmed)
         ended, durations = dict(self.ended), dict(self.durations)
         if account.ended is not None and confirmed.has_ended:
             ended = _plus(ended, {f"{account.ended.result}|{account.ended.reason}": 1})
             for phase, seconds in account.ended.seconds.items():
-                durations[phase] = durations.get(phase, Durations()).plus(seconds)
-        return Totals(
+                durations[phase] = durations.get(phase, DurationCounts()).plus(seconds)
+        return UsageTotals(
             gpu_seconds=_plus(self.gpu_seconds, account.gpu_seconds),
             restarts=_plus(self.restarts, account.restarts),
             ended=ended,
