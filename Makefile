@@ -88,6 +88,7 @@ push: environment ## Push both images to REGISTRY (registry.example/team), and p
 generate: environment ## Write all generated files: CRDs, rules, findings, pitfalls, methods, table of metrics, image locks
 	$(PYTHON) -m finetune_job.crd crds charts/finetune-operator/files/crds
 	$(PYTHON) -m tests.support.values_schema
+	$(PYTHON) -m tests.support.dashboards
 	$(PYTHON) -m finetune_cli.generate_rules > docs/rules.md
 	$(PYTHON) -m finetune_cli.generate_findings > docs/findings.md
 	$(PYTHON) -m finetune_operator.decide.failure_table > docs/failures.md
