@@ -8,8 +8,8 @@ from datetime import datetime
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from finetune_operator.cluster.accounts import job_labels
 from finetune_operator.cluster.cache import Cache
+from finetune_operator.cluster.job_labels import job_labels
 
 _JOB = ("namespace", "name")
 _INFO = ("uid", "team", "queue", "method", "profile", "gpu", "model")

@@ -14,14 +14,13 @@ from prometheus_client.registry import Collector
 
 from finetune_job.reasons import Reason
 from finetune_operator.decide.account import (
-    FIRST_STEP,
     OUTCOMES,
-    PHASES,
     SECONDS_BOUNDS,
     DurationCounts,
     JobLabels,
     UsageTotals,
 )
+from finetune_operator.decide.phases import FIRST_STEP, PHASES
 from finetune_operator.decide.restart_policy import POLICY, Retry
 
 ENDS = (

@@ -122,8 +122,8 @@ def operators_monitor() -> Document:
     return endpoint
 
 
-def one_that_ended_and_others(workload: Workload, profile: str) -> None:
-    """One job is restarted and succeeds, one fails, one trains, one waits."""
+def apply_jobs(workload: Workload, profile: str) -> None:
+    """Three that train, and one that waits."""
     for name in ("done", "broken", "tune", "late"):
         workload.apply(name, profile=profile, run={"maxRestarts": 1}, output={"destination": f"pvc://results/{name}"})
     for name in ("done", "broken", "tune"):
@@ -157,7 +157,7 @@ def test_every_query_has_data(workload: Workload, operator: OperatorFactory, tmp
                 target("exporters", exporter.address[1], {}, {}, honors=True),
             ]
             with running_prometheus(tmp_path / "prometheus", free_port(), targets, rendered_rules()) as prometheus:
-                one_that_ended_and_others(workload, profile)
+                apply_jobs(workload, profile)
                 _ends(workload, prometheus)
                 _has_data(prometheus, namespace)
     finally:
@@ -166,12 +166,15 @@ def test_every_query_has_data(workload: Workload, operator: OperatorFactory, tmp
 
 
 def _ends(workload: Workload, prometheus: Prometheus) -> None:
-    """One of the jobs is restarted and succeeds, another fails, once Prometheus has seen that there was nothing before."""
+    """Two jobs are restarted, one of them succeeds, a third fails, once Prometheus has seen that there was nothing before."""
     workload.wait(lambda: prometheus.query('finetune_jobs_total{reason="Completed"}'), "counters with zero")
-    (pod,) = workload.wait_for_pods(Role.TRAIN, name="done")
-    workload.fail(pod, FailureClass.COLLECTIVE, "a rank is gone")
+    for name in ("done", "tune"):
+        (pod,) = workload.wait_for_pods(Role.TRAIN, name=name)
+        workload.fail(pod, FailureClass.COLLECTIVE, "a rank is gone")
     (pod,) = workload.wait_for_pods(Role.TRAIN, name="broken")
     workload.fail(pod, FailureClass.USER_DATA, "no records")
+    (pod,) = workload.wait_for_pods(Role.TRAIN, 1, name="tune")
+    workload.set_running(pod, ADDRESS)
     workload.succeed(Role.TRAIN, 1, name="done", step="4", total_steps="4", goodput="0.8")
     workload.succeed(Role.MERGE, name="done")
     workload.wait_for("Finished", name="done")
@@ -183,7 +186,7 @@ def _ends(workload: Workload, prometheus: Prometheus) -> None:
     for query, number in (
         ('sum(finetune_jobs_total{result="Succeeded"})', 1.0),
         ('sum(finetune_jobs_total{result="Failed"})', 1.0),
-        ("sum(finetune_restarts_total)", 1.0),
+        ("sum(finetune_restarts_total)", 2.0),
     ):
         workload.wait(lambda query=query, number=number: counted(query, number), f"{query} = {number}")
 

@@ -23,6 +23,7 @@ from finetune_job.names import Role
 from finetune_operator.cluster.answers import ApiError
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache
+from finetune_operator.cluster.job_labels import job_labels
 from finetune_operator.cluster.kinds import CONFIG_MAPS
 from finetune_operator.cluster.projection import CachedObject, utc_now
 from finetune_operator.cluster.summaries import JobSummary
@@ -79,6 +80,8 @@ class _Attempt(NamedTuple):
     number: int
     """Of the latest account that was staged for it."""
     staged: Mapping[str, JobAccount]
+    closed: Mapping[str, JobAccount]
+    """Accounts that it adds to the totals."""
 
 
 def _ledger_of(found: Document) -> Ledger:
@@ -234,7 +237,7 @@ class Accounts:
                 return
             if self._num_written >= wanted and not self._leavers(self._recorded):
                 return
-            attempt = _Attempt(self._following(self._recorded), self._num_staged, dict(self._staged))
+            attempt = self._following(self._recorded)
             self._attempt, self._is_current = attempt, False
             try:
                 if attempt.ledger != self._recorded or self._object is None:
@@ -248,6 +251,10 @@ class Accounts:
     def _written(self, attempt: _Attempt) -> None:
         self._recorded, self._num_written = attempt.ledger, attempt.number
         self._staged = {uid: account for uid, account in self._staged.items() if attempt.staged.get(uid) is not account}
+        for uid, account in attempt.closed.items():
+            result = account.ended.result if account.ended is not None else ""
+            seconds = {outcome: round(spent, 1) for outcome, spent in account.gpu_seconds.items()}
+            _log.info("accounted", uid=uid, **account.labels._asdict(), result=result, gpu_seconds=seconds)
 
     def _give_up_if_refused(self, error: ApiError) -> None:
         """Jobs continue uncounted if only an administrator can change the answer. Raises the error if not."""
@@ -257,17 +264,19 @@ class Accounts:
             _log.error("usage of jobs is not counted", config_map=f"{self._namespace}/{self._name}", error=str(error))
         self._is_refused = True
 
-    def _following(self, ledger: Ledger) -> Ledger:
+    def _following(self, ledger: Ledger) -> _Attempt:
         """With what is staged, and with the accounts of jobs that ended or are gone added to the totals."""
+        closed: dict[str, JobAccount] = {}
         totals, jobs = ledger.totals(), {**ledger.jobs, **self._staged}
         for uid, account in list(jobs.items()):
             summary = self._summary(uid)
             if summary is None or summary.is_finished:
                 confirmed = GONE if summary is None else confirmed_by_summary(summary)
-                totals[account.labels] = totals.get(account.labels, UsageTotals()).plus(closed_account(account), confirmed)
+                closed[uid] = closed_account(account)
+                totals[account.labels] = totals.get(account.labels, UsageTotals()).plus(closed[uid], confirmed)
                 del jobs[uid]
         groups = tuple(_Group(labels=labels, totals=each) for labels, each in sorted(totals.items()))
-        return Ledger(groups=groups, jobs=jobs)
+        return _Attempt(Ledger(groups=groups, jobs=jobs), self._num_staged, dict(self._staged), closed)
 
     async def _write(self, ledger: Ledger) -> Document:
         content = json.dumps(ledger.model_dump(mode="json", exclude_defaults=True), separators=(",", ":")).encode()
@@ -282,26 +291,6 @@ class Accounts:
 def accounts_name(release: str) -> str:
     """Name of the ConfigMap of a release, by that of its Lease."""
     return f"{release}-accounts"
-
-
-def job_labels(cache: Cache, held: CachedObject) -> tuple[JobLabels, int]:
-    """What tells the job of a cached object apart in counters, and the GPUs of one of its training pods."""
-    summary = held.summary
-    if summary is None:
-        return JobLabels(held.key.namespace, held.key.namespace, "", "", "", ""), 0
-    cached = cache.profile(summary.profile)
-    profile, facts = cached.profile if cached is not None else None, summary.facts
-    gpu = profile.gpu if profile is not None else ""
-    labels = JobLabels(
-        namespace=held.key.namespace,
-        team=facts.team or held.key.namespace,
-        method=facts.method,
-        queue=facts.queue or (profile.queue if profile is not None else ""),
-        profile=summary.profile,
-        gpu=gpu,
-        price=profile.price if profile is not None else "",
-    )
-    return labels, facts.processes if gpu else 0
 
 
 def confirmed_by_summary(summary: JobSummary) -> Confirmed:

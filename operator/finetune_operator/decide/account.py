@@ -17,11 +17,11 @@ from finetune_job.api.status import Attempt, FineTuneJobStatus
 from finetune_job.conditions import find_condition
 from finetune_job.failures import FailureClass
 from finetune_job.names import Role
-from finetune_job.reasons import STAGES, ConditionType, Reason
+from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.attempts import record_of
 from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.phases import phase_seconds
 from finetune_operator.decide.stage import ATTEMPT_FIELD, attempt_of, is_terminal
-from finetune_operator.decide.times import moment_after
 
 N = TypeVar("N", int, float)
 WAITING, PRODUCTIVE, LOST = "waiting", "productive", "lost"
@@ -29,9 +29,6 @@ OUTCOMES = (WAITING, PRODUCTIVE, LOST)
 """Of GPU seconds: held by a pod that has not started yet; kept by a checkpoint or a finished training; neither."""
 SECONDS_BOUNDS = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 28_800, 86_400, 259_200)
 """Upper bounds of the buckets of durations: from a job that finds everything ready to one that trains for days."""
-FIRST_STEP = "first_step"
-"""From the start of the job to the first optimizer step."""
-PHASES = ("pending", "fetch", "preflight", "queue", "schedule", "startup", "train", "merge", "publish", FIRST_STEP)
 _KEPT_BY_SIGTERM = (FailureClass.PREEMPTED,)
 """Classes of failure before which the ranks have saved a checkpoint."""
 
@@ -189,35 +186,6 @@ def ended_by(status: FineTuneJobStatus, created: datetime | None) -> Ended | Non
     return Ended(result=result, reason=known, seconds=phase_seconds(status, created))
 
 
-def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[str, float]:
-    """Seconds of each phase whose beginning and end the status tells, by the names of `PHASES`."""
-    done = {kind: _time_of(status, kind) for kind in STAGES}
-    skipped = {kind for kind in STAGES if (one := find_condition(status.conditions, kind)) and one.reason == Reason.SKIPPED}
-    start = _seconds(status.start_time)
-    first = next((one for one in status.attempts if one.role is Role.TRAIN), None)
-    released = _seconds(first.start_time) if first is not None else None
-    scheduled = _seconds(first.scheduled_time) if first is not None else None
-    running = _seconds(first.running_time) if first is not None else None
-    trained = done[ConditionType.TRAINED]
-    stepped = _seconds(status.progress.first_step_time) if status.progress is not None else None
-    spans = {
-        "pending": (created.timestamp() if created is not None else None, start),
-        "fetch": (start, None if ConditionType.FETCHED in skipped else done[ConditionType.FETCHED]),
-        "preflight": (done[ConditionType.FETCHED], done[ConditionType.PREPARED]),
-        "queue": (done[ConditionType.PREPARED], released),
-        "schedule": (released, scheduled),
-        "startup": (scheduled, running),
-        "train": (running, trained),
-        "merge": (trained, None if ConditionType.MERGED in skipped else done[ConditionType.MERGED]),
-        "publish": (
-            done[ConditionType.MERGED],
-            None if ConditionType.PUBLISHED in skipped else done[ConditionType.PUBLISHED],
-        ),
-        FIRST_STEP: (start, stepped),
-    }
-    return {phase: max(end - begun, 0.0) for phase, (begun, end) in spans.items() if begun is not None and end is not None}
-
-
 class DurationCounts(BaseModel):
     """A histogram of seconds."""
 
@@ -314,13 +282,3 @@ def _plus(values: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:
         if value:
             result[key] = result.get(key, type(value)(0)) + value
     return result
-
-
-def _time_of(status: FineTuneJobStatus, kind: ConditionType) -> float | None:
-    condition = find_condition(status.conditions, kind)
-    return _seconds(condition.last_transition_time) if condition is not None and condition.status == "True" else None
-
-
-def _seconds(text: str) -> float | None:
-    moment = moment_after(text, 0.0) if text else None
-    return None if moment is None else moment.timestamp()

@@ -18,12 +18,12 @@ from finetune_operator.decide.account import (
     closed_account,
     confirmed_by,
     is_news,
-    phase_seconds,
     with_checkpoint,
     with_decision,
     with_pods,
 )
 from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.phases import phase_seconds
 from finetune_operator.decide.times import timestamp
 from tests.support.builders import T0, a_job, after, observing
 
