@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,6 +30,7 @@ GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"
 """Of nodes, by NVIDIA's feature discovery."""
 DEFAULT_GPU_RESOURCE = str(GpuResource.model_fields["resource_name"].default)
 DEFAULT_METHOD = str(MethodSpec.model_fields["type"].default)
+_PRICE = re.compile(r"[0-9]+(\.[0-9]+)?")
 _CPU_ROLES = ("fetch", "preflight", "merge", "publish")
 KEPT_TUPLES = 1024
 
@@ -142,7 +144,7 @@ def profile_summary(spec: Fields) -> ProfileSummary:
         max_active_jobs=spec.integer("maxActiveJobs"),
         queue=spec.at("pods").at("train").text("queueName", LONGEST_LABEL),
         gpu=(product or gpu.text("resourceName", LONGEST_LABEL) or DEFAULT_GPU_RESOURCE) if spec.has("gpu") else "",
-        price=price if _number(price) is not None else "",
+        price=price if _PRICE.fullmatch(price) else "",
     )
 
 

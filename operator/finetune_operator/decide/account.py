@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
 
 from finetune_job.api.status import Attempt, FineTuneJobStatus
 from finetune_job.conditions import find_condition
@@ -24,11 +24,15 @@ from finetune_operator.decide.phases import phase_seconds
 from finetune_operator.decide.stage import ATTEMPT_FIELD, attempt_of, is_terminal
 
 N = TypeVar("N", int, float)
+Place = Annotated[str, StringConstraints(pattern=r"^[a-z]+/[0-9]{1,9}$")]
+"""Role and attempt."""
+Price = Annotated[str, StringConstraints(pattern=r"^([0-9]+(\.[0-9]+)?)?$")]
 WAITING, PRODUCTIVE, LOST = "waiting", "productive", "lost"
 OUTCOMES = (WAITING, PRODUCTIVE, LOST)
 """Of GPU seconds: held by a pod that has not started yet; kept by a checkpoint or a finished training; neither."""
 SECONDS_BOUNDS = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 28_800, 86_400, 259_200)
 """Upper bounds of the buckets of durations: from a job that finds everything ready to one that trains for days."""
+NUM_BUCKETS = len(SECONDS_BOUNDS) + 1
 _KEPT_BY_SIGTERM = (FailureClass.PREEMPTED,)
 """Classes of failure before which the ranks have saved a checkpoint."""
 
@@ -42,7 +46,7 @@ class JobLabels(NamedTuple):
     queue: str
     profile: str
     gpu: str
-    price: str = ""
+    price: Price = ""
     """Of one GPU for an hour, as the profile had it when the account was opened; empty: none."""
 
 
@@ -53,7 +57,7 @@ class Ended(BaseModel):
     result: str
     """`Succeeded`, `Failed` or `Cancelled`."""
     reason: str
-    seconds: Mapping[str, float] = Field(default_factory=dict)
+    seconds: Mapping[str, FiniteFloat] = Field(default_factory=dict)
     """Duration of each phase that is known."""
 
 
@@ -64,18 +68,18 @@ class JobAccount(BaseModel):
     labels: JobLabels
     gpus: int = 0
     """Of one training pod."""
-    at: float = 0.0
+    at: FiniteFloat = 0.0
     """Seconds since the epoch."""
-    gpu_seconds: Mapping[str, float] = Field(default_factory=dict)
+    gpu_seconds: Mapping[str, FiniteFloat] = Field(default_factory=dict)
     """By outcome."""
-    open_seconds: float = 0.0
+    open_seconds: FiniteFloat = 0.0
     """GPU seconds that the current attempt has trained since its latest checkpoint: what comes of them is not known yet."""
     checkpoint: int | None = None
     """Step of the newest checkpoint that was seen."""
     restarts: Mapping[str, int] = Field(default_factory=dict)
     """By `restart_key`."""
-    pending: Mapping[str, str] = Field(default_factory=dict)
-    """Role and attempt -> `restart_key`."""
+    pending: Mapping[Place, str] = Field(default_factory=dict)
+    """`restart_key`s."""
     ended: Ended | None = None
 
 
@@ -190,9 +194,9 @@ class DurationCounts(BaseModel):
     """A histogram of seconds."""
 
     model_config = ConfigDict(frozen=True)
-    counts: tuple[int, ...] = (0,) * (len(SECONDS_BOUNDS) + 1)
+    counts: Annotated[tuple[int, ...], Field(min_length=NUM_BUCKETS, max_length=NUM_BUCKETS)] = (0,) * NUM_BUCKETS
     """By bound, and those above the last."""
-    total: float = 0.0
+    total: FiniteFloat = 0.0
 
     def plus(self, seconds: float) -> DurationCounts:
         """With one more."""
@@ -205,7 +209,7 @@ class UsageTotals(BaseModel):
     """Of all jobs with the same labels."""
 
     model_config = ConfigDict(frozen=True)
-    gpu_seconds: Mapping[str, float] = Field(default_factory=dict)
+    gpu_seconds: Mapping[str, FiniteFloat] = Field(default_factory=dict)
     restarts: Mapping[str, int] = Field(default_factory=dict)
     ended: Mapping[str, int] = Field(default_factory=dict)
     """`result|reason` -> jobs."""

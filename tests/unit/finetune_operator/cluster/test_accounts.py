@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import zlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -18,7 +20,7 @@ from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES
 from finetune_operator.cluster.projection import project
-from finetune_operator.decide.account import JobLabels
+from finetune_operator.decide.account import JobLabels, UsageTotals
 from finetune_operator.decide.observed import JobView
 from tests.unit.finetune_operator.cluster import objects
 from tests.unit.finetune_operator.cluster.fakes import Clock, FakeApi
@@ -185,12 +187,33 @@ def test_without_the_right_jobs_go_on_uncounted_and_are_counted_once_it_is_given
     run(scenario)
 
 
-@pytest.mark.parametrize("data", [{}, {"binaryData": {KEY: "bm90aGluZw=="}}, {"binaryData": "x"}, {"binaryData": {KEY: 7}}])
+def compressed(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+OF_A_JOB = '{"jobs":{"job-uid":{"labels":["n","t","m","q","p","g"],%s}}}'
+OF_ALL = '{"groups":[{"labels":["n","t","m","q","p","g",%s],"totals":{%s}}]}'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"binaryData": {KEY: "bm90aGluZw=="}},
+        {"binaryData": "x"},
+        {"binaryData": {KEY: 7}},
+        {"binaryData": {KEY: compressed("[]")}},
+        {"binaryData": {KEY: compressed(OF_A_JOB % '"pending":{"train":"Collective|true"}')}},
+        {"binaryData": {KEY: compressed(OF_A_JOB % '"at":NaN')}},
+        {"binaryData": {KEY: compressed(OF_ALL % ('"dear"', ""))}},
+        {"binaryData": {KEY: compressed(OF_ALL % ('""', '"durations":{"queue":{"counts":[1]}}'))}},
+    ],
+)
 def test_what_cannot_be_read_begins_at_zero(data: dict[str, Any]) -> None:
     async def scenario(scene: Scene) -> None:
         scene.api.put(CONFIG_MAPS, {"metadata": {"name": "tuning-accounts", "namespace": "system"}, **data})
         await scene.count_until(60)
-        assert scene.accounts.totals()[LABELS].gpu_seconds == {}
+        assert scene.accounts.totals() == {LABELS: UsageTotals()}
         assert scene.api.objects["ConfigMap", "system", "tuning-accounts"]["binaryData"][KEY] not in ("", "bm90aGluZw==")
 
     run(scenario)
