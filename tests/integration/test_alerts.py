@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune_job.names import LABEL_JOB
+from finetune_operator.cluster.projection import INDEX_LABEL
 from tests.support.cluster.binaries import ensure_binaries
 from tests.support.cluster.errors import ClusterError
 from tests.support.cluster.processes import run_command
@@ -336,3 +338,15 @@ def test_nothing_of_this_is_made_unless_it_is_asked_for() -> None:
         "Fine-tuning: run",
         "Fine-tuning: team",
     }
+
+
+def test_rank_0_is_scraped_under_the_name_of_its_job_and_no_other_rank_is() -> None:
+    (monitor,) = [one for one in rendered("metrics.podMonitor.create=true") if one["kind"] == "PodMonitor"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    label, index = "finetune.dev/job", "batch.kubernetes.io/job-completion-index"
+    assert (label, index) == (LABEL_JOB, INDEX_LABEL)
+    sources = ["__meta_kubernetes_pod_label_" + re.sub(r"[^a-z]", "_", name) for name in (label, index)]
+    assert endpoint["relabelings"] == [
+        {"sourceLabels": [sources[0]], "targetLabel": "name"},
+        {"sourceLabels": [sources[1]], "regex": "0", "action": "keep"},
+    ]

@@ -168,6 +168,7 @@ def test_every_query_has_data(workload: Workload, operator: OperatorFactory, tmp
 def _ends(workload: Workload, prometheus: Prometheus) -> None:
     """Two jobs are restarted, one of them succeeds, a third fails, once Prometheus has seen that there was nothing before."""
     workload.wait(lambda: prometheus.query('finetune_jobs_total{reason="Completed"}'), "counters with zero")
+    workload.wait(lambda: workload.status("tune").get("progress"), "what rank 0 says of its progress")
     for name in ("done", "tune"):
         (pod,) = workload.wait_for_pods(Role.TRAIN, name=name)
         workload.fail(pod, FailureClass.COLLECTIVE, "a rank is gone")
