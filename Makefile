@@ -96,6 +96,7 @@ generate: environment ## Write all generated files: CRDs, rules, findings, pitfa
 	$(PYTHON) -m finetune_job.crd crds charts/finetune-operator/files/crds
 	$(PYTHON) -m tests.support.values_schema
 	$(PYTHON) -m tests.support.chart_readme
+	$(PYTHON) -m tests.support.dashboards
 	$(PYTHON) -m finetune_cli.generate_rules > docs/rules.md
 	$(PYTHON) -m finetune_cli.generate_findings > docs/findings.md
 	$(PYTHON) -m finetune_operator.decide.failure_table > docs/failures.md

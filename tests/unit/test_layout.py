@@ -40,6 +40,8 @@ COVERED_BY = {
     "finetune_job/api/training.py": "finetune_job/api/test_job.py",
     "finetune_job/methods.py": "finetune_job/test_sharding.py",
     "finetune_job/reasons.py": "finetune_operator/decide/test_refused_and_held.py",
+    "finetune_operator/cluster/summaries.py": "finetune_operator/test_job_metrics.py",
+    "finetune_operator/usage_metrics.py": "finetune_operator/test_job_metrics.py",
     "finetune_operator/decide/actions.py": "finetune_operator/cluster/test_execute.py",
     "finetune_operator/decide/observed.py": "finetune_operator/decide/test_blocked_lost_nodes.py",
     "finetune_operator/decide/pass_result.py": "finetune_operator/decide/test_reconcile_effects.py",

@@ -65,6 +65,9 @@ class GpuResource(ApiModel):
     """Extended resource; each pod asks for processesPerNode of it."""
     memory: Quantity = "80Gi"
     """Memory of one device."""
+    price_per_hour: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}(\.[0-9]{1,6})?$")] | None = None
+    """Price of one device for an hour, in a currency of the platform's choice, for the metric finetune_cost_total. It holds for
+    jobs that start afterwards. Unset: no cost is counted."""
 
 
 class Resources(ApiModel):
