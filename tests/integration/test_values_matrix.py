@@ -174,17 +174,7 @@ def test_any_two_values_together_make_objects_that_the_api_server_takes(installe
     try:
         wait_until(lambda: installed.kube.get("ServiceAccount", "matrix-system", "default"), "the default ServiceAccount", 60)
         listed = {"apiVersion": "v1", "kind": "List", "items": documents}
-        command = (
-            "create",
-            "--dry-run=server",
-            "--validate=strict",
-            "--namespace",
-            "matrix-system",
-            "--output",
-            "name",
-            "-f",
-            "-",
-        )
+        command = ("create", "--dry-run=server", "--validate=strict", "--output", "name", "-f", "-")
         made = installed.cluster.kubectl(*command, input=json.dumps(listed)).splitlines()
     finally:
         for name in namespaces:
