@@ -79,16 +79,24 @@ cluster: environment ## A real control plane and node for a person; prints its K
 images: environment ## Build both container images (no daemon needed)
 	$(PYTHON) -m tests.support.images all
 
+IMAGES = all
 .PHONY: push
 push: environment ## Push both images to REGISTRY (registry.example/team), and print the settings with which helm installs them
 	@test -n "$(REGISTRY)" || { echo "make push REGISTRY=registry.example/team: name the registry" >&2; exit 2; }
-	$(PYTHON) -m tests.support.images all --push $(REGISTRY)
+	$(PYTHON) -m tests.support.images $(IMAGES) --push $(REGISTRY) $(OPTIONS)
+
+.PHONY: release
+release: environment ## Push images and chart as VERSION to REGISTRY, sign them with KEY, attach bill and provenance: docs/release.md
+	@test -n "$(REGISTRY)" -a -n "$(VERSION)" -a -n "$(KEY)" || \
+	  { echo "make release REGISTRY=registry.example/team VERSION=0.2.0 KEY=finetune.key: name all three" >&2; exit 2; }
+	$(PYTHON) -m tests.support.release --registry $(REGISTRY) --version $(VERSION) --key $(KEY) --images $(IMAGES) $(OPTIONS)
 
 .PHONY: generate
 generate: environment ## Write all generated files: CRDs, rules, findings, pitfalls, methods, table of metrics, image locks
 	$(PYTHON) -m finetune_job.crd crds charts/finetune-operator/files/crds
 	$(PYTHON) -m tests.support.values_schema
 	$(PYTHON) -m tests.support.chart_readme
+	$(PYTHON) -m tests.support.dashboards
 	$(PYTHON) -m finetune_cli.generate_rules > docs/rules.md
 	$(PYTHON) -m finetune_cli.generate_findings > docs/findings.md
 	$(PYTHON) -m finetune_operator.decide.failure_table > docs/failures.md

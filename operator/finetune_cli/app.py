@@ -20,7 +20,7 @@ from finetune_job.api.output import MergeBase, MergeSpec
 
 app = typer.Typer(
     name="finetune",
-    help="Validate, explain and run FineTuneJobs, and merge adapters.",
+    help="Validate, explain and run FineTuneJobs, merge adapters, and look at clusters.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -107,6 +107,69 @@ def run(
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
     raise typer.Exit(code)
+
+
+_CLAIMS = typer.Option(help="Directory that holds a directory for each claim.")
+_NAMESPACE = typer.Option("-n", "--namespace", help="Namespace in the job's manifest.")
+
+
+@app.command()
+def status(
+    claims: Annotated[Path, _CLAIMS] = Path("runs/claims"),
+    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+) -> None:
+    """Show the jobs that were run on this machine: what runs, since when, how far it is, and what was left."""
+    from finetune_cli.local.known_runs import known_runs
+    from finetune_cli.render.known_runs import runs_document, runs_text
+
+    runs = known_runs(claims)
+    match output:
+        case Output.TEXT:
+            typer.echo(runs_text(runs, claims), nl=False)
+        case Output.JSON:
+            typer.echo(as_json(runs_document(runs)), nl=False)
+        case Output.YAML:
+            typer.echo(as_yaml(runs_document(runs)), nl=False)
+
+
+@app.command()
+def attach(
+    name: Annotated[str, typer.Argument(help="Name of the job.")],
+    namespace: Annotated[str, _NAMESPACE] = "default",
+    claims: Annotated[Path, _CLAIMS] = Path("runs/claims"),
+) -> None:
+    """Follow a job that another command runs on this machine, until it ends. Ctrl-C ends this command alone."""
+    from rich.console import Console
+
+    from finetune_cli.local.known_runs import attach as follow
+    from finetune_cli.local.known_runs import find_run
+    from finetune_cli.render.run import LiveView
+
+    try:
+        found = find_run(claims, name, namespace)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    with LiveView(Console(highlight=False), name) as view:
+        follow(found, view)
+
+
+@app.command()
+def stop(
+    name: Annotated[str, typer.Argument(help="Name of the job.")],
+    namespace: Annotated[str, _NAMESPACE] = "default",
+    claims: Annotated[Path, _CLAIMS] = Path("runs/claims"),
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for its end.")] = 600,
+) -> None:
+    """Have a job that runs on this machine save its state and end; `finetune run` continues it. Exit code: 0 it has ended."""
+    from finetune_cli.local.known_runs import find_run
+    from finetune_cli.local.known_runs import stop as stop_run
+
+    try:
+        stop_run(find_run(claims, name, namespace), timeout)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
 
 
 @app.command()
@@ -225,6 +288,41 @@ def estimate(
         case Output.YAML:
             typer.echo(as_yaml(estimate_document(found)), nl=False)
     raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in found) else ExitCode.REFUSED)
+
+
+@app.command()
+def doctor(
+    *,
+    namespace: Annotated[str, typer.Option("-n", "--namespace", help="Namespace of the jobs; the network probe runs there.")],
+    context: Annotated[str | None, typer.Option(help="Context of the kubeconfig. Unset: the current one.")] = None,
+    profile: Annotated[str, typer.Option(help="FineTuneProfile that the jobs will name.")] = "default",
+    probe: Annotated[
+        bool, typer.Option("--probe/--no-probe", help="Try with two pods whether the network enforces NetworkPolicies.")
+    ] = True,
+    image: Annotated[str | None, typer.Option(help="Image with Python for the two pods. Unset: the profile's.")] = None,
+    timeout: Annotated[int, typer.Option(min=60, help="Seconds that the two pods may take, pulls of the image included.")] = 300,
+    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+) -> None:
+    """Look at a cluster: version, definitions, operator, profile, your rights, storage, and whether its network isolates runs.
+
+    Exit code: 0 all is there, 1 something is missing, 2 no usable kubeconfig, 3 something could not be read, 130 interrupted.
+    """
+    from finetune_cli.checks.cluster import exit_code
+    from finetune_cli.commands.doctor import doctor_document, doctor_text, examine
+
+    try:
+        facts, checks = examine(context=context, namespace=namespace, profile=profile, image=image, probe=probe, seconds=timeout)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    match output:
+        case Output.TEXT:
+            typer.echo(doctor_text(checks), nl=False)
+        case Output.JSON:
+            typer.echo(as_json(doctor_document(facts, checks)), nl=False)
+        case Output.YAML:
+            typer.echo(as_yaml(doctor_document(facts, checks)), nl=False)
+    raise typer.Exit(exit_code(checks))
 
 
 @app.command()

@@ -24,6 +24,8 @@ LABEL_JOB = f"{GROUP}/job"
 LABEL_JOB_UID = f"{GROUP}/job-uid"
 LABEL_ROLE = f"{GROUP}/role"
 LABEL_ATTEMPT = f"{GROUP}/attempt"
+LABEL_TEAM = f"{GROUP}/team"
+"""On a FineTuneJob: who is charged for it. Without it its namespace is."""
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "finetune-operator"
 ANNOTATION_PLAN_SHA256 = f"{GROUP}/plan-sha256"
@@ -114,5 +116,6 @@ S3_ACCESS_KEY_ID = CredentialFile("AWS_ACCESS_KEY_ID", "s3/AWS_ACCESS_KEY_ID")
 S3_SECRET_ACCESS_KEY = CredentialFile("AWS_SECRET_ACCESS_KEY", "s3/AWS_SECRET_ACCESS_KEY")
 S3_SESSION_TOKEN = CredentialFile("AWS_SESSION_TOKEN", "s3/AWS_SESSION_TOKEN", required=False)
 REGISTRY_LOGINS = CredentialFile(".dockerconfigjson", "registry/config.json")
+SIGNING_KEY = CredentialFile("signing.key", "signing/key")
 
 S3_KEYS = (S3_ACCESS_KEY_ID, S3_SECRET_ACCESS_KEY, S3_SESSION_TOKEN)

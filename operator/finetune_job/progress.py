@@ -20,6 +20,8 @@ class Progress(BaseModel):
     initial_eval_loss: float | None = None
     """The same before the first step."""
     learning_rate: float | None = None
+    gradient_norm: float | None = None
+    """Of all trainable parameters before clipping, latest step."""
     tokens_per_second: float | None = None
     tokens_per_second_per_device: float | None = None
     mfu: float | None = None
@@ -39,6 +41,10 @@ class Progress(BaseModel):
     """At the pace of the latest steps."""
     checkpoint_step: Count | None = None
     """Step of the latest complete checkpoint."""
+    checkpoint_interval_seconds: float | None = None
+    """Between checkpoints as the plan asks for them, at the pace of the latest steps; None without checkpoints."""
+    checkpoint_time: float | None = None
+    """Seconds since the epoch when it was seen to be complete, or this attempt began from it; without any, when it began."""
 
     def facts(self) -> dict[str, str]:
         """As facts of the training pod's last report, which nobody has to poll for; they read back to the same values."""

@@ -10,6 +10,7 @@ from kubernetes.aio.client.configuration import Configuration
 
 from finetune_operator.background import Relisting, keep_trying
 from finetune_operator.cluster.access import load_configuration
+from finetune_operator.cluster.accounts import Accounts, accounts_name
 from finetune_operator.cluster.api import Api, Document
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.checkpoint_boost import CheckpointBoost
@@ -107,6 +108,7 @@ async def _lead(
     gatherer = Gatherer(api, cache, timeouts.pending_events_after, warnings, operator_namespace=settings.lease_namespace)
     recorder = EventRecorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
     executor = Executor(api, cache, gatherer, recorder)
+    accounts = Accounts(api, cache, settings.lease_namespace, accounts_name(settings.lease_name))
 
     def take_in(kind: Kind, deleted: bool, held: CachedObject) -> None:
         for key in cache.remove(kind, held) if deleted else cache.apply(kind, held):
@@ -130,7 +132,8 @@ async def _lead(
     watches.start()
     for key in cache.job_keys():
         queue.add(key, urgency(cache.job(key)))
-    worker = Worker(queue, gatherer, executor, metrics, utc_now, pass_budget=timeouts.pass_budget)
+    metrics.observe_accounts(accounts.totals)
+    worker = Worker(queue, gatherer, executor, metrics, utc_now, accounts.decided, pass_budget=timeouts.pass_budget)
     poll = ProgressPoll(
         cache,
         gatherer,
@@ -150,6 +153,7 @@ async def _lead(
         failed=metrics.failed,
     )
     tasks_by_name: dict[str, Callable[[], Awaitable[object]]] = {
+        "accounts": accounts.run,
         "progress poll": poll.run,
         "checkpoint boost": CheckpointBoost(api, cache, poll).run,
         "relist": relisting.run,

@@ -4,18 +4,23 @@ in this process (requests, passes) is kept in counters.
 
 from __future__ import annotations
 
+import platform
 import re
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from finetune_operator.cluster.api import AnsweredRequest
 from finetune_operator.cluster.cache import Cache, JobKey
+from finetune_operator.decide.account import JobLabels, UsageTotals
 from finetune_operator.health import Health
+from finetune_operator.job_metrics import JobCollector
+from finetune_operator.usage_metrics import UsageCollector
 from finetune_operator.workqueue import WorkQueue
 
 PASS_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -79,6 +84,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
+        build = Gauge("finetune_build_info", "The operator's version; always 1.", ["version", "python"], registry=self.registry)
+        build.labels(_installed_version(), platform.python_version()).set(1)
         self._requests = Counter(
             "finetune_api_requests",
             "Requests to the API server, by verb, resource, HTTP status, and the reason of a refusal.",
@@ -182,6 +189,11 @@ class Metrics:
     def observe_state(self, cache: Cache, queue: WorkQueue[JobKey], health: Health) -> None:
         """Count these at every scrape."""
         self.registry.register(StateCollector(cache, queue, health))
+        self.registry.register(JobCollector(cache))
+
+    def observe_accounts(self, totals: Callable[[], Mapping[JobLabels, UsageTotals]]) -> None:
+        """Read these at every scrape."""
+        self.registry.register(UsageCollector(totals))
 
 
 class WatchCollector(Collector):
@@ -248,6 +260,13 @@ class StateCollector(Collector):
         objects: Tally[tuple[str, ...]] = Tally({(kind,): number for kind, number in self._cache.num_objects().items()})
         yield _gauge("finetune_cached_objects", "Objects in the cache by kind.", ("kind",), objects)
         yield GaugeMetricFamily("finetune_leading", "1 while this replica holds the lease.", value=float(self._health.is_leading))
+
+
+def _installed_version() -> str:
+    try:
+        return version("finetune-operator")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> GaugeMetricFamily:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
+from finetune_job.api.status import FineTuneJobStatus
 from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.cache import JobKey
 from finetune_operator.cluster.execute import Executor, PassOutcome
@@ -41,6 +42,9 @@ def urgency(held: CachedObject | None) -> Urgency:
     return Urgency.NEW if is_new else Urgency.CHANGED
 
 
+Decided = Callable[[JobView, FineTuneJobStatus | None], Awaitable[None]]
+
+
 @dataclass
 class _Overrun:
     """Passes over one generation of a job that took longer than the budget."""
@@ -59,6 +63,8 @@ class Worker:
     executor: Executor
     instruments: Instruments
     now: Callable[[], datetime]
+    decided: Decided
+    """Called with what a pass has decided before it is written; what it raises puts the pass off."""
     cpu_clock: Callable[[], float] = time.thread_time
     """CPU seconds of this thread: on a starved machine nobody is refused for what others took."""
     pass_budget: float = 1.0
@@ -117,6 +123,7 @@ class Worker:
                     return self._settle(key, PassOutcome.REPEATED)
                 observed = replace(observed, too_complex=True)
                 actions = reconcile(observed, now)
+        await self.decided(observed.job, actions.status)
         outcome = await self.executor.execute(gathered, actions)
         if outcome is PassOutcome.ACTED:
             _log_decision(observed, actions)

@@ -18,6 +18,7 @@ from tests.support.cluster.errors import ClusterError, wait_until
 from tests.support.cluster.images import write_program_image
 from tests.support.cluster.network import connect, disconnect, reserve_machine
 from tests.support.cluster.node_cluster import NodeCluster
+from tests.support.cluster.pod_network import Answer, listening, node_namespace, pod_namespace, reached_from
 
 pytest_plugins = ["tests.support.cluster.fixtures"]
 pytestmark = pytest.mark.e2e
@@ -34,6 +35,12 @@ def probe_pod(name: str, image: str, *arguments: str, node: str | None = None) -
         "metadata": {"name": name, "labels": {"app": "pair"}},
         "spec": {"hostname": name, "subdomain": "pair", "restartPolicy": "Never", "containers": [container], **where},
     }
+
+
+def network_policy(name: str, selector: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    """For both directions."""
+    spec |= {"podSelector": selector, "policyTypes": ["Ingress", "Egress"]}
+    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": name}, "spec": spec}
 
 
 def apply(cluster: NodeCluster, *objects: dict[str, Any]) -> None:
@@ -90,6 +97,68 @@ def test_pods_of_two_nodes_find_each_other_by_the_headless_service(node_cluster:
     # Nothing listens there, and the pod itself says so.
     assert "ConnectionRefusedError" in subprocess.run(knocked, capture_output=True, text=True, check=False).stderr
     node_cluster.kubectl("delete", "pod/rank-0", "service/pair")
+
+
+def test_network_policies_hold_while_they_are_enforced(node_cluster: NodeCluster) -> None:
+    """What the attacks on running jobs rely on: without enforcement, or without a policy, the same connections are there."""
+    server, near, far = (
+        probe_pod(name, node_cluster.probe_image, "pause", node=node)
+        for name, node in (("server", "node-1"), ("near", "node-1"), ("far", "node-2"))
+    )
+    pods = [
+        one | {"metadata": {"name": one["metadata"]["name"], "labels": {"role": role}}}
+        for one, role in ((server, "server"), (near, "guest"), (far, "guest"))
+    ]
+    apply(node_cluster, *pods)
+    node_cluster.kubectl("wait", "pod/server", "pod/near", "pod/far", "--for=condition=Ready", "--timeout=60s")
+    server, near, far = (json.loads(node_cluster.kubectl("get", "pod", name, "-o", "json")) for name in ("server", "near", "far"))
+    address = server["status"]["podIP"]
+    targets = {
+        "open port": (address, 8000),
+        "port without a listener": (address, 8001),
+        "own kubelet": (node_cluster.node_named("node-1").place.address, 10250),
+        "other kubelet": (node_cluster.node_named("node-2").place.address, 10250),
+        "API server": ("10.96.0.1", 443),
+    }
+
+    def answers(pod: dict[str, Any]) -> list[Answer]:
+        return list(reached_from(pod_namespace(pod), targets).values())
+
+    everything: list[Answer] = ["open", "refused", "open", "open", "open"]
+    nothing: list[Answer] = ["nothing"] * len(targets)
+    with listening(pod_namespace(server), address, [8000]):
+        apply(node_cluster, network_policy("deny", {}))
+        assert (answers(near), answers(far)) == (everything, everything), "without an enforcer a policy stops nothing"
+        with node_cluster.enforced_policies() as enforcer:
+            assert (answers(near), answers(far)) == (nothing, nothing)
+            assert reached_from(node_namespace(node_cluster.node.place), targets)["open port"] == "open", (
+                "as the kubelet needs it"
+            )
+
+            guests = {"podSelector": {"matchLabels": {"role": "guest"}}}
+            kubelets = [
+                {"ipBlock": {"cidr": "172.30.0.0/24", "except": [f"{node_cluster.node_named('node-2').place.address}/32"]}}
+            ]
+            port = [{"protocol": "TCP", "port": 8000}]
+            apply(
+                node_cluster,
+                network_policy("serve", {"matchLabels": {"role": "server"}}, ingress=[{"from": [guests], "ports": port}]),
+                network_policy(
+                    "call", guests["podSelector"], egress=[{"to": [{"podSelector": {}}], "ports": port}, {"to": kubelets}]
+                ),
+            )
+            enforcer.settle()
+            # The API server is at the bridge's address, which the block holds: a Service is judged by where it leads.
+            allowed: list[Answer] = ["open", "nothing", "open", "nothing", "open"]
+            assert (answers(near), answers(far)) == (allowed, allowed)
+
+            node_cluster.kubectl("delete", "networkpolicy", "--all")
+            enforcer.settle()
+            assert (answers(near), answers(far)) == (everything, everything), "a pod that no policy selects is open"
+            apply(node_cluster, network_policy("deny", {}))
+            enforcer.settle()
+        assert (answers(near), answers(far)) == (everything, everything), "an enforcer that has ended left rules behind"
+    node_cluster.kubectl("delete", "networkpolicy/deny", "pod/server", "pod/near", "pod/far", "--grace-period=1")
 
 
 def test_a_node_that_lost_its_power_comes_back_without_its_processes(node_cluster: NodeCluster) -> None:

@@ -13,10 +13,12 @@ import pytest
 import yaml
 
 from finetune_job.names import Role
+from tests.e2e.surroundings import Surroundings
 from tests.support.cluster import network
+from tests.support.cluster.pod_network import Answer
 from tests.support.registry import PASSWORD, NotThereError, Registry, running_registry
 from tests.support.s3 import SECRET_KEY as S3_SECRET_KEY
-from tests.support.stack import NAMESPACE, ROOT, SYSTEM_NAMESPACE, USER_ID, Stack, condition_of
+from tests.support.stack import NAMESPACE, ROOT, SYSTEM_NAMESPACE, USER_ID, Stack, condition_of, host_and_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 EXAMPLE = "examples/quickstart-cluster.yaml"
@@ -29,15 +31,46 @@ def adapter_bytes(stack: Stack, name: str) -> bytes:
     return (stack.claim("models-out") / name / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
+EVERYWHERE: dict[str, Answer] = {
+    "another run's rendezvous": "open",
+    "another run's metrics": "open",
+    "port 53 of a pod of the namespace": "open",
+    "another namespace's pod": "open",
+    "port 9400 of another namespace": "open",
+    "port 53 of another namespace": "open",
+    "the operator": "open",
+    "the first node's kubelet": "open",
+    "the second node's kubelet": "open",
+    "port 53 of a node": "refused",
+    "the API server's Service": "open",
+    "the API server": "open",
+    "the metadata service": "open",
+    "a private address that no profile names": "open",
+    "the object store": "open",
+    "a public address": "open",
+}
+NOWHERE: dict[str, Answer] = dict.fromkeys(EVERYWHERE, "nothing")
+WAYS_OUT: dict[str, Answer] = NOWHERE | {"the object store": "open", "a public address": "open"}
+
+
 @pytest.fixture(scope="module")
-def undisturbed(stack: Stack) -> dict[str, Any]:
-    """A job of 2 pods x 2 ranks that nobody touched, looked at while it trained."""
+def surroundings(stack: Stack) -> Iterator[Surroundings]:
+    with Surroundings(stack).standing() as standing:
+        yield standing
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack, surroundings: Surroundings) -> dict[str, Any]:
+    """A job of 2 pods x 2 ranks that ran on its own, looked at while its pods stood still for a moment."""
     name = stack.apply_example(EXAMPLE, name="undisturbed")
+    preflight = surroundings.from_role(name, Role.PREFLIGHT)
     stack.wait_for_step(name, 1)
     pods = stack.pods(name, Role.TRAIN)
     table = stack.cluster.kubectl("get", "ftj", name, "--namespace", NAMESPACE)
+    gang = surroundings.of_gang(name)
+    merge = surroundings.from_role(name, Role.MERGE)
     job = stack.wait_for_condition(name, "Finished", "Stalled")
-    return {"job": job, "training_pods": pods, "table": table}
+    return {"job": job, "training_pods": pods, "table": table, "reached": {"preflight": preflight, "merge": merge, "gang": gang}}
 
 
 def test_it_succeeds_with_a_verified_merged_model(stack: Stack, undisturbed: dict[str, Any]) -> None:
@@ -80,35 +113,60 @@ def test_kubectl_get_shows_state_progress_and_loss(undisturbed: dict[str, Any]) 
     assert float(fields[3]) > 0
 
 
+def test_the_places_around_a_job_are_open(surroundings: Surroundings) -> None:
+    assert surroundings.from_outside() == EVERYWHERE
+
+
+def test_pods_without_a_way_out_reach_nothing(undisturbed: dict[str, Any]) -> None:
+    reached = undisturbed["reached"]
+    assert reached["preflight"] == NOWHERE
+    assert reached["gang"]["around"] == NOWHERE
+    assert reached["merge"] == NOWHERE
+
+
+def test_ranks_reach_each_other_and_nobody_else_joins_them(undisturbed: dict[str, Any]) -> None:
+    gang = undisturbed["reached"]["gang"]
+    assert gang["rank 0"] == {"unused port of rank 1": "refused"}, "collectives take any port"
+    assert gang["rank 1"] == {"rendezvous": "open", "metrics": "open"}
+    for uninvited in ("the neighbour", "the foreigner"):
+        assert gang[uninvited] == {"rendezvous": "nothing", "metrics": "nothing"}
+    for reader in ("the operator", "monitoring"):
+        assert gang[reader] == {"rendezvous": "nothing", "metrics": "open"}
+
+
+def test_the_operator_reaches_the_api_server_and_metrics_of_ranks(surroundings: Surroundings) -> None:
+    expected = {"the API server's Service", "the API server", "another run's metrics", "the operator"}
+    assert surroundings.from_operator() == NOWHERE | dict.fromkeys(expected, "open")
+
+
 @pytest.fixture(scope="module")
 def registry(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
     """A registry that wants a login, and a profile that lets jobs speak to it without TLS."""
     with running_registry(tmp_path_factory.mktemp("registry"), network.BRIDGE_ADDRESS, needs_login=True) as running:
         profile = json.loads(stack.cluster.kubectl("get", "finetuneprofile", "default", "--output", "json"))
         publish = {"plainHttpRegistries": [running.host], "allowedDestinations": [f"oci://{running.host}/team"]}
+        address, port = host_and_port(f"//{running.host}")
+        named = profile["spec"]["network"]["destinations"]
+        reached = {"destinations": [*named, {"cidr": f"{address}/32", "ports": [port]}]}
         stack.apply(
             {
                 "apiVersion": profile["apiVersion"],
                 "kind": profile["kind"],
                 "metadata": {"name": PROFILE},
-                "spec": profile["spec"] | {"publish": publish},
+                "spec": profile["spec"] | {"publish": publish, "network": profile["spec"]["network"] | reached},
             }
         )
         yield running
 
 
 def test_an_operator_killed_in_every_stage_and_a_killed_rank_change_no_byte(
-    stack: Stack, undisturbed: dict[str, Any], registry: Registry
+    stack: Stack, undisturbed: dict[str, Any], registry: Registry, surroundings: Surroundings
 ) -> None:
     """Nothing is started twice but the gang, once; and a publication that is refused costs a look at its Secret."""
+    reached: dict[Role, dict[str, Answer]] = {}
 
     def kill_operator() -> None:
-        (pod,) = [
-            one
-            for one in stack.objects("pods", "app.kubernetes.io/name=finetune-operator", SYSTEM_NAMESPACE)
-            if one["status"].get("containerStatuses", [{}])[0].get("state", {}).get("running")
-        ]
-        stack.kill_container(pod)
+        stack.kill_container(stack.operator_pod())
 
     # Its data lies in an object store and its results go to a registry, so that there is a fetch and a publication to be
     # disturbed.
@@ -117,16 +175,28 @@ def test_an_operator_killed_in_every_stage_and_a_killed_rank_change_no_byte(
     data |= {"source": "s3://records/train.jsonl", "validation": {"source": "s3://records/validation.jsonl"}}
     output = {"destination": f"oci://{registry.host}/{REPOSITORY}:v1", "secretRef": {"name": LOGIN_SECRET}}
     keep_login(stack, replace(registry, login=("publisher", "not-the-password")))
-    name = stack.apply_example(
-        EXAMPLE,
-        NOT_REHEARSED | {"data": data, "fetch": {"s3SecretRef": {"name": secret}}, "profile": PROFILE, "output": output},
-        name="killed-operator",
-    )
-    for role in Role:
-        stack.wait(lambda role=role: stack.batch_jobs(name, role), f"the {role} Job")
-        kill_operator()
-        if role is Role.TRAIN:
-            kill_a_rank(stack, name)
+    # What a pod waits for stands still until the pod was looked at: it would end too soon.
+    waited_for = {Role.FETCH: stack.s3.server, Role.PUBLISH: registry.server}
+    for server in waited_for.values():
+        server.pause()
+    try:
+        name = stack.apply_example(
+            EXAMPLE,
+            NOT_REHEARSED | {"data": data, "fetch": {"s3SecretRef": {"name": secret}}, "profile": PROFILE, "output": output},
+            name="killed-operator",
+        )
+        for role in Role:
+            stack.wait(lambda role=role: stack.batch_jobs(name, role), f"the {role} Job")
+            if role in waited_for:
+                reached[role] = surroundings.from_role(name, role)
+                waited_for[role].resume()
+            kill_operator()
+            if role is Role.TRAIN:
+                kill_a_rank(stack, name)
+    finally:
+        for server in waited_for.values():
+            server.resume()
+    assert reached == {Role.FETCH: WAYS_OUT, Role.PUBLISH: WAYS_OUT}
     # A wrong password costs a look at the Secret, not the results.
     job = stack.wait_for_condition(name, "Finished", "Stalled")
     assert condition_of(job, "Published").get("reason") == "PublishRefused", json.dumps(job["status"], indent=2)

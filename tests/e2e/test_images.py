@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from finetune_job.plan.digest import canonical_json
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from tests.support.cluster.cache import cache_root
-from tests.support.images import Image, ImageError, build, locks
+from tests.support.images import Image, ImageError, build, locks, rebuilt_manifest
+from tests.support.images.base import base_archive, package_sources
 from tests.support.images.sources import REPOSITORY, SOURCES, Sources
 from tests.support.images.wheelhouse import wheelhouse
 
@@ -33,7 +35,10 @@ pytestmark = pytest.mark.timeout(1200)
 _ARBITRARY_UID = 1000650000
 _OURS = {"trainer": {"finetune_job", "finetune_memory", "finetune_trainer"}, "operator": {"finetune_job", "finetune_operator"}}
 _SITE_PACKAGES = Path("opt/finetune/venv/lib/python3.11/site-packages")
-_INSTALLERS = re.compile(r"^(pip|apt|dpkg|curl|wget|uv|uvx|easy_install|perl|cyclonedx-py)([0-9.]*|-.*)$")
+_SHELLS = re.compile(r"^(ash|bash|busybox|csh|dash|ksh|rbash|sh|tcsh|toybox|zsh)(\.[a-z]+)?$")
+_INSTALLERS = re.compile(
+    r"^(pip|apt|dpkg|curl|wget|uv|uvx|easy_install|perl|cyclonedx-py|ssh|scp|sftp|nc|ncat|netcat|telnet|su|sudo)([0-9.]*|-.*)$"
+)
 _COMPILERS = re.compile(r"^(.*-)?(gcc|g\+\+|cc|c\+\+|cpp|clang|clang\+\+|ld|as|rustc|go|make|nvcc)(-[0-9.]+)?$")
 _CACHES = ("var/cache/apt", "var/lib/apt/lists", "root/.cache", "var/cache/debconf")
 _BILL = Path("opt/finetune/sbom.cdx.json")
@@ -68,12 +73,15 @@ class _Mounted:
             "ip link set lo up && "
             f'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && mount {volume} "$0/tmp" '
             '&& mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" '
-            f'&& exec chroot --userspec={_ARBITRARY_UID}:0 --groups= "$0" "$@"'
+            '&& exec env --ignore-environment "$@"'
         )
+        unshare = shutil.which("unshare")  # with its path: the last one is started with the image's PATH
+        assert unshare is not None
+        user = (f"--setuid={_ARBITRARY_UID}", "--setgid=0")
         return subprocess.run(
             [
-                *("unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", "sh", "-c", enter, self.root),
-                *("env", "--ignore-environment", f"--chdir={self.config['WorkingDir']}", *self.config["Env"], *command),
+                *(unshare, "--mount", "--pid", "--net", "--fork", "--kill-child", "sh", "-c", enter, self.root),
+                *(*self.config["Env"], unshare, f"--root={self.root}", f"--wd={self.config['WorkingDir']}", *user, *command),
             ],
             capture_output=True,
             text=True,
@@ -169,12 +177,70 @@ def test_image_runs_as_a_numeric_user_that_cannot_change_its_code(mounted: _Moun
     user, group = mounted.config["User"].split(":")
     assert int(user) > 0
     assert int(group) == 0
-    writable = [
-        path
-        for path, status in _walk(mounted.root / "opt")
-        if not stat.S_ISLNK(status.st_mode) and (status.st_uid != 0 or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    writable, hidden = [], []
+    for path, status in _walk(mounted.root):
+        name, mode = str(path.relative_to(mounted.root)), status.st_mode
+        if stat.S_ISLNK(mode) or name.startswith(("dev/", "proc", "sys", "root")):
+            continue
+        # Temporary directories: each pod mounts its own, or has a read-only root.
+        if (status.st_uid != 0 or mode & (stat.S_IWGRP | stat.S_IWOTH)) and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+            writable.append(name)
+        if name.startswith(("opt", "usr")) and not mode & stat.S_IROTH:
+            hidden.append(name)
+    assert (writable, hidden) == ([], [])
+
+
+@pytest.mark.parametrize("mounted", ["operator"], indirect=True)
+def test_operator_has_no_shell_and_no_program_but_python(mounted: _Mounted) -> None:
+    programs, shells = set(), []
+    for path, status in _walk(mounted.root):
+        name = path.relative_to(mounted.root)
+        if name.parts[:2] in {("usr", "bin"), ("usr", "sbin"), ("usr", "local")} and not stat.S_ISDIR(status.st_mode):
+            programs.add(path.name)
+        if _SHELLS.match(path.name) and stat.S_ISREG(status.st_mode):
+            shells.append(str(name))
+    assert (programs, shells) == ({"python3.11", "tini"}, [])
+    assert mounted.python("import os; print(os.path.exists('/bin/sh'))") == "False\n"
+
+
+@pytest.mark.parametrize("mounted", ["operator"], indirect=True)
+def test_operator_verifies_servers_and_finds_names(mounted: _Mounted) -> None:
+    """What a base usually brings and a copied system may lack: certificates, the resolver's files, text in UTF-8."""
+    printed = mounted.python(
+        "import locale, pwd, socket, ssl\n"
+        "print(ssl.create_default_context().cert_store_stats()['x509_ca'] > 100, pwd.getpwuid(0).pw_name)\n"
+        "print(locale.setlocale(locale.LC_ALL, ''), socket.getaddrinfo('127.0.0.1', 80)[0][4][0])"
+    )
+    assert printed == "True root\nC.UTF-8 127.0.0.1\n"
+
+
+def test_image_is_no_larger_than_agreed(mounted: _Mounted) -> None:
+    sizes = json.loads((REPOSITORY / "tests/support/images/sizes.json").read_text())
+    assert mounted.image.stored.size <= sizes[mounted.sources.name]
+
+
+def test_second_build_of_the_operator_gives_the_same_bytes(operator_image: Image) -> None:
+    assert rebuilt_manifest("operator") == operator_image.stored.manifest
+
+
+@pytest.mark.nightly
+def test_second_build_of_the_trainer_gives_the_same_bytes() -> None:
+    assert rebuilt_manifest("trainer") == build("trainer").stored.manifest
+
+
+@pytest.mark.nightly
+def test_second_base_has_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (base_archive(tmp_path / name) for name in ("first", "second") if not (tmp_path / name).mkdir())
+    with first.open("rb") as one, second.open("rb") as other:
+        assert hashlib.file_digest(one, "sha256").digest() == hashlib.file_digest(other, "sha256").digest()  # type: ignore[arg-type]
+
+
+def test_snapshot_of_debian_stands_in_every_source() -> None:
+    assert package_sources("20261101T000000Z").splitlines() == [
+        "deb [check-valid-until=no] http://snapshot.debian.org/archive/debian/20261101T000000Z bookworm main",
+        "deb [check-valid-until=no] http://snapshot.debian.org/archive/debian/20261101T000000Z bookworm-updates main",
+        "deb [check-valid-until=no] http://snapshot.debian.org/archive/debian-security/20261101T000000Z bookworm-security main",
     ]
-    assert writable == []
 
 
 def test_image_holds_our_packages_and_nothing_else_of_the_tree(mounted: _Mounted) -> None:

@@ -85,10 +85,10 @@ def test_it_ends_with_a_verified_model_that_needs_no_peft(undisturbed: tuple[Pat
     subprocess.run([sys.executable, "-m", "tests.support.plain_load", result / "merged"], cwd=ROOT, check=True, timeout=300)
 
 
-def test_a_power_cut_and_model_data_and_results_elsewhere_change_no_byte(
+def test_a_killed_command_a_power_cut_and_inputs_elsewhere_change_no_byte(
     inputs: Path, undisturbed: tuple[Path, str], not_rehearsed: Path, tmp_path: Path
 ) -> None:
-    """The model from a hub, the records from an S3 server and the results to it, and killed in training: the same adapter."""
+    """The model from a hub, the records from an S3 server and the results to it, ended twice in training: the same adapter."""
     claims, token = tmp_path / "claims", "hf_token_of_the_test"
     claims.mkdir()
     with running_hub() as hub, running_s3(ensure_binaries().versitygw, tmp_path / "s3") as s3:
@@ -107,7 +107,8 @@ def test_a_power_cut_and_model_data_and_results_elsewhere_change_no_byte(
         path.write_text(json.dumps(manifest))
         endpoints = {"HF_ENDPOINT": hub.address, "AWS_ENDPOINT_URL": s3.address, "AWS_REGION": REGION, "NO_PROXY": "127.0.0.1"}
         environment = endpoints | s3.environment() | {"HF_TOKEN": token, "HF_HUB_OFFLINE": "1"}
-        cut_power_in_training(claims, path, environment)
+        end_in_training(claims, path, environment, kill_command_alone(claims))
+        end_in_training(claims, path, environment, _kill_tree)
         code, output = run(claims, path, environment)
         published = s3.buckets / "results/tuned"
         assert code == 0, output
@@ -169,17 +170,36 @@ def test_merge_as_a_command_gives_the_bytes_of_the_run(inputs: Path, undisturbed
     assert not (tmp_path / "refused").exists()
 
 
-def cut_power_in_training(claims: Path, manifest: Path, environment: Mapping[str, str]) -> None:
-    """Run until there is a checkpoint, and end everything at once."""
-    process = start(claims, manifest, environment)
+def end_in_training(claims: Path, manifest: Path, environment: Mapping[str, str], end: Callable[[int], None]) -> None:
+    """Run until there is a further checkpoint, and end it, given the command's process."""
+    process, before = start(claims, manifest, environment), checkpoints(claims)
 
-    def has_checkpoint() -> bool:
+    def has_another() -> bool:
         assert process.poll() is None, process.stdout.read() if process.stdout else ""
-        return bool(list((claims / "workspace").glob("*/checkpoints/step-*[0-9]/manifest.json")))
+        return bool(checkpoints(claims) - before)
 
-    wait_until(has_checkpoint, "the first checkpoint", 300)
-    _kill_tree(process.pid)
+    wait_until(has_another, "a checkpoint", 300)
+    end(process.pid)
     process.wait()
+
+
+def checkpoints(claims: Path) -> set[str]:
+    return {path.parent.name for path in (claims / "workspace").glob("*/checkpoints/step-*[0-9]/manifest.json")}
+
+
+def kill_command_alone(claims: Path) -> Callable[[int], None]:
+    """Its ranks save their state and end by themselves; until then other commands say so."""
+
+    def end(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        shown = [FINETUNE, "status", "--claims", claims]
+
+        def state() -> str:
+            return subprocess.run(shown, capture_output=True, text=True, check=True).stdout.splitlines()[1]
+
+        wait_until(lambda: "stopped in train" in state(), "what the command left to end", 60)
+
+    return end
 
 
 def _kill_tree(pid: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -133,6 +134,33 @@ def objects(s3: S3Server, prefix: str) -> dict[str, bytes]:
     store = s3.bucket(BUCKET)
     keys = [str(meta["path"]) for page in obstore.list(store, prefix) for meta in page]
     return {key.removeprefix(f"{prefix}/"): bytes(obstore.get(store, key).bytes()) for key in keys}
+
+
+def test_signed_results_are_verified_by_the_documented_commands(place: Place, tmp_path: Path) -> None:
+    key, public = tmp_path / "signing.key", tmp_path / "signing.pub"
+    curve = ("-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256")
+    subprocess.run(["openssl", "genpkey", *curve, "-out", key], check=True, capture_output=True)
+    subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", public], check=True)
+    write(place.credentials / "signing/key", key.read_text())
+    context = place.context()
+    publish(context, Credentials(place.credentials), QUICK)
+    # Killed and run again: the same bytes, which a tag that names them takes.
+    publish(context, Credentials(place.credentials), QUICK)
+
+    seen = place.visible("v1")
+    assert seen is not None
+    assert seen.keys() == published_files(context).keys() | {"SHA256SUMS.sig"}
+    folder = tmp_path / "copy"
+    for name, content in seen.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    page = (Path(__file__).parents[2] / "docs/results.md").read_text()
+    (lines,) = re.findall(r"```sh\n(base64 -d SHA256SUMS.*?)```", page, re.DOTALL)
+    script = ["sh", "-ec", lines.replace("signing.pub", str(public))]
+    good = subprocess.run(script, cwd=folder, capture_output=True, text=True, check=False)
+    assert (good.returncode, good.stdout) == (0, "Verified OK\n")
+    (folder / "provenance.json").write_bytes(b"{}")
+    assert subprocess.run(script, cwd=folder, capture_output=True, check=False).returncode != 0
 
 
 def is_complete(seen: dict[str, bytes] | None) -> bool:
@@ -315,7 +343,7 @@ def test_wrong_and_missing_credentials_name_the_field(place: Place, tmp_path: Pa
     error = failure(place, context)
     assert isinstance(error, DestinationRefusedError)
     assert "name a Secret with" in error.hint
-    wrong = Registry(registry.host, registry.storage, ("publisher", "canary-that-sings"))
+    wrong = replace(registry, login=("publisher", "canary-that-sings"))
     write(empty / "registry/config.json", wrong.docker_config(place.proxy.host))
     write(empty / "s3/AWS_ACCESS_KEY_ID", ACCESS_KEY)
     write(empty / "s3/AWS_SECRET_ACCESS_KEY", "canary-that-sings")

@@ -61,6 +61,12 @@ def plan_of(changes: dict[str, Any]) -> RunPlan:
         ),
         ("no-effect-s3-secret", {}, {"fetch.s3SecretRef": {"name": "keys"}}, {"model.source": "s3://models/llama"}),
         (
+            "hub-name-with-hub-source",
+            {"model.source": "hf://org/model", "model.revision": COMMIT},
+            {"model.hubName": "org/other"},
+            {"model.source": "pvc://models/llama", "model.revision": None},
+        ),
+        (
             "revision-without-hub-source",
             {},
             {"data.revision": COMMIT},

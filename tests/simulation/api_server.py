@@ -141,6 +141,12 @@ class ApiServer:
             after["metadata"]["generation"] = current["metadata"].get("generation", 1) + 1
         return self._store(kind, current, after)
 
+    def replace(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> Document:
+        """Write an object whole, under the preconditions that it carries."""
+        current = self._existing(kind, namespace, name)
+        self._check(current, body["metadata"])
+        return self.update(kind, current, lambda item: item.update({**body, "metadata": current["metadata"]}))
+
     def patch_status(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Document:
         """JSON merge patch of the status subresource: whatever else is in the patch is ignored."""
         current = self._existing(kind, namespace, name)

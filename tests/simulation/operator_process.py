@@ -10,6 +10,7 @@ from datetime import datetime
 
 from finetune_job.progress import Progress
 from finetune_operator.background import Relisting, keep_trying
+from finetune_operator.cluster.accounts import Accounts
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.gather import Gathered, Gatherer
@@ -26,6 +27,7 @@ from tests.simulation.transport import Call, Weather, Wire, simulated_api
 from tests.simulation.virtual_time import VirtualLoop
 
 WORKERS = 4
+OPERATOR_NAMESPACE = "finetune-system"
 PASSES_PER_SECOND = 15
 """More passes over one job in one second than this are passes without effect or pause."""
 
@@ -137,7 +139,10 @@ class OperatorProcess:
         self.gatherer.observer = self.observer
         recorder = EventRecorder(api, "simulated", is_busy=lambda: len(self.queue) > 0, clock=loop.time)
         executor = Executor(api, self.cache, self.gatherer, recorder, now=loop.now)
-        worker = Worker(self.queue, self.gatherer, executor, self.observer, loop.now, cpu_clock=lambda: 0.0)
+        self.accounts = Accounts(api, self.cache, OPERATOR_NAMESPACE, "accounts", now=loop.now)
+        worker = Worker(
+            self.queue, self.gatherer, executor, self.observer, loop.now, self.accounts.decided, cpu_clock=lambda: 0.0
+        )
         self._restarted = asyncio.Event()
         relisting = Relisting(
             compare=lambda: relist(api, self.cache, ()),
@@ -156,7 +161,7 @@ class OperatorProcess:
             for key in self.cache.job_keys():
                 self.queue.add(key, urgency(self.cache.job(key)))
             self.is_synced = True
-            tasks_by_name = {"relist": relisting.run, "events": recorder.run}
+            tasks_by_name = {"relist": relisting.run, "accounts": self.accounts.run, "events": recorder.run}
             others = [keep_trying(name, task, _unheard) for name, task in tasks_by_name.items()]
             await asyncio.gather(*others, *(worker.run() for _ in range(WORKERS)))
 

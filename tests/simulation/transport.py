@@ -196,6 +196,8 @@ class Wire:
                 return _metadata(found) if "PartialObjectMetadata" in headers.get("Accept", "") else found
             case "POST":
                 return server.create(kind, namespace, json.loads(json.dumps(body)))
+            case "PUT":
+                return server.replace(kind, namespace, name, json.loads(json.dumps(body)))
             case "PATCH" if subresource == "status":
                 return server.patch_status(kind, namespace, name, json.loads(json.dumps(body)))
             case "PATCH":

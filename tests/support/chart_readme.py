@@ -25,7 +25,7 @@ helm install finetune charts/finetune-operator --namespace finetune-system --cre
 helm test finetune --namespace finetune-system
 ```
 
-How to install, upgrade and uninstall it, what a profile holds, and who may do what: [install.md](../../docs/install.md),
+How to install, upgrade and uninstall it, what a profile holds, and who may do what: [install.md](../../docs/platform/install.md),
 [rights.md](../../docs/rights.md), [security.md](../../docs/security.md). Kubernetes {kubernetes}.
 
 ## Values

@@ -41,6 +41,7 @@ class Registry:
     host: str
     """With its port."""
     storage: Path
+    server: Component
     login: tuple[str, str] | None = None
     """User name and password; None: the registry asks for none."""
 
@@ -118,7 +119,7 @@ def running_registry(directory: Path, address: str = "127.0.0.1", *, needs_login
     server = start_component(_PROGRAM, [_PROGRAM, "serve", directory / "config.yml"], directory / "registry.log")
     try:
         wait_until(lambda: _answers(server, host), f"the registry, see {server.log}", _START_SECONDS)
-        yield Registry(host, storage, (USER, PASSWORD) if needs_login else None)
+        yield Registry(host, storage, server, (USER, PASSWORD) if needs_login else None)
     finally:
         server.kill()
 

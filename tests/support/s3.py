@@ -26,6 +26,7 @@ class S3Server:
     address: str
     buckets: Path
     """Each directory in it is a bucket."""
+    server: Component
 
     def bucket(self, name: str, secret_key: str = SECRET_KEY) -> S3Store:
         """The bucket of that name, made if it is not there."""
@@ -64,7 +65,7 @@ def running_s3(program: Path, directory: Path, host: str = "127.0.0.1") -> Itera
     server = start_component("versitygw", command, directory / "versitygw.log")
     try:
         wait_until(lambda: _answers(server, host, port), f"versitygw, see {server.log}", _START_SECONDS)
-        yield S3Server(f"http://{host}:{port}", buckets)
+        yield S3Server(f"http://{host}:{port}", buckets, server)
     finally:
         server.kill()
 

@@ -12,11 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -32,6 +33,8 @@ from tests.support.volumes import bound_claim, volume
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM_NAMESPACE = "finetune-system"
 NAMESPACE = "team"
+MONITORING_NAMESPACE = "monitoring"
+"""Of those who may read metrics; a test that needs it makes it."""
 RESTRICTED = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn", "audit")}
 USER_ID = 1000650000
 """As platforms assign it that give each namespace a range of its own."""
@@ -40,6 +43,7 @@ SHARED_VOLUMES = 6
 """Volumes of the default storage class, for workspace claims made from a template."""
 STORAGE_CLASS = "shared"
 RELEASE = "finetune"
+DNS = f"{network.BRIDGE_ADDRESS}/32"
 _ROLE_RESOURCES = {"cpu": "100m", "memory": "3Gi", "sharedMemory": "256Mi"}
 """Small requests, so that two training pods and the operator fit on a node of two cores; the kubelet enforces no CPU quota."""
 _END_SECONDS = 900.0
@@ -61,6 +65,8 @@ class Stack:
             self.directory.chmod(0o755)
             trainer, operator = images.build("trainer"), images.build("operator")
             self.cluster = stack.enter_context(NodeCluster(self._num_nodes))
+            self._enforcement = stack.enter_context(ExitStack())
+            self.policies = self._enforcement.enter_context(self.cluster.enforced_policies())
             self.s3 = stack.enter_context(
                 running_s3(self.cluster.control_plane.binaries.versitygw, self.directory / "s3", network.BRIDGE_ADDRESS)
             )
@@ -125,9 +131,18 @@ class Stack:
             path.chmod(0o755 if path.is_dir() else 0o644)
 
     def _install(self) -> None:
+        host, port = host_and_port(self.s3.address)
+        api_host, api_port = host_and_port(self.cluster.control_plane.server)
         values = {
             "image": _image_values(self.operator_image),
             "nodeSelector": {"kubernetes.io/hostname": self.cluster.node.place.name},
+            "networkPolicy": {
+                "create": True,
+                "apiServerCIDRs": [f"{api_host}/32"],
+                "apiServerPorts": [api_port],
+                "dnsTo": [{"ipBlock": {"cidr": DNS}}],
+                "metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": MONITORING_NAMESPACE}}}],
+            },
             # Of a test whose image comes late.
             "admission": {"operator": {"images": ["docker.io/library"]}},
             "profiles": {
@@ -136,6 +151,11 @@ class Stack:
                     "imagePullPolicy": "Never",
                     "runAsUser": USER_ID,
                     "scratchStorage": "1Gi",
+                    "network": {
+                        "destinations": [{"cidr": f"{host}/32", "ports": [port]}],
+                        "dns": {"namespaces": [], "cidrs": [DNS]},
+                        "metricsNamespaces": [MONITORING_NAMESPACE],
+                    },
                     "fetch": {"s3Endpoint": self.s3.address, "s3Region": REGION, "allowedSources": ["s3://"]},
                     "resources": {role.value: _ROLE_RESOURCES for role in Role},
                 }
@@ -196,6 +216,24 @@ class Stack:
     def pods(self, name: str, role: Role) -> list[dict[str, Any]]:
         """The pods of a role."""
         return self.objects("pods", f"{LABEL_JOB}={name},{LABEL_ROLE}={role}")
+
+    @contextmanager
+    def without_enforcement(self) -> Iterator[None]:
+        """Let all pods reach each other, as on a cluster whose network knows no policies."""
+        self._enforcement.close()
+        try:
+            yield
+        finally:
+            self.policies = self._enforcement.enter_context(self.cluster.enforced_policies())
+
+    def operator_pod(self) -> dict[str, Any]:
+        """The operator's pod that runs."""
+        (pod,) = [
+            one
+            for one in self.objects("pods", "app.kubernetes.io/name=finetune-operator", SYSTEM_NAMESPACE)
+            if one["status"].get("containerStatuses", [{}])[0].get("state", {}).get("running")
+        ]
+        return pod
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float = _END_SECONDS) -> Any:
         """Wait for a condition; on time-out everything that explains it is printed."""
@@ -263,6 +301,14 @@ def _slowly(condition: Callable[[], Any]) -> Callable[[], Any]:
         return result
 
     return asked
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """Of a URL that has both."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port
 
 
 def _image_values(reference: str) -> dict[str, str]:

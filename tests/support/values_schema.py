@@ -1,4 +1,4 @@
-"""The part of the chart's values.schema.json that follows from the API model: what a profile in the values may hold.
+"""The parts of the chart's values.schema.json that follow from others: what a profile may hold, and the names of the alerts.
 
 `python -m tests.support.values_schema` writes it into the file; the rest of the file is written by hand.
 """
@@ -9,10 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.crd import structural_schema
 
 FILE = Path(__file__).resolve().parents[2] / "charts" / "finetune-operator" / "values.schema.json"
+RULES = FILE.parent / "files" / "rules.yaml"
 DEFINITION = "profileSpec"
 _OF_THE_CLUSTER = "x-kubernetes-"
 
@@ -41,10 +44,26 @@ def _closed(node: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def alerts_definition() -> dict[str, Any]:
+    """JSON schema of what can be changed of each alert."""
+    override = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "enabled": {"type": "boolean"},
+            "for": {"type": "string", "pattern": "^([0-9]+(ms|s|m|h|d|w|y))+$"},
+            "severity": {"type": "string", "minLength": 1},
+        },
+    }
+    names = [alert["alert"] for alert in yaml.safe_load(RULES.read_text())["alerts"]]
+    return {"type": "object", "additionalProperties": False, "patternProperties": {f"^({'|'.join(names)})$": override}}
+
+
 def text(current: str) -> str:
-    """The file with its generated definition."""
+    """The file with its generated definitions."""
     schema = json.loads(current)
     schema["definitions"][DEFINITION] = profile_definition()
+    schema["definitions"]["alerts"] = alerts_definition()
     return json.dumps(schema, indent=2) + "\n"
 
 

@@ -28,6 +28,8 @@ COVERED_BY = {
     "finetune_job/rules/*": "finetune_job/rules/test_book_verdicts.py",
     # Modules whose test has another name.
     "finetune_cli/app.py": "finetune_cli/checks/test_estimate.py",
+    "finetune_cli/cluster/probe_objects.py": "finetune_cli/cluster/test_network_probe.py",
+    "finetune_cli/cluster/read_facts.py": "finetune_cli/cluster/test_client.py",
     "finetune_cli/generate_rules.py": "finetune_job/rules/test_book.py",
     "finetune_cli/render/estimate.py": "finetune_cli/checks/test_estimate.py",
     "finetune_cli/render/verdicts.py": "finetune_cli/checks/test_validate.py",
@@ -38,6 +40,8 @@ COVERED_BY = {
     "finetune_job/api/training.py": "finetune_job/api/test_job.py",
     "finetune_job/methods.py": "finetune_job/test_sharding.py",
     "finetune_job/reasons.py": "finetune_operator/decide/test_refused_and_held.py",
+    "finetune_operator/cluster/summaries.py": "finetune_operator/test_job_metrics.py",
+    "finetune_operator/usage_metrics.py": "finetune_operator/test_job_metrics.py",
     "finetune_operator/decide/actions.py": "finetune_operator/cluster/test_execute.py",
     "finetune_operator/decide/observed.py": "finetune_operator/decide/test_blocked_lost_nodes.py",
     "finetune_operator/decide/pass_result.py": "finetune_operator/decide/test_reconcile_effects.py",

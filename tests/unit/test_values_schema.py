@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from finetune_job.names import OBSERVE_PORT
-from tests.support import chart_readme, values_schema
+from tests.support import chart_readme, dashboards, values_schema
 
 CHART = values_schema.FILE.parent
 
@@ -79,3 +80,17 @@ def test_free_forms_of_kubernetes_stay_open() -> None:
 def test_the_operator_may_reach_the_port_of_rank_0() -> None:
     policy = (CHART / "templates" / "networkpolicy.yaml").read_text()
     assert f"- ports: [{{protocol: TCP, port: {OBSERVE_PORT}}}]" in policy
+
+
+def test_the_dashboards_are_the_generated_ones_and_name_no_installation() -> None:
+    for board in dashboards.DASHBOARDS:
+        text = (dashboards.DIRECTORY / f"{board.name}.json").read_text()
+        assert text == dashboards.text(board), "run `make generate`"
+        assert set(re.findall(r'"uid": "([^"]*)"', text)) == {"${datasource}"}
+        assert json.loads(text)["templating"]["list"][0] == {
+            "name": "datasource",
+            "type": "datasource",
+            "query": "prometheus",
+            "label": "Data source",
+        }
+    assert {path.stem for path in dashboards.DIRECTORY.iterdir()} == {"fleet", "run", "team"}

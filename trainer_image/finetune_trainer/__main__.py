@@ -9,17 +9,21 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from finetune_job.failures import TerminationReport
 from finetune_job.names import CREDENTIALS_MOUNT, OBSERVE_PORT, RENDEZVOUS_PORT, Role
 from finetune_trainer.context import RunContext, add_run_arguments, run_context
 from finetune_trainer.processes.child import fork
 from finetune_trainer.processes.start import (
+    die_with,
     end,
     keep_bitsandbytes_out,
     keep_torch_out,
@@ -43,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
         arguments.add_argument("--termination-log", type=Path, default=Path(TERMINATION_LOG))
         if role in (Role.FETCH, Role.PUBLISH):
             arguments.add_argument("--credentials", type=Path, default=Path(CREDENTIALS_MOUNT))
+            arguments.add_argument("--parent", type=int, help="process with which this one ends")
         if role is Role.TRAIN:
             arguments.add_argument("--node-rank", type=int, default=0)
             arguments.add_argument("--master-address", default="127.0.0.1")
@@ -115,7 +120,7 @@ SERVE = "serve"
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Run roles until standard input ends, one at a time; 0.
+    """Run roles until standard input ends, one at a time; 0. If it ends while a role runs, the role gets SIGTERM and may save.
 
     Standard input: `{"arguments": [...], "log": PATH}` a line, with the arguments of a role other than fetch and publish, whose
     libraries read the environment when they are imported. Standard output: `{"pid": N}` when it runs, `{"code": N}` when it has
@@ -127,14 +132,22 @@ def serve(argv: Sequence[str]) -> int:
     from finetune_trainer.roles import rehearse, train
 
     preload_for_forks(context.plan, "finetune_trainer.roles.preflight", *rehearse.LIBRARIES, *train.LIBRARIES)
-    with os.fdopen(os.dup(1), "w") as answer:
+    with os.fdopen(os.dup(1), "w") as answer, os.fdopen(os.dup(0), "rb", buffering=0) as orders:
         os.dup2(2, 1)
-        for line in sys.stdin:
+        while line := orders.readline():
             order = json.loads(line)
             with fork(partial(_serve_role, order["arguments"], order["log"])) as child:
-                print(json.dumps({"pid": child.pid}), file=answer, flush=True)
-                print(json.dumps({"code": child.join()}), file=answer, flush=True)
+                _say(answer, pid=child.pid)
+                # The next order comes after the end of this one: what can be read before it is the end of the input.
+                if orders.fileno() in wait([*child.descriptors(), orders.fileno()]):
+                    child.send_signal(signal.SIGTERM)
+                _say(answer, code=child.join())
     return 0
+
+
+def _say(answer: TextIO, **content: int) -> None:
+    with suppress(BrokenPipeError):  # whoever asked is gone
+        print(json.dumps(content), file=answer, flush=True)
 
 
 def _serve_role(arguments: Sequence[str], log: str) -> NoReturn:
@@ -148,6 +161,8 @@ def main(argv: Sequence[str] | None = None, *, is_forked: bool = False) -> int:
     """Run one role; the exit code. is_forked: from a process that serves."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     arguments = parser().parse_args(argv, argparse.Namespace(is_forked=is_forked))
+    if getattr(arguments, "parent", None) is not None:
+        die_with(arguments.parent)
     contexts: list[RunContext] = []
 
     def body() -> TerminationReport:

@@ -22,6 +22,7 @@ from finetune_job.names import (
     S3_ACCESS_KEY_ID,
     S3_SECRET_ACCESS_KEY,
     S3_SESSION_TOKEN,
+    SIGNING_KEY,
     CredentialFile,
 )
 from finetune_trainer.errors import DestinationRefusedError
@@ -86,6 +87,10 @@ class Credentials:
         files = (S3_ACCESS_KEY_ID, S3_SECRET_ACCESS_KEY, S3_SESSION_TOKEN)
         key_id, secret, token = (os.environ.get(file.key) if self._is_local else self._value(file) for file in files)
         return S3Keys(key_id, secret, token or None) if key_id and secret else None
+
+    def signing_key(self) -> str | None:
+        """PEM. None: nothing is signed, as on a user's own machine."""
+        return None if self._is_local else self._value(SIGNING_KEY)
 
     def registry_login(self, registry: str) -> RegistryLogin | None:
         """Locally from Docker's config.json. Raises DestinationRefusedError where the file cannot be read."""

@@ -31,8 +31,10 @@ UV_CACHE_DIR="$scratch/unpacked" UV_LINK_MODE=hardlink "$uv" --quiet --no-config
     --no-index --find-links "$wheelhouse" --only-binary :all: --require-hashes --no-deps \
     --requirement "$requirements"
 
-# Needed only to link other programs against the libraries; and the installer's lock, which anybody could write to.
-find "$environment" \( -name '*_static*.a' -o -path "$environment/.lock" \) -delete
+# Needed only to link other programs against the libraries, or by a person's shell; and the installer's lock, which anybody could
+# write to.
+find "$environment" \( -name '*_static*.a' -o -path "$environment/.lock" -o -path "$environment/bin/[Aa]ctivate*" \) -delete
 # No file changes after the build, so a module's bytecode is never compared with its source. A package may carry files
-# for a later Python that do not compile; the interpreter never reads them.
-"$environment/bin/python" -m compileall -q -j 0 --invalidation-mode unchecked-hash "$environment/lib" >/dev/null || true
+# for a later Python that do not compile; the interpreter never reads them. One process and one order: what a process has
+# compiled before shows in the bytes of what it compiles next.
+"$environment/bin/python" -m compileall -q --invalidation-mode unchecked-hash "$environment/lib" >/dev/null || true

@@ -37,4 +37,11 @@ if [ -d /usr/share/doc ]; then find /usr/share/doc -type f ! -name copyright -de
 find /var/log -type f -delete
 rm -rf /root/.cache
 
-find / -xdev -perm /6000 -exec chmod ug-s {} +
+# Programs that work with another's rights (su, passwd), and the group's right to write to directories.
+find / -xdev -type f -perm /6000 -delete
+find / -xdev ! -type l ! -perm -1000 -perm /6022 -exec chmod ug-s,go-w {} +
+
+# The standard library, compiled so that neither the time nor the order in which it was installed shows in the bytes.
+library=$(python3.11 -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
+find "$library" -name '*.pyc' -delete
+PYTHONDONTWRITEBYTECODE=1 python3.11 -m compileall -q --invalidation-mode unchecked-hash -x '/(site|dist)-packages/|/lib2to3/tests/|/test/' "$library"

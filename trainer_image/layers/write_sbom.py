@@ -1,17 +1,20 @@
 """Write a bill of materials: every Python package of an environment, and every Debian package of the system around it.
 
-Usage: write_sbom.py NAME PYTHON FILE
+Usage: write_sbom.py NAME PYTHON DPKG FILE
 
-NAME is the image's, PYTHON the interpreter of the environment. The result is CycloneDX JSON, valid against its schema, and the
-same bytes for the same packages. Runs with the packages of sbom.lock.
+NAME is the image's, PYTHON the interpreter of the environment, DPKG the folder with Debian's list of packages (/var/lib/dpkg,
+empty or missing on other systems). The result is CycloneDX JSON, valid against its schema, and the same bytes for the same
+packages. Runs with the packages of sbom.lock.
 """
 
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import quote
+from uuid import NAMESPACE_URL, uuid5
 
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType
@@ -19,8 +22,6 @@ from cyclonedx.output.json import JsonV1Dot6
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from packageurl import PackageURL
-
-DPKG = Path("/var/lib/dpkg")
 
 
 def debian_packages(directory: Path) -> Iterator[dict[str, str]]:
@@ -50,15 +51,19 @@ def debian_component(fields: dict[str, str]) -> Component:
     )
 
 
-def main(name: str, python: str, target: str) -> None:
+def main(name: str, python: str, dpkg: str, target: str) -> None:
     """Write the bill."""
     command = [sys.executable, "-m", "cyclonedx_py", "environment", "--spec-version", "1.6", "--output-format", "JSON"]
     listed = subprocess.run([*command, "--output-reproducible", python], check=True, capture_output=True, text=True)
     bom: Bom = Bom.from_json(json.loads(listed.stdout))  # type: ignore[attr-defined]
-    for fields in debian_packages(DPKG):
+    for fields in debian_packages(Path(dpkg)):
         bom.components.add(debian_component(fields))
     bom.metadata.component = Component(name=name, type=ComponentType.CONTAINER, bom_ref=name)
     bom.register_dependency(bom.metadata.component, bom.components)
+    # The library would take the time of day and a random number.
+    bom.metadata.timestamp = datetime.fromtimestamp(0, UTC)
+    packages = sorted(component.purl.to_string() for component in bom.components)
+    bom.serial_number = uuid5(NAMESPACE_URL, " ".join([name, *packages]))
     text = JsonV1Dot6(bom).output_as_string(indent=2)
     problem = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
     if problem is not None:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ POLL_SECONDS = 0.5
 """Between two looks at a process and its progress."""
 PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to connections."""
+ONE_SIGNAL_SECONDS = 1.0
+"""Signals within this time of the first are the same one: `timeout` and its like send theirs to the process and to its group."""
+_STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TRAINER = (sys.executable, "-m", "finetune_trainer")
 _ONLINE = (Role.FETCH, Role.PUBLISH)
 """Their libraries read what the environment says of the network when they are imported."""
@@ -128,6 +132,7 @@ class Trainer:
         options: dict[str, Any] = {"stderr": log.open("wb"), "start_new_session": True, "pass_fds": (order.lock,)}
         with options["stderr"]:
             if order.role in _ONLINE:
+                arguments += ["--parent", str(os.getpid())]
                 return subprocess.Popen([*_TRAINER, *arguments], stdin=subprocess.DEVNULL, stdout=options["stderr"], **options)
             if self._server is None or self._server.poll() is not None:
                 self.close()
@@ -152,11 +157,27 @@ class Trainer:
         self.close()
 
 
-class Interruption:
-    """Passes SIGINT and SIGTERM on to the running role as SIGTERM, on which it saves its state; the second time as SIGKILL."""
+STOPPING = "stopping: what runs now saves its state first; Ctrl-C once more ends it at once and loses what it has not saved"
+ENDING = "ending at once"
 
-    def __init__(self) -> None:
+
+def _tell(text: str) -> None:
+    # In a signal's handler: a console may be in the middle of a line, and holds locks.
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
+
+
+class Interruption:
+    """Passes SIGINT, SIGTERM and SIGHUP on to the running role as SIGTERM, on which it saves its state; later ones as SIGKILL.
+
+    After SIGHUP nothing is printed any more, because the terminal is gone. A process that was started to ignore it does so.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = _tell) -> None:
+        """`tell`: of what a signal leads to, at once; called in its handler."""
+        self._tell = tell
         self._request = threading.Event()
+        self._requested_at = 0.0
         self._process: Process | None = None
 
     @property
@@ -169,18 +190,26 @@ class Interruption:
         self._request.wait(seconds)
 
     def __enter__(self) -> Interruption:
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        taken = [number for number in _STOPPING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _handle(self, _number: int, _frame: object) -> None:
-        again = self._request.is_set()
-        self._request.set()
-        if self._process is not None:
-            self._send(signal.SIGKILL if again else signal.SIGTERM)
+    def _handle(self, number: int, _frame: object) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        now = time.monotonic()
+        if not self._request.is_set():
+            self._requested_at = now
+            self._request.set()
+            self._tell(STOPPING)
+            self._send(signal.SIGTERM)
+        elif now - self._requested_at >= ONE_SIGNAL_SECONDS:
+            self._tell(ENDING)
+            self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
         if self._process is None or self._process.poll() is not None:
@@ -196,6 +225,15 @@ class Interruption:
         self._process = process
         if process is not None and self.requested:
             self._send(signal.SIGTERM)
+
+
+def _leave_terminal() -> None:
+    """Writing to a terminal that is gone is an error, at which the command would end before its role."""
+    for stream in (1, 2):
+        if os.isatty(stream):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
 
 
 AnyProcess = TypeVar("AnyProcess", bound=Process)
@@ -230,13 +268,16 @@ def launch(
             except subprocess.TimeoutExpired:
                 look()
     text = order.termination_log.read_text(errors="replace") if order.termination_log.exists() else ""
-    return outcome(order.role, order.attempt, code, parse_envelope(text) if text else None, log)
+    report = parse_envelope(text) if text else None
+    return outcome(order.role, order.attempt, code, report, log, interrupted=interruption.requested)
 
 
-def outcome(role: Role, attempt: int, code: int, report: TerminationReport | None, log: Path) -> TerminationReport:
-    """How a role ended: its own report where that agrees with the exit code, else what the exit code alone says.
+def outcome(
+    role: Role, attempt: int, code: int, report: TerminationReport | None, log: Path, *, interrupted: bool = False
+) -> TerminationReport:
+    """How a role ended: its own report if that agrees with the exit code, else what the exit code alone says.
 
-    `code`: as `subprocess` gives it, so the negative number of a signal that ended the process.
+    `code`: as `subprocess` gives it, so the negative number of a signal that ended the process. `interrupted`: by the user.
     """
     if report is not None and (code == 0) == (report.outcome is Outcome.SUCCEEDED):
         if report.failure is None and report.outcome is not Outcome.SUCCEEDED:
@@ -247,6 +288,11 @@ def outcome(role: Role, attempt: int, code: int, report: TerminationReport | Non
     if code == 0:
         return TerminationReport(role=role, attempt=attempt, outcome=Outcome.SUCCEEDED)
     ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if interrupted:
+        message = f"{role} {ended} at your request; the next run continues from what it had saved"
+        return TerminationReport(
+            role=role, attempt=attempt, outcome=Outcome.FAILED, failure=FailureClass.PREEMPTED, message=message
+        )
     return TerminationReport(
         role=role,
         attempt=attempt,

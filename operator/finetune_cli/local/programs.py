@@ -46,7 +46,8 @@ class MergeOrder:
 
     def command(self) -> list[str]:
         """Arguments of the process."""
-        command = [sys.executable, "-m", "finetune_trainer.roles.merge_command", "--base", str(self.base)]
+        command = [sys.executable, "-m", "finetune_trainer.roles.merge_command", "--parent", str(os.getpid())]
+        command += ["--base", str(self.base)]
         for adapter in self.adapters:
             command += ["--adapter", str(adapter)]
         command += ["--output", str(self.output), "--max-shard-size", self.max_shard_size, "--device", self.device]

@@ -6,10 +6,12 @@ The record is what is known between two commands: kept with its plan, replaced a
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -38,6 +40,11 @@ class RunDirectory:
         return self.root / "record.json"
 
     @property
+    def lock(self) -> Path:
+        """Held by the command that works on the job, and by what it has started."""
+        return self.root / "lock"
+
+    @property
     def claims(self) -> Path:
         """A link for each claim, as pods have mounts."""
         return self.root / "claims"
@@ -60,18 +67,66 @@ def run_directory_of(claims: Path, job: JobIdentity, purpose: str = "") -> RunDi
 def locked(place: RunDirectory) -> Iterator[int]:
     """Keep other commands from this job while one runs; the descriptor of the lock, for processes that must keep it.
 
-    Raises LocalError where another command, or a process that it left behind, holds the job.
+    Raises LocalError if another command, or a process that it left behind, holds the job.
     """
     place.root.mkdir(parents=True, exist_ok=True)
-    with (place.root / "lock").open("w") as lock:
+    with place.lock.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise LocalError(
-                f"{place.root.name}: another finetune run works on this job; wait for it, end it, or give the job another name",
-                ExitCode.FAILED,
-            ) from error
+            raise LocalError(f"{place.root.name}: {held_text(place)}", ExitCode.FAILED) from error
+        lock.truncate(0)
+        lock.write(Holder(pid=os.getpid(), since=datetime.now(UTC)).model_dump_json())
+        lock.flush()
         yield lock.fileno()
+
+
+class Holder(BaseModel):
+    """The command that works on a job, as it says in the lock."""
+
+    model_config = ConfigDict(extra="ignore")
+    pid: int
+    since: datetime
+
+
+def holder_of(place: RunDirectory) -> Holder | None:
+    """Who works on the job now; None: nobody. The pid is 0 if only processes are left that the command had started."""
+    try:
+        with place.lock.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        return _named_in(place)
+    return None
+
+
+def _named_in(place: RunDirectory) -> Holder:
+    try:
+        holder = Holder.model_validate_json(place.lock.read_text())
+    except (OSError, ValueError):
+        return Holder(pid=0, since=datetime.fromtimestamp(0, UTC))
+    # Of a command that was killed the number may by now be another process's.
+    return holder if _has_open(holder.pid, place.lock) else holder.model_copy(update={"pid": 0})
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    try:
+        return any(opened.exists() and opened.samefile(path) for opened in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
+
+
+def held_text(place: RunDirectory) -> str:
+    """Who works on the job, since when and on what, and what to do."""
+    holder, record = _named_in(place), read_record(place.record)
+    stage = None if record is None else record.stage
+    if holder.pid == 0:
+        return "a run of this job was ended from outside, and what it had started is saving its state; try again in a minute"
+    return (
+        f"process {holder.pid} works on this job since {holder.since:%Y-%m-%d %H:%M:%S} UTC{f' ({stage})' if stage else ''}; see "
+        "`finetune status`, end it with `finetune stop`, or give the job another name"
+    )
 
 
 def start_fresh(place: RunDirectory) -> None:
@@ -112,10 +167,17 @@ def freeze(place: RunDirectory, plan: RunPlan) -> RunRecord:
     return record or RunRecord(plan_sha256=sha256)
 
 
-def _differences(place: RunDirectory, plan: RunPlan) -> list[str]:
+def read_plan(place: RunDirectory) -> RunPlan | None:
+    """The frozen plan, or None if there is none or it cannot be read."""
     try:
-        before = RunPlan.model_validate_json(place.plan.read_bytes())
+        return RunPlan.model_validate_json(place.plan.read_bytes())
     except (OSError, ValueError):
+        return None
+
+
+def _differences(place: RunDirectory, plan: RunPlan) -> list[str]:
+    before = read_plan(place)
+    if before is None:
         return []
     return [name for name in RunPlan.model_fields if getattr(before, name) != getattr(plan, name)]
 
@@ -135,6 +197,11 @@ class RunRecord(BaseModel):
     """Time that each role has taken over all its attempts."""
     facts: dict[Role, dict[str, str]] = {}
     """What each role reported when it succeeded."""
+
+    @property
+    def stage(self) -> Role | None:
+        """The role that was begun last and has not ended with success."""
+        return next((role for role in reversed(list(self.next_attempt)) if role not in self.finished), None)
 
     @field_validator("restarts", mode="before")
     @classmethod

@@ -68,7 +68,7 @@ class LiveView:
     def progressed(self, progress: Progress) -> None:
         """Rank 0 has answered."""
         if self._task is not None:
-            self._bars.update(self._task, completed=progress.step, total=progress.total_steps, facts=_facts(progress))
+            self._bars.update(self._task, completed=progress.step, total=progress.total_steps, facts=progress_text(progress))
 
     def ended(self, report: TerminationReport, seconds: float) -> None:
         """A role has ended."""
@@ -100,7 +100,13 @@ def _ending(outcome: Outcome) -> str:
     return {Outcome.SUCCEEDED: "succeeded", Outcome.REFUSED: "refused the job", Outcome.FAILED: "failed"}[outcome]
 
 
-def _facts(progress: Progress) -> str:
+def stage_text(role: Role) -> str:
+    """What a role does, as people say it."""
+    return _WORDS[role]
+
+
+def progress_text(progress: Progress) -> str:
+    """Losses, pace and what is left."""
     parts = []
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.3f}")

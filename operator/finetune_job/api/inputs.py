@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from finetune_job.api.base import ApiModel, DecimalString, Dtype, Revision, SecretName, Source
+from finetune_job.api.base import HUB_NAME_PATTERN, ApiModel, DecimalString, Dtype, Revision, SecretName, Source
 
 
 class Attention(StrEnum):
@@ -23,6 +23,9 @@ class ModelSpec(ApiModel):
     `s3://<bucket>/<prefix>`. The latter two are copied to the workspace first."""
     revision: Revision | None = None
     """Commit of an `hf://` source; required there and not allowed elsewhere."""
+    hub_name: Annotated[str, StringConstraints(pattern=HUB_NAME_PATTERN, max_length=193)] | None = None
+    """`<org>/<name>` by which the Hub has what a claim or bucket holds. Adapter configuration and model card then name it as the
+    base, so that `AutoPeftModel.from_pretrained` finds it. Unset: they name the source. Not for `hf://` sources."""
     dtype: Dtype | None = None
     """Element type in which the base model is held. Unset: the type its weights are stored in, as config.json says."""
     attention: Attention | None = None

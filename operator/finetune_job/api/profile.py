@@ -65,6 +65,9 @@ class GpuResource(ApiModel):
     """Extended resource; each pod asks for processesPerNode of it."""
     memory: Quantity = "80Gi"
     """Memory of one device."""
+    price_per_hour: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}(\.[0-9]{1,6})?$")] | None = None
+    """Price of one device for an hour, in a currency of the platform's choice, for the metric finetune_cost_total. It holds for
+    jobs that start afterwards. Unset: no cost is counted."""
 
 
 class Resources(ApiModel):
@@ -122,6 +125,9 @@ class PublishSettings(Endpoints):
         default_factory=list
     )
     """Registries, as `host:port`, that are spoken to without TLS."""
+    signing_key_secret: SecretReference | None = None
+    """Secret in the job's namespace with `signing.key`, a PEM file with a private key of the curve P-256. With it the publishing
+    pod signs SHA256SUMS. Unset: results are not signed."""
 
 
 class KueueSettings(ApiModel):
@@ -136,13 +142,28 @@ class KueueSettings(ApiModel):
     the job that loses least: 0 right after a checkpoint, all of it before the next. Needs Kueue's feature gate PriorityBoost."""
 
 
+Cidr = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$", max_length=64)]
+PortNumber = Annotated[int, Field(ge=1, le=65_535)]
+
+
 class NetworkDestination(ApiModel):
     """Addresses inside private ranges that fetching and publishing may reach, such as a mirror of the Hub in the cluster."""
 
-    cidr: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$", max_length=64)]
+    cidr: Cidr
     """Block of addresses."""
-    ports: Annotated[list[Annotated[int, Field(ge=1, le=65_535)]], Field(max_length=16)] = Field(default_factory=list)
+    ports: Annotated[list[PortNumber], Field(max_length=16)] = Field(default_factory=list)
     """TCP ports. Empty: all."""
+
+
+class DnsServers(ApiModel):
+    """Who answers the questions for names of all pods of a run. Ranks find each other by name."""
+
+    namespaces: Annotated[list[ObjectName], Field(max_length=16)] = Field(default_factory=lambda: ["kube-system"])
+    """Namespaces whose pods answer."""
+    cidrs: Annotated[list[Cidr], Field(max_length=16)] = Field(default_factory=lambda: ["169.254.20.10/32"])
+    """Addresses that answer. The default is that of NodeLocal DNSCache."""
+    ports: Annotated[list[PortNumber], Field(min_length=1, max_length=16)] = Field(default_factory=lambda: [53])
+    """UDP and TCP ports on which they listen themselves; 5353 on OpenShift."""
 
 
 class NetworkSettings(ApiModel):
@@ -154,6 +175,8 @@ class NetworkSettings(ApiModel):
     """Namespaces, besides the operator's, whose pods may read the metrics of rank 0, such as that of Prometheus."""
     destinations: Annotated[list[NetworkDestination], Field(max_length=64)] = Field(default_factory=list)
     """What fetch and publish may reach besides public addresses."""
+    dns: DnsServers = DnsServers()
+    """DNS servers that the pods may ask. If both lists are empty, the pods may send to the ports of any address."""
 
 
 class JobLimits(ApiModel):

@@ -92,6 +92,10 @@ class Attempt(StatusModel):
     role: Role = Role.TRAIN
     number: int
     start_time: Timestamp = ""
+    scheduled_time: Timestamp = ""
+    """When the last of its pods had a node."""
+    running_time: Timestamp = ""
+    """When the last of its pods began to run."""
     end_time: Timestamp = ""
     outcome: Literal["Running", "Succeeded", "Failed", "Suspended"] = "Running"
     failure: FailureClass | None = None
@@ -144,6 +148,8 @@ class ProgressStatus(StatusModel):
     """`step/total`, for the printer column."""
     advanced_time: Timestamp = ""
     """When the operator last saw the step change."""
+    first_step_time: Timestamp = ""
+    """When the operator first heard of an optimizer step."""
 
 
 class Artifact(StatusModel):

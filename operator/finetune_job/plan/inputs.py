@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_job.api.base import ClaimPath, HubPath, parse_source
-from finetune_job.api.inputs import DataFormat, Dataset, DataSpec, LossOn
+from finetune_job.api.inputs import DataFormat, Dataset, DataSpec, LossOn, ModelSpec
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec
 from finetune_job.layout import WorkspaceLayout
@@ -78,9 +78,9 @@ class SourceLocations:
         return target
 
 
-def base_model_name(source: str) -> str:
-    parsed = parse_source(source)
-    return parsed.repository if isinstance(parsed, HubPath) else source
+def base_model_name(model: ModelSpec) -> str:
+    parsed = parse_source(model.source)
+    return parsed.repository if isinstance(parsed, HubPath) else model.hub_name or model.source
 
 
 def fetch_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, places: SourceLocations) -> FetchPlan | None:

@@ -141,7 +141,7 @@ class Placement(PlacementModel):
     ADDED = frozenset(
         {
             *("pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost", "requires_rehearsal"),
-            "scratch_storage",
+            *("scratch_storage", "signing_key_secret"),
         }
     )
     profile: str
@@ -167,6 +167,8 @@ class Placement(PlacementModel):
     """Whether preflight has to rehearse the job to the end."""
     scratch_storage: str | None = None
     """Size limit of /tmp. None: frozen by a release that knew none."""
+    signing_key_secret: str | None = None
+    """Secret with the key that signs what is published. None: nothing is signed."""
 
 
 class PlacedModel(PlanModel):

@@ -44,7 +44,7 @@ def resolve(
         job=identity,
         model=ModelPlan(
             location=places.of(spec.model.source, spec.model.revision, "model"),
-            name=base_model_name(spec.model.source),
+            name=base_model_name(spec.model),
             revision=spec.model.revision,
             dtype=spec.model.dtype,
             attention=choices.pick("model.attention", spec.model.attention, Attention.SDPA, "keeps packed documents apart"),
@@ -142,6 +142,7 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Place
         checkpoint_priority_boost=profile.kueue.checkpoint_priority_boost,
         requires_rehearsal=profile.require_rehearsal,
         scratch_storage=profile.scratch_storage,
+        signing_key_secret=profile.publish.signing_key_secret.name if profile.publish.signing_key_secret else None,
     )
 
 

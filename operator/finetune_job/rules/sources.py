@@ -130,6 +130,30 @@ def revision_without_hub_source(context: RuleContext) -> Problem | None:
 
 
 @rule(
+    "hub-name-with-hub-source",
+    "A repository on the Hub names itself",
+    reads=("model.hubName", "model.source"),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
+        "no error: the run's plan is the same with and without it",
+    ),
+    holds_for=OURS,
+)
+def hub_name_with_hub_source(context: RuleContext) -> Problem | None:
+    name, place = context.spec.model.hub_name, parse_source(context.spec.model.source)
+    if name is None or not isinstance(place, HubPath):
+        return None
+    return Problem(
+        field="model.hubName",
+        value=name,
+        message=f"the source is {place.repository} of the Hub, which is the name that the adapter gets",
+        fix="remove it; it is for copies of a model on a claim or in a bucket",
+        changes={"model.hubName": None},
+    )
+
+
+@rule(
     "model-source-is-dataset",
     "A model is not a data set",
     reads=("model.source",),
@@ -305,6 +329,7 @@ NO_EFFECT = (
 RULES = (
     hub_source_without_revision,
     revision_without_hub_source,
+    hub_name_with_hub_source,
     model_source_is_dataset,
     model_source_inside_repository,
     data_source_is_model,

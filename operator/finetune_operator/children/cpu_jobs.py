@@ -75,5 +75,6 @@ def merge_job(run: FrozenRun, attempt: int, resources: RoleResources | None = No
 
 def publish_job(run: FrozenRun, attempt: int) -> dict[str, Any]:
     """Publication of one attempt."""
-    credentials = [] if run.plan.publish is None else publish_credentials(run.plan.publish)
+    key = run.placement.signing_key_secret
+    credentials = [] if run.plan.publish is None else publish_credentials(run.plan.publish, key)
     return single_pod_job(run, Role.PUBLISH, attempt, CPU_GRACE_PERIOD_SECONDS, credentials=credentials)

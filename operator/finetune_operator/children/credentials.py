@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune_job.api.base import BucketPath, HubPath, parse_destination
-from finetune_job.names import HUB_TOKEN, REGISTRY_LOGINS, S3_KEYS, CredentialFile
+from finetune_job.names import HUB_TOKEN, REGISTRY_LOGINS, S3_KEYS, SIGNING_KEY, CredentialFile
 from finetune_job.plan.launch_plan import FetchPlan, LaunchPlan, PublishPlan
 
 VOLUME_NAME = "credentials"
@@ -51,8 +51,13 @@ def _variable(name: str, secret: str, key: str, *, required: bool) -> dict[str, 
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, "optional": not required}}}
 
 
-def publish_credentials(publish: PublishPlan) -> list[dict[str, Any]]:
-    """Sources of a projected volume with what the publish pod may show."""
+def publish_credentials(publish: PublishPlan, signing_key_secret: str | None = None) -> list[dict[str, Any]]:
+    """Sources of a projected volume with what the publish pod may show, and with the key that it signs with."""
+    signing = [] if signing_key_secret is None else _secret(signing_key_secret, (SIGNING_KEY,))
+    return _of_destination(publish) + signing
+
+
+def _of_destination(publish: PublishPlan) -> list[dict[str, Any]]:
     if publish.secret is None:
         return []
     match parse_destination(publish.destination):

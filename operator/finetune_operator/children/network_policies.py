@@ -1,15 +1,16 @@
 """Whom the pods of a run may reach, and who may reach them: NetworkPolicies, which the cluster's network has to enforce.
 
-One for all pods of the run: they talk among themselves and ask for names; only the operator and whom the profile names read the
-metrics of rank 0. One more for the pods with a way out (fetch, publish): public addresses, and what the profile names; neither
-the cluster nor link-local addresses, where clouds keep their metadata. Policies add up, so the second takes nothing back.
+One for all pods of the run: they talk among themselves and ask DNS servers for names; only the operator and whom the profile
+names read the metrics of rank 0. One more for the pods with a way out (fetch, publish): public addresses, and what the profile
+names; neither the cluster nor link-local addresses, where clouds keep their metadata. Policies add up, so the second takes
+nothing back.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from finetune_job.api.profile import NetworkSettings
+from finetune_job.api.profile import DnsServers, NetworkSettings
 from finetune_job.names import LABEL_JOB_UID, LABEL_ROLE, OBSERVE_PORT, Role, network_policy_name
 from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_operator.children.frozen_run import Owner, metadata
@@ -19,7 +20,6 @@ _NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 _NOT_PUBLIC = ("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16")
 _NOT_PUBLIC_6 = ("::1/128", "fc00::/7", "fe80::/10")
 """RFC 1918, 3927, 4193, 4291 and 6598: where clusters, nodes and metadata services are."""
-_DNS: list[dict[str, Any]] = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
 
 
 def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, operator_namespace: str) -> list[dict[str, Any]]:
@@ -27,17 +27,14 @@ def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, o
     if not network.isolate:
         return []
     ours = {"podSelector": {"matchLabels": {LABEL_JOB_UID: owner.uid}}}
-    readers = [
-        {"namespaceSelector": {"matchLabels": {_NAMESPACE_LABEL: name}}}
-        for name in dict.fromkeys((operator_namespace, *network.metrics_namespaces))
-    ]
+    readers = [_namespace(name) for name in dict.fromkeys((operator_namespace, *network.metrics_namespaces))]
     policies = [
         _policy(
             network_policy_name(owner.name),
             owner,
             ours["podSelector"],
             ingress=[{"from": [ours]}, {"from": readers, "ports": [{"protocol": "TCP", "port": OBSERVE_PORT}]}],
-            egress=[{"to": [ours]}, {"ports": _DNS}],
+            egress=[{"to": [ours]}, dns_rule(network.dns)],
         )
     ]
     if plan.fetch is not None or plan.publish is not None:
@@ -59,6 +56,18 @@ def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, o
         name = network_policy_name(owner.name, ways_out=True)
         policies.append(_policy(name, owner, selector, ingress=[], egress=[{"to": public}, *named]))
     return policies
+
+
+def dns_rule(dns: DnsServers) -> dict[str, Any]:
+    """The egress rule of all pods of a run for the questions for names."""
+    servers = [*map(_namespace, dns.namespaces), *({"ipBlock": {"cidr": cidr}} for cidr in dns.cidrs)]
+    ports = [{"protocol": protocol, "port": port} for port in dns.ports for protocol in ("UDP", "TCP")]
+    return {**({"to": servers} if servers else {}), "ports": ports}
+
+
+def _namespace(name: str) -> dict[str, Any]:
+    """The pods of a namespace, as a peer."""
+    return {"namespaceSelector": {"matchLabels": {_NAMESPACE_LABEL: name}}}
 
 
 def _policy(

@@ -51,6 +51,8 @@ class Cache(Store):
         self._unreadable = unreadable or UnreadableObjects()
         self._tombstones: dict[str, tuple[int, float]] = {}
         """UID -> version from which on a state of the object proves that it exists after all; when it was buried."""
+        self.pods_leave: Callable[[str], None] = lambda _: None
+        """Called with the UID of a FineTuneJob before it, or a pod of it, is forgotten."""
         self.job_gone: Callable[[str], None] = lambda _: None
         """Called with the UID of a FineTuneJob that is gone, for those that keep notes about it."""
 
@@ -155,6 +157,8 @@ class Cache(Store):
             return set()
         self._tombstones[uid] = (max(held.key.version, self._in_doubt.pop(uid, 0)), self._clock())
         concerned = self._concerned(kind, held.key)
+        if kind == JOBS:
+            self.pods_leave(uid)
         if kind == PODS and held.pod is not None and self._job_of(kind, held.key):
             self._put(kind, replace(held, pod=replace(held.pod, gone=True)))
         else:
@@ -187,9 +191,11 @@ class Cache(Store):
 
     def forget_evidence(self, job_uid: str, is_settled: Callable[[CachedObject], bool]) -> None:
         """Drop deleted pods of a job whose outcome no later pass can need, as `is_settled` says."""
-        for held in self.pods_of(job_uid):
-            if held.pod is not None and held.pod.gone and is_settled(held):
-                self._drop(PODS, held.key.uid)
+        settled = [held for held in self.pods_of(job_uid) if held.pod is not None and held.pod.gone and is_settled(held)]
+        if settled:
+            self.pods_leave(job_uid)
+        for held in settled:
+            self._drop(PODS, held.key.uid)
 
     def to_look_up(self, job_uid: str) -> list[CachedChild]:
         """Children whose state only a live read can tell: bare keys, those in doubt, and those whose events never come because

@@ -9,24 +9,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
-from finetune_job.names import DEFAULT_PROFILE, PLAN_KEY, Role
+from finetune_job.names import PLAN_KEY, Role
 from finetune_operator.children.placement import GATES_ANNOTATION
 from finetune_operator.children.pod_template import CONTAINER_NAME
 from finetune_operator.cluster.kinds import BATCH_JOBS, Kind
 from finetune_operator.cluster.object_key import Document, ObjectKey, key_of
 from finetune_operator.cluster.packing import packed, unpacked
 from finetune_operator.cluster.raw_objects import Fields
+from finetune_operator.cluster.summaries import LONGEST_REASON, JobSummary, ProfileSummary, job_summary, profile_summary
 from finetune_operator.decide.observed import BatchJobView, JobConditionView, PodView
 
-T = TypeVar("T")
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
-LONGEST_REASON = 256
 LONGEST_MESSAGE = 2048
 LONGEST_GATES = 4096
-KEPT_TUPLES = 1024
 TERMINATION_MESSAGE = 4096
 """What the kubelet keeps of it: its last bytes."""
 LONGEST_GRACE_SECONDS = 366 * 86_400
@@ -47,8 +44,7 @@ class CachedObject:
     batch_job: BatchJobView | None = None
     pod: PodView | None = None
     summary: JobSummary | None = None
-    max_active_jobs: int | None = None
-    """Of a profile."""
+    profile: ProfileSummary | None = None
     is_bare: bool = False
     """Only the key was read: it says that it is ours, and its owner is not known (yet)."""
     unreadable: tuple[str, ...] = field(default=(), compare=False)
@@ -64,27 +60,6 @@ class CachedObject:
         return unpacked(self.compressed)
 
 
-@dataclass(frozen=True, slots=True)
-class JobSummary:
-    """What metrics and polls need of a FineTuneJob without parsing it again."""
-
-    profile: str
-    phase: str
-    conditions: tuple[tuple[str, str, str], ...]
-    """Type, status, reason."""
-    outcomes: tuple[tuple[str, str, bool], ...]
-    """Of each recorded attempt: outcome, failure class (empty without one), whether it was counted."""
-    attempt: int
-    is_finished: bool
-    is_training: bool
-    """Prepared, not trained, not finished: rank 0 may have progress to tell."""
-    created: datetime | None = None
-    is_started: bool = False
-    """The plan is frozen."""
-    is_waiting: bool = False
-    """Not started, and nothing but its turn is needed: neither suspended nor cancelled, and no human has to act first."""
-
-
 def utc_now() -> datetime:
     """Now, aware and in UTC."""
     return datetime.now(UTC)
@@ -96,11 +71,11 @@ def project(kind: Kind, document: Document) -> CachedObject:
     key = key_of(fields)
     match kind.name:
         case "FineTuneJob":
-            summary = _summary(fields)
+            summary = job_summary(fields)
             return CachedObject(key, *_compressed(fields, document, "spec", "status"), summary=summary, unreadable=fields.notes)
         case "FineTuneProfile":
-            limit = fields.at("spec").integer("maxActiveJobs")
-            return CachedObject(key, *_compressed(fields, document, "spec"), max_active_jobs=limit, unreadable=fields.notes)
+            profile = profile_summary(fields.at("spec"))
+            return CachedObject(key, *_compressed(fields, document, "spec"), profile=profile, unreadable=fields.notes)
         case "ConfigMap":
             plan = fields.at("data").text(PLAN_KEY, 2**20)
             return CachedObject(key, *packed({"plan": plan}), unreadable=fields.notes)
@@ -139,42 +114,6 @@ def _is_deeper(value: Any, levels: int) -> bool:
         layer = [item for item in inner if isinstance(item, dict | list)]
         levels -= 1
     return bool(layer)
-
-
-@lru_cache(KEPT_TUPLES)
-def _shared(value: tuple[T, ...]) -> tuple[T, ...]:
-    """The same tuple each time: thousands of jobs that have ended have the same conditions and outcomes."""
-    return value
-
-
-def _summary(fields: Fields) -> JobSummary:
-    status = fields.at("status")
-    conditions: dict[str, tuple[str, str]] = {
-        item.text("type", LONGEST_REASON): (item.text("status", 16), item.text("reason", LONGEST_REASON))
-        for item in status.items("conditions")
-    }
-
-    def holds(kind: str) -> bool:
-        return conditions.get(kind, ("", ""))[0] == "True"
-
-    started, run = bool(status.text("startTime", 32)), fields.at("spec").at("run")
-    return JobSummary(
-        profile=fields.at("spec").name("profile") or DEFAULT_PROFILE,
-        phase=status.text("phase", LONGEST_REASON) or "Pending",
-        conditions=_shared(tuple((kind, *found) for kind, found in conditions.items())),
-        outcomes=_shared(
-            tuple(
-                (item.text("outcome", 32) or "Running", item.text("failure", 64), item.flag("counted"))
-                for item in status.items("attempts")
-            )
-        ),
-        attempt=status.integer("attempt") or 0,
-        is_finished=holds("Finished"),
-        is_training=holds("Prepared") and not holds("Trained") and not holds("Finished"),
-        created=fields.at("metadata").time("creationTimestamp"),
-        is_started=started,
-        is_waiting=not (started or holds("Finished") or holds("Stalled") or run.flag("suspend") or run.flag("cancel")),
-    )
 
 
 def _role_and_attempt(batch_job_name: str) -> tuple[Role, int] | None:

@@ -91,6 +91,10 @@ class Store:
         """Every FineTuneJob."""
         return list(self._objects[JOBS].values())
 
+    def job_of_uid(self, uid: str) -> CachedObject | None:
+        """The FineTuneJob of that UID."""
+        return self._objects[JOBS].get(uid)
+
     def job_keys(self) -> list[JobKey]:
         """Keys of every FineTuneJob."""
         return list(self._job_uids)
@@ -173,7 +177,7 @@ class Store:
             return self.lines.put(held)
         elif kind == PROFILES:
             self._profiles[held.key.name] = uid
-            self.lines.limit(held.key.name, held.max_active_jobs)
+            self.lines.limit(held.key.name, held.profile.max_active_jobs if held.profile is not None else None)
         elif kind == BATCH_JOBS:
             self._job_of_batch_job[uid] = held.key.owner_uid
             self._batch_jobs_of.add(held.key.owner_uid, uid)

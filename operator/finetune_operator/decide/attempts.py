@@ -4,6 +4,7 @@ its restart counters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from typing import Any, Literal
 from finetune_job.api.status import Attempt, FineTuneJobStatus, Restarts
 from finetune_job.names import Role
 from finetune_operator.decide.classify import Failure
+from finetune_operator.decide.observed import PodView
 from finetune_operator.decide.times import timestamp
 
 HISTORY_LIMIT = 64
@@ -29,9 +31,15 @@ def latest_of(status: FineTuneJobStatus, role: Role) -> Attempt | None:
     return next((attempt for attempt in reversed(status.attempts) if attempt.role is role), None)
 
 
-def opened(status: FineTuneJobStatus, role: Role, number: int, start: datetime) -> list[Attempt]:
-    """The history with an attempt that now runs."""
-    return _history(status, Attempt(role=role, number=number, start_time=timestamp(start)))
+def opened(status: FineTuneJobStatus, role: Role, number: int, start: datetime, pods: Sequence[PodView] = ()) -> list[Attempt]:
+    """The history with an attempt that now runs. `pods`: of this attempt."""
+    scheduled = [pod.scheduled for pod in pods if pod.scheduled is not None]
+    started = [pod.started for pod in pods if pod.started is not None]
+    times = {
+        "scheduled_time": timestamp(max(scheduled)) if scheduled else "",
+        "running_time": timestamp(max(started)) if started else "",
+    }
+    return _history(status, Attempt(role=role, number=number, start_time=timestamp(start), **times))
 
 
 def interrupted(status: FineTuneJobStatus, record: Attempt) -> list[Attempt]:

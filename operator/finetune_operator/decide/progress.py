@@ -17,7 +17,9 @@ from finetune_operator.decide.times import timestamp
 def progress_status(progress: Progress, before: ProgressStatus | None, now: datetime) -> ProgressStatus:
     """What is copied into status; numbers with a fraction as text of six digits."""
     advanced = before is None or before.step != progress.step or not before.advanced_time
+    first = before.first_step_time if before is not None else ""
     return ProgressStatus(
+        first_step_time=first or (timestamp(now) if progress.step else ""),
         advanced_time=timestamp(now) if advanced or before is None else before.advanced_time,
         step=progress.step,
         total_steps=progress.total_steps,

@@ -145,7 +145,8 @@ class RoleStage:
         if self.record is None:
             # A Job that waited in a queue was created long before.
             begun = batch_job.start_time or batch_job.created
-            self.result.set(attempts=opened(self.observed.job.status, self.role, self.attempt, begun))
+            pods = self.observed.pods_of(self.role, self.attempt)
+            self.result.set(attempts=opened(self.observed.job.status, self.role, self.attempt, begun, pods))
 
     def close(self, outcome: Literal["Succeeded", "Failed"], failure: Failure | None = None, *, counted: bool = False) -> None:
         """Record the end of this attempt."""

@@ -18,9 +18,13 @@ class ApiReader:
         self._tls = ssl.create_default_context(cafile=authority)
         self._tls.load_cert_chain(identity.certificate, identity.key)
 
+    def connect(self) -> http.client.HTTPSConnection:
+        """Return a connection, for requests that the caller makes itself; it is opened by the first."""
+        return http.client.HTTPSConnection(self._address, self._port, context=self._tls, timeout=10)
+
     def read(self, path: str) -> bytes | None:
         """Return the body at `path`, or None while the server is not there or does not answer 200."""
-        connection = http.client.HTTPSConnection(self._address, self._port, context=self._tls, timeout=10)
+        connection = self.connect()
         try:
             connection.request("GET", path)
             response = connection.getresponse()

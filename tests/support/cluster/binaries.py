@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.support.cluster.cache import cache_root
 
 PREBUILT_VARIABLE = "FINETUNE_TEST_BINARIES"
-"""Environment variable that names a directory of ready executables (kube, coredns, helm, probe, versitygw)."""
+"""Environment variable that names a directory of ready executables: those of `Binaries`."""
 
 KUBERNETES_VERSION = "1.36.3"
 """Release that the executables report; `cluster_go/go.mod` requires the same one.
@@ -101,7 +101,23 @@ _S3 = _Module(
     programs=("versitygw",),
     flags=(*_FLAGS, "-ldflags", "-s -w"),
 )
-_MODULES = (_CLUSTER, _PROBE, _S3)
+_COSIGN = _Module(
+    name="cosign-bin",
+    sources=_GO_SOURCES / "cosign",
+    packages=("github.com/sigstore/cosign/v3/cmd/cosign",),
+    programs=("cosign",),
+    flags=(*_FLAGS, "-ldflags", "-s -w"),
+)
+"""Only for tests of the night: it takes five processor minutes to build."""
+_PROMETHEUS = _Module(
+    name="prometheus-bin",
+    sources=_GO_SOURCES / "prometheus",
+    packages=("github.com/prometheus/prometheus/cmd/prometheus", "github.com/prometheus/prometheus/cmd/promtool"),
+    programs=("prometheus", "promtool"),
+    # Targets are static here, and nobody looks at the pages.
+    flags=(*_FLAGS, "-tags", "netgo,remove_all_sd", "-ldflags", "-s -w"),
+)
+_MODULES = (_CLUSTER, _PROBE, _S3, _PROMETHEUS)
 
 
 @dataclass(frozen=True)
@@ -116,6 +132,8 @@ class Binaries:
     """Static program of the test cluster's own image."""
     versitygw: Path
     """S3 server that keeps objects as files."""
+    prometheus: Path
+    promtool: Path
 
 
 def find_binaries() -> Binaries | None:
@@ -157,6 +175,14 @@ def ensure_binaries() -> Binaries:
     return found
 
 
+def ensure_cosign() -> Path:
+    """Return the program that verifies releases, built if the cache lacks it. Raises BuildError."""
+    with _locked(cache_root() / f"{_COSIGN.name}.lock"):
+        if not _COSIGN.directory().exists():
+            _build(_COSIGN)
+    return _COSIGN.directory() / "cosign"
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, so that of several test runs one builds and the others wait for it."""
@@ -171,7 +197,7 @@ def _build(module: _Module) -> None:
     if go is None:
         raise BuildError(
             f"the program 'go' is not on PATH, and {module.directory()} is not built: install Go 1.26, or set "
-            f"{PREBUILT_VARIABLE} to a directory that holds kube, coredns, helm, probe and versitygw"
+            f"{PREBUILT_VARIABLE} to a directory that holds {', '.join(program for one in _MODULES for program in one.programs)}"
         )
     target = module.directory()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +224,7 @@ def _compile(module: _Module, go: str, output: Path, environment: dict[str, str]
     started = time.monotonic()
     _say(f"building {', '.join(module.programs)} from {module.sources}")
     listed = subprocess.run(
-        [go, "list", "-deps", *module.packages],
+        [go, "list", "-deps", *module.flags, *module.packages],
         cwd=module.sources,
         env=environment,
         capture_output=True,

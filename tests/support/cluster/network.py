@@ -11,7 +11,8 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +152,26 @@ def disconnect(node: NodeNetwork) -> None:
 def connect(node: NodeNetwork) -> None:
     """Plug the node's cable in again."""
     run_command("ip", "link", "set", node.veth, "up")
+
+
+@contextmanager
+def outside_address(address: str, nodes: Sequence[NodeNetwork]) -> Iterator[None]:
+    """Give this machine one more address that nodes and pods reach: it stands for a place outside the cluster."""
+    run_command("ip", "addr", "add", f"{address}/32", "dev", _BRIDGE)
+    for node in nodes:
+        run_command("ip", "-n", node.namespace, "route", "add", address, "via", BRIDGE_ADDRESS)
+    yield
+    for node in nodes:
+        run_command("ip", "-n", node.namespace, "route", "del", address)
+    run_command("ip", "addr", "del", f"{address}/32", "dev", _BRIDGE)
+
+
+@contextmanager
+def address_of_node(address: str, node: NodeNetwork) -> Iterator[None]:
+    """Give a node one more address that its own pods reach, as the metadata service of a cloud has it."""
+    run_command("ip", "-n", node.namespace, "addr", "add", f"{address}/32", "dev", "lo")
+    yield
+    run_command("ip", "-n", node.namespace, "addr", "del", f"{address}/32", "dev", "lo")
 
 
 def remove_network() -> None:

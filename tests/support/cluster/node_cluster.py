@@ -13,6 +13,7 @@ from tests.support.cluster.errors import ClusterError
 from tests.support.cluster.images import probe_image_name
 from tests.support.cluster.network import NodeNetwork
 from tests.support.cluster.node import Node
+from tests.support.cluster.policy_enforcer import PolicyEnforcer
 from tests.support.cluster.processes import without_proxies
 from tests.support.cluster.requirements import ensure_packages
 
@@ -39,8 +40,8 @@ class NodeCluster(ClusterAccess):
     """Context manager for a cluster that really runs pods. One per machine: a second waits for the first to end.
 
     It starts with one node; `add_node` brings up the others. Pods reach each other, this machine's bridge address and
-    the API server (by the `kubernetes` Service), and nothing else. Images come from `load_image`; pods that use them need an
-    imagePullPolicy other than Always.
+    the API server (by the `kubernetes` Service), and nothing else; NetworkPolicies hold in `enforced_policies`. Images
+    come from `load_image`; pods that use them need an imagePullPolicy other than Always.
     """
 
     def __init__(self, most_nodes: int = 1) -> None:
@@ -97,6 +98,10 @@ class NodeCluster(ClusterAccess):
         node = self._stack.enter_context(Node(self.control_plane, self._places[len(self.nodes)], first))
         self.nodes.append(node)
         return node
+
+    def enforced_policies(self) -> PolicyEnforcer:
+        """A context manager while whose body runs all nodes, also those that are added later, enforce NetworkPolicies."""
+        return PolicyEnforcer(self.control_plane.api, self._places)
 
     @property
     def probe_image(self) -> str:

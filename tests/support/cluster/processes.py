@@ -28,6 +28,14 @@ class Component:
         if code is not None:
             raise ClusterError(f"{self.name} ended with exit code {code}; {log_tail(self.log)}")
 
+    def pause(self) -> None:
+        """Let the process stand still: whoever connects to it waits."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a process that stands still go on."""
+        self.process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """Kill the process and its group, and wait until the process is gone."""
         if self.process.poll() is None:

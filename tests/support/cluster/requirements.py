@@ -22,7 +22,7 @@ _PACKAGE_OF_PROGRAM = {
     "conntrack": "conntrack",
     "openssl": "openssl",
     "buildah": "buildah",
-    "debootstrap": "debootstrap",
+    "mmdebstrap": "mmdebstrap",
     "nsenter": "util-linux",
     "unshare": "util-linux",
     "setpriv": "util-linux",

@@ -24,7 +24,7 @@ from tests.support.images.sources import SOURCES, Sources
 from tests.support.images.store import StoredImage, find_image, write_archive
 from tests.support.images.wheelhouse import wheelhouse
 
-__all__ = ["Image", "ImageError", "build"]
+__all__ = ["Image", "ImageError", "build", "rebuilt_manifest"]
 
 _KEPT = 2
 """Newest sets of dependencies, and newest tags on top of each, that stay in the cache."""
@@ -83,9 +83,15 @@ class Image:
                 os.close(reader)
             written.result()
 
-    def push(self, registry: str, *, plain_http: bool = False) -> str:
-        """Push the image to `registry/name:tag`; `registry` may have a path. Returns the digest by which it is pulled."""
-        return self.storage.push(f"localhost/{self.name}:{self.tag}", f"{registry}/{self.name}:{self.tag}", plain_http=plain_http)
+    def push(self, registry: str, *, tag: str | None = None, plain_http: bool = False) -> str:
+        """Push the image to `registry/name:tag`; `registry` may have a path. Returns the digest by which it is pulled.
+
+        Args:
+            tag: Unset: that of the sources.
+            plain_http: Whether the registry speaks no TLS.
+        """
+        target = f"{registry}/{self.name}:{tag or self.tag}"
+        return self.storage.push(f"localhost/{self.name}:{self.tag}", target, plain_http=plain_http)
 
     @contextmanager
     def mounted(self) -> Iterator[Path]:
@@ -125,6 +131,23 @@ def build(which: str) -> Image:
         image.storage.directory.touch()
         _remove_older_storages(directory, sources.name)
     return image
+
+
+def rebuilt_manifest(which: str) -> bytes:
+    """Build the image `trainer` or `operator` once more from its base and its wheels, and return its manifest.
+
+    Raises:
+        ImageError: a step failed.
+    """
+    sources, image = SOURCES[which], build(which)
+    reference = f"localhost/{sources.name}:rebuilt"
+    image.storage.rebuild(sources, wheelhouse(sources, cache_root() / "wheels"), reference)
+    try:
+        stored = find_image(image.storage.root, reference)
+        assert stored is not None
+        return stored.manifest
+    finally:
+        image.storage.remove(reference)
 
 
 def _named(sources: Sources, directory: Path) -> Image:

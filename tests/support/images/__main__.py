@@ -29,13 +29,17 @@ def main() -> int:
                 if given.push is None:
                     print(f"{image.reference} {image.stored.size / 1e9:.2f} GB", flush=True)
                 else:
-                    value = VALUES[image.name]
                     digest = image.push(given.push, plain_http=given.plain_http)
-                    print(f"--set {value}.registry={given.push},{value}.digest={digest}", flush=True)
+                    print(helm_setting(VALUES[image.name], given.push, digest), flush=True)
     except ImageError as error:
         print(f"images: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def helm_setting(value: str, registry: str, digest: str) -> str:
+    """The option with which helm installs an image by digest; `value` is the chart's name for it."""
+    return f"--set {value}.registry={registry},{value}.digest={digest}"
 
 
 if __name__ == "__main__":

@@ -1,41 +1,60 @@
-"""The base image of the tests, made from Debian packages because no registry can be asked."""
+"""The base image of the tests and of releases, made from Debian packages because no registry can be asked."""
 
 import hashlib
+import os
 import tempfile
 from pathlib import Path
 
 from tests.support.images.programs import run, timed
 
-_MIRROR = "http://deb.debian.org/debian"
+SNAPSHOT_VARIABLE = "DEBIAN_SNAPSHOT"
+"""Environment variable: a point in time of Debian's archive (20261101T000000Z). Unset: what the mirrors have today."""
+
+_MIRRORS, _ARCHIVE = "http://deb.debian.org", "http://snapshot.debian.org/archive"
 _SUITE = "bookworm"
-_PACKAGES = ("python3.11-minimal", "libpython3.11-stdlib", "tini", "ca-certificates")
-_UNWANTED = (
-    *("./dev/*", "./proc/*", "./sys/*", "./etc/resolv.conf", "./etc/hostname"),
-    *("./var/cache/apt/*", "./var/lib/apt/lists/*"),
-)
-"""Left out: what belongs to the machine that made it, and what the package manager downloaded."""
+_REPOSITORIES = (("debian", _SUITE), ("debian", f"{_SUITE}-updates"), ("debian-security", f"{_SUITE}-security"))
+_PACKAGES = ("python3.11-minimal", "libpython3.11-stdlib", "tini", "ca-certificates", "libstdc++6")
+_OPTIONS = ("--quiet", "--variant=essential", f"--include={','.join(_PACKAGES)}")
+EPOCH = 0
+"""Seconds since 1970: the time of every file and of every image, so that the same input gives the same bytes."""
+
+
+def package_sources(snapshot: str | None) -> str:
+    """The base's lines for apt, with Debian's security updates; those of a snapshot stay what they are.
+
+    Args:
+        snapshot: A point in time as Debian's archive of snapshots writes it, or None for what the mirrors have today.
+    """
+    options = "" if snapshot is None else "[check-valid-until=no] "
+    host, point = (_MIRRORS, "") if snapshot is None else (_ARCHIVE, f"/{snapshot}")
+    return "".join(f"deb {options}{host}/{repository}{point} {suite} main\n" for repository, suite in _REPOSITORIES)
+
+
+def _chosen_sources() -> str:
+    return package_sources(os.environ.get(SNAPSHOT_VARIABLE) or None)
 
 
 def base_hash() -> str:
     """Changes with the way in which the base image is made."""
-    return hashlib.sha256("\0".join((_MIRROR, _SUITE, *_PACKAGES, *_UNWANTED)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join((_chosen_sources(), *_OPTIONS, str(EPOCH))).encode()).hexdigest()[:16]
 
 
 def base_archive(directory: Path) -> Path:
     """Return the tar file of the base image's file system in `directory`, made there if it is missing (needs root).
 
+    The same packages give the same bytes.
+
     Raises:
-        ImageError: debootstrap is not installed, or failed.
+        ImageError: mmdebstrap is not installed, or failed.
     """
     archive = directory / f"base-{base_hash()}.tar"
     if archive.exists():
         return archive
     for older in directory.glob("base-*.tar"):
         older.unlink()
-    with tempfile.TemporaryDirectory(dir=directory, prefix="making-base-") as scratch, timed("base image: debootstrap"):
-        root, written = Path(scratch) / "root", Path(scratch) / "base.tar"
-        run("debootstrap", "--variant=minbase", f"--include={','.join(_PACKAGES)}", _SUITE, root, _MIRROR)
-        unwanted = [f"--exclude={pattern}" for pattern in _UNWANTED]
-        run("tar", "-C", root, "--numeric-owner", *unwanted, "-cf", written, ".")
+    with tempfile.TemporaryDirectory(dir=directory, prefix="making-base-") as scratch, timed("base image: mmdebstrap"):
+        sources, written = Path(scratch) / "sources.list", Path(scratch) / "base.tar"
+        sources.write_text(_chosen_sources())
+        run("mmdebstrap", *_OPTIONS, _SUITE, written, sources, environment={"SOURCE_DATE_EPOCH": str(EPOCH)})
         written.rename(archive)
     return archive

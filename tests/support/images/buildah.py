@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.images.base import EPOCH
 from tests.support.images.programs import run
 from tests.support.images.sources import REPOSITORY, Sources
 
 _BASE = "localhost/finetune-base:latest"
+_TIMES = ("--timestamp", str(EPOCH))
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,21 @@ class Storage:
 
     def import_base(self, archive: Path) -> None:
         """Make a tar file of a file system the base of what is built here."""
+        with archive.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         if not self._buildah("images", "--quiet", "--filter", f"reference={_BASE}"):
             recipe = f"FROM scratch\nADD {archive.name} /\n"
-            self._buildah("build", "--quiet", "--file", "-", "--tag", _BASE, archive.parent, text=recipe)
+            self._buildah("build", "--quiet", *_TIMES, "--file", "-", "--tag", _BASE, archive.parent, text=recipe)
+            self._base_digest.write_text(digest)
+
+    @property
+    def base_digest(self) -> str:
+        """SHA-256 of the base's file system, 64 hexadecimal digits."""
+        return self._base_digest.read_text()
+
+    @property
+    def _base_digest(self) -> Path:
+        return self.directory / "base.sha256"
 
     def build(self, sources: Sources, wheels: Path) -> None:
         """Build the image as its Containerfile says; steps whose input is unchanged are not repeated.
@@ -54,11 +68,22 @@ class Storage:
         The result waits under a name of its own for `accept`. The name also keeps the steps: removing the last name
         of an image removes the nameless images that it was built from.
         """
+        self._build(sources, wheels, "--layers", "--tag", _built(sources))
+
+    def rebuild(self, sources: Sources, wheels: Path, reference: str) -> None:
+        """Repeat every step of the build, and name the result `reference`."""
+        self._build(sources, wheels, "--no-cache", "--layers", "--tag", reference)
+
+    def _build(self, sources: Sources, wheels: Path, *options: str) -> None:
         self._buildah(
-            *("build", "--quiet", "--layers", "--pull-never", "--file", sources.containerfile),
+            *("build", "--quiet", "--pull-never", "--file", sources.containerfile, *_TIMES),
             *("--ignorefile", sources.ignorefile, "--build-context", f"wheelhouse={wheels}"),
-            *("--build-arg", f"BASE_IMAGE={_BASE}", "--tag", _built(sources), REPOSITORY),
+            *("--build-arg", f"BASE_IMAGE={_BASE}", *options, REPOSITORY),
         )
+
+    def remove(self, reference: str) -> None:
+        """Remove an image's name and, if it was the last one, its own layers."""
+        self._buildah("rmi", reference)
 
     def accept(self, sources: Sources, tag: str, keep: int) -> None:
         """Give the image that was built last its tag, and remove all tags but the `keep` newest."""

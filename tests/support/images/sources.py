@@ -15,8 +15,8 @@ BILL_OF_MATERIALS = _LAYERS / "sbom.lock"
 """The packages that list what an image holds, while it is built."""
 
 _HASH_DIGITS = 16
-_FINAL_STAGE = "\nFROM dependencies\n"
-"""First line of the stage that adds our code to the installed dependencies."""
+_FINAL_STAGE = "\nFROM "
+"""Begins a stage; the last one adds our code to the installed dependencies."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class Sources:
     @property
     def dependencies_hash(self) -> str:
         """Changes with what makes the layers below our code."""
-        stages, found, _ = self.containerfile.read_text(encoding="utf-8").partition(_FINAL_STAGE)
-        assert found, f"{self.containerfile} has no line 'FROM dependencies'"
+        stages = self.containerfile.read_text(encoding="utf-8").rpartition(_FINAL_STAGE)[0]
         recipe = [path for root in self._context() if not _is_package(root) for path in _files(root)]
         return _hash(recipe, base_hash() + stages)
 

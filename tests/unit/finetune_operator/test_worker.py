@@ -69,6 +69,10 @@ def observed(status: FineTuneJobStatus | None = None, **job: Any) -> Observed:
     return Observed(job=replace(view, **job), profile=ProfileView("default", spec=a_job().profile), claims=claims)
 
 
+async def nothing_to_count(_job: JobView, _after: FineTuneJobStatus | None) -> None:
+    """Accounts that nobody keeps."""
+
+
 @dataclass
 class Scripted:
     """Gatherer and executor in one: says what is observed, and how the pass ends."""
@@ -80,10 +84,19 @@ class Scripted:
     gather_cpu: float = 0.0
     passes: list[float] = field(default_factory=list)
     executed: list[Actions] = field(default_factory=list)
+    counted: list[tuple[FineTuneJobStatus | None, int]] = field(default_factory=list)
+    """What was to be counted, and how many passes had been executed then."""
+    refusal: Exception | None = None
+    """Of the accounts."""
 
     async def gather(self, key: JobKey, now: datetime) -> Gathered | None:
         self.passes.append(self.clock.now)
         return None if self.seen is None else Gathered(self.seen, {}, self.revisit, self.gather_cpu)
+
+    async def decided(self, job: JobView, after: FineTuneJobStatus | None) -> None:
+        self.counted.append((after, len(self.executed)))
+        if self.refusal is not None:
+            raise self.refusal
 
     async def execute(self, gathered: Gathered, actions: Actions) -> PassOutcome:
         self.executed.append(actions)
@@ -127,7 +140,7 @@ def scene(ends: Script, **cluster: Any) -> Scene:
     scripted = Scripted(ends, clock, **cluster)
     both: Any = scripted
     cpu = itertools.repeat(0.0)
-    worker = Worker(queue, both, both, instruments, lambda: NOW, cpu_clock=lambda: next(cpu))
+    worker = Worker(queue, both, both, instruments, lambda: NOW, scripted.decided, cpu_clock=lambda: next(cpu))
     return Scene(clock, queue, scripted, worker, instruments)
 
 
@@ -255,7 +268,7 @@ def test_answer_that_says_exists_already_for_ever_costs_a_few_requests_an_hour()
                 return await executor.execute(gathered, Actions(creates=(Create(objects.batch_job()),)))
 
         stubborn: Any = AlwaysCreates()
-        worker = Worker(queue, gatherer, stubborn, Instruments(), lambda: NOW)
+        worker = Worker(queue, gatherer, stubborn, Instruments(), lambda: NOW, nothing_to_count)
         stage = Scene(clock, queue, stubborn, worker, Instruments())
         queue.add(KEY)
         await stage.work_for(3600)
@@ -385,3 +398,15 @@ def test_the_loop_goes_round_between_any_two_passes() -> None:
     run(work())
     assert len(rounds) == 2 * num, "each is read once and judged once"
     assert len(set(rounds)) == 2 * num, rounds
+
+
+def test_what_is_decided_is_counted_before_it_is_written_and_put_off_if_it_cannot_be() -> None:
+    stage = scene(in_turn(PassOutcome.ACTED, PassOutcome.UNCHANGED))
+    stage.queue.add(KEY)
+    run(stage.work_for(1))
+    (status, num_executed), *_ = stage.cluster.counted
+    assert (status, num_executed) == (stage.cluster.executed[0].status, 0)
+    refused = scene(in_turn(PassOutcome.ACTED), refusal=ApiError("PUT accounts", 500, "InternalError", "later"))
+    refused.queue.add(KEY)
+    assert len(run(refused.work_for(4))) == 4
+    assert refused.cluster.executed == []

@@ -50,7 +50,7 @@ def test_the_earliest_reason_to_look_again_counts(decided: float | None, gathere
         stage = scene()
         queue: Any = Queue()
         instruments: Any = None
-        worker = Worker(queue, stage.gatherer, stage.executor, instruments, lambda: NOW)
+        worker = Worker(queue, stage.gatherer, stage.executor, instruments, lambda: NOW, instruments)
         found = replace(await stage.gathered(), revisit_after_seconds=gathered)
         worker._requeue(KEY, found, Actions(requeue_after_seconds=decided))
         assert queue.delays == expected

@@ -113,7 +113,7 @@ def tokenizer_directory(base: Path, adapters: Sequence[Path], num_rows: int | No
     base's is not the one of this training. None: they are the base's. Raises UnsupportedAdapterError for a tokenizer whose tokens
     have no rows.
     """
-    with_tokenizer = [adapter for adapter in reversed(adapters) if (adapter / TOKENIZER_CONFIG_FILE).exists()]
+    with_tokenizer = [adapter for adapter in reversed(adapters) if _has_tokenizer(adapter)]
     if num_rows is None:
         return next(iter(with_tokenizer), base)
     known = num_tokens(base)
@@ -133,6 +133,10 @@ def tokenizer_directory(base: Path, adapters: Sequence[Path], num_rows: int | No
         known,
     )
     return base
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE))
 
 
 def num_tokens(directory: Path) -> int:

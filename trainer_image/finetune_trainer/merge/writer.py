@@ -31,9 +31,10 @@ from finetune_trainer.weights.storage import sync, translate_os_errors
 
 MANIFEST_FORMAT = 1
 GENERATION_FILES = ("generation_config.json",)
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (
     TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "tokenizer.model", "special_tokens_map.json", ADDED_TOKENS_FILE,
-    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", CHAT_TEMPLATE_FILE,
     "chat_template.json",
 )  # fmt: skip
 """Files that transformers' tokenizers save. Taken as one set; whose they are, inputs.tokenizer_directory says."""

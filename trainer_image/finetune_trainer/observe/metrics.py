@@ -43,6 +43,7 @@ GAUGES: dict[str, Definition] = {
         ("initial_eval_loss", "initial_eval_loss", "Mean loss over the supervised held-out tokens before the first step."),
         ("best_eval_loss", "best_eval_loss", "Lowest mean loss over the supervised held-out tokens since the first step."),
         ("learning_rate", "learning_rate", "Learning rate of the latest step."),
+        ("gradient_norm", "gradient_norm", "Norm of the gradients of all trainable parameters before clipping, latest step."),
         (
             "tokens_per_second",
             "tokens_per_second",
@@ -62,6 +63,16 @@ GAUGES: dict[str, Definition] = {
         ("goodput", "goodput_ratio", "Share of the time since the first attempt began that went into steps that count."),
         ("seconds_left", "remaining_seconds", "Time to the last step at the pace of the latest steps."),
         ("checkpoint_step", "checkpoint_step", "Step of the latest complete checkpoint."),
+        (
+            "checkpoint_interval_seconds",
+            "checkpoint_interval_seconds",
+            "Time between checkpoints as the plan asks for them, at the pace of the latest steps.",
+        ),
+        (
+            "checkpoint_time",
+            "last_checkpoint_timestamp_seconds",
+            "When the latest checkpoint was complete, or when this attempt began from it; without any, when it began.",
+        ),
     )
 }
 """Field of Progress -> metric. A field that is None has no sample."""

@@ -111,6 +111,7 @@ def observing(
             eval_loss=state.eval_loss,
             best_eval_loss=state.best_eval_loss,
             checkpoint_step=run.checkpoints.complete_step(),
+            checkpoint_time=time.time(),
         ),
         is_stalled,
     )
@@ -173,6 +174,7 @@ class Reporter(Observer):
             "epoch": done.step * run.context.plan.training.global_batch_size / run.num_sequences,
             "loss": result.loss,
             "learning_rate": done.learning_rate,
+            "gradient_norm": result.gradient_norm,
             "straggler_ratio": straggler_ratio(result.compute_seconds),
         }
         if done.was_evaluated:
@@ -182,7 +184,6 @@ class Reporter(Observer):
         line = {
             **values,
             "attempt": run.context.attempt,
-            "gradient_norm": result.gradient_norm,
             "loss_scale": result.loss_scale if done.state.loss_scale else None,
             "tokens": result.tokens,
             "supervised_tokens": result.supervised_tokens,
@@ -209,6 +210,7 @@ class Reporter(Observer):
             mfu=self._mfu(pace.flops_per_second),
             step_seconds_median=pace.seconds_median,
             step_seconds_p95=pace.seconds_p95,
+            checkpoint_interval_seconds=self._checkpoint_interval(pace.seconds_median),
             data_wait_ratio=pace.data_wait_ratio,
             goodput=goodput_totals.goodput,
             seconds_left=pace.seconds_mean * (run.total_steps - done.step),
@@ -239,7 +241,13 @@ class Reporter(Observer):
         complete = checkpoints.complete_step()
         is_new = complete != self._run_metrics.progress.checkpoint_step
         totals = replace(totals, checkpoints=totals.checkpoints + is_new, failed_saves=checkpoints.failed_saves)
-        self._run_metrics.update(totals, checkpoint_step=complete)
+        moment = {"checkpoint_time": time.time()} if is_new else {}
+        self._run_metrics.update(totals, checkpoint_step=complete, **moment)
+
+    def _checkpoint_interval(self, step_seconds: float) -> float | None:
+        asked = self._run.context.plan.checkpoint
+        intervals = [asked.every_steps * step_seconds, asked.every_seconds or 0]
+        return min((seconds for seconds in intervals if seconds > 0), default=None)
 
     def _mfu(self, flops_per_second: float | None) -> float | None:
         if flops_per_second is None or self._peak is None:

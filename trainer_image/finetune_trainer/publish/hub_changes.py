@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 
 from finetune_trainer.publish.resumable import read_proven
 from finetune_trainer.release.checksums import parse_checksums
-from finetune_trainer.release.files import CHECKSUMS, PROVENANCE, Release, ReleaseFile
+from finetune_trainer.release.files import CHECKSUMS, PROVENANCE, SIGNATURE, Release, ReleaseFile
 
 _LOADABLE_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".pkl", ".index.json"}
@@ -94,4 +94,4 @@ def _older_release(standing: Mapping[str, StoredFile], checksums: str | None) ->
         return set()
     # Weights that somebody has put in the place of ours are not ours any more.
     ours = {path for path, sha256 in listed.items() if path in standing and standing[path].sha256 in (None, sha256)}
-    return ours | {CHECKSUMS}
+    return ours | {CHECKSUMS} | ({SIGNATURE} & standing.keys())

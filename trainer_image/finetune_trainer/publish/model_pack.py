@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune_trainer.fetch.source import CODE_SUFFIX
 from finetune_trainer.files import LICENCE_NAMES
-from finetune_trainer.release.files import BESIDE, CHECKSUMS, WEIGHT_SUFFIX, Release, ReleaseFile
+from finetune_trainer.release.files import BESIDE, CHECKSUMS, SIGNATURE, WEIGHT_SUFFIX, Release, ReleaseFile
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
@@ -28,7 +28,7 @@ CODE_TYPE = "application/vnd.cncf.model.code.v1.raw"
 FILE_PATH = "org.cncf.model.filepath"
 FACT_PREFIX = "dev.finetune."
 """Of the annotations that say where a model comes from."""
-_DOCS = frozenset({*BESIDE, CHECKSUMS})
+_DOCS = frozenset({*BESIDE, CHECKSUMS, SIGNATURE})
 
 
 @dataclass(frozen=True)

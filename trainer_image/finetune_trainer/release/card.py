@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from finetune_job.api.base import BucketPath, HubPath, RegistryPath, parse_destination, parse_source
+from finetune_job.api.base import HUB_NAME_PATTERN, BucketPath, HubPath, RegistryPath, parse_destination, parse_source
 from finetune_job.names import MANAGED_BY
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.markdown import block, code, one_line
@@ -28,7 +28,6 @@ from finetune_trainer.release.facts import RunFacts
 from finetune_trainer.release.files import ADAPTER, MERGED
 from finetune_trainer.release.licence import OTHER_LICENCE
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _SECTIONS: tuple[tuple[str, Callable[[RunFacts], list[str]]], ...] = (
     ("Training data", training_data),
     ("Settings", settings),
@@ -69,7 +68,7 @@ def front_matter(facts: RunFacts, *, is_adapter: bool) -> dict[str, Any]:
     """What the Hub reads. It refuses models, data sets and licences that it does not know, so only its own names are in it."""
     plan = facts.plan
     found: dict[str, Any] = {}
-    if _HUB_NAME.fullmatch(plan.model.name):
+    if re.match(HUB_NAME_PATTERN, plan.model.name):
         found["base_model"] = plan.model.name
         found["base_model_relation"] = "adapter" if is_adapter else "finetune"
     found["library_name"] = "peft" if is_adapter else "transformers"
@@ -162,7 +161,7 @@ def _load_adapter(facts: RunFacts) -> list[str]:
 def _base_address(facts: RunFacts) -> str:
     """What loaders are given for the base: its name on the Hub, or a directory where the reader has put it."""
     name = facts.plan.model.name
-    return name if _HUB_NAME.fullmatch(name) else "./base"
+    return name if re.match(HUB_NAME_PATTERN, name) else "./base"
 
 
 def _serving(facts: RunFacts) -> list[str]:

@@ -20,6 +20,8 @@ from finetune_trainer.files import open_beneath
 _NAMES = OutputLayout(Path())
 ADAPTER, MERGED = _NAMES.adapter.name, _NAMES.merged.name
 CARD, PROVENANCE, CHECKSUMS = _NAMES.model_card.name, _NAMES.provenance.name, _NAMES.checksums.name
+SIGNATURE = f"{CHECKSUMS}.sig"
+"""Of the checksums; made while publishing, so that it is not among the results."""
 VERIFICATION, VERIFICATION_PAGE = _NAMES.verification.name, _NAMES.verification_page.name
 BESIDE = (CARD, PROVENANCE, VERIFICATION, VERIFICATION_PAGE)
 """Files next to the directories of weights, which the checksums name; the last two only where something was merged."""

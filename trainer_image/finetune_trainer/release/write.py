@@ -1,8 +1,8 @@
 """Writes what goes with the weights; SHA256SUMS is written last, so it is there only when all else is.
 
 provenance.json is an in-toto statement (https://in-toto.io/Statement/v1) with a SLSA provenance predicate
-(https://slsa.dev/provenance/v1) over every published weight file. It is not signed: it proves nothing against somebody who
-can replace files and statement together.
+(https://slsa.dev/provenance/v1) over every published weight file. It is not signed itself; publishing can sign the list that
+names it (`sign.py`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from finetune_job.plan.resolve_model import quantization_plan
 from finetune_job.plan.run_plan import Choices
 from finetune_trainer.errors import ConfigError, classify
 from finetune_trainer.merge.plan import OUTPUT_DTYPES
-from finetune_trainer.processes.start import end, keep_bitsandbytes_out, preload
+from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, preload
 
 if TYPE_CHECKING:
     from finetune_trainer.merge.changes import Quantization
@@ -40,6 +40,7 @@ VERIFICATION = "finetune_trainer.verify.verification"
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
     arguments = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.merge_command", description=__doc__)
+    arguments.add_argument("--parent", type=int, help="process with which this one ends")
     arguments.add_argument("--base", type=Path, required=True, help="directory of the base model (safetensors)")
     arguments.add_argument(
         "--adapter",
@@ -217,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     given = parser().parse_args()
+    if given.parent is not None:
+        die_with(given.parent)
     if given.quantization is None and given.base_form is MergeBase.ORIGINAL:
         keep_bitsandbytes_out()
     end(main())

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from finetune_job.api.base import BucketPath, ClaimPath, HubPath, RegistryPath, parse_destination
 from finetune_job.failures import Outcome, TerminationReport
@@ -24,6 +26,7 @@ from finetune_trainer.publish.oci import RegistryDestination
 from finetune_trainer.publish.resumable import UploadJournal
 from finetune_trainer.publish.s3 import BucketDestination
 from finetune_trainer.release.checksums import read_release
+from finetune_trainer.release.sign import signed
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +49,12 @@ def publish(context: RunContext, credentials: Credentials, patience: RetryPolicy
     if plan is None:
         raise InvariantError("the plan publishes nothing", "the results are on the claim of spec.output.destination already")
     started = time.monotonic()
-    release = read_release(context)
-    total = sum(file.size for file in (*release.files, release.manifest))
-    with _sigterm() as end:
+    with TemporaryDirectory(prefix="signature-") as scratch, _sigterm() as end:
+        release = read_release(context)
+        key = credentials.signing_key()
+        if key is not None:
+            release = signed(release, key, Path(scratch))
+        total = sum(file.size for file in (*release.files, release.manifest))
         log.info("%s: %d files, %d bytes", plan.destination, len(release.files) + 1, total)
         destination = _open(plan, context, credentials, patience or RetryPolicy(), end.stop)
         try:

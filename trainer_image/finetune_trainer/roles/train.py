@@ -280,7 +280,8 @@ def wait_until_resolved(host: str, stopped: threading.Event, seconds: float = RE
         except socket.gaierror as error:
             if time.monotonic() > deadline:
                 raise MasterUnreachableError(
-                    f"rendezvous: the master address {host} did not resolve in {seconds:.0f} s ({error})"
+                    f"rendezvous: the master address {host} did not resolve in {seconds:.0f} s ({error}); name the cluster's DNS "
+                    "servers in network.dns of the profile, `finetune doctor` tries whether pods reach them"
                 ) from error
         stopped.wait(1.0)
 

@@ -35,6 +35,7 @@ from finetune_trainer.files import (
     write_durably,
 )
 from finetune_trainer.merge.plan import MergePlan, OutputTensor, shard_layout
+from finetune_trainer.merge.writer import CHAT_TEMPLATE_FILE, TOKENIZER_FILES
 from finetune_trainer.model.adapters import (
     adapter_settings,
     attach,
@@ -114,7 +115,17 @@ def _export_adapter(
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     for path in licence_files(context.base_model):
         copy_within(path, context.base_model_root, directory / path.name)
+    for name in TOKENIZER_FILES:
+        if (context.base_model / name).is_file():
+            copy_within(context.base_model / name, context.base_model_root, directory / name)
+    _write_chat_template(context, directory)
     return tensors
+
+
+def _write_chat_template(context: RunContext, directory: Path) -> None:
+    """The one that the job trained with, if it is not the base's: tokenizers prefer this file to what else they find."""
+    if context.plan.data.chat_template is not None:
+        (directory / CHAT_TEMPLATE_FILE).write_text(context.plan.data.chat_template)
 
 
 def _first_values(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -143,6 +154,7 @@ def _export_model(
     for path in context.base_model.iterdir():
         if path.is_file() and path.name not in ignored:
             copy_within(path, context.base_model_root, directory / path.name)
+    _write_chat_template(context, directory)
 
 
 def _write_converted(

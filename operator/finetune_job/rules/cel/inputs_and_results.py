@@ -85,6 +85,13 @@ INPUT_CONDITIONS: tuple[CelCondition, ...] = (
     *(condition for at in _DATA for condition in (*_revision(at, ""), _data_is_not_a_model(at, ""))),
     *_revision("model", ""),
     CelCondition(
+        "hub-name-with-hub-source",
+        "model",
+        "!has(self.hubName) || !self.source.startsWith('hf://')",
+        "an hf:// source names itself; remove hubName",
+        "hubName",
+    ),
+    CelCondition(
         "model-source-is-dataset",
         "model",
         f"!self.source.startsWith('hf://{HUB_DATASETS}')",

@@ -64,7 +64,8 @@ class Told:
 def test_the_command_names_everything(order):
     full = MergeOrder(Path("b"), [Path("a1"), Path("a2")], Path("o"), "float16", "1Gi", False, Path("p"), "cuda")
     assert full.command()[1:] == [
-        *("-m", "finetune_trainer.roles.merge_command", "--base", "b", "--adapter", "a1", "--adapter", "a2", "--output", "o"),
+        *("-m", "finetune_trainer.roles.merge_command", "--parent", str(os.getpid())),
+        *("--base", "b", "--adapter", "a1", "--adapter", "a2", "--output", "o"),
         *("--max-shard-size", "1Gi", "--device", "cuda", "--dtype", "float16", "--prompts", "p", "--no-verify"),
     ]
     packed = dataclasses.replace(order, base_form=MergeBase.DEQUANTIZED, quantization='{"quantType": "fp4"}')

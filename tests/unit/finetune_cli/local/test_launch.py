@@ -70,8 +70,13 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    with Trainer() as trainer, Interruption() as interruption:
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]) -> Iterator[Served]:
+    with Trainer() as trainer, Interruption(told.append) as interruption:
         yield Served(trainer, interruption, tmp_path, monkeypatch)
 
 
@@ -143,3 +148,52 @@ def test_a_signal_while_the_trainer_imports_ends_it(served: Served):
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGTERM)
         assert process.wait(60) == -signal.SIGTERM
+
+
+SAVES_SLOWLY = "trap 'sleep 1.5; echo saved; exit 43' TERM; while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_sent_twice_at_once_is_one_and_what_it_does_is_told(
+    served: Served, tmp_path: Path, told: list[str], number: signal.Signals
+):
+    served.program(SAVES_SLOWLY)
+    with running(served.start(), served.interruption) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        for _ in range(2):
+            os.kill(os.getpid(), number)
+        (text,) = told
+        assert text.startswith("stopping: ")
+        assert "Ctrl-C once more" in text
+        assert process.wait(60) == 43
+    assert (tmp_path / "merge.log").read_text() == "imports\nsaved\n"
+
+
+def test_the_second_signal_ends_it_at_once(served: Served, tmp_path: Path, told: list[str]):
+    served.program("trap '' TERM; while :; do sleep 0.05; done")
+    with running(served.start(), served.interruption) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert process.wait(60) == -signal.SIGKILL
+    assert told[1:] == ["ending at once"]
+
+
+def test_who_was_told_to_ignore_a_hang_up_ignores_it(told: list[str]):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption(told.append) as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interruption.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert told == []
+
+
+def test_an_end_that_the_user_asked_for_is_no_failure_of_the_product():
+    found = outcome(Role.TRAIN, 0, -signal.SIGKILL, None, Path("train-0.log"), interrupted=True)
+    assert (found.outcome, found.failure) == (Outcome.FAILED, FailureClass.PREEMPTED)
+    assert "at your request" in found.message

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from datetime import UTC, datetime
+
 import pytest
 
 from finetune_cli.exit_codes import LocalError
-from finetune_cli.local.run_directory import RunRecord, freeze, locked, read_record, run_directory_of, start_fresh, write_record
+from finetune_cli.local.run_directory import (
+    Holder,
+    RunRecord,
+    freeze,
+    holder_of,
+    locked,
+    read_record,
+    run_directory_of,
+    start_fresh,
+    write_record,
+)
 from finetune_job.names import Role
 from tests.unit.finetune_cli.jobs import PLAN
 
@@ -60,8 +74,13 @@ def test_fresh_removes_nothing_without_a_record(tmp_path):
 
 def test_one_command_at_a_time(tmp_path):
     place = run_directory_of(tmp_path, PLAN.job)
-    with locked(place), pytest.raises(LocalError, match="another finetune run"), locked(place):
-        pass
+    with locked(place):
+        attempts = {Role.PREFLIGHT: 1, Role.TRAIN: 2}
+        write_record(place.record, RunRecord(plan_sha256="x", finished=[Role.PREFLIGHT], next_attempt=attempts))
+        with pytest.raises(LocalError) as refused, locked(place):
+            pass
+    for words in (f"process {os.getpid()}", "(train)", "since 20", "`finetune stop`"):
+        assert words in str(refused.value)
     with locked(place):
         pass
 
@@ -73,3 +92,24 @@ def test_a_damaged_record_is_none(tmp_path):
     assert read_record(path).next_attempt == {Role.TRAIN: 2}
     path.write_text("{")
     assert read_record(path) is None
+
+
+def test_what_a_killed_command_left_is_not_taken_for_it(tmp_path):
+    """Its processes keep the lock, and its number may be another process's by now."""
+    place = run_directory_of(tmp_path, PLAN.job)
+    with locked(place) as lock:
+        kept = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
+    try:
+        place.lock.write_text(Holder(pid=1, since=datetime(2026, 1, 1, tzinfo=UTC)).model_dump_json())
+        found = holder_of(place)
+        assert found is not None
+        assert found.pid == 0
+        with pytest.raises(LocalError, match="is saving its state; try again"), locked(place):
+            pass
+        place.lock.write_text("no JSON")
+        assert holder_of(place).pid == 0
+    finally:
+        kept.kill()
+        kept.wait()
+    assert holder_of(place) is None
+    assert holder_of(run_directory_of(tmp_path, PLAN.job, "another")) is None

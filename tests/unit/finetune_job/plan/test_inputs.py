@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune_job.api.base import ClaimPath
+from finetune_job.api.inputs import ModelSpec
 from finetune_job.api.job import FineTuneJobSpec, parse_job
 from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec
 from finetune_job.plan.inputs import base_model_name, input_locations, named_sources, training_sets
@@ -65,5 +66,6 @@ def test_nothing_is_fetched_for_claims() -> None:
 
 
 def test_a_base_has_the_name_of_its_repository() -> None:
-    assert base_model_name("hf://org/base") == "org/base"
-    assert base_model_name("pvc://models/base") == "pvc://models/base"
+    assert base_model_name(ModelSpec(source="hf://org/base")) == "org/base"
+    assert base_model_name(ModelSpec(source="pvc://models/base")) == "pvc://models/base"
+    assert base_model_name(ModelSpec(source="s3://bucket/base", hub_name="org/base")) == "org/base"

@@ -191,6 +191,7 @@ FINDINGS: dict[str, Written] = {
     "remote-code-not-allowed": none("model.allowRemoteCode"),
     "hub-source-without-revision": (E, "model.revision", {"model.revision": "0" * 40}),
     "revision-without-hub-source": none("model.revision"),
+    "hub-name-with-hub-source": none("model.hubName"),
     "model-source-is-dataset": (E, "model.source", {"model.source": "hf://our-org/llama"}),
     "model-source-inside-repository": (E, "model.source", {"model.source": "hf://our-org/llama"}),
     "data-source-is-model": (E, "data.source", {"data.source": "hf://datasets/our-org/set/"}),

@@ -646,6 +646,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], FineTuneProfileSpec | Non
         None,
     ),
     ("revision-without-hub-source", {"model.revision": COMMIT}, HUB_MODEL, None),
+    ("hub-name-with-hub-source", HUB_MODEL | {"model.hubName": "org/other"}, {"model.hubName": "org/other"}, None),
     ("revision-without-hub-source", BUCKET_DATA | {"data.revision": COMMIT}, BUCKET_DATA, None),
     (
         "revision-without-hub-source",

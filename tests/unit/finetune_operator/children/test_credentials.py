@@ -54,6 +54,17 @@ def test_the_publish_pod_is_given_the_destinations_credentials_as_files(destinat
     assert "writer" not in str(fetch_job(run_of(job), 0))
 
 
+def test_only_the_publish_pod_is_given_the_key_that_signs() -> None:
+    job = ELSEWHERE.spec("output", {"destination": "hf://org/tuned", "secretRef": {"name": "writer"}})
+    run = run_of(job.with_profile(publish={"signingKeySecret": {"name": "model-signing"}}))
+    assert credential_sources(publish_job(run, 0)) == [
+        ("writer", False, {"token": "hub/token"}),
+        ("model-signing", False, {"signing.key": "signing/key"}),
+    ]
+    for role in (Role.FETCH, Role.PREFLIGHT, Role.TRAIN, Role.MERGE):
+        assert "model-signing" not in str(BUILDERS[role](run, 0))
+
+
 def test_no_other_pod_sees_a_secret() -> None:
     run = run_of(ELSEWHERE.spec("output", {"destination": "hf://org/tuned", "secretRef": {"name": "writer"}}))
     for role in (Role.PREFLIGHT, Role.TRAIN, Role.MERGE):

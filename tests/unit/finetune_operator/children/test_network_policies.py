@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,8 +40,45 @@ def test_the_pods_of_a_run_talk_among_themselves_and_to_the_operator() -> None:
         "podSelector": SAME_RUN["podSelector"],
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [{"from": [SAME_RUN]}, {"from": readers, "ports": [{"protocol": "TCP", "port": 9400}]}],
-        "egress": [{"to": [SAME_RUN]}, {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}],
+        "egress": [
+            {"to": [SAME_RUN]},
+            {
+                "to": [
+                    {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}},
+                    {"ipBlock": {"cidr": "169.254.20.10/32"}},
+                ],
+                "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}],
+            },
+        ],
     }
+
+
+@pytest.mark.parametrize(
+    ("dns", "questions"),
+    [
+        (
+            {"namespaces": ["openshift-dns"], "cidrs": [], "ports": [5353]},
+            {
+                "to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "openshift-dns"}}}],
+                "ports": [{"protocol": "UDP", "port": 5353}, {"protocol": "TCP", "port": 5353}],
+            },
+        ),
+        (
+            {"namespaces": [], "cidrs": ["10.0.0.2/32"]},
+            {
+                "to": [{"ipBlock": {"cidr": "10.0.0.2/32"}}],
+                "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}],
+            },
+        ),
+        (
+            {"namespaces": [], "cidrs": []},
+            {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]},
+        ),
+    ],
+)
+def test_a_profile_names_the_dns_servers(dns: dict[str, Any], questions: dict[str, Any]) -> None:
+    (policy,) = policies(dns=dns)
+    assert policy["spec"]["egress"] == [{"to": [SAME_RUN]}, questions]
 
 
 def test_only_fetch_and_publish_have_a_way_out() -> None:
@@ -94,6 +132,41 @@ def test_a_way_out_leads_to_public_addresses_alone(address: str, is_reached: boo
         return network.version == found.version and found in network
 
     assert any(holds(one["cidr"]) and not any(map(holds, one["except"])) for one in blocks) is is_reached
+
+
+PAGE = Path(__file__).parents[4] / "docs/network.md"
+WORDS = {
+    "the run": {"podSelector"},
+    "DNS servers": {"namespace kube-system", "block 169.254.20.10/32"},
+    "public addresses": {"block 0.0.0.0/0", "block ::/0"},
+    "`network.destinations`": {"block 10.1.2.0/24"},
+    "metrics readers": {"namespace finetune-system", "namespace monitoring"},
+}
+"""The page's words for peers of the policies."""
+
+
+def named(peer: dict[str, Any]) -> str:
+    match peer:
+        case {"podSelector": _}:
+            return "podSelector"
+        case {"namespaceSelector": {"matchLabels": labels}}:
+            return f"namespace {labels['kubernetes.io/metadata.name']}"
+    return f"block {peer['ipBlock']['cidr']}"
+
+
+@pytest.mark.parametrize("role", ["fetch", "preflight", "train", "merge", "publish"])
+def test_the_page_says_what_the_pods_of_a_role_reach(role: str) -> None:
+    cells = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith(f"| {role} |")]
+    ((_, _, reach, reached_by, _),) = cells
+    made = policies(from_the_hub(), destinations=[{"cidr": "10.1.2.0/24"}], metricsNamespaces=["monitoring"])
+    of_role = [
+        one["spec"]
+        for one in made
+        if all(role in need["values"] for need in one["spec"]["podSelector"].get("matchExpressions", []))
+    ]
+    for direction, side, cell in (("egress", "to", reach), ("ingress", "from", reached_by)):
+        peers = {named(peer) for spec in of_role for rule in spec[direction] for peer in rule[side]}
+        assert peers == set().union(*(WORDS[word.strip()] for word in cell.split(",")))
 
 
 def test_a_profile_may_leave_runs_open() -> None:

@@ -79,6 +79,15 @@ class FakeApi:
         document["metadata"]["namespace"] = namespace
         return self.put(kind, document)
 
+    async def replace(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> Document:
+        self._called("replace", kind, name)
+        stored = self.objects.get((kind.name, namespace, name))
+        if stored is None:
+            raise ApiError("replace", 404, "NotFound", "gone")
+        if body["metadata"].get("resourceVersion") != stored["metadata"]["resourceVersion"]:
+            raise ApiError("replace", 409, "Conflict", "changed")
+        return self.put(kind, copy.deepcopy(dict(body)))
+
     async def patch(
         self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
     ) -> Document:

@@ -24,5 +24,13 @@ def test_the_time_of_the_last_new_step_stays_while_no_new_one_comes() -> None:
     assert back.advanced_time == "2026-01-01T12:02:00Z", "a restarted gang that repeats steps makes progress"
 
 
+def test_the_first_step_keeps_its_time_through_restarts() -> None:
+    none = progress_status(PROGRESS.model_copy(update={"step": 0}), None, T0)
+    assert none.first_step_time == ""
+    first = progress_status(PROGRESS, none, after(60))
+    assert first.first_step_time == "2026-01-01T12:01:00Z"
+    assert progress_status(PROGRESS.model_copy(update={"step": 1}), first, after(90)).first_step_time == "2026-01-01T12:01:00Z"
+
+
 def test_facts_of_the_last_report_read_back() -> None:
     assert progress_of_facts({**PROGRESS.facts(), "badput.startup": "3.000", "adapter_sha256": "00"}, 2) == PROGRESS

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,9 +74,27 @@ def test_a_step_is_in_the_history_and_in_the_answers(tmp_path: Path) -> None:
     expected = {"step": 1, "loss": 2.0, "tokens": 100, "supervised_tokens": 60, "tokens_per_second": 50.0}
     assert {name: line[name] for name in expected} == expected
     assert "eval_loss" not in line
-    assert (progress["step"], progress["loss"]) == (1, 2.0)
+    assert (progress["step"], progress["loss"], progress["gradient_norm"]) == (1, 2.0, 0.5)
+    assert progress["checkpoint_interval_seconds"] == 4.0, "every 2 steps of 2 seconds"
     assert facts["tokens"] == "100"
     assert float(facts["seconds"]) >= 0
+
+
+def test_the_age_of_the_checkpoint_counts_from_the_start_or_from_when_it_was_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete, clock = [None], [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    checkpoints: Any = SimpleNamespace(complete_step=lambda: complete[0], failed_saves=0)
+    run_metrics: list[Any] = []
+    monkeypatch.setattr("finetune_trainer.observe.observer.serving", lambda made, _: run_metrics.append(made) or nullcontext(0))
+    with observing(
+        replace(observed(tmp_path), checkpoints=checkpoints), RunState(), Stopwatch(0.0), 0, lambda: False
+    ) as observer:
+        for seconds, step, expected in ((10, None, 1000), (20, 2, 1020), (30, 2, 1020), (40, 4, 1040)):
+            clock[0], complete[0] = 1000.0 + seconds, step
+            observer.stepped(done(step or 1))
+            assert run_metrics[0].progress.checkpoint_time == expected
 
 
 def test_a_run_that_fails_still_leaves_its_last_record(tmp_path: Path) -> None:

@@ -23,10 +23,12 @@ from finetune_trainer.publish.destination import Publication
 from finetune_trainer.publish.hub import HubDestination
 from finetune_trainer.release.checksums import read_release
 from finetune_trainer.release.files import Release
+from finetune_trainer.release.sign import signed
 from finetune_trainer.release.write import write_release_files
 from tests.support.hub import SIGNATURE, Fault, Hub, running_hub
 from tests.support.hub_writes import FIRST_FILES, LARGE_BYTES
 from tests.unit.finetune_trainer.release.example import Example, example, write_weights
+from tests.unit.finetune_trainer.release.test_sign import P256, make_key
 
 NAME = "team/tuned"
 TOKEN = "hf_secret_of_the_test"
@@ -184,6 +186,15 @@ def test_a_new_release_leaves_no_shard_of_the_older_one(hub, tmp_path):
     newer = read_release(finished(tmp_path / "newer").context)
     publish(hub, newer)
     assert seen(hub) == contents(newer) | FIRST_FILES | {"notes.md": b"mine", "images/plot.png": b"png"}
+
+
+def test_a_new_release_leaves_no_signature_of_the_older_one(hub, tmp_path):
+    release = read_release(finished(tmp_path / "run").context)
+    key = make_key(tmp_path / "signing.key", *P256)
+    publish(hub, signed(release, key, tmp_path))
+    assert seen(hub)["SHA256SUMS.sig"] == (tmp_path / "SHA256SUMS.sig").read_bytes()
+    publish(hub, release)
+    assert seen(hub) == contents(release) | FIRST_FILES
 
 
 def test_an_unchanged_shard_is_not_sent_again(hub, tmp_path):

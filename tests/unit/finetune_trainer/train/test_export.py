@@ -1,4 +1,4 @@
-"""A fully fine-tuned model is written tensor by tensor, and is what plain transformers loads."""
+"""What is trained loads in plain transformers and PEFT, with the tokenizer and template that it was trained with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune_trainer.checkpoint.load import RangeReader
 from finetune_trainer.checkpoint.manifest import decode_manifest
@@ -85,3 +86,40 @@ def test_what_an_architecture_freezes_is_accepted_stays_and_is_in_the_result(
     result = dict(loaded.named_parameters())
     for name, parameter in made.named_parameters():
         assert torch.equal(result[name], parameter) == (name == frozen), name
+
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+CHAT = {"format": "Chat", "chatTemplate": TEMPLATE}
+
+
+def test_an_adapter_loads_by_itself_with_the_tokenizer_it_was_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "models" / "tiny"
+    write_tiny_llama(base, torch.float32)
+    write_tokenizer(base)
+    named = {"source": "pvc://models/tiny", "hubName": "org/tiny"}
+    one_step = {"training": {"maxSteps": 1}, "parallelism": {"processesPerNode": 1}}
+    context = run_context(tmp_path, tiny_spec(model=named, data=CHAT, **one_step))
+    assert run_gang(context) == [0]
+    result = context.workspace.adapter
+    # As the Hub would answer for this name.
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "tiny").symlink_to(base)
+    monkeypatch.chdir(tmp_path)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(result)
+    assert loaded.peft_config["default"].base_model_name_or_path == "org/tiny"
+    tokenizer, of_base = AutoTokenizer.from_pretrained(result), AutoTokenizer.from_pretrained(base)
+    assert tokenizer.get_vocab() == of_base.get_vocab()
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<user>hi"
+
+
+def test_a_whole_model_has_the_template_that_it_was_trained_with(tmp_path: Path) -> None:
+    base = tmp_path / "models" / "tiny"
+    write_tiny_llama(base, torch.float32)
+    write_tokenizer(base)
+    (base / "chat_template.jinja").write_text("the base's own")
+    one_step = {"training": {"maxSteps": 1}, "parallelism": {"processesPerNode": 1}}
+    context = run_context(tmp_path, tiny_spec(method=FULL, data=CHAT, **one_step))
+    assert run_gang(context) == [0]
+    assert AutoTokenizer.from_pretrained(context.workspace.adapter).chat_template == TEMPLATE

@@ -1,0 +1,98 @@
+"""Runs on this machine, seen and stopped from another command: those below one directory of claims."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.local.launch import POLL_SECONDS
+from finetune_cli.local.local_run import RunListener, read_progress
+from finetune_cli.local.run_directory import Holder, RunDirectory, RunRecord, holder_of, read_plan, read_record
+from finetune_job.layout import WorkspaceLayout
+from finetune_job.names import Role
+from finetune_job.plan.run_plan import RunPlan
+from finetune_job.progress import Progress
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """A job that was run here."""
+
+    place: RunDirectory
+    plan: RunPlan
+    record: RunRecord
+    holder: Holder | None
+    """Who works on it now."""
+
+    @property
+    def title(self) -> str:
+        """Namespace and name."""
+        return f"{self.plan.job.namespace}/{self.plan.job.name}"
+
+    def progress(self) -> Progress | None:
+        """Of rank 0 while it trains; None if it does not answer."""
+        if self.holder is None or self.record.stage is not Role.TRAIN:
+            return None
+        location = self.plan.workspace
+        workspace = WorkspaceLayout(self.place.claims / location.claim / location.path)
+        return read_progress(workspace.root, self.record.next_attempt[Role.TRAIN] - 1)
+
+
+def known_runs(claims: Path) -> list[KnownRun]:
+    """In the order of their names; a directory without a plan and a record that can be read is left out."""
+    found = (_known_run(RunDirectory(directory)) for directory in sorted(claims.absolute().glob(".finetune/*")))
+    return [run for run in found if run is not None]
+
+
+def _known_run(place: RunDirectory) -> KnownRun | None:
+    plan, record = read_plan(place), read_record(place.record)
+    return None if plan is None or record is None else KnownRun(place, plan, record, holder_of(place))
+
+
+def find_run(claims: Path, name: str, namespace: str) -> KnownRun:
+    """A job that is running. Raises LocalError."""
+    title = f"{namespace}/{name}"
+    run = next((run for run in known_runs(claims) if run.title == title), None)
+    if run is None:
+        raise LocalError(f"{title}: no such run below {claims}; `finetune status` lists those that there are")
+    if run.holder is None:
+        raise LocalError(f"{title}: nothing of it is running", ExitCode.FAILED)
+    return run
+
+
+def stop(run: KnownRun, seconds: float) -> None:
+    """Ask the command that runs the job to stop, and wait until nothing of it is left. Raises LocalError after `seconds`."""
+    if run.holder is not None and run.holder.pid:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(run.holder.pid, signal.SIGTERM)
+    deadline = time.monotonic() + seconds
+    while (holder := holder_of(run.place)) is not None:
+        if time.monotonic() > deadline:
+            raise LocalError(
+                f"{run.title}: process {holder.pid} is still running after {seconds:.0f} s. Wait for its step and its save, or "
+                "run `finetune stop` again to end it at once",
+                ExitCode.FAILED,
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def attach(run: KnownRun, audience: RunListener) -> None:
+    """Tell of a run that another command works on, until nothing works on it."""
+    last: tuple[Role, int] | None = None
+    now: KnownRun | None = run
+    while now is not None and now.holder is not None:
+        stage = now.record.stage
+        if stage is not None and (stage, now.record.next_attempt[stage]) != last:
+            last = stage, now.record.next_attempt[stage]
+            attempt = last[1] - 1
+            audience.started(stage, attempt, now.place.output(stage, attempt))
+        progress = now.progress()
+        if progress is not None:
+            audience.progressed(progress)
+        time.sleep(POLL_SECONDS)
+        now = _known_run(now.place)

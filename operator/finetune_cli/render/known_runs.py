@@ -1,0 +1,56 @@
+"""The jobs that were run on this machine, as a table and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune_cli.local.known_runs import KnownRun
+from finetune_cli.render.run import progress_text, stage_text
+
+_HEADER = ("JOB", "STATE", "PROCESS", "SINCE", "STEP")
+
+
+def runs_text(runs: Sequence[KnownRun], claims: Path) -> str:
+    """One line for each."""
+    if not runs:
+        return f"no job was run below {claims}\n"
+    rows = [_HEADER, *(_row(run) for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    return "".join("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows)
+
+
+def _row(run: KnownRun) -> tuple[str, ...]:
+    holder, progress = run.holder, run.progress()
+    process = "" if holder is None else str(holder.pid) if holder.pid else "saving"
+    since = "" if holder is None or not holder.pid else f"{holder.since:%Y-%m-%d %H:%M:%S}"
+    step = "" if progress is None else f"{progress.step}/{progress.total_steps}  {progress_text(progress)}".rstrip()
+    return run.title, _state(run), process, since, step
+
+
+def _state(run: KnownRun) -> str:
+    stage = run.record.stage
+    if run.holder is not None:
+        return stage_text(stage) if stage else "starting"
+    return "ended" if stage is None else f"stopped in {stage}"
+
+
+def runs_document(runs: Sequence[KnownRun]) -> dict[str, Any]:
+    """The same as data."""
+    return {"runs": [_entry(run) for run in runs]}
+
+
+def _entry(run: KnownRun) -> dict[str, Any]:
+    progress = run.progress()
+    return {
+        "namespace": run.plan.job.namespace,
+        "name": run.plan.job.name,
+        "state": _state(run),
+        "stage": run.record.stage,
+        "finished": list(run.record.finished),
+        "process": run.holder.pid if run.holder else None,
+        "since": run.holder.since.isoformat() if run.holder else None,
+        "progress": progress.model_dump(exclude_none=True) if progress else None,
+        "directory": str(run.place.root),
+    }

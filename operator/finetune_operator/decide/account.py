@@ -1,0 +1,288 @@
+"""What one job has used and how it went, for counters that outlive it: GPU seconds by what came of them, restarts, result.
+
+Plain data and pure functions. An account is complete up to `at`: what its pods held before that moment is in it, and nothing
+after. So every second is added once, however often and by however many processes this is computed. `cluster.accounts` keeps them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Annotated, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
+
+from finetune_job.api.status import Attempt, FineTuneJobStatus
+from finetune_job.conditions import find_condition
+from finetune_job.failures import FailureClass
+from finetune_job.names import Role
+from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.decide.attempts import record_of
+from finetune_operator.decide.observed import PodView
+from finetune_operator.decide.phases import phase_seconds
+from finetune_operator.decide.stage import ATTEMPT_FIELD, attempt_of, is_terminal
+
+N = TypeVar("N", int, float)
+Place = Annotated[str, StringConstraints(pattern=r"^[a-z]+/[0-9]{1,9}$")]
+"""Role and attempt."""
+Price = Annotated[str, StringConstraints(pattern=r"^([0-9]+(\.[0-9]+)?)?$")]
+WAITING, PRODUCTIVE, LOST = "waiting", "productive", "lost"
+OUTCOMES = (WAITING, PRODUCTIVE, LOST)
+"""Of GPU seconds: held by a pod that has not started yet; kept by a checkpoint or a finished training; neither."""
+SECONDS_BOUNDS = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 28_800, 86_400, 259_200)
+"""Upper bounds of the buckets of durations: from a job that finds everything ready to one that trains for days."""
+NUM_BUCKETS = len(SECONDS_BOUNDS) + 1
+_KEPT_BY_SIGTERM = (FailureClass.PREEMPTED,)
+"""Classes of failure before which the ranks have saved a checkpoint."""
+
+
+class JobLabels(NamedTuple):
+    """What the counters tell jobs apart by; never the job itself."""
+
+    namespace: str
+    team: str
+    method: str
+    queue: str
+    profile: str
+    gpu: str
+    price: Price = ""
+    """Of one GPU for an hour, as the profile had it when the account was opened; empty: none."""
+
+
+class Ended(BaseModel):
+    """How a job ended."""
+
+    model_config = ConfigDict(frozen=True)
+    result: str
+    """`Succeeded`, `Failed` or `Cancelled`."""
+    reason: str
+    seconds: Mapping[str, FiniteFloat] = Field(default_factory=dict)
+    """Duration of each phase that is known."""
+
+
+class JobAccount(BaseModel):
+    """Of one job. `pending` and `ended` are written before the status that says the same: they count once it does."""
+
+    model_config = ConfigDict(frozen=True)
+    labels: JobLabels
+    gpus: int = 0
+    """Of one training pod."""
+    at: FiniteFloat = 0.0
+    """Seconds since the epoch."""
+    gpu_seconds: Mapping[str, FiniteFloat] = Field(default_factory=dict)
+    """By outcome."""
+    open_seconds: FiniteFloat = 0.0
+    """GPU seconds that the current attempt has trained since its latest checkpoint: what comes of them is not known yet."""
+    checkpoint: int | None = None
+    """Step of the newest checkpoint that was seen."""
+    restarts: Mapping[str, int] = Field(default_factory=dict)
+    """By `restart_key`."""
+    pending: Mapping[Place, str] = Field(default_factory=dict)
+    """`restart_key`s."""
+    ended: Ended | None = None
+
+
+class Confirmed(NamedTuple):
+    """What the status of a job says already; of one that is gone, everything that was pending."""
+
+    has_ended: bool
+    attempts: Mapping[str, int]
+    """Role -> number of the current attempt."""
+
+
+GONE = Confirmed(True, {})
+
+
+def restart_key(attempt: Attempt) -> str:
+    """Failure class, and whether the restart was counted."""
+    return f"{attempt.failure or FailureClass.UNKNOWN}|{'true' if attempt.counted else 'false'}"
+
+
+def with_pods(account: JobAccount, pods: Iterable[PodView], attempt: int, now: float) -> JobAccount:
+    """The account with what its training pods held between `at` and `now`. `attempt`: the current one of training."""
+    if now <= account.at or not account.gpus:
+        return account
+    waited = trained = idle = 0.0
+    for pod in pods:
+        begun = pod.scheduled or pod.started
+        if pod.role is not Role.TRAIN or begun is None:
+            continue
+        end = _end(pod, account.at, now)
+        started = min(pod.started.timestamp(), end) if pod.started is not None else end
+        waited += _overlap(begun.timestamp(), started, account.at, now)
+        ran = _overlap(started, end, account.at, now)
+        if pod.attempt == attempt:
+            trained += ran
+        else:
+            idle += ran
+    if not (waited or trained or idle):
+        # `at` stays, so that a job that holds nothing costs no write.
+        return account
+    seconds = _plus(account.gpu_seconds, {WAITING: waited * account.gpus, LOST: idle * account.gpus})
+    open_seconds = account.open_seconds + trained * account.gpus
+    return account.model_copy(update={"gpu_seconds": seconds, "open_seconds": open_seconds, "at": now})
+
+
+def with_checkpoint(account: JobAccount, step: int | None) -> JobAccount:
+    """The account once a checkpoint of that step is known: it keeps what was trained until then."""
+    if step is None or (account.checkpoint is not None and step <= account.checkpoint):
+        return account
+    return _settled(account, kept=True).model_copy(update={"checkpoint": step})
+
+
+def is_news(before: FineTuneJobStatus, after: FineTuneJobStatus) -> bool:
+    """Whether `after` says something that accounts hold: an attempt ended, the job's result, or that nothing of it runs."""
+    if is_result(after):
+        return not is_result(before) or is_terminal(after)
+    return any(_closed_now(before, after, role) is not None for role in Role)
+
+
+def with_decision(
+    account: JobAccount, before: FineTuneJobStatus, after: FineTuneJobStatus, created: datetime | None
+) -> JobAccount:
+    """The account as it must be on record before `after` is written over `before`. `created`: when the job was."""
+    confirmed = confirmed_by(before)
+    account = _confirm_restarts(account, confirmed)
+    restarts = {
+        f"{role}/{attempt_of(before, role)}": restart_key(record)
+        for role in Role
+        if (record := _closed_now(before, after, role)) is not None
+        and record.outcome == "Failed"
+        and attempt_of(after, role) > attempt_of(before, role)
+    }
+    ended = ended_by(after, created)
+    training = _closed_now(before, after, Role.TRAIN)
+    if training is not None:
+        kept = training.outcome in ("Succeeded", "Suspended") or training.failure in _KEPT_BY_SIGTERM
+        account = _settled(account, kept=kept)
+    elif ended is not None:
+        account = _settled(account, kept=False)
+    return account.model_copy(update={"pending": restarts, "ended": ended})
+
+
+def _closed_now(before: FineTuneJobStatus, after: FineTuneJobStatus, role: Role) -> Attempt | None:
+    """The record of the current attempt, if it is this decision that closes it."""
+    number = attempt_of(before, role)
+    old, new = record_of(before, role, number), record_of(after, role, number)
+    is_closed = new is not None and new.outcome != "Running" and (old is None or old.outcome == "Running")
+    return new if is_closed else None
+
+
+def confirmed_by(status: FineTuneJobStatus) -> Confirmed:
+    """What a status says of pending things."""
+    return Confirmed(is_result(status), {str(role): int(getattr(status, field)) for role, field in ATTEMPT_FIELD.items()})
+
+
+def is_result(status: FineTuneJobStatus) -> bool:
+    """Whether the status says how the job ended."""
+    succeeded = find_condition(status.conditions, ConditionType.SUCCEEDED)
+    return succeeded is not None and succeeded.status != "Unknown"
+
+
+def ended_by(status: FineTuneJobStatus, created: datetime | None) -> Ended | None:
+    """How the job ended by its status; None: it has not."""
+    succeeded = find_condition(status.conditions, ConditionType.SUCCEEDED)
+    if succeeded is None or succeeded.status == "Unknown":
+        return None
+    result = "Succeeded" if succeeded.status == "True" else "Cancelled" if succeeded.reason == Reason.CANCELLED else "Failed"
+    known = next((str(reason) for reason in Reason if reason == succeeded.reason), str(Reason.FAILED))
+    return Ended(result=result, reason=known, seconds=phase_seconds(status, created))
+
+
+class DurationCounts(BaseModel):
+    """A histogram of seconds."""
+
+    model_config = ConfigDict(frozen=True)
+    counts: Annotated[tuple[int, ...], Field(min_length=NUM_BUCKETS, max_length=NUM_BUCKETS)] = (0,) * NUM_BUCKETS
+    """By bound, and those above the last."""
+    total: FiniteFloat = 0.0
+
+    def plus(self, seconds: float) -> DurationCounts:
+        """With one more."""
+        place = bisect_left(SECONDS_BOUNDS, seconds)
+        counts = tuple(count + (number == place) for number, count in enumerate(self.counts))
+        return DurationCounts(counts=counts, total=self.total + seconds)
+
+
+class UsageTotals(BaseModel):
+    """Of all jobs with the same labels."""
+
+    model_config = ConfigDict(frozen=True)
+    gpu_seconds: Mapping[str, FiniteFloat] = Field(default_factory=dict)
+    restarts: Mapping[str, int] = Field(default_factory=dict)
+    ended: Mapping[str, int] = Field(default_factory=dict)
+    """`result|reason` -> jobs."""
+    durations: Mapping[str, DurationCounts] = Field(default_factory=dict)
+    """By phase."""
+
+    def plus(self, account: JobAccount, confirmed: Confirmed) -> UsageTotals:
+        """With what an account says for certain."""
+        account = _confirm_restarts(account, confirmed)
+        ended, durations = dict(self.ended), dict(self.durations)
+        if account.ended is not None and confirmed.has_ended:
+            ended = _plus(ended, {f"{account.ended.result}|{account.ended.reason}": 1})
+            for phase, seconds in account.ended.seconds.items():
+                durations[phase] = durations.get(phase, DurationCounts()).plus(seconds)
+        return UsageTotals(
+            gpu_seconds=_plus(self.gpu_seconds, account.gpu_seconds),
+            restarts=_plus(self.restarts, account.restarts),
+            ended=ended,
+            durations=durations,
+        )
+
+
+def closed_account(account: JobAccount) -> JobAccount:
+    """The account of a job that ended or is gone: what no checkpoint keeps is lost."""
+    return _settled(account, kept=False)
+
+
+def _confirm_restarts(account: JobAccount, confirmed: Confirmed) -> JobAccount:
+    """Pending restarts that the status tells are restarts; what it does not tell stays pending."""
+    told = [key for place, key in account.pending.items() if confirmed is GONE or _is_later(confirmed.attempts, place)]
+    if not told:
+        return account
+    pending = (
+        {}
+        if confirmed is GONE
+        else {place: key for place, key in account.pending.items() if not _is_later(confirmed.attempts, place)}
+    )
+    restarts = account.restarts
+    for key in told:
+        restarts = _plus(restarts, {key: 1})
+    return account.model_copy(update={"restarts": restarts, "pending": pending})
+
+
+def _is_later(attempts: Mapping[str, int], place: str) -> bool:
+    role, _, number = place.partition("/")
+    return attempts.get(role, 0) > int(number)
+
+
+def _settled(account: JobAccount, *, kept: bool) -> JobAccount:
+    if not account.open_seconds:
+        return account
+    seconds = _plus(account.gpu_seconds, {PRODUCTIVE if kept else LOST: account.open_seconds})
+    return account.model_copy(update={"gpu_seconds": seconds, "open_seconds": 0.0})
+
+
+def _end(pod: PodView, at: float, now: float) -> float:
+    """Until when it held its GPUs."""
+    if pod.finished is not None:
+        return min(pod.finished.timestamp(), now)
+    if not pod.is_terminal:
+        return now
+    # It went without a word: by force, or with its node.
+    due = pod.deletion_due or pod.deletion_requested
+    return min(due.timestamp(), now) if due is not None else at
+
+
+def _overlap(begun: float, end: float, after: float, before: float) -> float:
+    return max(min(end, before) - max(begun, after), 0.0)
+
+
+def _plus(values: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:
+    result = dict(values)
+    for key, value in more.items():
+        if value:
+            result[key] = result.get(key, type(value)(0)) + value
+    return result

@@ -1,0 +1,54 @@
+"""How long each phase of a job took, as far as its status tells."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.conditions import find_condition
+from finetune_job.names import Role
+from finetune_job.reasons import STAGES, ConditionType, Reason
+from finetune_operator.decide.times import moment_after
+
+FIRST_STEP = "first_step"
+"""From the start of the job to the first optimizer step."""
+PHASES = ("pending", "fetch", "preflight", "queue", "schedule", "startup", "train", "merge", "publish", FIRST_STEP)
+
+
+def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[str, float]:
+    """Seconds of each phase whose beginning and end the status tells, by the names of `PHASES`."""
+    done = {kind: _time_of(status, kind) for kind in STAGES}
+    skipped = {kind for kind in STAGES if (one := find_condition(status.conditions, kind)) and one.reason == Reason.SKIPPED}
+    start = _seconds(status.start_time)
+    first = next((one for one in status.attempts if one.role is Role.TRAIN), None)
+    released = _seconds(first.start_time) if first is not None else None
+    scheduled = _seconds(first.scheduled_time) if first is not None else None
+    running = _seconds(first.running_time) if first is not None else None
+    trained = done[ConditionType.TRAINED]
+    stepped = _seconds(status.progress.first_step_time) if status.progress is not None else None
+    spans = {
+        "pending": (created.timestamp() if created is not None else None, start),
+        "fetch": (start, None if ConditionType.FETCHED in skipped else done[ConditionType.FETCHED]),
+        "preflight": (done[ConditionType.FETCHED], done[ConditionType.PREPARED]),
+        "queue": (done[ConditionType.PREPARED], released),
+        "schedule": (released, scheduled),
+        "startup": (scheduled, running),
+        "train": (running, trained),
+        "merge": (trained, None if ConditionType.MERGED in skipped else done[ConditionType.MERGED]),
+        "publish": (
+            done[ConditionType.MERGED],
+            None if ConditionType.PUBLISHED in skipped else done[ConditionType.PUBLISHED],
+        ),
+        FIRST_STEP: (start, stepped),
+    }
+    return {phase: max(end - begun, 0.0) for phase, (begun, end) in spans.items() if begun is not None and end is not None}
+
+
+def _time_of(status: FineTuneJobStatus, kind: ConditionType) -> float | None:
+    condition = find_condition(status.conditions, kind)
+    return _seconds(condition.last_transition_time) if condition is not None and condition.status == "True" else None
+
+
+def _seconds(text: str) -> float | None:
+    moment = moment_after(text, 0.0) if text else None
+    return None if moment is None else moment.timestamp()

@@ -1,0 +1,287 @@
+"""A release in a real registry that asks for a login: digests, signatures, attestations, chart, and the page's own commands."""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_trainer.errors import DestinationRefusedError
+from finetune_trainer.network.retry import TransientError
+from tests.support.cluster.binaries import ensure_binaries, ensure_cosign
+from tests.support.cluster.requirements import ensure_packages, install_packages
+from tests.support.images import ImageError, build
+from tests.support.images.sources import REPOSITORY
+from tests.support.registry import PASSWORD, USER, Registry, running_registry
+from tests.support.release import __main__ as command
+from tests.support.release.attach import MANIFEST_TYPE, Layer, attach, repository
+from tests.support.release.publication import Published, Release, source_commit
+from tests.support.release.signing import read_key
+
+pytestmark = pytest.mark.timeout(1200)
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+VERSION = "0.9.0"
+PAGE = REPOSITORY / "docs" / "release.md"
+
+
+@dataclass(frozen=True)
+class Released:
+    """The operator's image and the chart, published once for all tests."""
+
+    registry: Registry
+    release: Release
+    image: Published
+    chart: Published
+    folder: Path
+    """With finetune.key, finetune.pub, and the configuration that knows the registry's login."""
+
+    def run(self, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run lines of bash in the folder, with helm on PATH."""
+        helm = ensure_binaries().helm.parent
+        return subprocess.run(
+            ["bash", "-c", script],
+            cwd=self.folder,
+            env={**os.environ, "PATH": f"{helm}:{os.environ['PATH']}", **_logins(self.folder), **variables},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+
+def _logins(folder: Path) -> dict[str, str]:
+    config = str(folder / "config.json")
+    return {
+        "DOCKER_CONFIG": str(folder),
+        "REGISTRY_AUTH_FILE": config,
+        "HELM_REGISTRY_CONFIG": config,
+        "CURL_HOME": str(folder),
+    }
+
+
+def _new_key(path: Path, *options: str) -> None:
+    curve = ("-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256")
+    subprocess.run(["openssl", "genpkey", *(options or curve), "-out", path], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Released]:
+    ensure_packages()
+    ensure_binaries()
+    folder = tmp_path_factory.mktemp("release")
+    with running_registry(folder / "registry", needs_login=True) as registry, pytest.MonkeyPatch.context() as patch:
+        (folder / "config.json").write_text(registry.docker_config())
+        (folder / ".curlrc").write_text(f'user = "{USER}:{PASSWORD}"\n')
+        for name, value in _logins(folder).items():
+            patch.setenv(name, value)
+        _new_key(folder / "finetune.key")
+        key = read_key(folder / "finetune.key")
+        (folder / "finetune.pub").write_text(key.public_key)
+        release = Release(f"{registry.host}/team", VERSION, key, COMMIT, plain_http=True)
+        yield Released(registry, release, release.publish_image("operator"), release.publish_chart(), folder)
+
+
+def _lines(beginning: str, released: Released) -> str:
+    """The block of docs/release.md that begins so, for the registry of this test."""
+    for block in re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        if block.startswith(beginning):
+            return (
+                str(block)
+                .replace("https://registry.example", f"http://{released.registry.host}")
+                .replace("registry.example", released.registry.host)
+            )
+    raise AssertionError(f"docs/release.md has no block that begins with {beginning!r}")
+
+
+def _printed(released: Released) -> str:
+    return command.instructions(released.release, [released.image], released.chart)
+
+
+def test_registry_has_what_was_released_under_its_digests(released: Released) -> None:
+    assert released.image.reference == f"{released.registry.host}/team/finetune-operator"
+    assert released.image.digest == released.registry.digest("team/finetune-operator", VERSION)
+    assert released.chart.digest == released.registry.digest("team/charts/finetune-operator", VERSION)
+
+
+def test_documented_commands_verify_signature_and_bill(released: Released) -> None:
+    script = _lines("set -euo pipefail", released) + _lines('curl -fsS -H "$accept" "$url/manifests/${DIGEST/:/-}.att"', released)
+    done = released.run(script, DIGEST=released.image.digest)
+    assert (done.returncode, done.stdout) == (0, "Verified OK\ntrue\nVerified OK\ntrue\n"), done.stderr
+    with build("operator").mounted() as root:
+        assert json.loads((released.folder / "sbom.cdx.json").read_text()) == json.loads(
+            (root / "opt/finetune/sbom.cdx.json").read_text()
+        )
+
+
+def test_documented_commands_refuse_another_key(released: Released, tmp_path: Path) -> None:
+    _new_key(tmp_path / "other.key")
+    (tmp_path / "other.pub").write_text(read_key(tmp_path / "other.key").public_key)
+    script = _lines("set -euo pipefail", released).replace("finetune.pub", str(tmp_path / "other.pub"))
+    done = released.run(script, DIGEST=released.image.digest)
+    assert (done.returncode, done.stdout) == (1, "Verification failure\n")
+
+
+def test_documented_commands_refuse_a_changed_byte(released: Released) -> None:
+    changed = "sed -i s/team/meat/ payload.json\nopenssl dgst"
+    script = _lines("set -euo pipefail", released).replace("openssl dgst", changed)
+    done = released.run(script, DIGEST=released.image.digest)
+    assert (done.returncode, done.stdout) == (1, "Verification failure\n")
+
+
+def test_documented_commands_refuse_a_signature_of_something_else(released: Released) -> None:
+    with repository(released.image.reference, plain_http=True) as place:
+        what = f"manifests/{released.image.digest.replace(':', '-')}.sig"
+        signature = place.send("GET", place.url(what), {"Accept": MANIFEST_TYPE}, what=what).content
+        pushed = place.send("GET", place.url(what.replace(".sig", ".att")), {"Accept": MANIFEST_TYPE}, what=what)
+        other = f"sha256:{hashlib.sha256(pushed.content).hexdigest()}"
+        url = place.url(f"manifests/{other.replace(':', '-')}.sig")
+        assert place.send("PUT", url, {"Content-Type": MANIFEST_TYPE}, signature, what=what).succeeded
+    done = released.run(_lines("set -euo pipefail", released), DIGEST=other)
+    assert (done.returncode, done.stdout) == (1, "Verified OK\nfalse\n")
+
+
+def _statements(released: Released, name: str, digest: str) -> dict[str, dict[str, Any]]:
+    manifest = released.registry.manifest(f"team/{name}", f"{digest.replace(':', '-')}.att")
+    found = {}
+    for layer in manifest["layers"]:
+        envelope = json.loads(released.registry._get(f"team/{name}", f"blobs/{layer['digest']}"))
+        found[layer["annotations"]["predicateType"]] = json.loads(base64.b64decode(envelope["payload"]))
+    return found
+
+
+def test_provenance_names_source_locks_and_base(released: Released) -> None:
+    statements = _statements(released, "finetune-operator", released.image.digest)
+    assert set(statements) == {"https://slsa.dev/provenance/v1", "https://cyclonedx.org/bom", "https://openvex.dev/ns"}
+    stated = statements["https://slsa.dev/provenance/v1"]
+    assert stated["_type"] == "https://in-toto.io/Statement/v1"
+    assert stated["subject"] == [
+        {"name": released.image.reference, "digest": {"sha256": released.image.digest.removeprefix("sha256:")}}
+    ]
+    definition = stated["predicate"]["buildDefinition"]
+    assert definition["externalParameters"] == {"containerfile": "operator/Containerfile", "version": VERSION}
+    materials = {one["name"]: one["digest"] for one in definition["resolvedDependencies"]}
+    assert materials["source"] == {"gitCommit": COMMIT}
+    sums = subprocess.run(["sha256sum", "operator/requirements.lock"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert materials["operator/requirements.lock"] == {"sha256": sums.stdout.split()[0]}
+    assert re.fullmatch("[0-9a-f]{64}", materials["base"]["sha256"])
+    assert set(_statements(released, "charts/finetune-operator", released.chart.digest)) == {"https://slsa.dev/provenance/v1"}
+
+
+def test_printed_line_installs_the_released_chart_with_the_released_digests(released: Released) -> None:
+    (line,) = re.findall(r"^helm install .*(?:\\\n.*)+", _printed(released), re.MULTILINE)
+    done = released.run(line.replace("helm install", "helm template --plain-http").replace("--wait", ""))
+    assert done.returncode == 0, done.stderr
+    (images,) = {tuple(re.findall(r"^ *image: (\S+)$", done.stdout, re.MULTILINE))}
+    assert set(images) == {f"{released.image.reference}@{released.image.digest}"}
+    assert f"helm.sh/chart: finetune-operator-{VERSION}" in done.stdout
+
+
+def test_make_push_brings_the_image_to_the_registry(released: Released) -> None:
+    registry = f"{released.registry.host}/pushed"
+    # The environment that runs this is there.
+    options = ("-o", "environment", f"REGISTRY={registry}", "IMAGES=operator", "OPTIONS=--plain-http")
+    done = subprocess.run(["make", "push", *options], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # The same bytes as the release, though pushed on their own.
+    assert done.stdout.splitlines()[-1] == f"--set image.registry={registry},image.digest={released.image.digest}"
+    assert released.registry.digest("pushed/finetune-operator", build("operator").tag) == released.image.digest
+
+
+def test_mirror_takes_signatures_along(released: Released) -> None:
+    install_packages(["skopeo"])
+    mirror = f"{released.registry.host}/finetune"
+    script = _lines("for tag in 0.2.0", released).replace("0.2.0", VERSION).replace("mirror.example/finetune", mirror)
+    copy = "skopeo copy --src-tls-verify=false --dest-tls-verify=false"
+    done = released.run(f"set -e\n{script.replace('skopeo copy', copy)}", DIGEST=released.image.digest)
+    assert done.returncode == 0, done.stderr
+    verify = _lines("set -euo pipefail", released).replace("/v2/team/", "/v2/finetune/")
+    done = released.run(verify, DIGEST=released.image.digest)
+    assert done.returncode == 0, done.stderr
+
+
+def test_signatures_of_others_stay(released: Released) -> None:
+    digest = f"sha256:{'1' * 64}"
+    with repository(f"{released.registry.host}/team/shared", plain_http=True) as place:
+        attach(place, digest, "sig", [Layer(b"theirs", "text/plain")])
+        attach(place, digest, "sig", [Layer(b"ours", "text/plain", {"by": "us"})])
+    layers = released.registry.manifest("team/shared", f"{digest.replace(':', '-')}.sig")["layers"]
+    assert [(layer["size"], layer.get("annotations")) for layer in layers] == [(6, None), (4, {"by": "us"})]
+
+
+def test_key_of_another_kind_is_refused(tmp_path: Path) -> None:
+    _new_key(tmp_path / "finetune.key", "-algorithm", "ED25519")
+    with pytest.raises(ImageError, match=r"finetune\.key is no key of the curve P-256.*openssl genpkey"):
+        read_key(tmp_path / "finetune.key")
+
+
+def test_encrypted_key_opens_with_its_password_and_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = ("-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256")
+    _new_key(tmp_path / "finetune.key", *curve, "-aes256", "-pass", "pass:secret")
+    with pytest.raises(ImageError, match=r"openssl pkey"):
+        read_key(tmp_path / "finetune.key")
+    monkeypatch.setenv("KEY_PASSWORD", "secret")
+    assert len(base64.b64decode(read_key(tmp_path / "finetune.key").sign(b"data"))) in range(66, 74)
+
+
+def test_tree_with_changes_is_not_released(tmp_path: Path) -> None:
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.com")
+    (tmp_path / "file").write_text("1")
+    for arguments in (("init", "-q"), ("add", "."), ("commit", "-qm", "One")):
+        subprocess.run([*git, *arguments], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", source_commit(tmp_path))
+    (tmp_path / "file").write_text("2")
+    with pytest.raises(ImageError, match="has changes that are not committed"):
+        source_commit(tmp_path)
+
+
+def test_registry_that_refuses_or_does_not_answer_ends_the_release(released: Released, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_CONFIG", "/nonexistent")
+    with repository(released.image.reference, plain_http=True) as place, pytest.raises(DestinationRefusedError, match="401"):
+        attach(place, released.image.digest, "sig", [])
+    with repository("127.0.0.1:9/team/finetune-operator", plain_http=True) as place, pytest.raises(TransientError):
+        attach(place, released.image.digest, "sig", [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--registry r.example --version 1 --key k", "--version 1: a release is named by three numbers"),
+        ("--registry r.example --version 1.0.0 --key /nonexistent", "openssl pkey"),
+    ],
+)
+def test_command_says_what_is_wrong(
+    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["release", *arguments.split()])
+    try:
+        status = command.main()
+    except SystemExit as end:
+        status = int(str(end.code))
+    assert status != 0
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_cosign_verifies_what_was_released_and_nothing_else(released: Released, tmp_path: Path) -> None:
+    cosign = shlex.quote(str(ensure_cosign()))
+    lines = [line for line in _printed(released).splitlines() if line.startswith("cosign ")]
+    image, *documented = _lines("image=registry.example", released).splitlines()
+    lines += [f"{image}\n{line}" for line in documented]
+    assert len(lines) == 4 + 2 + 3
+    _new_key(tmp_path / "other.key")
+    (released.folder / "other.pub").write_text(read_key(tmp_path / "other.key").public_key)
+    for line in lines:
+        script = line.replace("cosign verify", f"{cosign} verify")
+        good = released.run(script, DIGEST=released.image.digest)
+        assert good.returncode == 0, f"{line}\n{good.stderr}"
+        other = script.replace("finetune.pub", "other.pub")
+        assert released.run(other, DIGEST=released.image.digest).returncode != 0, line

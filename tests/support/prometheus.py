@@ -1,0 +1,95 @@
+"""A real Prometheus and promtool, with the rules that the chart renders."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.cluster.binaries import ensure_binaries
+from tests.support.cluster.errors import wait_until
+from tests.support.cluster.processes import run_command, start_component
+from tests.support.installed_chart import CHART, SYSTEM
+
+Document = dict[str, Any]
+START_SECONDS = 60.0
+
+
+@cache
+def rendered(*settings: str, release: str = "tuning") -> list[Document]:
+    """What `helm template` makes of the chart with these values, without a cluster."""
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    text = run_command(ensure_binaries().helm, "template", release, CHART, "--namespace", SYSTEM, *arguments)
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def rendered_rules(*settings: str) -> Document:
+    """The spec of the PrometheusRule."""
+    found = rendered("metrics.prometheusRule.create=true", *settings)
+    (rule,) = [document for document in found if document["kind"] == "PrometheusRule"]
+    spec: Document = rule["spec"]
+    return spec
+
+
+class Prometheus:
+    """A running one."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def query(self, expression: str) -> list[Document]:
+        """Samples of an instant query."""
+        found: list[Document] = self._get("query", query=expression)["data"]["result"]
+        return found
+
+    def are_targets_up(self) -> bool:
+        """Whether every target has been scraped."""
+        targets = self._get("targets")["data"]["activeTargets"]
+        return bool(targets) and all(target["health"] == "up" for target in targets)
+
+    def _get(self, path: str, **parameters: str) -> Document:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{self._address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=30) as answer:
+            found: Document = json.load(answer)
+        return found
+
+
+@contextmanager
+def running_prometheus(directory: Path, port: int, scrape_configs: list[Document], rules: Document) -> Iterator[Prometheus]:
+    """Scrapes and evaluates each second."""
+    directory.mkdir()
+    (directory / "rules.json").write_text(json.dumps(rules))
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": ["rules.json"],
+        "scrape_configs": scrape_configs,
+    }
+    (directory / "prometheus.yaml").write_text(json.dumps(config))
+    command: list[str | Path] = [
+        ensure_binaries().prometheus,
+        f"--config.file={directory / 'prometheus.yaml'}",
+        f"--storage.tsdb.path={directory / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    process = start_component("prometheus", command, directory / "prometheus.log")
+    prometheus = Prometheus(f"http://127.0.0.1:{port}")
+
+    def answers() -> bool:
+        process.check_running()
+        try:
+            return prometheus.are_targets_up()
+        except OSError:
+            return False
+
+    try:
+        wait_until(answers, f"prometheus, see {process.log}", START_SECONDS)
+        yield prometheus
+    finally:
+        process.kill()

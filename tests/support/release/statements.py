@@ -1,0 +1,64 @@
+"""What a release states about an image or a chart: in-toto statements with a bill of materials, the known
+vulnerabilities that do not affect it, or the provenance.
+
+Sources: https://github.com/in-toto/attestation/blob/main/spec/v1/statement.md, https://slsa.dev/spec/v1.0/provenance.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+BILL_TYPE = "https://cyclonedx.org/bom"
+EXPLOITABILITY_TYPE = "https://openvex.dev/ns"
+PROVENANCE_TYPE = "https://slsa.dev/provenance/v1"
+_BUILD_TYPE = "https://finetune.dev/build/{}/v1"
+"""Described in docs/release.md."""
+_BUILDER = "https://finetune.dev/build/make-release"
+
+
+@dataclass(frozen=True)
+class Build:
+    """How a subject was made."""
+
+    kind: str
+    """`image` or `chart`."""
+    parameters: Mapping[str, str]
+    commit: str
+    """Of the source, 40 hexadecimal digits."""
+    materials: Mapping[str, str]
+    """SHA-256 of everything else that went in, by name."""
+    started: datetime
+    finished: datetime
+
+
+def statement(reference: str, digest: str, predicate_type: str, predicate: Mapping[str, Any]) -> dict[str, Any]:
+    """A statement about what `reference` names under `digest` (with `sha256:`)."""
+    return {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": reference, "digest": {"sha256": digest.removeprefix("sha256:")}}],
+        "predicateType": predicate_type,
+        "predicate": predicate,
+    }
+
+
+def provenance(build: Build) -> dict[str, Any]:
+    """SLSA's predicate."""
+    source = {"name": "source", "digest": {"gitCommit": build.commit}}
+    materials = [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(build.materials.items())]
+    return {
+        "buildDefinition": {
+            "buildType": _BUILD_TYPE.format(build.kind),
+            "externalParameters": dict(build.parameters),
+            "internalParameters": {},
+            "resolvedDependencies": [source, *materials],
+        },
+        "runDetails": {
+            "builder": {"id": _BUILDER},
+            "metadata": {"startedOn": _time(build.started), "finishedOn": _time(build.finished)},
+        },
+    }
+
+
+def _time(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,148 @@
+"""What is said of a cluster, fact by fact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune_cli.checks.cluster import (
+    MINIMUM_VERSION,
+    Check,
+    ClusterFacts,
+    NetworkProbe,
+    OperatorDeployment,
+    StorageClass,
+    UnknownFact,
+    exit_code,
+    judge,
+)
+from finetune_job.api.profile import FineTuneProfileSpec
+
+PROFILE = FineTuneProfileSpec(trainer_image="registry.example/trainer:1")
+ISOLATING = NetworkProbe(
+    reached_before=True,
+    resolved_before=True,
+    ingress_denied=True,
+    egress_denied=True,
+    allowed_reached=True,
+    node_denied=True,
+    resolved=True,
+)
+HEALTHY = ClusterFacts(
+    namespace="team",
+    profile_name="default",
+    server_version="v1.36.3",
+    served=["finetunejobs", "finetunejobs/status", "finetuneprofiles"],
+    operators=[OperatorDeployment("finetune-system", "finetune", 1)],
+    profile=PROFILE,
+    may_create_jobs=True,
+    storage_classes=[StorageClass("fast", False), StorageClass("shared", True)],
+    network=ISOLATING,
+)
+NO_ANSWER = UnknownFact("the API server answered 403")
+
+
+def by_id(facts: ClusterFacts) -> dict[str, Check]:
+    return {check.id: check for check in judge(facts)}
+
+
+def test_a_cluster_with_everything() -> None:
+    checks = judge(HEALTHY)
+    assert [(check.id, check.outcome.value, check.fix) for check in checks] == [
+        (name, "passed", "")
+        for name in (
+            "kubernetes-version",
+            "definitions",
+            "operator",
+            "profile",
+            "permission",
+            "storage-class",
+            "network-policies",
+            "node-isolation",
+            "dns",
+        )
+    ]
+    assert exit_code(checks) == 0
+
+
+def test_the_oldest_version_is_that_of_the_chart() -> None:
+    chart = yaml.safe_load((Path(__file__).parents[4] / "charts/finetune-operator/Chart.yaml").read_text())
+    assert chart["kubeVersion"].startswith(f">={MINIMUM_VERSION[0]}.{MINIMUM_VERSION[1]}.")
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "message"),
+    [
+        ({"server_version": "v1.33.9-gke.1"}, "kubernetes-version", "v1.33"),
+        ({"served": []}, "definitions", "finetunejobs, finetuneprofiles"),
+        ({"served": ["finetunejobs"]}, "definitions", "not serve finetuneprofiles"),
+        ({"operators": []}, "operator", "no Deployment"),
+        ({"operators": [OperatorDeployment("system", "ours", 0)]}, "operator", "system/ours"),
+        ({"profile": None}, "profile", "no FineTuneProfile default"),
+        ({"profile": PROFILE.model_copy(update={"allowed_namespaces": ["research-*"]})}, "profile", "jobs in team"),
+        ({"may_create_jobs": False}, "permission", "may not create"),
+        ({"storage_classes": [StorageClass("fast", False)]}, "storage-class", "no default"),
+        ({"profile": PROFILE.model_copy(update={"storage_class_name": "gone"})}, "storage-class", "gone"),
+        ({"network": replace(ISOLATING, ingress_denied=False)}, "network-policies", "denied connections to a pod"),
+        ({"network": replace(ISOLATING, egress_denied=False)}, "network-policies", "denied connections from a pod"),
+        ({"network": replace(ISOLATING, allowed_reached=False)}, "network-policies", "that NetworkPolicies allow"),
+        ({"network": replace(ISOLATING, node_denied=False)}, "node-isolation", "the node it runs on"),
+        ({"network": replace(ISOLATING, resolved=False)}, "dns", "under the policies"),
+        ({"network": replace(ISOLATING, resolved_before=False)}, "dns", "even without"),
+    ],
+)
+def test_what_fails_names_the_cause_and_a_fix(change: dict[str, Any], name: str, message: str) -> None:
+    facts = replace(HEALTHY, **change)
+    failed = [check for check in judge(facts) if check.outcome.value != "passed"]
+    assert [(check.id, check.outcome.value) for check in failed] == [(name, "failed")]
+    assert message in failed[0].message
+    assert failed[0].fix
+    assert exit_code(judge(facts)) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "names"),
+    [
+        ("server_version", ["kubernetes-version"]),
+        ("served", ["definitions"]),
+        ("operators", ["operator"]),
+        ("profile", ["profile"]),
+        ("may_create_jobs", ["permission"]),
+        ("storage_classes", ["storage-class"]),
+        ("network", ["network-policies"]),
+    ],
+)
+def test_what_cannot_be_read_is_not_called_right(field: str, names: list[str]) -> None:
+    checks = judge(replace(HEALTHY, **{field: NO_ANSWER}))
+    assert [check.id for check in checks if check.outcome.value == "unknown"] == names
+    assert exit_code(checks) == 3
+    assert exit_code([*checks, *judge(replace(HEALTHY, served=[]))]) == 1
+
+
+def test_a_version_of_an_unknown_form_and_pods_that_never_meet_prove_nothing() -> None:
+    assert by_id(replace(HEALTHY, server_version="main"))["kubernetes-version"].outcome.value == "unknown"
+    apart = by_id(replace(HEALTHY, network=NetworkProbe(reached_before=False, resolved_before=True)))
+    assert apart["network-policies"].outcome.value == "unknown"
+
+
+def test_a_network_that_enforces_nothing_is_said_once() -> None:
+    checks = by_id(replace(HEALTHY, network=NetworkProbe(reached_before=True, resolved_before=True, resolved=True)))
+    assert "denied connections to and from a pod" in checks["network-policies"].message
+    assert [name for name, check in checks.items() if check.outcome.value != "passed"] == ["network-policies"]
+
+
+def test_without_the_probe_nothing_is_said_of_the_network() -> None:
+    assert not {"network-policies", "node-isolation", "dns"} & set(by_id(replace(HEALTHY, network=None)))
+
+
+def test_the_storage_class_of_a_profile_needs_no_default() -> None:
+    facts = replace(
+        HEALTHY,
+        profile=PROFILE.model_copy(update={"storage_class_name": "fast"}),
+        storage_classes=[StorageClass("fast", False)],
+    )
+    assert exit_code(judge(facts)) == 0

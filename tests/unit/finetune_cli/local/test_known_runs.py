@@ -1,0 +1,104 @@
+"""Runs of this machine as another command sees, follows and stops them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from finetune_cli.app import app
+from finetune_cli.local.run_directory import freeze, run_directory_of, write_record
+from finetune_job.names import Role
+from tests.unit.finetune_cli.jobs import PLAN
+
+COMMAND = """
+import signal, sys, time
+from pathlib import Path
+from finetune_cli.local.run_directory import RunDirectory, locked
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
+with locked(RunDirectory(Path(sys.argv[1]))):
+    print("locked", flush=True)
+    while not asked:
+        time.sleep(0.05)
+    time.sleep(float(sys.argv[2]))
+"""
+"""Stands for `finetune run`, which needs this long to save."""
+
+
+@pytest.fixture
+def claims(tmp_path: Path) -> Path:
+    place = run_directory_of(tmp_path, PLAN.job)
+    place.claims.mkdir(parents=True)
+    record = freeze(place, PLAN)
+    attempts = {Role.PREFLIGHT: 1, Role.TRAIN: 1}
+    write_record(place.record, record.model_copy(update={"finished": [Role.PREFLIGHT], "next_attempt": attempts}))
+    (tmp_path / ".finetune" / "default.damaged").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def command(claims: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    place = run_directory_of(claims, PLAN.job)
+    seconds = getattr(request, "param", 0)
+    arguments = [sys.executable, "-c", COMMAND, place.root, str(seconds)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.kill()
+
+
+def finetune(*arguments: str, claims: Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [*arguments, "--claims", str(claims)])
+    return result.exit_code, result.output
+
+
+def test_what_runs_is_listed_and_stopped(claims: Path, command: subprocess.Popen[str]) -> None:
+    name = PLAN.job.name
+    _, text = finetune("status", claims=claims)
+    header, line = text.splitlines()
+    assert header.split() == ["JOB", "STATE", "PROCESS", "SINCE", "STEP"]
+    assert line.split()[:3] == [f"{PLAN.job.namespace}/{name}", "training", str(command.pid)]
+    (entry,) = json.loads(finetune("status", "-o", "json", claims=claims)[1])["runs"]
+    assert (entry["stage"], entry["process"], entry["finished"]) == ("train", command.pid, ["preflight"])
+    code, said = finetune("stop", name, "-n", PLAN.job.namespace, claims=claims)
+    assert (code, said) == (0, "")
+    assert command.wait(30) == 0
+    assert finetune("status", claims=claims)[1].splitlines()[1].split()[1:] == ["stopped", "in", "train"]
+
+
+@pytest.mark.parametrize("command", [60], indirect=True)
+def test_a_stop_that_takes_longer_says_so(claims: Path, command: subprocess.Popen[str]) -> None:
+    code, said = finetune("stop", PLAN.job.name, "-n", PLAN.job.namespace, "--timeout", "0", claims=claims)
+    assert code == 3
+    assert f"process {command.pid} is still running after 0 s" in said
+
+
+def test_another_command_follows_it_to_its_end(claims: Path, command: subprocess.Popen[str]) -> None:
+    arguments = ["attach", PLAN.job.name, "-n", PLAN.job.namespace, "--claims", claims]
+    entry = [sys.executable, "-m", "finetune_cli", *arguments]
+    with subprocess.Popen(entry, stdout=subprocess.PIPE, text=True) as follower:
+        assert follower.stdout is not None
+        assert "training" in follower.stdout.readline()
+        command.send_signal(signal.SIGTERM)
+        assert follower.wait(30) == 0
+
+
+@pytest.mark.parametrize("verb", ["stop", "attach"])
+def test_what_does_not_run_is_said(claims: Path, verb: str) -> None:
+    code, said = finetune(verb, PLAN.job.name, "-n", PLAN.job.namespace, claims=claims)
+    assert (code, said) == (3, f"{PLAN.job.namespace}/{PLAN.job.name}: nothing of it is running\n")
+    code, said = finetune(verb, "unknown", claims=claims)
+    assert code == 2
+    assert "default/unknown: no such run below" in said
+
+
+def test_nothing_was_run(tmp_path: Path) -> None:
+    assert finetune("status", claims=tmp_path) == (0, f"no job was run below {tmp_path}\n")

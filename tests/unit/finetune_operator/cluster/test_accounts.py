@@ -1,0 +1,219 @@
+"""The object that usage is counted in. That counts are exact whatever dies is shown by tests/simulation/test_counters.py."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import zlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.conditions import initial_conditions, with_condition
+from finetune_job.reasons import ConditionType, Reason
+from finetune_operator.cluster.accounts import KEY, Accounts
+from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
+from finetune_operator.cluster.cache import Cache
+from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES
+from finetune_operator.cluster.projection import project
+from finetune_operator.decide.account import JobLabels, UsageTotals
+from finetune_operator.decide.observed import JobView
+from tests.unit.finetune_operator.cluster import objects
+from tests.unit.finetune_operator.cluster.fakes import Clock, FakeApi
+
+BEGUN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+STARTED = {"startTime": objects.CREATED}
+LABELS = JobLabels("team", "red", "LoRA", "gpus", "default", "H100", "2.5")
+
+
+def moment(seconds: float) -> str:
+    return (BEGUN + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class SlowApi(FakeApi):
+    """Others have their turn while it writes."""
+
+    async def replace(self, *arguments: Any) -> Any:
+        await asyncio.sleep(0.001)
+        return await super().replace(*arguments)
+
+
+@dataclass
+class Scene:
+    """A team's job with one pod of four GPUs, which runs from second 10 on."""
+
+    api: FakeApi = field(default_factory=FakeApi)
+    cache: Cache = field(default_factory=lambda: Cache(Clock()))
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        profile = {
+            "trainerImage": "x",
+            "gpu": {"pricePerHour": "2.5"},
+            "nodeSelector": {"nvidia.com/gpu.product": "H100"},
+            "pods": {"train": {"queueName": "gpus"}},
+        }
+        self.take(PROFILES, {"metadata": objects.metadata("default", "profile-uid"), "spec": profile})
+        self.show_job(2, STARTED)
+        self.take(BATCH_JOBS, objects.batch_job(version=3))
+        running = {"name": "trainer", "state": {"running": {"startedAt": moment(10)}}}
+        placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": moment(10)}
+        self.take(
+            PODS, objects.pod(version=4, status={"phase": "Running", "conditions": [placed], "containerStatuses": [running]})
+        )
+        self.accounts = self.another_life()
+
+    def another_life(self) -> Accounts:
+        fake: Any = self.api
+        return Accounts(fake, self.cache, "system", "tuning-accounts", now=lambda: BEGUN + timedelta(seconds=self.now))
+
+    def take(self, kind: Any, document: dict[str, Any]) -> None:
+        self.cache.apply(kind, project(kind, document))
+
+    def show_job(self, version: int, status: dict[str, Any]) -> None:
+        document = objects.finetune_job(version, status, parallelism={"nodes": 1, "processesPerNode": 4})
+        document["metadata"]["labels"] = {"finetune.dev/team": "red"}
+        self.take(JOBS, document)
+
+    async def count_until(self, seconds: float) -> None:
+        """One round, at that time."""
+        self.now = seconds
+        task = asyncio.create_task(self.accounts.run())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        task.cancel()
+        assert not task.done() or task.exception() is None
+
+    def writes(self) -> int:
+        return sum(verb in ("create", "replace") for verb, *_ in self.api.calls)
+
+
+def run(scenario: Callable[[Scene], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(scenario(Scene()))
+
+
+def job(status: FineTuneJobStatus) -> JobView:
+    return JobView("team", "tune", "job-uid", 1, "2", spec=None, status=status)
+
+
+def status_of(succeeded: bool | None = None, *, finished: bool = False) -> FineTuneJobStatus:
+    conditions = initial_conditions(generation=1, now=objects.CREATED)
+    for kind, value in ((ConditionType.SUCCEEDED, succeeded), (ConditionType.FINISHED, finished)):
+        conditions = with_condition(conditions, kind, value, Reason.COMPLETED, "", generation=1, now=objects.CREATED)
+    return FineTuneJobStatus(start_time=objects.CREATED, conditions=conditions)
+
+
+def test_running_jobs_are_counted_up_to_ten_seconds_ago_and_what_holds_nothing_costs_no_write() -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.count_until(15)
+        assert scene.writes() == 1, "the account is opened"
+        await scene.count_until(19)
+        assert scene.writes() == 1
+        await scene.count_until(80)
+        await scene.count_until(80)
+        assert scene.writes() == 2
+        # Not productive and not lost yet.
+        assert scene.accounts.totals()[LABELS].gpu_seconds == {}
+        scene.show_job(9, {**STARTED, "progress": {"checkpointStep": 5}})
+        await scene.count_until(110)
+        assert scene.accounts.totals()[LABELS].gpu_seconds == {"productive": 4 * 90}
+
+    run(scenario)
+
+
+def test_a_deleted_job_is_counted_until_now_and_its_totals_stay() -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.count_until(60)
+        scene.now = 70
+        scene.cache.remove(JOBS, project(JOBS, objects.finetune_job(20, STARTED)))
+        await scene.count_until(71)
+        assert scene.accounts.totals()[LABELS].gpu_seconds == {"lost": 4 * 60}
+        scene.accounts = scene.another_life()
+        assert scene.accounts.totals() == {}
+        await scene.count_until(500)
+        assert scene.accounts.totals()[LABELS].gpu_seconds == {"lost": 4 * 60}
+
+    run(scenario)
+
+
+def test_passes_that_end_jobs_at_the_same_time_share_a_write() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.api = SlowApi()
+        scene.accounts = scene.another_life()
+        await scene.count_until(15)
+        for number in range(20):
+            document = objects.finetune_job(30 + number, STARTED, uid=f"uid-{number}")
+            document["metadata"]["name"] = f"tune-{number}"
+            scene.take(JOBS, document)
+        views = [
+            JobView("team", f"tune-{number}", f"uid-{number}", 1, "2", spec=None, status=status_of()) for number in range(20)
+        ]
+        await asyncio.gather(*(scene.accounts.decided(view, status_of(True)) for view in views))
+        assert scene.writes() <= 3, "one opened the account of the first job, one was under way, one is for all others"
+        assert not any(totals.ended for totals in scene.accounts.totals().values()), "no status says so yet"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("end", [ApiUnreachableError("reset"), ApiError("PUT", 500, "", "later")])
+def test_an_end_that_cannot_be_put_on_record_puts_the_pass_off(end: Exception) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.count_until(15)
+        scene.api.fail["replace"] = [end]
+        with pytest.raises(type(end)):
+            await scene.accounts.decided(job(status_of()), status_of(True, finished=True))
+        await scene.accounts.decided(job(status_of()), status_of(True, finished=True))
+        ended = [{"type": kind, "status": "True", "reason": "Completed"} for kind in ("Succeeded", "Finished")]
+        scene.show_job(40, {**STARTED, "conditions": ended})
+        await scene.count_until(60)
+        assert scene.accounts.totals()[LABELS].ended == {"Succeeded|Completed": 1}
+
+    run(scenario)
+
+
+def test_without_the_right_jobs_go_on_uncounted_and_are_counted_once_it_is_given() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.api.fail["get"] = [ApiError("GET", 403, "Forbidden", "no")] * 2
+        await scene.count_until(60)
+        await scene.accounts.decided(job(status_of()), status_of(True))
+        assert scene.writes() == 0
+        await scene.count_until(80)
+        assert scene.writes() == 1
+
+    run(scenario)
+
+
+def compressed(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+OF_A_JOB = '{"jobs":{"job-uid":{"labels":["n","t","m","q","p","g"],%s}}}'
+OF_ALL = '{"groups":[{"labels":["n","t","m","q","p","g",%s],"totals":{%s}}]}'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"binaryData": {KEY: "bm90aGluZw=="}},
+        {"binaryData": "x"},
+        {"binaryData": {KEY: 7}},
+        {"binaryData": {KEY: compressed("[]")}},
+        {"binaryData": {KEY: compressed(OF_A_JOB % '"pending":{"train":"Collective|true"}')}},
+        {"binaryData": {KEY: compressed(OF_A_JOB % '"at":NaN')}},
+        {"binaryData": {KEY: compressed(OF_ALL % ('"dear"', ""))}},
+        {"binaryData": {KEY: compressed(OF_ALL % ('""', '"durations":{"queue":{"counts":[1]}}'))}},
+    ],
+)
+def test_what_cannot_be_read_begins_at_zero(data: dict[str, Any]) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.api.put(CONFIG_MAPS, {"metadata": {"name": "tuning-accounts", "namespace": "system"}, **data})
+        await scene.count_until(60)
+        assert scene.accounts.totals() == {LABELS: UsageTotals()}
+        assert scene.api.objects["ConfigMap", "system", "tuning-accounts"]["binaryData"][KEY] not in ("", "bm90aGluZw==")
+
+    run(scenario)

@@ -1,0 +1,166 @@
+"""Gauges of jobs: what they say, how many there are, and what a hostile object can do to them."""
+
+from __future__ import annotations
+
+from math import isnan
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from finetune_operator.cluster.cache import Cache
+from finetune_operator.cluster.kinds import JOBS, PROFILES
+from finetune_operator.cluster.projection import project
+from finetune_operator.decide.account import DurationCounts, JobLabels, UsageTotals
+from finetune_operator.job_metrics import JobCollector
+from finetune_operator.usage_metrics import UsageCollector
+from tests.unit.finetune_operator.cluster import objects
+from tests.unit.finetune_operator.cluster.fakes import Clock
+
+NUM_JOBS = 1000
+MOST_SERIES = 25
+STATUS = {
+    "phase": "Training",
+    "startTime": "2026-01-02T03:05:00Z",
+    "completionTime": "2026-01-02T05:05:00Z",
+    "attempt": 1,
+    "restarts": {"counted": 1, "uncounted": 2},
+    "progress": {
+        "step": 30,
+        "totalSteps": 120,
+        "loss": "1.25",
+        "evalLoss": "1.5",
+        "tokensPerSecond": "4000",
+        "goodput": "0.9",
+        "advancedTime": "2026-01-02T03:35:00Z",
+    },
+    "conditions": [{"type": "Ready", "status": "True", "reason": "Running"}, {"type": "Prepared", "status": "True"}],
+}
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def samples(collector: Any) -> Samples:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    found: Samples = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def a_cache(*jobs: dict[str, Any], **profile: Any) -> Cache:
+    cache = Cache(Clock())
+    spec = {"trainerImage": "x", "gpu": {}, **profile}
+    cache.apply(PROFILES, project(PROFILES, {"metadata": objects.metadata("default", "profile"), "spec": spec}))
+    for document in jobs:
+        cache.apply(JOBS, project(JOBS, document))
+    return cache
+
+
+def a_job(number: int = 0, status: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    document = objects.finetune_job(number + 1, STATUS if status is None else status, uid=f"uid-{number}", **spec)
+    document["metadata"]["name"] = f"tune-{number}"
+    return document
+
+
+def test_a_job_is_told_by_its_status() -> None:
+    job = a_job(
+        model={"source": "hf://org/Tiny-1B"},
+        method={"type": "QLoRA"},
+        run={"queueName": "night"},
+        parallelism={"nodes": 2, "processesPerNode": 8},
+    )
+    job["metadata"]["labels"] = {"finetune.dev/team": "red"}
+    found = samples(JobCollector(a_cache(job)))
+    names = {"namespace": "team", "name": "tune-0"}
+    info = {"uid": "uid-0", "team": "red", "queue": "night", "method": "QLoRA", "profile": "default", "gpu": "nvidia.com/gpu"}
+    assert found.pop("finetune_job_info") == [({**names, **info, "model": "Tiny-1B"}, 1)]
+    assert found.pop("finetune_job_status") == [({**names, "state": "Training"}, 1)]
+    assert {name: values for name, values in found.items() if values != [(names, values[0][1])]} == {}
+    assert {name: values[0][1] for name, values in found.items()} == {
+        "finetune_job_gpus": 16,
+        "finetune_job_progress_ratio": 0.25,
+        "finetune_job_loss": 1.25,
+        "finetune_job_eval_loss": 1.5,
+        "finetune_job_tokens_per_second": 4000,
+        "finetune_job_goodput_ratio": 0.9,
+        "finetune_job_restarts": 3,
+        "finetune_job_created_timestamp_seconds": 1767323045,
+        "finetune_job_start_timestamp_seconds": 1767323100,
+        "finetune_job_completion_timestamp_seconds": 1767330300,
+        "finetune_job_last_step_timestamp_seconds": 1767324900,
+    }
+
+
+def test_a_job_that_waits_says_for_what_until_it_has_ended() -> None:
+    ready = {"type": "Ready", "status": "False", "reason": "Queued"}
+    found = samples(JobCollector(a_cache(a_job(status={"conditions": [ready]}))))
+    assert found["finetune_job_waiting"] == [({"namespace": "team", "name": "tune-0", "reason": "Queued"}, 1)]
+    assert "finetune_job_gpus" not in found
+    for kind in ("Succeeded", "Finished"):
+        ended = {"conditions": [ready, {"type": kind, "status": "True", "reason": "Completed"}]}
+        assert "finetune_job_waiting" not in samples(JobCollector(a_cache(a_job(status=ended))))
+
+
+def test_a_thousand_jobs_have_fewer_than_25_series_each() -> None:
+    found = samples(JobCollector(a_cache(*(a_job(number) for number in range(NUM_JOBS)))))
+    number = sum(map(len, found.values()))
+    print(f"{number} series of {NUM_JOBS} jobs: {number / NUM_JOBS:g} each")
+    assert number < MOST_SERIES * NUM_JOBS
+    assert number == 13 * NUM_JOBS
+
+
+HOSTILE = 'x"\n\\{}' + "y" * 500
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        a_job(method={"type": HOSTILE}, run={"queueName": HOSTILE}, model={"source": HOSTILE}, parallelism={"nodes": "two"}),
+        a_job(status={"progress": {"step": -5, "totalSteps": 0, "loss": "nan", "evalLoss": "1e999", "goodput": [], "step_": 1}}),
+        a_job(status={"phase": HOSTILE, "restarts": "many", "startTime": "yesterday", "conditions": [{"type": "Ready"}]}),
+        a_job(method="LoRA", run=7, model=[], parallelism={"processesPerNode": None}),
+    ],
+)
+def test_nothing_that_a_job_holds_breaks_a_scrape_or_makes_a_long_label(job: dict[str, Any]) -> None:
+    found = samples(JobCollector(a_cache(job, gpu={"resourceName": HOSTILE, "pricePerHour": "dear"})))
+    longest = max(len(value) for values in found.values() for labels, _ in values for value in labels.values())
+    assert longest <= 256
+    ((info, _),) = found["finetune_job_info"]
+    assert max(map(len, info.values())) <= 63
+    assert not any(isnan(value) for values in found.values() for _, value in values)
+
+
+def test_usage_has_no_names_of_jobs_and_begins_at_zero() -> None:
+    labels = JobLabels("n", "red", "LoRA", "gpus", "default", "H100", "2.5")
+    found = samples(
+        UsageCollector(lambda: {labels: UsageTotals(), labels._replace(gpu="", price="", method="Full"): UsageTotals()})
+    )
+    assert {value for values in found.values() for _, value in values} == {0}
+    assert len(found["finetune_gpu_seconds_total"]) == len(found["finetune_cost_total"]) == 3
+    names = {name for values in found.values() for sample, _ in values for name in sample}
+    assert not names & {"name", "uid", "job"}
+    used = UsageTotals(
+        gpu_seconds={"lost": 3600.0, "productive": 7200.0},
+        restarts={"Collective|true": 2},
+        ended={"Failed|VerificationFailed": 1},
+        durations={"queue": DurationCounts().plus(40), "first_step": DurationCounts().plus(70).plus(1e9)},
+    )
+    dearer = labels._replace(price="4", method="DoRA")
+    found = samples(UsageCollector(lambda: {labels: used, dearer: used}))
+
+    def value(name: str, **wanted: str) -> float:
+        ((_, number),) = [one for one in found[name] if wanted.items() <= one[0].items()]
+        return number
+
+    assert value("finetune_gpu_seconds_total", outcome="lost") == 7200
+    assert value("finetune_cost_total", outcome="productive") == pytest.approx(2 * 2.5 + 2 * 4)
+    assert value("finetune_restarts_total", **{"class": "Collective", "counted": "true"}) == 4
+    assert value("finetune_jobs_total", method="DoRA", result="Failed", reason="VerificationFailed") == 1
+    assert value("finetune_phase_duration_seconds_bucket", phase="queue", le="30.0") == 0
+    assert value("finetune_phase_duration_seconds_bucket", phase="queue", le="60.0") == 2
+    assert value("finetune_phase_duration_seconds_sum", phase="queue") == 80
+    assert value("finetune_time_to_first_step_seconds_bucket", le="259200.0") == 2
+    assert value("finetune_time_to_first_step_seconds_bucket", le="+Inf") == 4
