@@ -133,7 +133,10 @@ def other_values(installed: Installed, workload: Workload) -> Iterator[Callable[
     def apply(*settings: str) -> None:
         values = [argument for setting in settings for argument in ("--set", setting)]
         place = ("--namespace", SYSTEM, "--show-only", "templates/admission.yaml")
-        installed.cluster.kubectl("apply", "-f", "-", input=installed.cluster.helm("template", RELEASE, CHART, *place, *values))
+        documents = installed.cluster.helm("template", RELEASE, CHART, *place, *values)
+        # As helm does it, or its next upgrade would be a conflict.
+        manner = ("--server-side", "--force-conflicts", "--field-manager=helm")
+        installed.cluster.kubectl("apply", *manner, "-f", "-", input=documents)
 
     yield apply
     apply()

@@ -98,6 +98,7 @@ FORBIDDEN: dict[str, tuple[Change, str]] = {
         lambda job: job["metadata"]["ownerReferences"][0].update(kind="ConfigMap", apiVersion="v1"),
         "no FineTuneJob",
     ),
+    "a profile as owner": (lambda job: job["metadata"]["ownerReferences"][0].update(kind="FineTuneProfile"), "no FineTuneJob"),
     "no controller": (lambda job: job["metadata"]["ownerReferences"][0].update(controller=False), "no FineTuneJob controls it"),
     "token": (pod(lambda spec: spec.update(automountServiceAccountToken=True)), "have no token"),
     "token by default": (pod(lambda spec: spec.pop("automountServiceAccountToken")), "have no token"),

@@ -80,6 +80,13 @@ SAMPLES: Mapping[str, list[Any]] = {
     "metrics.serviceMonitor.interval": ["30s", "1m"],
     "metrics.podMonitor.labels": [{}, {"release": "kube-prometheus-stack"}],
     "metrics.podMonitor.interval": ["30s", "500ms"],
+    "metrics.prometheusRule.labels": [{}, {"release": "kube-prometheus-stack"}],
+    "metrics.prometheusRule.alerts": [
+        {},
+        {"FineTuneGPUIdle": {"for": "1h", "severity": "critical"}, "FineTuneXidError": {"enabled": False}},
+    ],
+    "metrics.prometheusRule.runbooks": ["docs/runbooks.md", "https://runbooks.example/finetune"],
+    "metrics.dashboards.labels": [{"grafana_dashboard": "1"}, {}],
     "networkPolicy.apiServerCIDRs": [["0.0.0.0/0"], ["10.0.0.1/32", "fd00::/8"]],
     "networkPolicy.apiServerPorts": [[443, 6443], [443]],
     "networkPolicy.metricsFrom": [[], [PEER]],
@@ -174,17 +181,7 @@ def test_any_two_values_together_make_objects_that_the_api_server_takes(installe
     try:
         wait_until(lambda: installed.kube.get("ServiceAccount", "matrix-system", "default"), "the default ServiceAccount", 60)
         listed = {"apiVersion": "v1", "kind": "List", "items": documents}
-        command = (
-            "create",
-            "--dry-run=server",
-            "--validate=strict",
-            "--namespace",
-            "matrix-system",
-            "--output",
-            "name",
-            "-f",
-            "-",
-        )
+        command = ("create", "--dry-run=server", "--validate=strict", "--output", "name", "-f", "-")
         made = installed.cluster.kubectl(*command, input=json.dumps(listed)).splitlines()
     finally:
         for name in namespaces:
