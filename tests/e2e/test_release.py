@@ -16,8 +16,11 @@ import pytest
 
 from finetune_trainer.errors import DestinationRefusedError
 from finetune_trainer.network.retry import TransientError
+from finetune_trainer.release.checksums import read_release
+from finetune_trainer.release.sign import signed
 from tests.support.cluster.binaries import ensure_binaries, ensure_cosign
 from tests.support.cluster.requirements import ensure_packages, install_packages
+from tests.support.finished_run import finished_run
 from tests.support.images import ImageError, build
 from tests.support.images.sources import REPOSITORY
 from tests.support.registry import PASSWORD, USER, Registry, running_registry
@@ -284,4 +287,24 @@ def test_cosign_verifies_what_was_released_and_nothing_else(released: Released, 
         good = released.run(script, DIGEST=released.image.digest)
         assert good.returncode == 0, f"{line}\n{good.stderr}"
         other = script.replace("finetune.pub", "other.pub")
-        assert released.run(other, DIGEST=released.image.digest).returncode != 0, line
+        refused = released.run(other, DIGEST=released.image.digest)
+        assert refused.returncode != 0, line
+        assert re.search("invalid signature|no matching attestations", refused.stderr), refused.stderr
+
+
+@pytest.mark.nightly
+def test_cosign_verifies_signed_results(tmp_path: Path) -> None:
+    _new_key(tmp_path / "signing.key")
+    (tmp_path / "signing.pub").write_text(read_key(tmp_path / "signing.key").public_key)
+    release = read_release(finished_run(tmp_path / "run", "s3://bucket/tuned"))
+    signed(release, (tmp_path / "signing.key").read_text(), tmp_path)
+    with release.manifest.open() as file:
+        (tmp_path / "SHA256SUMS").write_bytes(file.read())
+    (line,) = re.findall(r"`cosign (verify-blob[^`]*)`", (REPOSITORY / "docs/results.md").read_text())
+    command = [str(ensure_cosign()), *line.split()]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    with (tmp_path / "SHA256SUMS").open("a") as file:
+        file.write("\n")
+    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "invalid signature" in refused.stderr
