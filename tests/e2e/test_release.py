@@ -199,6 +199,28 @@ def test_make_push_brings_the_image_to_the_registry(released: Released) -> None:
     assert released.registry.digest("pushed/finetune-operator", build("operator").tag) == released.image.digest
 
 
+def test_command_publishes_the_same_image_and_prints_what_verifies_it(
+    released: Released, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry = f"{released.registry.host}/again"
+    arguments = f"--registry {registry} --version 0.9.1 --images operator --plain-http --key {released.folder / 'finetune.key'}"
+    monkeypatch.setattr("sys.argv", ["release", *arguments.split()])
+    monkeypatch.setattr(command, "source_commit", lambda tree: COMMIT)
+    assert command.main() == 0
+    printed = capsys.readouterr().out
+    image = f"{registry}/finetune-operator@{released.image.digest}"
+    assert f"\ncosign verify --key finetune.pub --insecure-ignore-tlog=true {image}\n" in printed
+    assert (released.folder / "finetune.pub").read_text() in printed
+    assert f"helm install finetune oci://{registry}/charts/finetune-operator --version 0.9.1 " in printed
+
+
+def test_make_release_says_what_it_needs() -> None:
+    made = ["make", "-o", "environment", "release", "REGISTRY=registry.example/team", "VERSION=0.2.0", "KEY="]
+    done = subprocess.run(made, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "KEY=finetune.key: name all three" in done.stderr
+
+
 def test_mirror_takes_signatures_along(released: Released) -> None:
     install_packages(["skopeo"])
     mirror = f"{released.registry.host}/finetune"
