@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ def _new_key(path: Path, *options: str) -> None:
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Released]:
     ensure_packages()
+    install_packages([program for program in ("curl", "jq", "skopeo") if shutil.which(program) is None])
     ensure_binaries()
     folder = tmp_path_factory.mktemp("release")
     with running_registry(folder / "registry", needs_login=True) as registry, pytest.MonkeyPatch.context() as patch:
@@ -222,7 +224,6 @@ def test_make_release_says_what_it_needs() -> None:
 
 
 def test_mirror_takes_signatures_along(released: Released) -> None:
-    install_packages(["skopeo"])
     mirror = f"{released.registry.host}/finetune"
     script = _lines("for tag in 0.2.0", released).replace("0.2.0", VERSION).replace("mirror.example/finetune", mirror)
     copy = "skopeo copy --src-tls-verify=false --dest-tls-verify=false"
