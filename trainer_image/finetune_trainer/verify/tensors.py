@@ -21,6 +21,7 @@ from finetune_trainer.files import MANIFEST_FILE, FileDigests
 from finetune_trainer.merge.changes import LowRank, Quantization, TokenRows
 from finetune_trainer.merge.inputs import plan_merge
 from finetune_trainer.merge.plan import MergePlan, OutputTensor
+from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
 from finetune_trainer.verify.exact import ExactMatrix, clear_adapter_cache, has_formula, is_zero, read_rows
 from finetune_trainer.weights.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.weights.rounding import TORCH_DTYPES
@@ -111,6 +112,7 @@ class TensorFigures:
         return max((figures.worst_rounding for figures in self.classes.values()), default=0.0)
 
 
+@one_thread_for_each_operation()  # samples are small, and files are hashed meanwhile
 def check_tensors(
     base: Path,
     adapters: Sequence[Path],
