@@ -113,8 +113,10 @@ def _keep_out(module: str) -> None:
 def preload(*modules: str) -> None:
     """Import what this process will need. The collector does not run meanwhile, and never visits what is there afterwards.
 
-    What torch and the libraries around it bring lives as long as the process: collections would go through it in vain.
+    What torch and the libraries around it bring lives as long as the process: collections would go through it in vain. numpy's
+    linear algebra, which nothing here uses, starts no threads, which would spin for a moment and must not be there at a fork.
     """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
     try:
         for module in modules:
