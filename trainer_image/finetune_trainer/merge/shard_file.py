@@ -3,6 +3,9 @@
 Whole pages go to the disk directly, past the page cache: making cache pages took more processor time than the merge's
 arithmetic, and swung between 0.4 and 5 s for 2 GB (ext4 on a virtual disk), where direct writes took 0.7 to 0.9 s. A
 chunk's first and last bytes that fill no page go through the cache. If a file system refuses direct writes, all do.
+
+Unchanged bytes go the same way. copy_file_range(2) makes cache pages as well, and the hash has to read the bytes in any case:
+for 272 MB on that disk 0.13 s of processor time with that read, where reading and writing directly took 0.06 s.
 """
 
 from __future__ import annotations

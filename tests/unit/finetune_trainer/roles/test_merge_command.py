@@ -1,6 +1,8 @@
 """`python -m finetune_trainer.roles.merge_command`: progress, one report, exit codes by class, a name only for what passed."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +151,12 @@ def test_rows_are_cut_where_all_steps_allow_it() -> None:
     assert cuts[0].blocks == (((0, 2), (2, 4)), ((0, 4),), ((0, 1), (1, 4)))
     assert cuts[1].blocks == (((4, 6), (6, 9)), ((4, 9),), ((4, 5), (5, 9)))
     assert [cut.rows for cut in common_cuts([[(0, 2), (2, 9)], [(0, 9)]])] == [(0, 9)]
+
+
+def test_a_merge_imports_neither_a_plan_nor_libraries_that_it_does_not_use() -> None:
+    """They take as long as the rest of the imports beside torch, which are a good part of a small model's merge."""
+    heavy = ("finetune_job.plan.run_plan", "transformers", "peft")
+    code = "import sys, finetune_trainer.roles.merge_command, finetune_trainer.merge.merge_adapter; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "finetune_trainer.merge.stream" in loaded
+    assert not {*heavy}.intersection(loaded)
