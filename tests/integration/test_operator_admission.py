@@ -215,6 +215,7 @@ def test_leases_profiles_and_accounts_are_those_of_the_release(
     as_operator: Kube, installed: Installed, workload: Workload
 ) -> None:
     accounts = {"metadata": {"name": f"{RELEASE}-accounts"}}
+    installed.kube.delete("ConfigMap", SYSTEM, f"{RELEASE}-accounts")
     as_operator.request("POST", as_operator.path("ConfigMap", SYSTEM) + "?dryRun=All", accounts)
     assert "no FineTuneJob controls it" in refused(as_operator, "ConfigMap", workload, accounts)
     installed.kube.create("ConfigMap", SYSTEM, accounts)
