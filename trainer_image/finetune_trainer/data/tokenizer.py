@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.catalogue.book import make_finding
@@ -98,17 +99,17 @@ def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -
         return _unknown_end(tokenizer, directory)
     is_written = data.chat_template is not None
 
-    def of_template(rule: str, message: str, fix: str) -> Finding:
+    def of_template(rule: str, message: str, fix: str, changes: Mapping[str, Any] | None = None) -> Finding:
         field = "spec.data.chatTemplate" if is_written else FIELD
         value = (data.chat_template or directory.name)[:80]
-        return make_finding(rule, field=field, value=value, message=message, fix=fix)
+        return make_finding(rule, field=field, value=value, message=message, fix=fix, changes=changes)
 
     try:
         (made,) = tokenize(tokenizer, [Record(1, "", "", PROBE)], data.loss_on, data.chat_template)
     except EndlessTemplateError as error:
         made = error.problem
     if isinstance(made, RecordProblem):
-        return [of_template("chat-template-unusable", made.reason, made.fix)]
+        return [of_template("chat-template-unusable", made.reason, made.fix, made.changes)]
     begin = tokenizer.bos_token_id
     if begin is not None and made.input_ids[:2] == [begin, begin]:
         doubled = f"every chat begins with {tokenizer.bos_token!r} twice, which the model has never seen"
