@@ -5,6 +5,8 @@ What only one verb needs is imported where that verb begins: `validate` is to an
 
 from __future__ import annotations
 
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -225,6 +227,44 @@ def estimate(
         case Output.YAML:
             typer.echo(as_yaml(estimate_document(found)), nl=False)
     raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in found) else ExitCode.REFUSED)
+
+
+@app.command()
+def data(
+    *,
+    file: Annotated[str, typer.Option("-f", "--filename", help="Manifest with one FineTuneJob; - for standard input.")],
+    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
+    claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
+    records: Annotated[int, typer.Option("-n", "--records", min=0, help="Records of each source that are shown.")] = 2,
+    first: Annotated[int, typer.Option(min=1, help="Records of each source that are read and counted.")] = 1000,
+    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+) -> None:
+    """Show the first records of a job as training will see them: rendered, with what is learnt, counted and measured.
+
+    Reads sources on this machine, those that an earlier run has fetched among them. Exit code: 0 nothing speaks against them,
+    1 refused, 2 unusable input.
+    """
+    from finetune_cli.commands.data import look_at
+    from finetune_cli.local.claims import parse_claims
+    from finetune_cli.render.data import look_document, look_text
+
+    try:
+        seen = look_at(_read(file), claims, parse_claims(claim or []), shown=records, limit=first)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    if isinstance(seen, validate_command.Report):
+        typer.echo(report_text(seen), nl=False)
+        raise typer.Exit(seen.exit_code)
+    match output:
+        case Output.TEXT:
+            in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+            typer.echo(look_text(seen, in_colour=in_colour), nl=False, color=in_colour)
+        case Output.JSON:
+            typer.echo(as_json(look_document(seen)), nl=False)
+        case Output.YAML:
+            typer.echo(as_yaml(look_document(seen)), nl=False)
+    raise typer.Exit(ExitCode.REFUSED if seen.is_refused else ExitCode.DONE)
 
 
 @app.command()

@@ -5,7 +5,6 @@ That includes records that occur twice, and held-out records that are trained on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import DataPlan, DatasetPlan
+from finetune_job.plan.run_plan import DataPlan
 from finetune_trainer.data.cpus import available_cpus
 from finetune_trainer.data.file_parts import FilePart, PartResult, ProblemKind
 from finetune_trainer.data.findings import (
@@ -28,17 +27,14 @@ from finetune_trainer.data.findings import (
     empty,
     never_used,
     repeated,
-    shared_files,
-    split_missing,
     too_long,
     unknown_text,
     unreadable,
-    unsplit_files,
     wrong_records,
 )
 from finetune_trainer.data.packing import WeightedDocuments
-from finetune_trainer.data.read import RecordProblem, lines_before, record_files
-from finetune_trainer.data.splits import split_files
+from finetune_trainer.data.read import RecordProblem, lines_before
+from finetune_trainer.data.source_files import find_files, find_shared
 from finetune_trainer.errors import DataError
 from finetune_trainer.files import file_sha256
 
@@ -128,8 +124,8 @@ class Source:
     """It cannot be read."""
     refusal: Finding | None = None
     """Its files are not what the manifest says."""
-    unsplit: tuple[str, tuple[Path, ...]] | None = None
-    """Split that is read, and files that are left out because they name none."""
+    warnings: tuple[Finding, ...] = ()
+    """Of its files."""
     found: PartResult = field(default_factory=PartResult)
     """Sums over its parts."""
     problems: dict[ProblemKind, tuple[FilePart, RecordProblem, int]] = field(default_factory=dict)
@@ -179,7 +175,7 @@ class Source:
             return wrong_records(named, _first_kinds(self.problems))
         if found.num_records == 0:
             return [empty(named)]
-        findings = [unsplit_files(named, *self.unsplit)] if self.unsplit is not None else []
+        findings = list(self.warnings)
         if found.num_dropped:
             findings.append(too_long(named, found.num_records, found.num_dropped, found.shortest_dropped, max_sequence_length))
         if was_tokenised and found.num_documents and not self.weighted.occurrences:
@@ -212,59 +208,24 @@ class Source:
 
 def list_sources(plan: DataPlan, claims_root: Path) -> list[Source]:
     """Every source with its files and their digests."""
-    sources = planned_sources(plan, lambda claim: claims_root / claim)
-    with ThreadPoolExecutor(available_cpus()) as threads:
-        for source in sources:
-            try:
-                source.stamps = {path: _stamp(path) for path in source.files}
-                source.files = dict(zip(source.files, threads.map(file_sha256, source.files), strict=True))
-            except OSError as error:
-                source.error = error
-    _refuse_shared_files(sources)
-    return sources
-
-
-def planned_sources(plan: DataPlan, directory_of: Callable[[str], Path]) -> list[Source]:
-    """Every source with its files, whose digests are not known yet. directory_of: a claim."""
     planned = [*((TRAIN, dataset) for dataset in plan.train), *([(VALIDATION, plan.validation)] if plan.validation else [])]
     sources = []
-    for split, dataset in planned:
-        path = directory_of(dataset.location.claim) / dataset.location.path
-        source = Source(SplitSource(split, dataset.location, path, dataset.field, dataset.source), dataset.weight)
-        sources.append(source)
-        try:
-            files = record_files(path)
-        except OSError as error:
-            source.error = error
-            continue
-        if dataset.splits and path.is_dir():
-            files = _of_split(source, files, dataset)
-        source.files = dict.fromkeys(files, "")
+    with ThreadPoolExecutor(available_cpus()) as threads:
+        for split, dataset in planned:
+            path = claims_root / dataset.location.claim / dataset.location.path
+            named = SplitSource(split, dataset.location, path, dataset.field, dataset.source)
+            found = find_files(named, dataset.splits, is_chosen=dataset.split_is_chosen)
+            source = Source(named, dataset.weight, error=found.error, refusal=found.refusal, warnings=found.warnings)
+            sources.append(source)
+            try:
+                source.stamps = {path: _stamp(path) for path in found.files}
+                source.files = dict(zip(found.files, threads.map(file_sha256, found.files), strict=True))
+            except OSError as error:
+                source.error = error
+    shared = find_shared((source.named, source.files.keys(), source.files.values()) for source in sources)
+    for source in sources:
+        source.refusal = source.refusal or shared.get(source.named)
     return sources
-
-
-def _of_split(source: Source, files: list[Path], dataset: DatasetPlan) -> list[Path]:
-    divided = split_files(source.named.path, files, dataset.splits)
-    if not divided.taken or (dataset.split_is_chosen and not divided.found):
-        source.refusal = split_missing(source.named, dataset.splits, divided.found)
-        return []
-    if divided.unnamed:
-        source.unsplit = (divided.split, divided.unnamed)
-    return list(divided.taken)
-
-
-def _refuse_shared_files(sources: list[Source]) -> None:
-    """A held-out source that holds a file of the training data, by its place or by its bytes."""
-    for held_out in sources:
-        if held_out.named.split != VALIDATION or held_out.refusal is not None:
-            continue
-        for source in sources:
-            if source.named.split == TRAIN:
-                own = {file.resolve() for file in held_out.files} | set(filter(None, held_out.files.values()))
-                shared = [file for file, digest in source.files.items() if file.resolve() in own or digest in own]
-                if shared:
-                    held_out.refusal = shared_files(source.named, held_out.named, shared)
-                    break
 
 
 def _stamp(path: Path) -> Stamp:

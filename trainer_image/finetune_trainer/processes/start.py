@@ -15,9 +15,10 @@ import signal
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from finetune_job.plan.run_plan import RunPlan
+if TYPE_CHECKING:  # reading a plan takes longer to import than some processes take for all that they do
+    from finetune_job.plan.run_plan import RunPlan
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 """prctl(2)."""
