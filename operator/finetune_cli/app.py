@@ -28,6 +28,10 @@ app = typer.Typer(
 )
 
 
+_CLAIMS = Path("runs/claims")
+"""Where commands look for the directories of claims."""
+
+
 class Output(StrEnum):
     """Forms of output."""
 
@@ -45,6 +49,7 @@ class BaseForm(StrEnum):
 
 @app.command()
 def validate(
+    *,
     file: Annotated[
         list[str],
         typer.Option(
@@ -53,12 +58,22 @@ def validate(
     ],
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
+    claims: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory that holds a directory for each claim: the first records there are judged, too. "
+            "Unset: those in runs/claims, if there are any."
+        ),
+    ] = None,
+    claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
     fix: Annotated[
         bool,
         typer.Option("--fix", help="Print the manifests with the fixes made of all findings that need nobody to weigh them."),
     ] = False,
 ) -> None:
-    """Judge manifests by every rule, without a cluster. Exit code: 0 accepted, 1 refused, 2 unusable input.
+    """Judge manifests by every rule, and the first records if they are on this machine; without a cluster.
+
+    Exit code: 0 accepted, 1 refused, 2 unusable input.
 
     With --fix the manifests go to standard output, comments and layout kept, and what was changed to standard error; the exit
     code is that of the manifests as they are printed.
@@ -77,6 +92,9 @@ def validate(
             raise typer.Exit(ExitCode.UNUSABLE)
         raise typer.Exit(_fix(files, profile_text))
     report = validate_command.validate_files(files, profile_text)
+    places = claims or _CLAIMS
+    if claim or places.is_dir():
+        report = _with_records(report, places, claim or [], is_given=claims is not None or claim is not None)
     match output:
         case Output.TEXT:
             typer.echo(report_text(report), nl=False)
@@ -90,7 +108,7 @@ def validate(
 @app.command()
 def run(
     file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
-    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
+    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = _CLAIMS,
     claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Write the results here instead of output.destination.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove the job's workspace and start over.")] = False,
@@ -114,7 +132,7 @@ def run(
 @app.command()
 def rehearse(
     file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
-    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
+    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = _CLAIMS,
     claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 300,
 ) -> None:
@@ -199,7 +217,7 @@ def estimate(
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of one device, as in 80Gi. Unset: the profile's.")] = None,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
-    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
+    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = _CLAIMS,
 ) -> None:
     """Show what memory each rank of a job will need, and what to change where it does not fit. Nothing is loaded.
 
@@ -233,7 +251,7 @@ def estimate(
 def data(
     *,
     file: Annotated[str, typer.Option("-f", "--filename", help="Manifest with one FineTuneJob; - for standard input.")],
-    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
+    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = _CLAIMS,
     claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
     records: Annotated[int, typer.Option("-n", "--records", min=0, help="Records of each source that are shown.")] = 2,
     first: Annotated[int, typer.Option(min=1, help="Records of each source that are read and counted.")] = 1000,
@@ -291,6 +309,17 @@ def explain(
     suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
     typer.echo(f"nothing is called {word}{suggestion}", err=True)
     raise typer.Exit(ExitCode.UNUSABLE)
+
+
+def _with_records(report: validate_command.Report, claims: Path, claim: list[str], *, is_given: bool) -> validate_command.Report:
+    from finetune_cli.commands.data import with_records
+    from finetune_cli.local.claims import parse_claims
+
+    try:
+        return with_records(report, claims, parse_claims(claim), is_given=is_given)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
 
 
 def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:

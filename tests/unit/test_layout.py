@@ -22,12 +22,16 @@ SMALL_LINES = 60
 COVERED_BY = {
     # Tables of data: one test goes through all of their rows.
     "finetune_job/catalogue/*": "finetune_job/catalogue/test_book.py",
+    "finetune_job/chat_templates.py": "finetune_trainer/data/test_chat_templates_by_name.py",
+    "finetune_job/plan/mapping.py": "finetune_trainer/data/test_forms_of_records.py",
     "finetune_job/peft_settings.py": "finetune_trainer/model/test_settings_table.py",
     # Rules: one table of manifests and verdicts for all topics, and the schema's expressions in the CRD.
     "finetune_job/rules/cel/*": "finetune_job/test_crd.py",
     "finetune_job/rules/*": "finetune_job/rules/test_book_verdicts.py",
     # Modules whose test has another name.
     "finetune_cli/app.py": "finetune_cli/checks/test_estimate.py",
+    "finetune_cli/local/look.py": "finetune_cli/commands/test_data.py",
+    "finetune_cli/render/data.py": "finetune_cli/commands/test_data.py",
     "finetune_cli/generate_rules.py": "finetune_job/rules/test_book.py",
     "finetune_cli/render/estimate.py": "finetune_cli/checks/test_estimate.py",
     "finetune_cli/render/verdicts.py": "finetune_cli/checks/test_validate.py",
@@ -46,6 +50,10 @@ COVERED_BY = {
     "finetune_trainer/checkpoint/save.py": "finetune_trainer/checkpoint/test_checkpoints.py",
     "finetune_trainer/data/file_parts.py": "finetune_trainer/data/test_workers_hostile.py",
     "finetune_trainer/data/findings.py": "finetune_trainer/data/test_prepare.py",
+    "finetune_trainer/data/parse.py": "finetune_trainer/data/test_records.py",
+    "finetune_trainer/data/source_files.py": "finetune_trainer/data/test_forms_of_records.py",
+    "finetune_trainer/data/splits.py": "finetune_trainer/data/test_forms_of_records.py",
+    "finetune_trainer/data/suggestions.py": "finetune_trainer/data/test_forms_of_records.py",
     "finetune_trainer/data/sentinels.py": "finetune_trainer/data/test_chat.py",
     "finetune_trainer/data/shard_writer.py": "finetune_trainer/data/test_shards.py",
     "finetune_trainer/data/sources.py": "finetune_trainer/data/test_prepare.py",
@@ -70,6 +78,7 @@ COVERED_BY = {
     "finetune_trainer/model/wrap_plan.py": "finetune_trainer/model/test_trained_parts.py",
     "finetune_trainer/network/hub_answers.py": "finetune_trainer/publish/test_hub.py",
     "finetune_trainer/preflight/checks.py": "finetune_trainer/preflight/test_refused_jobs.py",
+    "finetune_trainer/preflight/places.py": "finetune_trainer/preflight/test_storage.py",
     "finetune_trainer/preflight/library_errors.py": "finetune_trainer/preflight/test_refused_jobs.py",
     "finetune_trainer/preflight/memory.py": "finetune_memory/test_describe_in_preflight.py",
     "finetune_trainer/preflight/model_checks.py": "finetune_trainer/preflight/test_refused_jobs.py",

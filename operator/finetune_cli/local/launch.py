@@ -29,7 +29,7 @@ PORTS = range(20_000, 32_000)
 _TRAINER = (sys.executable, "-m", "finetune_trainer")
 _ONLINE = (Role.FETCH, Role.PUBLISH)
 """Their libraries read what the environment says of the network when they are imported."""
-_NEEDED = ("finetune_trainer", "torch")
+_NEEDED = ("finetune_trainer", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "jinja2")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from finetune_job.layout import OutputLayout, WorkspaceLayout
 from finetune_job.plan.run_plan import RunPlan
 
 FIRST_RECORDS = 1000
-"""Of each source that are looked at."""
+"""Of each source that are shown and counted unless another number is given."""
+FIRST_JUDGED = 100
+"""Of each source that a command looks at before it does its own work."""
 SECONDS = 120.0
 """A chat template of a user's may take any time."""
 _PROGRAM = "finetune_trainer.roles.look"

@@ -221,16 +221,15 @@ def mapping_without_effect(context: RuleContext) -> Problem | None:
         return None
     # A preset means one format; what is written beside it may belong to another.
     fits = next((each for each in DataFormat if all(name in OF_FORMAT[each] for name in fields)), None)
-    name = wrong[0]
-    is_written = getattr(data.mapping, name) is not None
-    field = f"{_MAPPING}.{to_camel(name)}" if is_written else f"{_MAPPING}.preset"
-    changes: dict[str, object] = {_FORMAT: fits} if fits not in (None, data.format) else {field: None}
+    is_written = getattr(data.mapping, wrong[0]) is not None
+    named = f"{_MAPPING}.{to_camel(wrong[0]) if is_written else 'preset'}"
+    sets_format = fits not in (None, data.format)
     return Problem(
-        field=field,
-        value=fields[name] if is_written else data.mapping.preset,
+        field=_MAPPING,
+        value=f"{to_camel(wrong[0])}: {fields[wrong[0]]}" if is_written else f"preset: {data.mapping.preset}",
         message=message,
-        fix=f"set {_FORMAT}: {fits}, or remove {field}" if _FORMAT in changes else f"remove {field}",
-        changes=changes,
+        fix=f"set {_FORMAT}: {fits}, or remove {named}" if sets_format else f"remove {named}",
+        changes={_FORMAT: fits} if sets_format else {named: None},
     )
 
 

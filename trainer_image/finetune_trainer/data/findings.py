@@ -109,7 +109,10 @@ def empty(source: SplitSource) -> Finding:
 
 def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
     """A finding per kind of mistake: its first place, and in how many records it was found."""
-    return [_of_records(source, problem.rule, problem, count) for problem, count in problems]
+    return [
+        _of_records(source, "data-preference-pairs" if problem.are_preferences else "data-record-invalid", problem, count)
+        for problem, count in problems
+    ]
 
 
 def content_dropped(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:

@@ -60,7 +60,7 @@ class _Problem(_Message):
     fix: str
     unit: Literal["line", "record", "row"]
     changes: Annotated[dict[str, str], Field(max_length=8)]
-    rule: Literal["data-record-invalid", "data-preference-pairs"]
+    are_preferences: bool
     count: _Count
 
 
@@ -169,9 +169,8 @@ def _problem_fields(problems: Mapping[ProblemKind, tuple[RecordProblem, int]]) -
         texts = {name: getattr(problem, name)[:MAX_TEXT] for name in ("key", "value", "reason", "fix")}
         is_short = sum(len(str(value)) for value in problem.changes.values()) <= MAX_CHANGES
         changes = dict(problem.changes) if is_short else {}
-        told.append(
-            {"line": problem.line, **texts, "unit": problem.unit, "changes": changes, "rule": problem.rule, "count": count}
-        )
+        fields = {"line": problem.line, **texts, "unit": problem.unit, "are_preferences": problem.are_preferences}
+        told.append({**fields, "changes": changes, "count": count})
     return told
 
 

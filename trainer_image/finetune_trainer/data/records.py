@@ -68,8 +68,8 @@ class RecordProblem:
     file: Path | None = field(default=None, compare=False)
     changes: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The fix as changes of the manifest, new value by path, if it is one."""
-    rule: str = "data-record-invalid"
-    """Id of the finding."""
+    are_preferences: bool = False
+    """The record is a pair of answers of which one is preferred."""
 
     @property
     def kind(self) -> tuple[str, str]:

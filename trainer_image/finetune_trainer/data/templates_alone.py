@@ -16,8 +16,10 @@ _PACKAGES = ("transformers", "transformers.utils")
 
 def keep_rest_of_transformers_out() -> None:
     """From here on only modules that are named can be imported of transformers. Does nothing if it is imported already."""
+    if _PACKAGES[0] in sys.modules:
+        return
     found = importlib.util.find_spec(_PACKAGES[0])
-    if _PACKAGES[0] in sys.modules or found is None or found.origin is None:
+    if found is None or found.origin is None:
         return
     root = Path(found.origin).parent.parent
     for name in _PACKAGES:

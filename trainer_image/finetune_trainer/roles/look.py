@@ -156,6 +156,8 @@ def _tokenizer(directory: str | None, settings: DataSettings) -> tuple[FileToken
 
     try:
         tokenizer = FileTokenizer(Path(directory))
+    except ModuleNotFoundError:
+        return None, []
     except (TokenizerFilesError, OSError) as error:
         return None, [unusable(Path(directory), f"the tokenizer does not load ({error})")]
     if tokenizer.eos_token_id is None:
