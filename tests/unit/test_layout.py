@@ -22,7 +22,6 @@ SMALL_LINES = 60
 COVERED_BY = {
     # Tables of data: one test goes through all of their rows.
     "finetune_job/catalogue/*": "finetune_job/catalogue/test_book.py",
-    "finetune_job/chat_templates.py": "finetune_trainer/data/test_chat_templates_by_name.py",
     "finetune_job/plan/mapping.py": "finetune_trainer/data/test_forms_of_records.py",
     "finetune_job/peft_settings.py": "finetune_trainer/model/test_settings_table.py",
     # Rules: one table of manifests and verdicts for all topics, and the schema's expressions in the CRD.
@@ -52,7 +51,6 @@ COVERED_BY = {
     "finetune_trainer/data/findings.py": "finetune_trainer/data/test_prepare.py",
     "finetune_trainer/data/parse.py": "finetune_trainer/data/test_records.py",
     "finetune_trainer/data/source_files.py": "finetune_trainer/data/test_forms_of_records.py",
-    "finetune_trainer/data/splits.py": "finetune_trainer/data/test_forms_of_records.py",
     "finetune_trainer/data/suggestions.py": "finetune_trainer/data/test_forms_of_records.py",
     "finetune_trainer/data/sentinels.py": "finetune_trainer/data/test_chat.py",
     "finetune_trainer/data/shard_writer.py": "finetune_trainer/data/test_shards.py",
@@ -78,13 +76,12 @@ COVERED_BY = {
     "finetune_trainer/model/wrap_plan.py": "finetune_trainer/model/test_trained_parts.py",
     "finetune_trainer/network/hub_answers.py": "finetune_trainer/publish/test_hub.py",
     "finetune_trainer/preflight/checks.py": "finetune_trainer/preflight/test_refused_jobs.py",
-    "finetune_trainer/preflight/places.py": "finetune_trainer/preflight/test_storage.py",
+    "finetune_trainer/preflight/places.py": "finetune_trainer/preflight/test_refused_jobs.py",
     "finetune_trainer/preflight/library_errors.py": "finetune_trainer/preflight/test_refused_jobs.py",
     "finetune_trainer/preflight/memory.py": "finetune_memory/test_describe_in_preflight.py",
     "finetune_trainer/preflight/model_checks.py": "finetune_trainer/preflight/test_refused_jobs.py",
     "finetune_trainer/preflight/model_inspection.py": "finetune_trainer/preflight/test_task.py",
     "finetune_trainer/preflight/small_model.py": "finetune_trainer/preflight/test_architecture.py",
-    "finetune_trainer/preflight/storage.py": "finetune_trainer/preflight/test_refused_jobs.py",
     "finetune_trainer/publish/destination.py": "finetune_trainer/publish/test_hub.py",
     "finetune_trainer/publish/hub_changes.py": "finetune_trainer/publish/test_hub.py",
     "finetune_trainer/publish/oci.py": "../integration/test_publish.py",

@@ -196,12 +196,13 @@ def _look_at(
             problems[problem.kind] = (before, count + 1)
             continue
         seen.records += 1
-        digest = _digest(record)
-        seen.repeated += digest in own
-        own.add(digest)
-        seen.held_out += named.split == TRAIN and digest in held_out
         length = 0 if made is None else len(made.input_ids)
         is_dropped = length > settings.max_sequence_length
+        if not is_dropped:
+            digest = _digest(record)
+            seen.repeated += digest in own
+            own.add(digest)
+            seen.held_out += named.split == TRAIN and digest in held_out
         if made is not None:
             bound = 1 << (length - 1).bit_length()
             seen.lengths[bound] = seen.lengths.get(bound, 0) + 1
@@ -220,7 +221,7 @@ def _look_at(
     if not first:
         findings.append(empty(named))
     if seen.held_out:
-        findings.append(also_held_out(named, seen.held_out, seen.records))
+        findings.append(also_held_out(named, seen.held_out, seen.records - seen.dropped))
     if seen.dropped and (seen.is_whole or seen.dropped < seen.records):
         findings.append(too_long(named, seen.records, seen.dropped, shortest, settings.max_sequence_length))
     return seen, shown, findings
