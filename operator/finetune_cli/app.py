@@ -5,6 +5,8 @@ What only one verb needs is imported where that verb begins: `validate` is to an
 
 from __future__ import annotations
 
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +28,11 @@ app = typer.Typer(
 )
 
 
+_CLAIMS = Path("runs/claims")
+_CLAIMS_OPTION = typer.Option(help="Directory that holds a directory for each claim.")
+"""Where commands look for the directories of claims."""
+
+
 class Output(StrEnum):
     """Forms of output."""
 
@@ -43,6 +50,7 @@ class BaseForm(StrEnum):
 
 @app.command()
 def validate(
+    *,
     file: Annotated[
         list[str],
         typer.Option(
@@ -51,12 +59,22 @@ def validate(
     ],
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
+    claims: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory that holds a directory for each claim: the first records there are judged, too. "
+            "Unset: those in runs/claims, if there are any."
+        ),
+    ] = None,
+    claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
     fix: Annotated[
         bool,
         typer.Option("--fix", help="Print the manifests with the fixes made of all findings that need nobody to weigh them."),
     ] = False,
 ) -> None:
-    """Judge manifests by every rule, without a cluster. Exit code: 0 accepted, 1 refused, 2 unusable input.
+    """Judge manifests by every rule, and the first records if they are on this machine; without a cluster.
+
+    Exit code: 0 accepted, 1 refused, 2 unusable input.
 
     With --fix the manifests go to standard output, comments and layout kept, and what was changed to standard error; the exit
     code is that of the manifests as they are printed.
@@ -75,6 +93,9 @@ def validate(
             raise typer.Exit(ExitCode.UNUSABLE)
         raise typer.Exit(_fix(files, profile_text))
     report = validate_command.validate_files(files, profile_text)
+    places = claims or _CLAIMS
+    if claim or places.is_dir():
+        report = _with_records(report, places, claim or [], is_given=claims is not None or claim is not None)
     match output:
         case Output.TEXT:
             typer.echo(report_text(report), nl=False)
@@ -88,7 +109,7 @@ def validate(
 @app.command()
 def run(
     file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
-    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
+    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
     claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Write the results here instead of output.destination.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove the job's workspace and start over.")] = False,
@@ -109,13 +130,12 @@ def run(
     raise typer.Exit(code)
 
 
-_CLAIMS = typer.Option(help="Directory that holds a directory for each claim.")
 _NAMESPACE = typer.Option("-n", "--namespace", help="Namespace in the job's manifest.")
 
 
 @app.command()
 def status(
-    claims: Annotated[Path, _CLAIMS] = Path("runs/claims"),
+    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
 ) -> None:
     """Show the jobs that were run on this machine: what runs, since when, how far it is, and what was left."""
@@ -136,7 +156,7 @@ def status(
 def attach(
     name: Annotated[str, typer.Argument(help="Name of the job.")],
     namespace: Annotated[str, _NAMESPACE] = "default",
-    claims: Annotated[Path, _CLAIMS] = Path("runs/claims"),
+    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
 ) -> None:
     """Follow a job that another command runs on this machine, until it ends. Ctrl-C ends this command alone."""
     from rich.console import Console
@@ -158,7 +178,7 @@ def attach(
 def stop(
     name: Annotated[str, typer.Argument(help="Name of the job.")],
     namespace: Annotated[str, _NAMESPACE] = "default",
-    claims: Annotated[Path, _CLAIMS] = Path("runs/claims"),
+    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for its end.")] = 600,
 ) -> None:
     """Have a job that runs on this machine save its state and end; `finetune run` continues it. Exit code: 0 it has ended."""
@@ -175,7 +195,7 @@ def stop(
 @app.command()
 def rehearse(
     file: Annotated[str, typer.Argument(help="Manifest with one FineTuneJob; - for standard input.")],
-    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
+    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
     claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 300,
 ) -> None:
@@ -260,7 +280,7 @@ def estimate(
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of one device, as in 80Gi. Unset: the profile's.")] = None,
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
-    claims: Annotated[Path, typer.Option(help="Directory that holds a directory for each claim.")] = Path("runs/claims"),
+    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
 ) -> None:
     """Show what memory each rank of a job will need, and what to change where it does not fit. Nothing is loaded.
 
@@ -326,6 +346,44 @@ def doctor(
 
 
 @app.command()
+def data(
+    *,
+    file: Annotated[str, typer.Option("-f", "--filename", help="Manifest with one FineTuneJob; - for standard input.")],
+    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
+    claim: Annotated[list[str] | None, typer.Option(help="NAME=PATH: the directory of one claim; may be repeated.")] = None,
+    records: Annotated[int, typer.Option("-n", "--records", min=0, help="Records of each source that are shown.")] = 2,
+    first: Annotated[int, typer.Option(min=1, help="Records of each source that are read and counted.")] = 1000,
+    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+) -> None:
+    """Show the first records of a job as training will see them: rendered, with what is learnt, counted and measured.
+
+    Reads sources on this machine, those that an earlier run has fetched among them. Exit code: 0 nothing speaks against them,
+    1 refused, 2 unusable input.
+    """
+    from finetune_cli.commands.data import look_at
+    from finetune_cli.local.claims import parse_claims
+    from finetune_cli.render.data import look_document, look_text
+
+    try:
+        seen = look_at(_read(file), claims, parse_claims(claim or []), shown=records, limit=first)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    if isinstance(seen, validate_command.Report):
+        typer.echo(report_text(seen), nl=False)
+        raise typer.Exit(seen.exit_code)
+    match output:
+        case Output.TEXT:
+            in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+            typer.echo(look_text(seen, in_colour=in_colour), nl=False, color=in_colour)
+        case Output.JSON:
+            typer.echo(as_json(look_document(seen)), nl=False)
+        case Output.YAML:
+            typer.echo(as_yaml(look_document(seen)), nl=False)
+    raise typer.Exit(ExitCode.REFUSED if seen.is_refused else ExitCode.DONE)
+
+
+@app.command()
 def explain(
     word: Annotated[
         str | None,
@@ -349,6 +407,17 @@ def explain(
     suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
     typer.echo(f"nothing is called {word}{suggestion}", err=True)
     raise typer.Exit(ExitCode.UNUSABLE)
+
+
+def _with_records(report: validate_command.Report, claims: Path, claim: list[str], *, is_given: bool) -> validate_command.Report:
+    from finetune_cli.commands.data import with_records
+    from finetune_cli.local.claims import parse_claims
+
+    try:
+        return with_records(report, claims, parse_claims(claim), is_given=is_given)
+    except LocalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
 
 
 def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:

@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 
 from finetune_job.catalogue.book import make_finding
-from finetune_job.finding import Finding
-from finetune_job.rules.rule import UNREADABLE
+from finetune_job.finding import UNREADABLE, Finding
 
 MAX_FILE_BYTES = 16_000_000
 MAX_FILE_VALUES = 500_000

@@ -18,10 +18,10 @@ from finetune_job.api.documentation import field_docs
 from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfile
 from finetune_job.catalogue.book import make_finding
-from finetune_job.finding import Finding
+from finetune_job.finding import UNREADABLE, Finding
 from finetune_job.methods import METHODS
 from finetune_job.rules.method_configuration.lora import REFUSED_INITS
-from finetune_job.rules.rule import UNREADABLE, format_value
+from finetune_job.rules.rule import format_value
 
 M = TypeVar("M", bound=BaseModel)
 

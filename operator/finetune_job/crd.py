@@ -18,6 +18,7 @@ from finetune_job.api.documentation import field_docs
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.finding import UNREADABLE
 from finetune_job.names import (
     GROUP,
     JOB_KIND,
@@ -30,7 +31,6 @@ from finetune_job.names import (
 from finetune_job.rules.book import rule_by_id
 from finetune_job.rules.cel import CONDITIONS
 from finetune_job.rules.cel.condition import CANCELLED, FROZEN
-from finetune_job.rules.rule import UNREADABLE
 
 Schema = dict[str, Any]
 _COPIED = {

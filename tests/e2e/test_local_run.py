@@ -85,21 +85,31 @@ def test_it_ends_with_a_verified_model_that_needs_no_peft(undisturbed: tuple[Pat
     subprocess.run([sys.executable, "-m", "tests.support.plain_load", result / "merged"], cwd=ROOT, check=True, timeout=300)
 
 
+def as_alpaca(inputs: Path, split: str) -> bytes:
+    pairs = [json.loads(line) for line in (inputs / f"data/{split}.jsonl").read_text().splitlines()]
+    records = [{"instruction": pair["prompt"], "input": "", "output": pair["completion"]} for pair in pairs]
+    return "".join(f"{json.dumps(record)}\n" for record in records).encode()
+
+
 def test_a_killed_command_a_power_cut_and_inputs_elsewhere_change_no_byte(
     inputs: Path, undisturbed: tuple[Path, str], not_rehearsed: Path, tmp_path: Path
 ) -> None:
-    """The model from a hub, the records from an S3 server and the results to it, ended twice in training: the same adapter."""
+    """The model from a hub, the records from an S3 server and the results to it, ended twice in training: the same adapter.
+
+    The same records are told in Alpaca's form, in a directory whose file names tell the splits apart.
+    """
     claims, token = tmp_path / "claims", "hf_token_of_the_test"
     claims.mkdir()
     with running_hub() as hub, running_s3(ensure_binaries().versitygw, tmp_path / "s3") as s3:
         model = {path.name: path.read_bytes() for path in (inputs / "models/tiny-llama").iterdir()}
         commit = hub.add("org/tiny-llama", model | {"pytorch_model.bin": b"pickle"}, token=token)
-        s3.upload("sets", {f"docs/{path.name}": path.read_bytes() for path in (inputs / "data").iterdir()})
+        s3.upload("sets", {f"docs/{split}-00000-of-00001.jsonl": as_alpaca(inputs, split) for split in ("train", "validation")})
         manifest = yaml.safe_load(not_rehearsed.read_text())
         manifest["spec"]["model"] |= {"source": "hf://org/tiny-llama", "revision": commit}
         manifest["spec"]["data"] |= {
-            "source": "s3://sets/docs/train.jsonl",
-            "validation": {"source": "s3://sets/docs/validation.jsonl"},
+            "source": "s3://sets/docs",
+            "mapping": {"preset": "Alpaca", "separator": ""},
+            "validation": {"source": "s3://sets/docs"},
         }
         manifest["spec"]["output"] = {"destination": "s3://results/tuned"}
         s3.bucket("results")

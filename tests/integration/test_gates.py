@@ -11,10 +11,11 @@ import pytest
 from finetune_cli.manifest import parse_job
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.crd import KEY_LENGTH
+from finetune_job.finding import UNREADABLE
 from finetune_job.names import API_VERSION, JOB_KIND, PROFILE_KIND
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.cel import CONDITIONS
-from finetune_job.rules.rule import UNREADABLE, RuleContext
+from finetune_job.rules.rule import RuleContext
 from tests.integration.conftest import Installed
 from tests.integration.kube import Document, Kube, RefusedError
 from tests.integration.workload import Workload

@@ -91,6 +91,40 @@ def test_a_table_holds_no_chats(claims: Path):
     assert prepared(claims, right.data, "right")[0].num_records == 1
 
 
+@pytest.mark.reproduces("txt-without-text")
+def test_a_text_file_holds_texts_alone(claims: Path):
+    (claims / "data/notes.txt").write_text("a b\nc\n\nd e\n")
+    wrong, right = plans("txt-without-text", {"data.format": "Chat", "data.source": "pvc://data/notes.txt"})
+    with prepare(wrong.data, claims, claims / "models", word_tokenizer(), claims / "wrong", num_workers=0) as preparation:
+        (finding,) = preparation.findings
+    assert "a .txt file holds text alone" in finding.message
+    assert prepared(claims, right.data, "right")[1] == [[2, 3, 4, 0], [5, 6, 0]]
+
+
+@pytest.mark.reproduces("mapping-without-effect")
+def test_a_mapping_of_what_the_format_does_not_have(claims: Path):
+    """The names are not looked for, and the records are read by the names of the format, or not at all."""
+    rule = "mapping-without-effect"
+    write(claims, "train.jsonl", [{"prompt": "a ", "completion": "b", "text": "c"}])
+    wrong, right = plans(rule, {"data.mapping": {"text": "prompt"}})
+    assert prepared(claims, wrong.data, "wrong")[1] == [[2, 3, 0]]
+    assert prepared(claims, right.data, "right")[1] == [[2, 0]], "the format that the mapping is of"
+    both = {"data.format": "Chat", "data.mapping": {"prompt": "q", "completion": "a", "messages": "m"}}
+    assert plans(rule, both)[1].data.mapping.messages == "messages"
+    (preset,) = [spec.data.format for spec in specs(rule, {"data.mapping": {"preset": "ShareGPT"}})[1:]]
+    assert preset is DataFormat.CHAT
+
+
+@pytest.mark.reproduces("chat-template-unknown")
+def test_a_word_that_names_no_template_is_one_of_its_own(claims: Path):
+    write(claims, "train.jsonl", CHATS)
+    wrong, right = plans("chat-template-unknown", {"data.format": "Chat", "data.chatTemplate": "chatml"})
+    with prepare(wrong.data, claims, claims / "models", word_tokenizer(), claims / "wrong", num_workers=0) as preparation:
+        (finding,) = preparation.findings
+    assert "does not write each turn of a plain chat once" in finding.message
+    assert "<|im_start|>" in (right.data.chat_template or "")
+
+
 @pytest.mark.reproduces("dataset-weight-range")
 @pytest.mark.parametrize("weight", ["0", "1000"])
 def test_weights_that_leave_out_or_repeat(claims: Path, weight: str):

@@ -10,21 +10,19 @@ from rich.console import Console
 
 from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, validate
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.local.claims import OUTPUT_CLAIM, ClaimUse, claim_directories, claims_of, link_claims
+from finetune_cli.local.claims import LOCAL_UID, OUTPUT_CLAIM, ClaimUse, claim_directories, claims_of, link_claims
 from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.local_run import LocalRun
+from finetune_cli.local.look import FIRST_JUDGED, look
 from finetune_cli.local.run_directory import freeze, locked, run_directory_of, start_fresh
 from finetune_cli.local.summary import summarise
 from finetune_cli.render.run import LiveView, summary_text
 from finetune_cli.render.verdicts import finding_text, report_text
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.job import FineTuneJob
-from finetune_job.names import JOB_KIND
+from finetune_job.names import JOB_KIND, Role
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
-
-LOCAL_UID = "local"
-"""Stands for the UID that the API server gives; the same job finds its workspace again."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,24 @@ def run_job(manifest: str, options: Options) -> ExitCode:
         if options.fresh:
             start_fresh(place)
         record = freeze(place, plan)
-        link_claims(claims, claim_directories(claims, options.claims, given), place.claims)
+        directories = claim_directories(claims, options.claims, given)
+        link_claims(claims, directories, place.claims)
+        if Role.PREFLIGHT not in record.finished and _is_refused_at_once(plan, directories, console):
+            return ExitCode.REFUSED
         with LiveView(console, plan.job.name) as view, Interruption() as interruption:
             local_run = LocalRun(place, plan, record, lock, view)
             code = local_run.execute(job.spec.run.max_restarts, interruption)
         console.print(summary_text(code, summarise(plan, local_run.record, place.claims)), markup=False, end="", soft_wrap=True)
     return code
+
+
+def _is_refused_at_once(plan: RunPlan, directories: Mapping[str, Path], console: Console) -> bool:
+    """Before anything heavy is imported: by the first records, the tokenizer, or the places of the results. Raises LocalError."""
+    seen = look(plan, directories, limit=FIRST_JUDGED, checks_places=True)
+    if seen.is_refused:
+        for finding in seen.findings:
+            console.print(finding_text(finding), markup=False, soft_wrap=True)
+    return seen.is_refused
 
 
 def accepted_job(manifest: str, console: Console) -> FineTuneJob | ExitCode:

@@ -14,6 +14,8 @@ from finetune_job.plan.run_plan import RunPlan
 
 OUTPUT_CLAIM = "output-directory"
 """Name under which `--output-dir` appears in a plan."""
+LOCAL_UID = "local"
+"""Stands for the UID that the API server gives; the same job finds its workspace again."""
 _NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
 
 

@@ -33,7 +33,7 @@ _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TRAINER = (sys.executable, "-m", "finetune_trainer")
 _ONLINE = (Role.FETCH, Role.PUBLISH)
 """Their libraries read what the environment says of the network when they are imported."""
-_NEEDED = ("finetune_trainer", "torch")
+_NEEDED = ("finetune_trainer", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "jinja2")
 
 
 @dataclass(frozen=True)

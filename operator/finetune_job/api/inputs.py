@@ -55,13 +55,72 @@ class LossOn(StrEnum):
     ALL = "All"
 
 
+FieldName = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+"""A key of records, or a column of tables."""
+SplitName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=64)]
+"""A split as the names of files have it, such as `train`."""
+
+
+class MappingPreset(StrEnum):
+    """Published forms of records."""
+
+    ALPACA = "Alpaca"
+    """Keys `instruction`, `input` and `output`."""
+    SHARE_GPT = "ShareGPT"
+    """Key `conversations`, whose turns have `from` and `value`."""
+
+
+class TextUnit(StrEnum):
+    """What is one record of a .txt file."""
+
+    PARAGRAPH = "Paragraph"
+    """What is between blank lines."""
+    LINE = "Line"
+
+
+class DataMapping(ApiModel):
+    """What the records call the parts of their format, if not as the format does."""
+
+    preset: MappingPreset | None = None
+    """Names of a published form; fields set beside it replace them. Alpaca: with PromptCompletion, or with Chat, which makes a
+    question and its answer of each record. ShareGPT: with Chat."""
+    messages: FieldName | None = None
+    """Key of the turns of a chat. Unset: messages."""
+    role: FieldName | None = None
+    """Key of the role in a turn. Unset: role."""
+    content: FieldName | None = None
+    """Key of the text in a turn. Unset: content."""
+    roles: Annotated[dict[FieldName, FieldName], Field(max_length=32)] | None = None
+    """Role as the records call it -> role as the chat template knows it: system, user, assistant or tool. Roles that are not
+    named here must have such a name already. Added to those of the preset."""
+    system: FieldName | None = None
+    """Key of a text that is the system turn of its chat. Unset: none."""
+    system_turn: Annotated[str, StringConstraints(min_length=1, max_length=16_384)] | None = None
+    """Text of a system turn for every chat that has none."""
+    prompt: FieldName | None = None
+    """Key of the prompt. With Chat: of the question, so that records of two texts become chats. Unset: prompt."""
+    input: FieldName | None = None
+    """Key of more text that belongs to the prompt, behind it; it may be empty. Unset: none."""
+    completion: FieldName | None = None
+    """Key of the completion. Unset: completion."""
+    separator: Annotated[str, StringConstraints(max_length=64)] | None = None
+    """Text between prompt and input, and with PromptCompletion between them and the completion, as a part of the prompt.
+    Unset: a line break."""
+    text: FieldName | None = None
+    """Key of the text. Unset: text."""
+    text_unit: TextUnit | None = None
+    """What is a record of a .txt file. Unset: Paragraph."""
+
+
 class ValidationData(ApiModel):
-    """Held-out records, never trained on."""
+    """Held-out records, never trained on. They must not be among the training records."""
 
     source: Source
     """File or directory of records in the same format."""
     revision: Revision | None = None
     """Commit of an `hf://` source; required there and not allowed elsewhere."""
+    split: SplitName | None = None
+    """As data.split. Unset: validation, or test if no file is of that split."""
 
 
 class Dataset(ApiModel):
@@ -79,20 +138,26 @@ class DataSpec(ApiModel):
     """The training records and how they become token sequences."""
 
     source: Source | None = None
-    """File or directory of training records: JSON Lines (.jsonl), JSON (.json, a list of records), CSV (.csv) or Parquet
-    (.parquet). Exactly one of source and datasets."""
+    """File or directory of training records: JSON Lines (.jsonl), JSON (.json, a list of records), CSV (.csv), Parquet
+    (.parquet), Arrow (.arrow, as datasets.save_to_disk writes it) or, with Text, .txt. Exactly one of source and datasets."""
     revision: Revision | None = None
     """Commit of an `hf://` source; required there and not allowed elsewhere."""
     datasets: Annotated[list[Dataset], Field(min_length=1, max_length=64)] | None = None
     """Several sources with weights. Exactly one of source and datasets."""
+    split: SplitName | None = None
+    """Which files of directories are trained on if their names tell splits apart, as in train-00000-of-00002.parquet or test/.
+    Unset: train."""
     validation: ValidationData | None = None
     """Held-out records for the evaluation loss and the verification prompts.
     Unset: no evaluation, and verification takes training prompts."""
     format: DataFormat = DataFormat.PROMPT_COMPLETION
-    """Chat: key `messages`, a list of objects with `role` and `content`, and optionally `tools`. PromptCompletion: keys `prompt`
-    and `completion`. Text: key `text`."""
+    """Chat: key `messages`, a list of objects with `role` and `content`, and optionally `tools`; or `prompt` and `completion`,
+    lists of such objects. PromptCompletion: keys `prompt` and `completion`. Text: key `text`."""
+    mapping: DataMapping | None = None
+    """For records whose keys or roles have other names. Unset: the names of the format."""
     chat_template: Annotated[str, StringConstraints(min_length=1, max_length=65_536)] | None = None
-    """Jinja template that renders a chat; only with Chat. Unset: the tokenizer's own."""
+    """What renders a chat; only with Chat: a Jinja template, or the name of one of ours: ChatML, Gemma, Llama3, Mistral, Plain.
+    Unset: the tokenizer's own."""
     max_sequence_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
     """Longest sequence, in tokens. Longer records are dropped and counted, never cut."""
     packing: bool = True

@@ -8,6 +8,7 @@ _REFUSED = "tests/unit/finetune_trainer/preflight/test_refused_jobs.py"
 _MARKERS = "tests/unit/finetune_trainer/data/test_tokenizer_chat_markers.py"
 _TEMPLATE = "tests/unit/finetune_trainer/data/test_tokenizer_chat_template.py"
 _PREPARE = "tests/unit/finetune_trainer/data/test_prepare.py"
+_FORMS = "tests/unit/finetune_trainer/data/test_forms_of_records.py"
 _FIT = "tests/unit/finetune_trainer/preflight/test_fit.py"
 
 CHAT_ENTRIES = (
@@ -194,11 +195,35 @@ RECORD_ENTRIES = (
     ),
     Entry(
         "data-held-out-in-training",
-        "warning",
+        "error",
         "Training records are held out for validation, too",
-        "The held-out loss will look better than it is.",
-        "Remove these records from the training data or from the held-out data",
-        f"{_PREPARE}::test_training_records_that_are_held_out_are_a_warning_that_counts_them",
+        "The held-out loss would look better than it is, and tell nothing of records that the model has not seen.",
+        "Remove these records from the training data or from the held-out data, or name another source",
+        f"{_PREPARE}::test_training_records_that_are_held_out_are_refused_with_their_number",
+    ),
+    Entry(
+        "data-preference-pairs",
+        "error",
+        "The records are pairs of preferences",
+        "They say which of two answers is better. This product teaches answers; half of a pair teaches something else.",
+        "Train on them with a tool for preferences, or say with spec.data.mapping that the chosen answers alone are learnt",
+        f"{_FORMS}::test_every_form_is_prepared_or_refused_with_a_fix_that_works",
+    ),
+    Entry(
+        "data-split-missing",
+        "error",
+        "No file of a directory is of the split that is wanted",
+        "The names of files tell splits apart, as in train-00000-of-00002.parquet or test/, and only one of them is read.",
+        "Name a split that there is in spec.data.split or spec.data.validation.split",
+        f"{_FORMS}::test_a_split_that_there_is_not_is_refused_with_those_that_there_are",
+    ),
+    Entry(
+        "data-files-left-out",
+        "warning",
+        "Files that name no split are not read",
+        "Other files of the directory name one, so it is not known to which these belong.",
+        "Rename the files, or name them as a source of their own",
+        f"{_FORMS}::test_a_directory_with_splits_is_read_one_split_at_a_time",
     ),
     Entry(
         "data-records-repeated",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune_job.catalogue.entry import Entry, Gate
-from finetune_job.rules.rule import UNREADABLE
+from finetune_job.finding import UNREADABLE
 
 _REFUSED = "tests/unit/finetune_trainer/preflight/test_refused_jobs.py"
 _VERDICTS = "tests/unit/finetune_trainer/rehearsal/test_run_verdicts.py"

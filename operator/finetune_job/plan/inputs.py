@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic.alias_generators import to_camel
+
 from finetune_job.api.base import ClaimPath, HubPath, parse_source
-from finetune_job.api.inputs import DataFormat, Dataset, DataSpec, LossOn, ModelSpec
+from finetune_job.api.inputs import DataFormat, DataMapping, Dataset, DataSpec, LossOn, ModelSpec, TextUnit, ValidationData
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec
+from finetune_job.chat_templates import TEMPLATES
 from finetune_job.layout import WorkspaceLayout
 from finetune_job.plan.launch_plan import FetchItem, FetchPlan, LaunchPlan, SecretKey
-from finetune_job.plan.run_plan import Choices, DataPlan, DatasetPlan
+from finetune_job.plan.mapping import OF_FORMAT, SEPARATOR, MappingPlan, makes_chats_of_pairs, mapped_fields
+from finetune_job.plan.run_plan import Choice, Choices, DataPlan, DatasetPlan
+
+TRAIN_SPLIT = "train"
+HELD_OUT_SPLITS = ("validation", "test")
+FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".txt")
+"""Ends of the names of files of records; other sources may be directories."""
 
 _LOSS_ON = {
     DataFormat.CHAT: (LossOn.ASSISTANT, "the model is to answer as the assistant does"),
@@ -100,9 +110,9 @@ def fetch_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, place
 
 
 def data_plan(spec: FineTuneJobSpec, choices: Choices, places: SourceLocations) -> DataPlan:
-    sets = training_sets(spec.data)
-    held_out = spec.data.validation
-    loss_on, reason = _LOSS_ON[spec.data.format]
+    data, held_out = spec.data, spec.data.validation
+    sets = training_sets(data)
+    loss_on, reason = _LOSS_ON[data.format]
     return DataPlan(
         train=tuple(
             DatasetPlan(
@@ -110,25 +120,66 @@ def data_plan(spec: FineTuneJobSpec, choices: Choices, places: SourceLocations) 
                 source=dataset.source,
                 field=f"spec.{path}.source",
                 weight=float(dataset.weight),
+                splits=(_split(choices, [dataset.source for _, dataset in sets], data.split),),
+                split_is_chosen=data.split is not None,
             )
             for number, (path, dataset) in enumerate(sets)
         ),
-        validation=None
-        if held_out is None
-        else DatasetPlan(
-            location=places.of(held_out.source, held_out.revision, "validation"),
-            source=held_out.source,
-            field="spec.data.validation.source",
-            weight=1.0,
-        ),
-        format=spec.data.format,
-        chat_template=spec.data.chat_template,
-        max_sequence_length=spec.data.max_sequence_length,
-        packing=spec.data.packing,
-        loss_on=choices.pick(
-            "data.lossOn",
-            spec.data.loss_on,
-            loss_on,
-            reason,
-        ),
+        validation=None if held_out is None else _held_out(held_out, choices, places),
+        format=data.format,
+        mapping=_mapping_plan(data, choices),
+        chat_template=None if data.chat_template is None else TEMPLATES.get(data.chat_template, data.chat_template),
+        max_sequence_length=data.max_sequence_length,
+        packing=data.packing,
+        loss_on=choices.pick("data.lossOn", data.loss_on, loss_on, reason),
     )
+
+
+def _split(choices: Choices, sources: Sequence[str], given: str | None) -> str:
+    """The split that is trained on; recorded once, and only if a source may be a directory."""
+    if given is not None or all(map(_is_file, sources)) or any(made.field == "spec.data.split" for made in choices.made):
+        return given or TRAIN_SPLIT
+    return choices.pick("data.split", None, TRAIN_SPLIT, "files that are named after another split are not for training")
+
+
+def _held_out(held_out: ValidationData, choices: Choices, places: SourceLocations) -> DatasetPlan:
+    splits: tuple[str, ...] = HELD_OUT_SPLITS
+    if held_out.split is not None:
+        splits = (held_out.split,)
+    elif not _is_file(held_out.source):
+        choices.pick(
+            "data.validation.split", None, splits[0], f"these are the held-out files of a directory, or those of {splits[1]}"
+        )
+    return DatasetPlan(
+        location=places.of(held_out.source, held_out.revision, "validation"),
+        source=held_out.source,
+        field="spec.data.validation.source",
+        weight=1.0,
+        splits=splits,
+        split_is_chosen=held_out.split is not None,
+    )
+
+
+def _is_file(source: str) -> bool:
+    return source.lower().endswith(FILE_SUFFIXES)
+
+
+def _mapping_plan(data: DataSpec, choices: Choices) -> MappingPlan:
+    """Every name that the records have; what a preset says is recorded as chosen."""
+    mapping = data.mapping or DataMapping()
+    fields = {name: value for name, value in mapped_fields(mapping).items() if name in OF_FORMAT[data.format]}
+    if mapping.preset is not None:
+        for name, value in fields.items():
+            if getattr(mapping, name) != value:
+                choices.made.append(
+                    Choice(
+                        field=f"spec.data.mapping.{to_camel(name)}", value=value, reason=f"as the preset {mapping.preset} has it"
+                    )
+                )
+    if data.format is DataFormat.TEXT:
+        reason = "blank lines separate the records of .txt files"
+        fields["text_unit"] = choices.pick("data.mapping.textUnit", mapping.text_unit, TextUnit.PARAGRAPH, reason)
+    if "separator" in OF_FORMAT[data.format] and {"prompt", "completion", "input"} & fields.keys():
+        reason = "without it the last word of one text and the first of the next would run together"
+        fields["separator"] = choices.pick("data.mapping.separator", mapping.separator, SEPARATOR, reason)
+    return MappingPlan.model_validate({**fields, "chat_of_pair": makes_chats_of_pairs(data.mapping, data.format)})

@@ -31,6 +31,7 @@ from finetune_job.plan.launch_plan import (
     TrainedParts,
     claim_source,
 )
+from finetune_job.plan.mapping import UNMAPPED, MappingPlan
 
 T = TypeVar("T")
 
@@ -72,6 +73,10 @@ class DatasetPlan(PlacedRecords):
     """As the user wrote it, for messages."""
     weight: float
     """How often each record occurs in one pass."""
+    splits: tuple[str, ...] = ()
+    """Of a directory whose files name splits, those of the first of these that there is; none: all files."""
+    split_is_chosen: bool = False
+    """Whether the user named the split, so that a directory without it is refused."""
 
 
 class DataPlan(PlacedData):
@@ -80,8 +85,9 @@ class DataPlan(PlacedData):
     train: tuple[DatasetPlan, ...]
     validation: DatasetPlan | None
     format: DataFormat
+    mapping: MappingPlan = UNMAPPED
     chat_template: str | None = None
-    """None: the tokenizer's."""
+    """Jinja, also of a template that the user named. None: the tokenizer's."""
     max_sequence_length: int
     packing: bool
     loss_on: LossOn

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
+from pydantic.alias_generators import to_camel
+
 from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_job.chat_templates import JINJA, TEMPLATES
 from finetune_job.plan.inputs import named_sources
+from finetune_job.plan.mapping import OF_FORMAT, makes_chats_of_pairs, mapped_fields
 from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
 from finetune_job.rules.rule_tables import Bounds
 
@@ -14,6 +20,7 @@ _VALIDATION = "data.validation.source"
 _FORMAT = "data.format"
 _TEMPLATE = "data.chatTemplate"
 _LOSS_ON = "data.lossOn"
+_MAPPING = "data.mapping"
 
 WEIGHTS = Bounds(((">", 0.0), ("<=", 100.0)))
 """Occurrences of a record in one pass; beyond them a run only repeats itself."""
@@ -140,7 +147,7 @@ def dataset_weight_range(context: RuleContext) -> Problem | None:
 @rule(
     "csv-with-chat",
     "CSV cannot hold chat records",
-    reads=(_FORMAT, _SOURCE, _DATASETS, _VALIDATION),
+    reads=(_FORMAT, _MAPPING, _SOURCE, _DATASETS, _VALIDATION),
     sources=("RFC 4180: a field is a text, and the turns of a chat are a list",),
     reproduction=Reproduction(
         "tests/pitfalls/test_records.py::test_a_table_holds_no_chats",
@@ -149,7 +156,7 @@ def dataset_weight_range(context: RuleContext) -> Problem | None:
     holds_for=OURS,
 )
 def csv_with_chat(context: RuleContext) -> Problem | None:
-    if context.spec.data.format is not DataFormat.CHAT:
+    if context.spec.data.format is not DataFormat.CHAT or makes_chats_of_pairs(context.spec.data.mapping, DataFormat.CHAT):
         return None
     tables = [named for named in named_sources(context.spec) if not named.is_model and named.source.lower().endswith(".csv")]
     if not tables:
@@ -158,8 +165,98 @@ def csv_with_chat(context: RuleContext) -> Problem | None:
         field=_FORMAT,
         value=DataFormat.CHAT,
         message=f"{tables[0].field} is {tables[0].source}, and a CSV file cannot hold the turns of a chat",
-        fix=f"write the chats as JSON Lines (.jsonl) or Parquet, or set {_FORMAT}: PromptCompletion",
+        fix=f"write the chats as JSON Lines (.jsonl) or Parquet, or set {_FORMAT}: PromptCompletion; with the columns of "
+        f"question and answer in {_MAPPING}, each row is a chat",
         changes={_FORMAT: DataFormat.PROMPT_COMPLETION},
+    )
+
+
+@rule(
+    "txt-without-text",
+    "A .txt file holds records of format Text",
+    reads=(_FORMAT, _SOURCE, _DATASETS, _VALIDATION),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_records.py::test_a_text_file_holds_texts_alone",
+        "a .txt file holds text alone",
+    ),
+    holds_for=OURS,
+)
+def txt_without_text(context: RuleContext) -> Problem | None:
+    data_format = context.spec.data.format
+    texts = [named for named in named_sources(context.spec) if not named.is_model and named.source.lower().endswith(".txt")]
+    if data_format is DataFormat.TEXT or not texts:
+        return None
+    return Problem(
+        field=_FORMAT,
+        value=data_format,
+        message=f"{texts[0].field} is {texts[0].source}, and a .txt file holds text alone; records of format {data_format} have "
+        "parts",
+        fix=f"set {_FORMAT}: Text, or name a file of JSON Lines .jsonl",
+        changes={_FORMAT: DataFormat.TEXT},
+    )
+
+
+@rule(
+    "mapping-without-effect",
+    "A mapping names parts that records of the format have",
+    reads=(_MAPPING, _FORMAT),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_records.py::test_a_mapping_of_what_the_format_does_not_have",
+        "no error: the names are not looked for, and records are refused for the keys of the format, or read by other ones",
+    ),
+    holds_for=OURS,
+)
+def mapping_without_effect(context: RuleContext) -> Problem | None:
+    data = context.spec.data
+    if data.mapping is None:
+        return None
+    fields = mapped_fields(data.mapping)
+    wrong = [name for name in fields if name not in OF_FORMAT[data.format]]
+    message = f"records of format {data.format} have none"
+    if not wrong and "messages" in fields and makes_chats_of_pairs(data.mapping, data.format):
+        wrong, message = ["messages"], "prompt and completion are mapped, too, and a chat is made of them or of messages"
+    if not wrong:
+        return None
+    # A preset means one format; what is written beside it may belong to another.
+    fits = next((each for each in DataFormat if all(name in OF_FORMAT[each] for name in fields)), None)
+    is_written = getattr(data.mapping, wrong[0]) is not None
+    named = f"{_MAPPING}.{to_camel(wrong[0]) if is_written else 'preset'}"
+    sets_format = fits not in (None, data.format)
+    return Problem(
+        field=_MAPPING,
+        value=f"{to_camel(wrong[0])}: {fields[wrong[0]]}" if is_written else f"preset: {data.mapping.preset}",
+        message=message,
+        fix=f"set {_FORMAT}: {fits}, or remove {named}" if sets_format else f"remove {named}",
+        changes={_FORMAT: fits} if sets_format else {named: None},
+    )
+
+
+@rule(
+    "chat-template-unknown",
+    "A chat template is Jinja, or the name of one",
+    reads=(_TEMPLATE,),
+    sources=("this product's API",),
+    reproduction=Reproduction(
+        "tests/pitfalls/test_records.py::test_a_word_that_names_no_template_is_one_of_its_own",
+        "no turn of a chat is written",
+    ),
+    holds_for=OURS,
+)
+def chat_template_unknown(context: RuleContext) -> Problem | None:
+    written = context.spec.data.chat_template
+    if written is None or written in TEMPLATES or any(mark in written for mark in JINJA):
+        return None
+    by_lower = {name.lower(): name for name in TEMPLATES}
+    near = get_close_matches(written.strip().lower(), by_lower, n=1, cutoff=0.5)
+    meant = by_lower[near[0]] if near else None
+    return Problem(
+        field=_TEMPLATE,
+        value=written[:60],
+        message=f"it holds no Jinja, and none of our templates has this name: {', '.join(sorted(TEMPLATES))}",
+        fix=f"set {_TEMPLATE}: {meant}" if meant else f"name one of them, or remove {_TEMPLATE}, so that the tokenizer's is used",
+        changes={_TEMPLATE: meant},
     )
 
 
@@ -189,6 +286,9 @@ def completion_loss_on_text(context: RuleContext) -> Problem | None:
 
 RULES = (
     completion_loss_on_text,
+    txt_without_text,
+    mapping_without_effect,
+    chat_template_unknown,
     source_or_datasets,
     chat_template_without_chat,
     assistant_loss_without_chat,

@@ -22,8 +22,6 @@ from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 
 _UNKNOWN_JOB = JobIdentity(namespace="", name="", uid="")
-UNREADABLE = "unreadable"
-"""In place of a rule's id if the input itself is at fault: it is not an object of this API."""
 Evidence = Literal["reproduced", "source"]
 """`reproduced`: tests/pitfalls shows the failure on the real libraries. `source`: read in their source or in this product's
 API."""

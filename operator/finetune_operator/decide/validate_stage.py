@@ -12,13 +12,13 @@ import json
 from finetune_job.api.status import PlanChoice, PlanStatus
 from finetune_job.catalogue.book import make_finding
 from finetune_job.conditions import find_condition
-from finetune_job.finding import MAX_TEXT_LENGTH, Finding
+from finetune_job.finding import MAX_TEXT_LENGTH, UNREADABLE, Finding
 from finetune_job.plan.digest import canonical_json, text_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import Choice, JobIdentity, RunPlan
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.rule import UNREADABLE, RuleContext
+from finetune_job.rules.rule import RuleContext
 from finetune_operator.children.claims import claims_named_by, workspace_claim, workspace_claim_of
 from finetune_operator.children.frozen_run import FrozenRun, Owner, plan_configmap
 from finetune_operator.children.network_policies import network_policies

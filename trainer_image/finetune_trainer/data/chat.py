@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
+from finetune_job.chat_templates import fitting_template
 from finetune_trainer.data.records import ASSISTANT, MAX_RECORD_BYTES, Message, called_name
 from finetune_trainer.data.sentinels import SentinelError, SentinelPositions, read_sentinels, with_sentinels
 
@@ -44,12 +45,14 @@ PROBE: tuple[Message, ...] = (
 class ChatError(ValueError):
     """A chat cannot be rendered, or not be told apart into what is asked and what is answered."""
 
-    def __init__(self, key: str, reason: str, fix: str) -> None:
+    def __init__(self, key: str, reason: str, fix: str, changes: Mapping[str, str] | None = None) -> None:
         super().__init__(f"{reason}; {fix}")
         self.key = key
         """Key of the record, empty where the template is at fault whatever the record."""
         self.reason = reason
         self.fix = fix
+        self.changes = changes or {}
+        """The fix as changes of the manifest, as in RecordProblem."""
 
 
 def endless_template_error(reason: str) -> ChatError:
@@ -386,8 +389,12 @@ def template_source(tokenizer: Tokenizer, written: str | None, *, has_tools: boo
     try:
         return str(tokenizer.get_chat_template(written, [{}] if has_tools else None))
     except ValueError as error:
+        name = fitting_template(frozenset(token.content for token in tokenizer.added_tokens_decoder.values()))
         raise ChatError(
-            "", "the tokenizer has no chat template", "set spec.data.chatTemplate, or use a model made for chats"
+            "",
+            "the tokenizer has no chat template, as is usual for a base model",
+            f"use a model made for chats, or set spec.data.chatTemplate: {name}",
+            {"spec.data.chatTemplate": name},
         ) from error
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_job.plan.mapping import UNMAPPED, MappingPlan
 from finetune_trainer.data.read import Record, RecordProblem, can_be_parted, read_file
 from finetune_trainer.data.records import shown
 from finetune_trainer.data.render_limit import RecordNote
@@ -54,6 +55,7 @@ class PartSettings:
     chat_template: str | None
     stop_ids: tuple[int, ...] = ()
     """Tokens at which generation with the model stops; a turn that calls a tool may end with another one than words."""
+    mapping: MappingPlan = UNMAPPED
 
     @property
     def problems_need_tokens(self) -> bool:
@@ -185,7 +187,7 @@ def _batches(task: PartTask, result: PartResult) -> Iterator[list[Record]]:
     """Records, few enough to be held as tokens too. Problems and an error of the file system go into `result`."""
     batch: list[Record] = []
     characters = 0
-    items = read_file(task.part.path, task.settings.data_format, task.part.span)
+    items = read_file(task.part.path, task.settings.data_format, task.part.span, task.settings.mapping)
     while True:
         try:
             item = next(items, None)

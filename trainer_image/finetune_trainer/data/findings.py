@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from finetune_job.finding import Finding
 from finetune_trainer.data.read import NoRecordFilesError, RecordProblem
 from finetune_trainer.files import SpecialFileError
 
+TRAIN, VALIDATION = "train", "validation"
 MAX_KINDS = 10
 """Kinds of mistakes reported per file; a file with more is most likely another kind of file."""
 
@@ -62,6 +63,44 @@ def unreadable(source: SplitSource, error: OSError) -> Finding:
     )
 
 
+def split_missing(source: SplitSource, wanted: Sequence[str], found: Sequence[str]) -> Finding:
+    """No file of the directory is of the split, or their names tell no splits apart. found: those that they name."""
+    field = f"{source.field.removesuffix('source')}split" if source.split == VALIDATION else "spec.data.split"
+    named = f"its files are of the splits {', '.join(found)}" if found else "the names of its files tell no splits apart"
+    return make_finding(
+        "data-split-missing",
+        field=field,
+        value=" or ".join(wanted),
+        message=f"{source.address} holds no file of that split: {named}",
+        fix=f"set {field} to {' or '.join(found)}" if found else f"remove {field}, so that all files are read",
+        changes={field: found[0]} if len(found) == 1 else {} if found else {field: None},
+    )
+
+
+def unsplit_files(source: SplitSource, split: str, left_out: Sequence[Path]) -> Finding:
+    """Files that name no split, in a directory where others do."""
+    shown = ", ".join(str(path.relative_to(source.path)) for path in left_out[:4])
+    return _of_source(
+        source,
+        "data-files-left-out",
+        f"{len(left_out)} of its files name no split and are not read ({shown}), since others do and {split} is wanted",
+        "rename them, or name them as a source of their own in spec.data.datasets",
+    )
+
+
+def shared_files(source: SplitSource, held_out: SplitSource, files: Sequence[Path]) -> Finding:
+    """Files of the training data that the held-out source holds too."""
+    has_splits = source.path == held_out.path
+    return make_finding(
+        "data-held-out-in-training",
+        field=held_out.field,
+        value=held_out.address,
+        message=f"{len(files)} of its files are trained on too ({', '.join(source.name(file) for file in files[:4])}), so the "
+        "held-out loss would say nothing",
+        fix="name a source of other records" + (", or one whose files name splits (train-*, validation-*)" if has_splits else ""),
+    )
+
+
 def empty(source: SplitSource) -> Finding:
     """No record at all."""
     what = "its files hold" if source.path.is_dir() else "the file holds"
@@ -70,7 +109,10 @@ def empty(source: SplitSource) -> Finding:
 
 def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
     """A finding per kind of mistake: its first place, and in how many records it was found."""
-    return [_of_records(source, "data-record-invalid", *found) for found in problems]
+    return [
+        _of_records(source, "data-preference-pairs" if problem.are_preferences else "data-record-invalid", problem, count)
+        for problem, count in problems
+    ]
 
 
 def content_dropped(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
@@ -88,6 +130,7 @@ def _of_records(source: SplitSource, rule: str, problem: RecordProblem, count: i
         value=problem.value,
         message=f"{file} {problem.unit} {problem.line}:{key} {problem.reason}{more}",
         fix=problem.fix,
+        changes=problem.changes,
     )
 
 
@@ -138,8 +181,8 @@ def also_held_out(source: SplitSource, num_records: int, num_all: int) -> Findin
         "data-held-out-in-training",
         field=source.field,
         value=source.address,
-        message=f"{num_records} of its {num_all} records are held out in spec.data.validation too, so the held-out loss will look"
-        " better than it is",
+        message=f"{num_records} of its {num_all} records are held out in spec.data.validation too, so the held-out loss would "
+        "look better than it is",
         fix="remove these records from the training data or from the held-out data",
     )
 

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_job.plan.mapping import MappingPlan
 from finetune_trainer.data.file_parts import FilePart, PartResult, PartSettings, PartTask, ProblemKind
 from finetune_trainer.data.records import RecordProblem
 from finetune_trainer.files import SpecialFileError
@@ -27,6 +28,8 @@ MAX_KINDS_SENT = 100
 """Kinds of problems of one part; a report shows fewer."""
 MAX_TEXT = 1000
 """Characters of each text of a problem. A key of a user's may have any length."""
+MAX_CHANGES = 256
+"""Characters of the values of a change of the manifest; a longer one is told in the fix alone."""
 MAX_TRACE = 20_000
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -56,6 +59,8 @@ class _Problem(_Message):
     reason: str
     fix: str
     unit: Literal["line", "record", "row"]
+    changes: Annotated[dict[str, str], Field(max_length=8)]
+    are_preferences: bool
     count: _Count
 
 
@@ -109,7 +114,8 @@ def task_line(task: PartTask) -> bytes:
     """For `read_task`."""
     part = {**asdict(task.part), "path": str(task.part.path)}
     result = None if task.result is None else str(task.result)
-    return encode_answer({"part": part, "settings": asdict(task.settings), "result": result}) + b"\n"
+    settings = {**asdict(task.settings), "mapping": task.settings.mapping.model_dump(mode="json")}
+    return encode_answer({"part": part, "settings": settings, "result": result}) + b"\n"
 
 
 def read_task(line: bytes) -> PartTask:
@@ -124,6 +130,7 @@ def read_task(line: bytes) -> PartTask:
             loss_on=LossOn(settings["loss_on"]),
             max_sequence_length=settings["max_sequence_length"],
             chat_template=settings["chat_template"],
+            mapping=MappingPlan.model_validate(settings["mapping"]),
             stop_ids=tuple(settings["stop_ids"]),
         ),
         result=None if told["result"] is None else Path(told["result"]),
@@ -160,7 +167,10 @@ def _problem_fields(problems: Mapping[ProblemKind, tuple[RecordProblem, int]]) -
     told: list[dict[str, object]] = []
     for problem, count in list(problems.values())[:MAX_KINDS_SENT]:
         texts = {name: getattr(problem, name)[:MAX_TEXT] for name in ("key", "value", "reason", "fix")}
-        told.append({"line": problem.line, **texts, "unit": problem.unit, "count": count})
+        is_short = sum(len(str(value)) for value in problem.changes.values()) <= MAX_CHANGES
+        changes = dict(problem.changes) if is_short else {}
+        fields = {"line": problem.line, **texts, "unit": problem.unit, "are_preferences": problem.are_preferences}
+        told.append({**fields, "changes": changes, "count": count})
     return told
 
 

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from finetune_job.api.inputs import DataFormat
 from finetune_job.finding import Finding
+from finetune_job.plan.mapping import UNMAPPED
 from finetune_job.plan.run_plan import DataPlan
 from finetune_trainer.data.cpus import available_cpus
 from finetune_trainer.data.file_parts import (
@@ -153,13 +154,13 @@ def prepare(
     stop_ids = tuple(sorted(generation_stops(tokenizer, model_directory))) if chats else ()
     inputs = _inputs(plan, sources, model_directory, stop_ids)
     pad_token_id = -1 if tokenizer is None else int(tokenizer.eos_token_id)
-    if tokenizer is not None and all(source.error is None for source in sources):
+    if tokenizer is not None and all(source.error is None and source.refusal is None for source in sources):
         reusable = _reusable(directory, inputs, pad_token_id)
         if reusable is not None:
             return reusable
     with ExitStack() as stack:
         staging = stack.enter_context(Staging(directory)) if tokenizer is not None else None
-        settings = PartSettings(plan.format, plan.loss_on, plan.max_sequence_length, plan.chat_template, stop_ids)
+        settings = PartSettings(plan.format, plan.loss_on, plan.max_sequence_length, plan.chat_template, stop_ids, plan.mapping)
         tasks = _tasks(sources, settings, staging)
         total = sum(path.stat().st_size for source in sources for path in source.files)
         if num_workers is None:
@@ -213,8 +214,17 @@ def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path, stop_i
         "tokenizer": tokenizer_digest,
         "stop_ids": list(stop_ids),
         "libraries": {name: version(name) for name in ("transformers", "tokenizers")},
-        "settings": plan.model_dump(mode="json", exclude={"train", "validation"}),
+        "settings": _settings(plan),
     }
+
+
+def _settings(plan: DataPlan) -> dict[str, Any]:
+    """Which files a split is made of, the files say."""
+    settings = plan.model_dump(mode="json", exclude={"train", "validation"})
+    if plan.mapping == UNMAPPED:
+        # Data that a release without mappings has prepared is the same.
+        del settings["mapping"]
+    return settings
 
 
 def _reusable(directory: Path, inputs: Mapping[str, Any], pad_token_id: int) -> Preparation | None:

@@ -3,7 +3,8 @@
     .jsonl, .ndjson, any other name  read_json.py, may be read in parts
     .json                            read_json.py, one list
     .csv                             read_tables.py
-    .parquet                         read_tables.py
+    .parquet, .arrow                 read_tables.py
+    .txt                             read_text.py
 
 Memory is bounded whatever the size of a file. A wrong record never ends the reading if the next one can be found, so that a user
 sees all kinds of mistakes at once. What a record is, records.py says. Called by file_parts.py and sources.py.
@@ -17,8 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from finetune_job.api.inputs import DataFormat
+from finetune_job.plan.mapping import UNMAPPED, MappingPlan
 from finetune_trainer.data.read_json import lines_before, read_json, read_jsonl
-from finetune_trainer.data.read_tables import read_csv, read_parquet
+from finetune_trainer.data.read_tables import read_arrow, read_csv, read_parquet
+from finetune_trainer.data.read_text import read_text
 from finetune_trainer.data.records import Record, RecordProblem
 from finetune_trainer.files import open_regular
 
@@ -34,7 +37,14 @@ __all__ = [
 ]
 
 JSON_LINES = (".jsonl", ".ndjson")
-WHOLE_FILES = {".json": read_json, ".csv": read_csv, ".parquet": read_parquet}
+TEXT_FILE = ".txt"
+WHOLE_FILES = {
+    ".json": read_json, ".csv": read_csv, ".parquet": read_parquet, ".arrow": read_arrow, TEXT_FILE: read_text,
+}  # fmt: skip
+_OF_DATASETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""What the datasets library writes beside its records."""
+_CACHE = "cache-"
+"""Beginning of the names of .arrow files that it keeps for itself."""
 KNOWN_EXTENSIONS = (*JSON_LINES, *WHOLE_FILES)
 
 
@@ -57,7 +67,9 @@ def record_files(path: Path) -> list[Path]:
     files: list[Path] = []
     for directory, below, names in os.walk(path, onerror=_raise, followlinks=False):
         below[:] = [name for name in below if not name.startswith(".")]
-        files += [Path(directory, name) for name in names if not name.startswith(".") and name.lower().endswith(KNOWN_EXTENSIONS)]
+        files += [Path(directory, name) for name in names if _may_hold_records(name)]
+    # Beside records of another kind a text is a licence or a description.
+    files = [file for file in files if file.suffix.lower() != TEXT_FILE] or files
     if not files:
         raise NoRecordFilesError(path)
     return sorted(files, key=lambda file: file.relative_to(path).parts)
@@ -68,7 +80,14 @@ def can_be_parted(path: Path) -> bool:
     return path.suffix.lower() not in WHOLE_FILES
 
 
-def read_file(path: Path, data_format: DataFormat, part: tuple[int, int] | None = None) -> Iterator[Record | RecordProblem]:
+def _may_hold_records(name: str) -> bool:
+    is_known = name.lower().endswith(KNOWN_EXTENSIONS) and not name.startswith(".")
+    return is_known and name not in _OF_DATASETS and not (name.startswith(_CACHE) and name.endswith(".arrow"))
+
+
+def read_file(
+    path: Path, data_format: DataFormat, part: tuple[int, int] | None = None, mapping: MappingPlan = UNMAPPED
+) -> Iterator[Record | RecordProblem]:
     """Every record of one file, in order, or a problem in its place.
 
     part: [start, stop) in bytes, only where `can_be_parted`; then the lines that begin there are read, so that parts that cover
@@ -77,10 +96,10 @@ def read_file(path: Path, data_format: DataFormat, part: tuple[int, int] | None 
     """
     reader = WHOLE_FILES.get(path.suffix.lower())
     if reader is None:
-        return read_jsonl(path, data_format, part)
+        return read_jsonl(path, data_format, part, mapping)
     if part is not None:
         raise ValueError(f"{path.name} cannot be read in parts")
-    return reader(path, data_format)
+    return reader(path, data_format, mapping)
 
 
 def read_records(path: Path, data_format: DataFormat) -> Iterator[Record | RecordProblem]:

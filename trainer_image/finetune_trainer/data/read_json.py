@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from finetune_job.api.inputs import DataFormat
-from finetune_trainer.data.records import MAX_RECORD_BYTES, Record, RecordPosition, RecordProblem, example, record_of
+from finetune_job.plan.mapping import UNMAPPED, MappingPlan
+from finetune_trainer.data.parse import record_of
+from finetune_trainer.data.records import MAX_RECORD_BYTES, Record, RecordPosition, RecordProblem, example
 from finetune_trainer.files import open_regular
 
 _BLOCK_BYTES = 2**20
@@ -34,7 +36,9 @@ DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 """Made once: json.loads makes a decoder per call where it is given options."""
 
 
-def read_jsonl(path: Path, data_format: DataFormat, part: tuple[int, int] | None) -> Iterator[Record | RecordProblem]:
+def read_jsonl(
+    path: Path, data_format: DataFormat, part: tuple[int, int] | None, mapping: MappingPlan = UNMAPPED
+) -> Iterator[Record | RecordProblem]:
     """Every non-blank line that begins in the bytes [start, stop) of `part`; lines are counted from the first of them."""
     start, stop = part or (0, path.stat().st_size)
     with open_regular(path) as file:
@@ -60,7 +64,7 @@ def read_jsonl(path: Path, data_format: DataFormat, part: tuple[int, int] | None
             else:
                 position += len(encoded)
             if not encoded.isspace() and encoded:
-                yield _parsed_line(place, encoded, data_format)
+                yield _parsed_line(place, encoded, data_format, mapping)
 
 
 def lines_before(path: Path, start: int) -> int:
@@ -82,20 +86,20 @@ def _skip_line(file: BinaryIO) -> None:
         pass
 
 
-def _parsed_line(place: RecordPosition, encoded: bytes, data_format: DataFormat) -> Record | RecordProblem:
+def _parsed_line(place: RecordPosition, encoded: bytes, data_format: DataFormat, mapping: MappingPlan) -> Record | RecordProblem:
     try:
         value = DECODER.decode(encoded.decode())
     except UnicodeDecodeError as error:
         return place.problem("", encoded, f"is not UTF-8 ({error.reason})", "save the file as UTF-8")
     except (ValueError, RecursionError) as error:
         return place.problem("", encoded, f"is not JSON ({error})", f"write one JSON object per line: {example(data_format)}")
-    return record_of(place, value, data_format)
+    return record_of(place, value, data_format, mapping)
 
 
-def read_json(path: Path, data_format: DataFormat) -> Iterator[Record | RecordProblem]:
+def read_json(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
     """Every element of the list. One that is wrong in itself is skipped; where the list itself breaks, reading ends."""
     with open_regular(path) as file:
-        yield from _elements(_Window(file), path, data_format)
+        yield from _elements(_Window(file), path, data_format, mapping)
 
 
 class _Window:
@@ -132,7 +136,7 @@ class _Window:
             self.grow()
 
 
-def _elements(window: _Window, path: Path, data_format: DataFormat) -> Iterator[Record | RecordProblem]:
+def _elements(window: _Window, path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
     wanted = f"write a list of records: [{example(data_format)}, ...]"
     mark = window.next_mark()
     if not mark:
@@ -160,7 +164,7 @@ def _elements(window: _Window, path: Path, data_format: DataFormat) -> Iterator[
                 yield place.problem("", element, reason, "write the file again, it was cut off")
                 return
             window.position = end
-            yield _parsed_element(place, element, data_format)
+            yield _parsed_element(place, element, data_format, mapping)
             mark = window.next_mark()
             window.position += 1
             if mark == "]":
@@ -174,12 +178,12 @@ def _elements(window: _Window, path: Path, data_format: DataFormat) -> Iterator[
         yield RecordPosition(path, number, UNIT).problem("", rest, "the file continues after the end of its list", wanted)
 
 
-def _parsed_element(place: RecordPosition, element: str, data_format: DataFormat) -> Record | RecordProblem:
+def _parsed_element(place: RecordPosition, element: str, data_format: DataFormat, mapping: MappingPlan) -> Record | RecordProblem:
     try:
         value = DECODER.decode(element)
     except (ValueError, RecursionError) as error:
         return place.problem("", element, f"is not JSON ({error})", f"write {example(data_format)}")
-    return record_of(place, value, data_format)
+    return record_of(place, value, data_format, mapping)
 
 
 def _end_of_element(window: _Window) -> tuple[int, str]:

@@ -1,37 +1,32 @@
-"""Tables, CSV with a header row and Parquet -> records, a few rows at a time."""
+"""Tables, CSV with a header row, Parquet and Arrow -> records, a few rows at a time."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from finetune_job.api.inputs import DataFormat
-from finetune_trainer.data.records import (
-    KEYS,
-    MAX_RECORD_BYTES,
-    TOOLS,
-    Record,
-    RecordPosition,
-    RecordProblem,
-    missing_key,
-    record_of,
-)
+from finetune_job.plan.mapping import UNMAPPED, MappingPlan
+from finetune_trainer.data.parse import missing_key, read_keys, record_of, required_keys
+from finetune_trainer.data.records import MAX_RECORD_BYTES, Record, RecordPosition, RecordProblem
 from finetune_trainer.files import open_regular
 
 _QUOTING = 'quote a value that holds commas, quotes or line breaks with ", and double each " in it'
 _ROW_UNIT = "row"
 _ROWS_AT_ONCE = 256
 _BUFFER_BYTES = 2**20
+_ARROW_FILE = b"ARROW1"
+"""How a file of Arrow's begins; a stream begins otherwise."""
 
 
-def read_csv(path: Path, data_format: DataFormat) -> Iterator[Record | RecordProblem]:
+def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
     """Every row after the header. The line of a row is the one on which it begins."""
-    if data_format is DataFormat.CHAT:
-        fix = "write the chats as JSON Lines (.jsonl) or Parquet"
+    if data_format is DataFormat.CHAT and not mapping.chat_of_pair:
+        fix = "write the chats as JSON Lines (.jsonl) or Parquet, or name the columns of question and answer in spec.data.mapping"
         yield RecordPosition(path, 1).problem("messages", path.name, "a CSV file cannot hold chats, whose turns are lists", fix)
         return
     csv.field_size_limit(MAX_RECORD_BYTES)
@@ -54,58 +49,91 @@ def read_csv(path: Path, data_format: DataFormat) -> Iterator[Record | RecordPro
                 continue
             if header is None:
                 header = [name.strip() for name in row]
-                problem = _header_problem(place, header, data_format)
+                problem = _header_problem(place, header, data_format, mapping)
                 if problem is not None:
                     yield problem
                     return
             elif len(row) != len(header):
                 yield place.problem("", ",".join(row), f"has {len(row)} values, the header has {len(header)}", _QUOTING)
             else:
-                yield record_of(place, dict(zip(header, row, strict=True)), data_format)
+                yield record_of(place, dict(zip(header, row, strict=True)), data_format, mapping)
 
 
-def _header_problem(place: RecordPosition, header: list[str], data_format: DataFormat) -> RecordProblem | None:
-    for key in KEYS[data_format]:
+def _header_problem(
+    place: RecordPosition, header: list[str], data_format: DataFormat, mapping: MappingPlan
+) -> RecordProblem | None:
+    for key in required_keys(data_format, mapping):
         if key not in header:
-            return missing_key(place, key, dict.fromkeys(header), data_format)
+            return missing_key(place, key, dict.fromkeys(header), data_format, mapping)
         if header.count(key) > 1:
             return place.problem(key, ",".join(header), "is the name of more than one column", "name each column once")
     return None
 
 
-def read_parquet(path: Path, data_format: DataFormat) -> Iterator[Record | RecordProblem]:
+def read_parquet(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
     """Every row. A null within a turn of a chat is an absent key: all turns share their columns."""
     # Takes long to load, and most data is JSON.
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-    number = 0
+    rows = _Rows(path, data_format, mapping)
     try:
         # Buffered and not read ahead: else a row group, which may be the whole file, is held in memory.
         with open_regular(path) as opened, pq.ParquetFile(opened, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
-            names = file.schema_arrow.names
-            for key in KEYS[data_format]:
-                if key not in names:
-                    yield missing_key(RecordPosition(path, 1, _ROW_UNIT), key, dict.fromkeys(names), data_format)
-                    return
-            optional = [TOOLS] if data_format is DataFormat.CHAT and TOOLS in names else []
-            columns = [*KEYS[data_format], *optional]
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
-                values = [batch.column(column).to_pylist() for column in columns]
-                for row in zip(*values, strict=True):
-                    number += 1
-                    value = dict(zip(columns, row, strict=True))
-                    yield record_of(RecordPosition(path, number, _ROW_UNIT), _without_nulls(value, optional), data_format)
+            columns = read_keys(data_format, mapping, file.schema_arrow.names)
+            # Without them one row is read, which shows what the columns hold.
+            batches = file.iter_batches(_ROWS_AT_ONCE if columns else 1, columns=columns or None, use_threads=False)
+            yield from rows.records(batches, columns, file.schema_arrow.names)
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        place = RecordPosition(path, number + 1, _ROW_UNIT)
-        yield place.problem("", path.name, f"the file cannot be read on ({error})", "write the Parquet file again")
+        yield rows.broken("Parquet", error)
 
 
-def _without_nulls(value: dict[str, Any], optional: list[str]) -> dict[str, Any]:
-    return {key: _turns(each) if key in ("messages", *optional) else each for key, each in value.items()}
+def read_arrow(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
+    """Every row of what the datasets library saves: a stream of Arrow's, or a file of Arrow's (Feather)."""
+    import pyarrow as pa
+
+    rows = _Rows(path, data_format, mapping)
+    try:
+        with open_regular(path) as opened:
+            is_file = opened.read(len(_ARROW_FILE)) == _ARROW_FILE
+            opened.seek(0)
+            reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(opened)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
+            columns = read_keys(data_format, mapping, reader.schema.names)
+            yield from rows.records(batches, columns, reader.schema.names)
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        yield rows.broken("Arrow", error)
+
+
+class _Rows:
+    """Rows of a file that stores columns, counted."""
+
+    def __init__(self, path: Path, data_format: DataFormat, mapping: MappingPlan) -> None:
+        self._path, self._format, self._mapping = path, data_format, mapping
+        self._number = 0
+
+    def records(self, batches: Iterable[Any], columns: list[str], names: list[str]) -> Iterator[Record | RecordProblem]:
+        """batches: pyarrow.RecordBatch. columns: that make a record; none if one of these is missing."""
+        if not columns:
+            first = next((batch.slice(0, 1).to_pylist() for batch in batches if batch.num_rows), [dict.fromkeys(names)])[0]
+            missing = next(key for key in required_keys(self._format, self._mapping) if key not in names)
+            yield missing_key(RecordPosition(self._path, 1, _ROW_UNIT), missing, _turns(first), self._format, self._mapping)
+            return
+        for batch in batches:
+            for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                for row in batch.select(columns).slice(start, _ROWS_AT_ONCE).to_pylist():
+                    self._number += 1
+                    value = _turns(row) if self._format is DataFormat.CHAT else row
+                    yield record_of(RecordPosition(self._path, self._number, _ROW_UNIT), value, self._format, self._mapping)
+
+    def broken(self, kind: str, error: Exception) -> RecordProblem:
+        """The file ends before its records do."""
+        place = RecordPosition(self._path, self._number + 1, _ROW_UNIT)
+        return place.problem("", self._path.name, f"the file cannot be read on ({error})", f"write the {kind} file again")
 
 
 def _turns(value: Any) -> Any:
+    """Without what is null within; a key that is missing and one that is null are one in a column."""
     if isinstance(value, dict):
         return {key: _turns(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):

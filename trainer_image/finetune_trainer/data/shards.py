@@ -28,12 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune_trainer.data.cpus import available_cpus
+from finetune_trainer.data.findings import TRAIN as TRAIN  # noqa: PLC0414 - for readers of prepared data
+from finetune_trainer.data.findings import VALIDATION as VALIDATION  # noqa: PLC0414
 from finetune_trainer.errors import DataError
 from finetune_trainer.files import file_sha256, read_own
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
-TRAIN, VALIDATION = "train", "validation"
 TOKEN_TYPE, TABLE_TYPE = np.dtype("<i4"), np.dtype("<i8")
 TOKENS_PER_SHARD = 1 << 28
 """Every shard but the last holds as many: 1 GiB."""

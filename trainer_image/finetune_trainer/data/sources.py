@@ -19,6 +19,8 @@ from finetune_trainer.data.cpus import available_cpus
 from finetune_trainer.data.file_parts import FilePart, PartResult, ProblemKind
 from finetune_trainer.data.findings import (
     MAX_KINDS,
+    TRAIN,
+    VALIDATION,
     SplitSource,
     also_held_out,
     content_dropped,
@@ -31,8 +33,8 @@ from finetune_trainer.data.findings import (
     wrong_records,
 )
 from finetune_trainer.data.packing import WeightedDocuments
-from finetune_trainer.data.read import RecordProblem, lines_before, record_files
-from finetune_trainer.data.shards import TRAIN, VALIDATION
+from finetune_trainer.data.read import RecordProblem, lines_before
+from finetune_trainer.data.source_files import find_files, find_shared
 from finetune_trainer.errors import DataError
 from finetune_trainer.files import file_sha256
 
@@ -120,6 +122,10 @@ class Source:
     """When their digests were taken."""
     error: OSError | None = None
     """It cannot be read."""
+    refusal: Finding | None = None
+    """Its files are not what the manifest says."""
+    warnings: tuple[Finding, ...] = ()
+    """Of its files."""
     found: PartResult = field(default_factory=PartResult)
     """Sums over its parts."""
     problems: dict[ProblemKind, tuple[FilePart, RecordProblem, int]] = field(default_factory=dict)
@@ -163,11 +169,13 @@ class Source:
         named, found = self.named, self.found
         if self.error is not None:
             return [unreadable(named, self.error)]
+        if self.refusal is not None:
+            return [self.refusal]
         if self.problems:
             return wrong_records(named, _first_kinds(self.problems))
         if found.num_records == 0:
             return [empty(named)]
-        findings = []
+        findings = list(self.warnings)
         if found.num_dropped:
             findings.append(too_long(named, found.num_records, found.num_dropped, found.shortest_dropped, max_sequence_length))
         if was_tokenised and found.num_documents and not self.weighted.occurrences:
@@ -202,17 +210,21 @@ def list_sources(plan: DataPlan, claims_root: Path) -> list[Source]:
     """Every source with its files and their digests."""
     planned = [*((TRAIN, dataset) for dataset in plan.train), *([(VALIDATION, plan.validation)] if plan.validation else [])]
     sources = []
-    for split, dataset in planned:
-        path = claims_root / dataset.location.claim / dataset.location.path
-        sources.append(Source(SplitSource(split, dataset.location, path, dataset.field, dataset.source), dataset.weight))
     with ThreadPoolExecutor(available_cpus()) as threads:
-        for source in sources:
+        for split, dataset in planned:
+            path = claims_root / dataset.location.claim / dataset.location.path
+            named = SplitSource(split, dataset.location, path, dataset.field, dataset.source)
+            found = find_files(named, dataset.splits, is_chosen=dataset.split_is_chosen)
+            source = Source(named, dataset.weight, error=found.error, refusal=found.refusal, warnings=found.warnings)
+            sources.append(source)
             try:
-                files = record_files(source.named.path)
-                source.stamps = {path: _stamp(path) for path in files}
-                source.files = dict(zip(files, threads.map(file_sha256, files), strict=True))
+                source.stamps = {path: _stamp(path) for path in found.files}
+                source.files = dict(zip(found.files, threads.map(file_sha256, found.files), strict=True))
             except OSError as error:
                 source.error = error
+    shared = find_shared((source.named, source.files.keys(), source.files.values()) for source in sources)
+    for source in sources:
+        source.refusal = source.refusal or shared.get(source.named)
     return sources
 
 

@@ -215,7 +215,7 @@ def _tokens(encoding: Encoding, text: str, start: int, stop: int) -> range:
 
 def _problem(record: Record, error: ChatError) -> RecordProblem:
     value = "" if not record.messages else shown(repr(record.messages[-1].get("content")))
-    return RecordProblem(record.line, error.key, value, error.reason, error.fix, record.unit, record.file)
+    return RecordProblem(record.line, error.key, value, error.reason, error.fix, record.unit, record.file, changes=error.changes)
 
 
 def _ids(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> list[list[int]]:

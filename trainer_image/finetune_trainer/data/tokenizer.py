@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import DataPlan, RunPlan
 from finetune_trainer.data.chat import PROBE, ChatError, ChatTemplate, Tokenizer, chat_template, template_source
 from finetune_trainer.data.records import Record, RecordProblem
 from finetune_trainer.data.tokenize import THOUGHTS, EndlessTemplateError, tokenize
 from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
+
+if TYPE_CHECKING:  # what looks at the first records does without it
+    from finetune_job.plan.run_plan import RunPlan
 
 FIELD = "spec.model.source"
 _TODAY = "strftime_now"
@@ -39,7 +42,7 @@ def load_checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | 
     try:
         found = run_sandboxed(lambda: load_tokenizer(directory, allow_remote_code)[1])
     except SandboxEndedError as error:
-        return None, [_unusable(directory, f"loading the tokenizer {error}")]
+        return None, [unusable(directory, f"loading the tokenizer {error}")]
     if found:
         return None, found
     tokenizer, found = load_tokenizer(directory, allow_remote_code)
@@ -56,7 +59,8 @@ def load_checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | 
     return None if any(finding.severity == "error" for finding in found) else tokenizer, found
 
 
-def _unusable(directory: Path, message: str) -> Finding:
+def unusable(directory: Path, message: str) -> Finding:
+    """The tokenizer does not load."""
     return make_finding(
         "tokenizer-unusable",
         field=FIELD,
@@ -74,7 +78,7 @@ def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer 
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
         tokenizer("probe")
     except Exception as error:  # noqa: BLE001 - a library meets a file of the user's: whatever it raises is about that file
-        return None, [_unusable(directory, f"the tokenizer does not load ({type(error).__name__}: {str(error)[:500]})")]
+        return None, [unusable(directory, f"the tokenizer does not load ({type(error).__name__}: {str(error)[:500]})")]
     if tokenizer.eos_token_id is None:
         return None, [
             make_finding(
@@ -88,7 +92,20 @@ def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer 
     return tokenizer, []
 
 
-def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -> list[Finding]:
+class TemplateSettings(Protocol):
+    """What of a DataPlan decides about chats."""
+
+    @property
+    def format(self) -> DataFormat: ...
+
+    @property
+    def loss_on(self) -> LossOn: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+
+def check_chat_template(data: TemplateSettings, tokenizer: Tokenizer, directory: Path) -> list[Finding]:
     """What is wrong with the template for any chat: it is tried on a plain one. For other formats, with the token that ends a
     text.
 
@@ -98,17 +115,17 @@ def check_chat_template(data: DataPlan, tokenizer: Tokenizer, directory: Path) -
         return _unknown_end(tokenizer, directory)
     is_written = data.chat_template is not None
 
-    def of_template(rule: str, message: str, fix: str) -> Finding:
+    def of_template(rule: str, message: str, fix: str, changes: Mapping[str, Any] | None = None) -> Finding:
         field = "spec.data.chatTemplate" if is_written else FIELD
         value = (data.chat_template or directory.name)[:80]
-        return make_finding(rule, field=field, value=value, message=message, fix=fix)
+        return make_finding(rule, field=field, value=value, message=message, fix=fix, changes=changes)
 
     try:
         (made,) = tokenize(tokenizer, [Record(1, "", "", PROBE)], data.loss_on, data.chat_template)
     except EndlessTemplateError as error:
         made = error.problem
     if isinstance(made, RecordProblem):
-        return [of_template("chat-template-unusable", made.reason, made.fix)]
+        return [of_template("chat-template-unusable", made.reason, made.fix, made.changes)]
     begin = tokenizer.bos_token_id
     if begin is not None and made.input_ids[:2] == [begin, begin]:
         doubled = f"every chat begins with {tokenizer.bos_token!r} twice, which the model has never seen"

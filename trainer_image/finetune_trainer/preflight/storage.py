@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
-from collections.abc import Iterable
-from pathlib import Path
 
-from finetune_job.api.base import ClaimPath
-from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.element_types import DTYPE_BYTES
 from finetune_memory.optimizers import FORMS
 from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.places import no_room, not_vacant, not_writable
 
 BYTES_PER_VALUE = 4
 """Of a trained value and of its optimizer state: float32 at most."""
@@ -59,69 +54,3 @@ def _merged_bytes(seen: JobInspection) -> int:
         return 0
     merged = plan.merge.dtype.value if plan.merge.dtype else stored
     return seen.known_files.weight_bytes * DTYPE_BYTES[merged] // DTYPE_BYTES[stored]
-
-
-def not_writable(field: str, location: ClaimPath, claims_root: Path) -> Finding | None:
-    """Write and remove a file in the directory, or in the nearest one above it that exists."""
-    claim = claims_root / location.claim
-    address = f"pvc://{location.claim}/{location.path}"
-    if not claim.is_dir():
-        return make_finding(
-            "claim-not-mounted",
-            field=field,
-            value=address,
-            message=f"the claim {location.claim} is not mounted at {claim}",
-            fix="name a claim of the job's namespace",
-        )
-    directory = _nearest_existing(claim / location.path)
-    try:
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".write-probe-") as probe:
-            probe.write(b"\0" * 4096)
-            probe.flush()
-            os.fsync(probe.fileno())
-    except OSError as error:
-        return make_finding(
-            "directory-not-writable",
-            field=field,
-            value=address,
-            message=f"user {os.getuid()}, group {os.getgid()} cannot write to {directory} ({error.strerror})",
-            fix="give the profile an fsGroup that owns the volume, or name a claim that is not read-only",
-        )
-    return None
-
-
-def no_room(field: str, location: ClaimPath, claims_root: Path, needed_bytes: int, what: str) -> Finding | None:
-    """At least `needed_bytes` are free on the claim."""
-    statistics = os.statvfs(_nearest_existing(claims_root / location.claim / location.path))
-    free_bytes = statistics.f_bavail * statistics.f_frsize
-    if free_bytes >= needed_bytes:
-        return None
-    return make_finding(
-        "claim-too-small",
-        field=field,
-        value=f"pvc://{location.claim}/{location.path}",
-        message=f"{what} need {_shown(needed_bytes)}, the claim has {_shown(free_bytes)} free",
-        fix="enlarge the claim, or make room on it",
-    )
-
-
-def not_vacant(field: str, location: ClaimPath, results: Iterable[Path]) -> Finding | None:
-    """None of `results` exists: another job's results are never overwritten."""
-    taken = [path.name for path in results if path.exists()]
-    if not taken:
-        return None
-    return make_finding(
-        "output-exists",
-        field=field,
-        value=f"pvc://{location.claim}/{location.path}",
-        message=f"the directory holds {' and '.join(taken)} already, which are the results of another job",
-        fix="choose another destination, or move the old results away",
-    )
-
-
-def _nearest_existing(path: Path) -> Path:
-    return path if path.exists() else _nearest_existing(path.parent)
-
-
-def _shown(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"

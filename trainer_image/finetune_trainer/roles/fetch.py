@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import threading
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_job.api.base import BucketPath, HubPath, parse_source
+from finetune_job.api.inputs import DataFormat
+from finetune_job.chat_templates import fitting_template
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_job.plan.inputs import input_locations
@@ -23,6 +26,7 @@ from finetune_trainer.errors import DataError, InvariantError, ModelError, Train
 from finetune_trainer.fetch.bucket import BucketPrefix, open_bucket
 from finetune_trainer.fetch.hub import HubRepository
 from finetune_trainer.fetch.source import (
+    CHAT_TEMPLATES,
     NoRoomError,
     RemoteFile,
     RemoteSource,
@@ -41,6 +45,9 @@ from finetune_trainer.network.retry import RetryPolicy, StoppedError, with_retri
 log = logging.getLogger(__name__)
 
 FILES_AT_ONCE = 8
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE_FILES = ("chat_template.", CHAT_TEMPLATES)
+"""Beginnings of the paths of files that hold a chat template and nothing else."""
 PROGRESS_SECONDS = 10.0
 """Between two lines of progress."""
 _MB = 1e6
@@ -102,6 +109,10 @@ def fetch(
         _list(wanted, _open(wanted, plan, credentials), context.plan.model.allow_remote_code, retry_policy) for wanted in missing
     ]
     _check_room(context.workspace.sources, listed, free_bytes)
+    if context.plan.data.format is DataFormat.CHAT and context.plan.data.chat_template is None:
+        for source in listed:
+            if source.wanted.is_model:
+                _check_has_template(source, retry_policy)
     received = 0
     for source in listed:
         counter = _Counter(source)
@@ -171,6 +182,28 @@ def _list(wanted: WantedSource, remote: RemoteSource, allow_remote_code: bool, r
     staging.open(files)
     log.info("%s: %s, %d files, %.1f MB", wanted.name, wanted.item.source, len(files), sum(file.size for file in files) / _MB)
     return ListedSource(wanted, remote, tuple(files), staging)
+
+
+def _check_has_template(source: ListedSource, retry_policy: RetryPolicy) -> None:
+    """Before gigabytes of weights are copied: base models have no chat template. The file is not copied a second time."""
+    files = {file.path: file for file in source.files}
+    config = files.get(TOKENIZER_CONFIG)
+    if config is None or any(path.startswith(TEMPLATE_FILES) for path in files):
+        return
+    fetch_file(source.remote, config, source.staging, TransferOptions(retry_policy, threading.Event(), lambda _: None))
+    try:
+        content = json.loads((source.staging.files / TOKENIZER_CONFIG).read_bytes())
+    except (ValueError, RecursionError):  # preflight says what is wrong with it
+        return
+    if isinstance(content, dict) and not content.get("chat_template"):
+        added = content.get("added_tokens_decoder")
+        tokens = added.values() if isinstance(added, dict) else ()
+        known = frozenset(str(token.get("content")) for token in tokens if isinstance(token, dict))
+        raise ModelError(
+            f"{source.wanted.field}: {source.wanted.item.source} has no chat template, as is usual for a base model, and "
+            "spec.data.format is Chat",
+            f"name a model made for chats, or set spec.data.chatTemplate: {fitting_template(known)}",
+        )
 
 
 def _shown(files: list[RemoteFile]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from finetune_job.api.base import HUB_DATASETS
+from finetune_job.finding import UNREADABLE
 from finetune_job.methods import PACKING
 from finetune_job.rules import merging
 from finetune_job.rules.cel.condition import CelCondition, cel_list, range_conditions
 from finetune_job.rules.data import WEIGHTS
-from finetune_job.rules.rule import UNREADABLE
 
 _DATA = ("data.datasets[]", "data.validation")
 """Where records are named besides `data` itself, whose source counts only without datasets."""

@@ -162,6 +162,9 @@ FINDINGS: dict[str, Written] = {
     "assistant-loss-without-chat": (E, "data.lossOn", {"data.lossOn": "Completion"}),
     "completion-loss-on-text": (E, "data.lossOn", {"data.lossOn": "All"}),
     "dataset-weight-range": (E, "data.datasets", {"data.datasets": [{"source": "pvc://data/a.jsonl", "weight": "1"}]}),
+    "txt-without-text": (E, "data.format", {"data.format": "Text"}),
+    "mapping-without-effect": (E, "data.mapping", {"data.format": "Chat"}),
+    "chat-template-unknown": (E, "data.chatTemplate", {"data.chatTemplate": "ChatML"}),
     "csv-with-chat": (E, "data.format", {"data.format": "PromptCompletion"}),
     "merge-dtype-overflow": none("merge.dtype", W),
     "verification-agreement-range": none("merge.verify.minTop1Agreement"),
@@ -490,5 +493,5 @@ def test_what_is_silent_beside_its_neighbour():
 
 def test_long_templates_are_shown_shortened():
     for length, shown in ((60, "x" * 60), (61, "x" * 57 + "...")):
-        (finding,) = judged(manifest({"data.chatTemplate": "x" * length}))
-        assert finding.value == shown
+        (finding,) = judged(manifest({"data.chatTemplate": "{{" + "x" * (length - 2)}))
+        assert finding.value == "{{" + shown[2:]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_job.plan.mapping import MappingPlan
 from finetune_trainer.data.file_parts import FilePart, PartResult, PartSettings, PartTask
 from finetune_trainer.data.messages import (
     MAX_ANSWER_BYTES,
@@ -25,7 +26,9 @@ from finetune_trainer.files import SpecialFileError
 
 FILE = Path(os.fsdecode(b"/claims/data/tr\xe4in.jsonl"))
 """Its name is not UTF-8."""
-SETTINGS = PartSettings(DataFormat.CHAT, LossOn.ASSISTANT, 4096, "{{ '\u00e9' }}\n", (2, 7))
+SETTINGS = PartSettings(
+    DataFormat.CHAT, LossOn.ASSISTANT, 4096, "{{ '\u00e9' }}\n", (2, 7), MappingPlan(prompt="\u00e9", roles={"gpt": "assistant"})
+)
 
 
 def found() -> PartResult:
@@ -68,6 +71,16 @@ def test_a_result_arrives_as_it_was() -> None:
     assert isinstance(read, PartResult)
     assert list(read.problems) == list(found().problems)
     assert {problem.file for problem, _ in read.problems.values()} == {FILE}
+
+
+def test_the_changes_of_a_fix_arrive_unless_they_are_long() -> None:
+    result = PartResult()
+    changes = {"spec.data.mapping.prompt": "q"}
+    result.found_problem(RecordProblem(1, "a", "", "r", "f", file=FILE, changes=changes, are_preferences=True))
+    result.found_problem(RecordProblem(2, "b", "", "r", "f", file=FILE, changes={"spec.data.mapping.prompt": "q" * 257}))
+    read = read_answer(result_line(result), FILE)
+    assert isinstance(read, PartResult)
+    assert [(each.changes, each.are_preferences) for each, _ in read.problems.values()] == [(changes, True), ({}, False)]
 
 
 def test_a_template_without_end_arrives() -> None:

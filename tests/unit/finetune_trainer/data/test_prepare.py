@@ -279,12 +279,12 @@ def test_a_weight_that_leaves_no_record_is_an_error(claims):
     assert "train" not in preparation.splits
 
 
-def test_training_records_that_are_held_out_are_a_warning_that_counts_them(claims):
+def test_training_records_that_are_held_out_are_refused_with_their_number(claims):
     write_records(claims, [RECORDS[1], RECORDS[2], {"prompt": "e ", "completion": "e"}], "held")
     with prepared(claims, plan(validation=held_out("pvc://data/held.jsonl"))) as preparation:
         _, finding = preparation.findings
-        assert set(preparation.splits) == {"train", "validation"}
-    assert (finding.rule, finding.severity) == ("data-held-out-in-training", "warning")
+        assert "train" not in preparation.splits
+    assert (finding.rule, finding.severity) == ("data-held-out-in-training", "error")
     # Records 2 and 3 of the training data are one text, so three of them are held out.
     assert finding.message.startswith("3 of its 6 records are held out")
 

@@ -43,7 +43,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
         ('{"prompt": "p", "completion": "c"', "", "is not JSON", "one JSON object per line"),
         ('["p", "c"]', "", "is a JSON list", '{"prompt": "...", "completion": "..."}'),
         ('{"prompt": "p"}', "completion", "is missing", '{"prompt": "...", "completion": "..."}'),
-        ('{"promt": "p", "completion": "c"}', "prompt", "is missing", "rename 'promt' to 'prompt'"),
+        ('{"promt": "p", "completion": "c"}', "prompt", "is missing", "set spec.data.mapping.prompt: promt"),
         ('{"text": "t"}', "prompt", "is missing", "set spec.data.format: Text"),
         ('{"messages": []}', "prompt", "is missing", "set spec.data.format: Chat"),
         ('{"prompt": 3, "completion": "c"}', "prompt", "is a number, not a text", "write"),
@@ -107,7 +107,7 @@ def test_a_directory_is_its_known_files_in_order(tmp_path):
     for name in ("b.jsonl", "a/z.json", "a/y.csv", "c.d/x.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, PAIRS)
-    for name in ("README.md", ".hidden.jsonl", "a/LICENSE"):
+    for name in ("README.md", ".hidden.jsonl", "a/LICENSE.txt", "dataset_infos.json", "cache-1.arrow"):
         (tmp_path / name).write_text("no record")
     (tmp_path / ".git").mkdir()
     write(tmp_path / ".git/x.jsonl", PAIRS)
@@ -118,7 +118,7 @@ def test_a_directory_is_its_known_files_in_order(tmp_path):
 
 
 def test_a_directory_without_a_known_file_is_refused(tmp_path):
-    (tmp_path / "notes.txt").write_text("no record")
+    (tmp_path / "notes.md").write_text("no record")
     with pytest.raises(NoRecordFilesError, match=r"holds no \.jsonl"):
         record_files(tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -38,8 +38,8 @@ def test_prompts_that_are_turns_of_a_chat_name_the_format_that_holds_them(tmp_pa
     turns = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
     (problem,) = read_file(write(tmp_path / "data.jsonl", [turns]), PAIR)
     assert (problem.key, problem.reason) == ("prompt", "is a list, not a text")
-    fix = "join prompt and completion into one list, 'messages', and set spec.data.format: Chat and spec.data.lossOn: Completion"
-    assert problem.fix == fix
+    assert problem.fix == "set spec.data.format: Chat and spec.data.lossOn: Completion"
+    assert problem.changes == {"spec.data.format": "Chat", "spec.data.lossOn": "Completion"}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,11 @@ def test_prompts_that_are_turns_of_a_chat_name_the_format_that_holds_them(tmp_pa
         ([{"role": 3, "content": "q"}], "messages[0].role", "is not the name of a role"),
         ([{"role": "user"}], "messages[0].content", "is missing"),
         ([{"role": "user", "content": None}], "messages[0].content", "is null, which only a turn with tool_calls may be"),
-        ([{"role": "user", "content": [{"type": "text", "text": "q"}]}], "messages[0].content", "is a list, not a text"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image"}]}],
+            "messages[0].content[1]",
+            'is a part of the type "image" and not of text',
+        ),
         ([{"role": "user", "content": "q"}, {"role": "assistant", "content": " "}], "messages[1].content", "is empty"),
         ([{"role": "assistant", "content": None, "tool_calls": "f()"}], "messages[0].tool_calls", "is not a list of objects"),
         ([{"role": "user", "content": "\ud800"}], "messages", "is not valid Unicode"),

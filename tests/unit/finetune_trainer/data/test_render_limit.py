@@ -29,8 +29,8 @@ def template(what):
     return f"{{% if messages[0]['content'] == 'boom' %}}{what}{{% endif %}}{CHATML.template}"
 
 
-def chats(boom_at=None, count=20):
-    words = ["boom" if number == boom_at else f"question {number}" for number in range(1, count + 1)]
+def chats(boom_at=None, count=20, name=""):
+    words = ["boom" if number == boom_at else f"{name} question {number}" for number in range(1, count + 1)]
     return [[{"role": "user", "content": word}, {"role": "assistant", "content": f"answer to {word}"}] for word in words]
 
 
@@ -51,7 +51,7 @@ def prepared(tmp_path, monkeypatch):
 
     def made(what, boom_at, **more):
         for name, at in (("train", boom_at), ("held-out", more.pop("held_out_at", None))):
-            lines = [json.dumps({"messages": chat}) for chat in chats(at)]
+            lines = [json.dumps({"messages": chat}) for chat in chats(at, name=name)]
             (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(lines))
         settings = {
             "max_sequence_length": 500,

@@ -113,9 +113,9 @@ def test_a_slow_tokenizer_cannot_tell_the_assistants_tokens(tmp_path):
 
 
 def test_preflight_refuses_chats_that_no_template_renders_and_prepares_those_that_one_does(context, claims):
-    chat = {"messages": [{"role": "user", "content": "def name(value):"}, {"role": "assistant", "content": "Return the value."}]}
     for name in ("train", "validation"):
-        quickstart.write_json_lines(claims / "data" / f"{name}.jsonl", [chat] * 16)
+        turns = [{"role": "user", "content": f"def {name}(value):"}, {"role": "assistant", "content": "Return the value."}]
+        quickstart.write_json_lines(claims / "data" / f"{name}.jsonl", [{"messages": turns}] * 16)
     changes = {"data.format": "Chat", "data.lossOn": None}
     refused = run(context(changes))
     assert [(finding.rule, finding.field) for finding in refused.findings] == [("chat-template-unusable", "spec.model.source")]

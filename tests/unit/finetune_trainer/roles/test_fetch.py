@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from finetune_job.api.inputs import DataFormat
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import InvariantError, ModelError
 from finetune_trainer.fetch.source import NoRoomError
@@ -49,6 +51,39 @@ def test_a_model_without_safetensors_is_refused_by_its_field(model_of: ModelOf) 
     context = model_of({"config.json": b"{}", "pytorch_model.bin": b"x"})
     with pytest.raises(ModelError, match=r"spec\.model\.source: .* holds no safetensors file; it holds .*pytorch_model\.bin"):
         fetch(context, LOCAL, QUICK)
+
+
+def chats(context: RunContext, template: str | None = None) -> RunContext:
+    data = context.plan.data.model_copy(update={"format": DataFormat.CHAT, "chat_template": template})
+    return dataclasses.replace(context, plan=context.plan.model_copy(update={"data": data}))
+
+
+def test_a_base_model_without_a_chat_template_is_refused_before_its_weights_are_copied(model_of: ModelOf, hub: Hub) -> None:
+    config = {"added_tokens_decoder": {"3": {"content": "<|eot_id|>"}, "4": "broken"}}
+    context = chats(model_of({**FILES, "tokenizer_config.json": json.dumps(config).encode()}))
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"spec\.model\.source: .* has no chat template") as caught:
+            fetch(context, LOCAL, QUICK)
+    assert "set spec.data.chatTemplate: Llama3" in caught.value.hint
+    copied = [path.name for path in context.workspace.sources.rglob("*") if path.is_file() and "model" in path.name]
+    assert copied == []
+    assert fetch(chats(context, "{{ messages }}"), LOCAL, QUICK).facts["files"] == "3"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": b'{"chat_template": "{{ messages }}"}'},
+        {"tokenizer_config.json": b"{}", "chat_template.jinja": b"{{ messages }}"},
+        {"tokenizer_config.json": b"{}", "additional_chat_templates/tool_use.jinja": b"{{ messages }}"},
+        {"tokenizer_config.json": b"{"},
+        {},
+    ],
+)
+def test_a_template_is_seen_in_each_of_its_places_and_what_is_not_understood_is_left_to_preflight(
+    model_of: ModelOf, files: dict[str, bytes]
+) -> None:
+    assert fetch(chats(model_of({**FILES, **files})), LOCAL, QUICK).facts["files"] == str(2 + len(files))
 
 
 def test_the_model_comes_first_with_the_field_that_names_it(model_of: ModelOf) -> None:

@@ -1,0 +1,78 @@
+"""What `finetune data` shows: counts, lengths, and records with what is learnt of them in colour or in brackets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetune_cli.local.look import Look
+from finetune_cli.render.verdicts import finding_text
+
+BAR = 40
+"""Columns of the longest bar."""
+LONGEST_SHOWN = 4000
+"""Characters of a record."""
+_LEARNT, _PLAIN = "\x1b[32m", "\x1b[0m"
+_CONTROL = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
+"""Records may hold what a terminal takes for commands."""
+
+
+def look_text(look: Look, *, in_colour: bool) -> str:
+    """All of it; `in_colour`: on a terminal that takes colours."""
+    lines = []
+    for source in look.sources:
+        lines += _source_lines(source, look.has_tokenizer)
+    if look.records:
+        key = f"{_LEARNT}learnt{_PLAIN}" if in_colour else "[[learnt]]"
+        lines += ["", f"First records ({key}):" if look.has_tokenizer else "First records:"]
+        for record in look.records:
+            lines += ["", _heading(record, look.has_tokenizer), _record_text(record, in_colour=in_colour)]
+    if not look.has_tokenizer:
+        lines += ["", "The tokenizer of the model is not on this machine, so tokens are not counted and templates not rendered."]
+    lines += [finding_text(finding) for finding in look.findings]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _source_lines(source: Mapping[str, Any], has_tokenizer: bool) -> list[str]:
+    records = f"{source['records']} records" if source["is_whole"] else f"the first {source['records']} records"
+    lines = ["", f"{source['split']}: {source['source']} ({source['files']} files): {records}"]
+    if has_tokenizer:
+        dropped = f"{source['dropped']} records too long and dropped"
+        lines.append(f"  {source['tokens']} tokens, {source['supervised']} of them learnt; {dropped}")
+    if source["repeated"]:
+        lines.append(f"  {source['repeated']} repeat an earlier one")
+    if source["held_out"]:
+        lines.append(f"  {source['held_out']} are held out, too")
+    lengths = {int(bound): count for bound, count in source["lengths"].items()}
+    most = max(lengths.values(), default=1)
+    for bound, count in lengths.items():
+        lines.append(f"  {f'up to {bound}':>13} tokens {'#' * max(1, round(BAR * count / most))} {count}")
+    return lines
+
+
+def _heading(record: Mapping[str, Any], has_tokenizer: bool) -> str:
+    tokens = f", {record['tokens']} tokens" if has_tokenizer else ""
+    return f"--- {record['split']}: {record['place']}{tokens}{', too long and dropped' if record['is_dropped'] else ''}"
+
+
+def _record_text(record: Mapping[str, Any], *, in_colour: bool) -> str:
+    text, left = "", LONGEST_SHOWN
+    before, behind = (_LEARNT, _PLAIN) if in_colour else ("[[", "]]")
+    for piece, is_learnt in record["pieces"]:
+        shown = str(piece)[:left].translate(_CONTROL)
+        left -= len(shown)
+        text += f"{before}{shown}{behind}" if is_learnt and shown else shown
+        if left <= 0:
+            return f"{text}..."
+    return text
+
+
+def look_document(look: Look) -> dict[str, Any]:
+    """The same as plain data."""
+    return {
+        "accepted": not look.is_refused,
+        "findings": [finding.model_dump(mode="json") for finding in look.findings],
+        "sources": look.sources,
+        "records": look.records,
+        "hasTokenizer": look.has_tokenizer,
+    }

@@ -1,0 +1,204 @@
+"""What is told of a job's records, files and places before anything heavy is imported, and what `finetune data` shows."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune_cli.commands.data import look_at
+from finetune_cli.local.look import Look
+from finetune_cli.render.data import look_text
+from tests.support.processor import slowness
+from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
+
+ROOT = Path(__file__).parents[4]
+
+
+def chat(answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
+
+
+CHAT = chat("a")
+MANIFEST = {
+    "apiVersion": "finetune.dev/v1alpha1",
+    "kind": "FineTuneJob",
+    "metadata": {"name": "tuned"},
+    "spec": {
+        "model": {"source": "pvc://models/base"},
+        "data": {"source": "pvc://data/train.jsonl", "format": "Chat", "chatTemplate": "ChatML"},
+        "training": {"maxSteps": 10},
+        "output": {"destination": "pvc://out/tuned"},
+        "workspace": {"claimName": "workspace"},
+    },
+}
+
+
+@pytest.fixture
+def claims(tmp_path):
+    byte_tokenizer(["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>").save_pretrained(tmp_path / "claims/models/base")
+    write(
+        tmp_path / "claims/data/train.jsonl", [CHAT, {"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "content": "b"}]}]
+    )
+    return tmp_path / "claims"
+
+
+def write(path: Path, records: list) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+def manifest(**data) -> str:
+    return yaml.safe_dump({**MANIFEST, "spec": {**MANIFEST["spec"], "data": {**MANIFEST["spec"]["data"], **data}}})
+
+
+def look(claims: Path, *, shown: int = 1, limit: int = 1000, **data) -> Look:
+    seen = look_at(manifest(**data), claims, {}, shown=shown, limit=limit)
+    assert isinstance(seen, Look), seen
+    return seen
+
+
+def finetune(claims: Path, *arguments: str, without: str = "torch", **data):
+    """The command; a library that may not be imported ends the process."""
+    traps = claims.parent / "traps"
+    (traps / without).mkdir(parents=True, exist_ok=True)
+    (traps / without / "__init__.py").write_text("import os\nos._exit(99)\n")
+    job = claims.parent / "job.yaml"
+    job.write_text(manifest(**data))
+    environment = {**os.environ, "PYTHONPATH": f"{traps}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "finetune_cli", *arguments]
+    command = [str(job) if part == "JOB" else str(claims) if part == "CLAIMS" else part for part in command]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_records_are_shown_with_the_mask_and_counted(claims):
+    text = look_text(look(claims), in_colour=False)
+    assert "train: pvc://data/train.jsonl (1 files): 2 records" in text
+    assert "46 tokens, 4 of them learnt; 0 records too long and dropped" in text
+    assert "up to 32 tokens ######################################## 2" in text
+    assert "--- train: pvc://data/train.jsonl line 1, 23 tokens\n<|im_start|>user\nq<|im_end|>\n" in text
+    assert "<|im_start|>assistant\n[[a<|im_end|>]]\n" in text
+    assert "\x1b[32ma<|im_end|>\x1b[0m" in look_text(look(claims), in_colour=True)
+
+
+def test_only_the_first_records_are_read_and_that_is_said(claims):
+    seen = look(claims, limit=1, shown=0)
+    assert (seen.sources[0]["records"], seen.sources[0]["is_whole"], seen.records) == (1, False, [])
+    assert "the first 1 records" in look_text(seen, in_colour=False)
+
+
+def test_what_would_be_dropped_repeated_and_held_out_is_counted(claims):
+    write(claims / "data/held.jsonl", [CHAT])
+    write(
+        claims / "data/train.jsonl", [CHAT, CHAT, {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "a" * 99}]}]
+    )
+    seen = look(claims, validation={"source": "pvc://data/held.jsonl"}, maxSequenceLength=64)
+    (train, held_out) = seen.sources
+    assert [train[name] for name in ("split", "records", "dropped", "repeated", "held_out")] == ["train", 3, 1, 1, 2]
+    assert (held_out["split"], held_out["records"]) == ("validation", 1)
+    assert sorted(finding.rule for finding in seen.findings) == ["data-held-out-in-training", "data-records-dropped"]
+    assert seen.is_refused
+    text = look_text(seen, in_colour=False)
+    assert "1 repeat an earlier one" in text
+    assert "2 are held out, too" in text
+
+
+def test_without_a_tokenizer_records_are_shown_as_they_are(claims):
+    (claims / "models/base/tokenizer.json").unlink()
+    seen = look(claims)
+    assert not seen.has_tokenizer
+    text = look_text(seen, in_colour=False)
+    assert "user: q\nassistant: a" in text
+    assert "The tokenizer of the model is not on this machine" in text
+
+
+def test_a_record_cannot_command_the_terminal(claims):
+    write(claims / "data/train.jsonl", [{"prompt": "\x1b[2J", "completion": "\x07"}])
+    text = look_text(look(claims, format="PromptCompletion", chatTemplate=None), in_colour=False)
+    assert "\u241b[2J" in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+VALIDATE, RUN = ("validate", "-f", "JOB", "--claims", "CLAIMS"), ("run", "JOB", "--claims", "CLAIMS")
+
+
+@pytest.mark.parametrize(
+    ("command", "data", "rule", "fix"),
+    [
+        (VALIDATE, {"source": "pvc://data/trian.jsonl"}, "data-file-missing", "correct the path"),
+        (RUN, {"source": "pvc://data/trian.jsonl"}, "data-file-missing", "correct the path"),
+        (RUN, {"format": "Text", "chatTemplate": None}, "data-record-invalid", "set spec.data.format: Chat"),
+        (VALIDATE, {"chatTemplate": None}, "chat-template-unusable", "set spec.data.chatTemplate: ChatML"),
+        (RUN, {"source": "pvc://data/a.txt"}, "txt-without-text", "set data.format: Text"),
+        (VALIDATE, {"source": "pvc://data"}, "data-record-invalid", "write one JSON object per line"),
+    ],
+)
+def test_a_mistake_is_told_within_a_second_and_without_torch(claims, data, rule, fix, command):
+    if data.get("source") == "pvc://data":
+        (claims / "data/train.jsonl").write_text("{\n")
+    factor = slowness()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = finetune(claims, *command, **data)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 1, done.stderr
+    assert f"error: {rule}" in done.stdout
+    assert fix in " ".join(done.stdout.split())
+    # A process whose files are in no cache takes more than the second that is promised.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5 * factor
+
+
+def test_a_run_is_refused_where_results_exist_or_cannot_be_written(claims):
+    (claims / "out/tuned/adapter").mkdir(parents=True)
+    done = finetune(claims, "run", "JOB", "--claims", "CLAIMS")
+    assert done.returncode == 1
+    assert "error: output-exists" in done.stdout
+    (claims / "out/tuned/adapter").rmdir()
+    (claims / "out/tuned").rmdir()
+    (claims / "out/tuned").write_text("a file")
+    done = finetune(claims, "run", "JOB", "--claims", "CLAIMS")
+    assert "error: directory-not-writable" in done.stdout
+
+
+def test_a_missing_library_is_named_before_anything_runs(claims):
+    job = claims.parent / "job.yaml"
+    job.write_text(manifest())
+    program = (
+        "import importlib.util as util, sys; find = util.find_spec\n"
+        "util.find_spec = lambda name, *more: None if name == 'peft' else find(name, *more)\n"
+        f"sys.argv = ['finetune', 'run', {str(job)!r}, '--claims', {str(claims)!r}]\n"
+        "from finetune_cli.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "peft is not installed, and this command computes on this machine" in done.stderr
+    assert not (claims / "workspace").exists()
+
+
+def test_what_is_not_on_this_machine_is_no_finding_unless_the_user_says_where_it_is(claims):
+    """A manifest for a cluster is judged by the rules alone."""
+    done = finetune(claims, "validate", "-f", "JOB", source="pvc://elsewhere/train.jsonl")
+    assert done.returncode == 0
+    done = finetune(claims, "data", "-f", "JOB", "--claims", "CLAIMS", source="pvc://elsewhere/train.jsonl")
+    assert done.returncode == 2
+    assert "spec.data.source: claim elsewhere is the directory" in done.stderr
+    assert "--claim elsewhere=PATH" in done.stderr
+
+
+def test_the_answer_as_json(claims):
+    done = finetune(claims, "data", "-f", "JOB", "--claims", "CLAIMS", "-n", "1", "-o", "json")
+    answer = json.loads(done.stdout)
+    assert answer["accepted"] is True
+    assert answer["sources"][0]["lengths"] == {"32": 2}
+    assert answer["records"][0]["pieces"][-2] == ["a<|im_end|>", True]
+    assert done.returncode == 0
+
+
+def test_a_refused_manifest_is_told_as_validate_tells_it(claims):
+    done = finetune(claims, "data", "-f", "JOB", "--claims", "CLAIMS", format="Text")
+    assert done.returncode == 1
+    assert "chat-template-without-chat" in done.stdout

@@ -1,0 +1,71 @@
+"""Templates that a manifest may name write the published forms, and can be trained on."""
+
+import pytest
+
+from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_job.chat_templates import TEMPLATES, fitting_template
+from finetune_job.plan.run_plan import DataPlan
+from finetune_trainer.data.chat import chat_template
+from finetune_trainer.data.tokenizer import check_chat_template
+from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "q1"},
+    {"role": "assistant", "content": "a1"},
+    {"role": "user", "content": "q2"},
+    {"role": "assistant", "content": "a2"},
+]
+FORMS = {
+    # special tokens, begin, end, the whole chat, what is learnt of it
+    "ChatML": (
+        ["<|im_start|>", "<|im_end|>"], None, "<|im_end|>",
+        ("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>\n"
+        "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\na2<|im_end|>\n"),
+        ["a1<|im_end|>", "a2<|im_end|>"],
+    ),
+    "Llama3": (
+        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|begin_of_text|>", "<|eot_id|>",
+        ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nbe kind<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nq1<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\na1<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nq2<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\na2<|eot_id|>"),
+        ["a1<|eot_id|>", "a2<|eot_id|>"],
+    ),
+    "Gemma": (
+        ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<eos>",
+        ("<bos><start_of_turn>user\nbe kind\n\nq1<end_of_turn>\n<start_of_turn>model\na1<end_of_turn>\n"
+        "<start_of_turn>user\nq2<end_of_turn>\n<start_of_turn>model\na2<end_of_turn>\n"),
+        ["a1<end_of_turn>", "a2<end_of_turn>"],
+    ),
+    "Mistral": (
+        ["<s>", "</s>", "[INST]", "[/INST]"], "<s>", "</s>",
+        "<s>[INST] be kind\n\nq1 [/INST] a1</s>[INST] q2 [/INST] a2</s>",
+        [" a1</s>", " a2</s>"],
+    ),
+    "Plain": (
+        ["<s>", "</s>"], "<s>", "</s>",
+        "<s>### System:\nbe kind\n\n### User:\nq1\n\n### Assistant:\na1</s>\n### User:\nq2\n\n### Assistant:\na2</s>\n",
+        ["a1</s>", "a2</s>"],
+    ),
+}  # fmt: skip
+
+
+def test_every_template_is_here():
+    assert set(TEMPLATES) == set(FORMS)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_template_writes_its_form_and_what_is_learnt_is_what_the_assistant_says(name, tmp_path):
+    special, begin, end, text, learnt = FORMS[name]
+    tokenizer = byte_tokenizer(special, eos_token=end, **({"bos_token": begin} if begin else {}))
+    assert fitting_template(frozenset(special)) == name
+    template = chat_template(tokenizer, TEMPLATES[name])
+    assert template.render(CHAT) == text
+    rendered = template.render_turns(CHAT)
+    assert ["".join(rendered.text[a:b] for a, b in turn) for turn in rendered.turns] == learnt
+    settings = {"max_sequence_length": 99, "packing": True, "loss_on": LossOn.ASSISTANT, "chat_template": TEMPLATES[name]}
+    plan = DataPlan(train=(), validation=None, format=DataFormat.CHAT, **settings)
+    found = {finding.rule: finding.severity for finding in check_chat_template(plan, tokenizer, tmp_path)}
+    assert "error" not in found.values()
+    # The end of a turn is not the end of a text there, and the form begins an answer within the same turn as the question.
+    assert set(found) <= {"chat-stop-token-unknown", "chat-answer-not-asked-for"}

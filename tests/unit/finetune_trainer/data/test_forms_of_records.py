@@ -1,0 +1,293 @@
+"""Data sets as people have them: each is prepared, or refused with a fix that works when it is applied as written."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.finding import FieldChange
+from finetune_job.plan.resolve import resolve
+from finetune_job.plan.run_plan import DataPlan, JobIdentity
+from finetune_job.rules.book import evaluate
+from finetune_job.rules.rule import RuleContext
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.read import record_files
+from finetune_trainer.data.splits import split_of
+from tests.unit.finetune_job.rules.manifests import applied, manifest
+from tests.unit.finetune_trainer.data.record_files import write
+from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
+
+TOKENIZER = byte_tokenizer(["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>")
+ASK, END = "<|im_start|>", "<|im_end|>"
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+CHAT = f"{ASK}user\nq{END}\n{ASK}assistant\n[a{END}]\n"
+ALPACA = [{"instruction": "do", "input": "", "output": "done"}, {"instruction": "add", "input": "1, 2", "output": "3"}]
+SHARE_GPT = [{"system": "be", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}]
+PARTS = [{"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "xy"]}, TURNS[1]]}]
+PAIRS = [{"question": "q", "answer": "a"}]
+PREFERENCES = [{"prompt": "q", "chosen": "good", "rejected": "bad"}]
+
+
+def save(records):
+    def saved(path: Path) -> None:
+        datasets.DatasetDict(
+            {"train": datasets.Dataset.from_list(records), "test": datasets.Dataset.from_list([{"text": "held"}])}
+        ).save_to_disk(str(path))
+
+    return saved
+
+
+def hub(path: Path) -> None:
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        (path / "data").mkdir(parents=True, exist_ok=True)
+        write(path / "data" / f"{name}.parquet", [{"text": name}])
+    (path / "README.md").write_text("---\n")
+
+
+def claim(tmp_path: Path, name: str, data) -> Path:
+    """A claims root whose claim `data` holds `name`: records, a text, or what a function makes there."""
+    (tmp_path / "data").mkdir(exist_ok=True)
+    TOKENIZER.save_pretrained(tmp_path / "models")
+    path = tmp_path / "data" / name
+    if callable(data):
+        data(path)
+    elif isinstance(data, str):
+        path.write_text(data)
+    else:
+        write(path, data)
+    return tmp_path
+
+
+def spec_of(name: str, data) -> dict:
+    return manifest({"data": {"source": f"pvc://data/{name}", **data}})
+
+
+def errors(spec: dict):
+    return [each for each in evaluate(RuleContext(FineTuneJobSpec.model_validate(spec))) if each.severity == "error"]
+
+
+def resolved(spec: dict) -> DataPlan:
+    assert errors(spec) == []
+    return resolve(JobIdentity(namespace="", name="j", uid=""), FineTuneJobSpec.model_validate(spec), None).data
+
+
+def found_in(root: Path, spec: dict):
+    with prepare(resolved(spec), root, root / "models", TOKENIZER, root / "prepared", num_workers=0) as preparation:
+        return [finding for finding in preparation.findings if finding.severity == "error"]
+
+
+def learnt(root: Path, spec: dict) -> list[str]:
+    """The documents in order, what is supervised in brackets."""
+    from finetune_trainer.data.file_parts import FilePart, PartSettings, PartTask, _batches
+    from finetune_trainer.data.sources import list_sources
+    from finetune_trainer.data.tokenize import tokenize
+
+    plan, made = resolved(spec), []
+    for source in list_sources(plan, root):
+        for path in source.files:
+            part = FilePart(0, path, None, 0)
+            settings = PartSettings(plan.format, plan.loss_on, 99, plan.chat_template, (), plan.mapping)
+            for batch in _batches(PartTask(part, settings, None), None):
+                made += tokenize(TOKENIZER, batch, plan.loss_on, plan.chat_template)
+    texts = []
+    for document in made:
+        text, before = "", False
+        for token, now in zip(document.input_ids, document.supervised, strict=True):
+            text += ("[" if now else "]") * (now != before) + TOKENIZER.decode([token])
+            before = now
+        texts.append(text + "]" * before)
+    return texts
+
+
+CHATS = {"format": "Chat", "chatTemplate": "ChatML"}
+FORMS = {
+    # name of the file, what it holds, the manifest that a newcomer writes, finding, what is learnt in the end
+    "chat": ("a.jsonl", [{"messages": TURNS}], CHATS, None, [CHAT]),
+    "parts": ("a.jsonl", PARTS, CHATS, None, [CHAT.replace("user\nq", "user\nx\ny")]),
+    "alpaca": ("a.json", ALPACA, {}, "data-record-invalid", [f"do\n[done{END}]", f"add\n1, 2\n[3{END}]"]),
+    "alpaca as chats": (
+        "a.json",
+        ALPACA[:1],
+        CHATS,
+        "data-record-invalid",
+        [CHAT.replace("user\nq", "user\ndo").replace("[a", "[done")],
+    ),
+    "share-gpt as nobody configures it": ("a.jsonl", SHARE_GPT, {}, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
+    "share-gpt as chats": ("a.jsonl", SHARE_GPT, CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
+    "share-gpt in Parquet": ("a.parquet", SHARE_GPT, CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
+    "turns of two sides": ("a.jsonl", [{"prompt": TURNS[:1], "completion": TURNS[1:]}], CHATS, None, [CHAT]),
+    "turns of two sides as pairs": (
+        "a.jsonl",
+        [{"prompt": TURNS[:1], "completion": TURNS[1:]}],
+        {},
+        "data-record-invalid",
+        [CHAT],
+    ),
+    "CSV": ("a.csv", PAIRS, {}, "data-record-invalid", [f"q\n[a{END}]"]),
+    "Parquet": ("a.parquet", PAIRS, {}, "data-record-invalid", [f"q\n[a{END}]"]),
+    "arrow": ("a", save([{"text": "t"}]), {"format": "Text"}, None, [f"t[{END}]"]),
+    "text": ("a.txt", "one\ntwo\n\n\nthree\n", {"format": "Text"}, None, [f"o[ne\ntwo{END}]", f"t[hree{END}]"]),
+    "hub": ("a", hub, {"format": "Text"}, None, [f"t[rain-0000{n}-of-00002{END}]" for n in range(2)]),
+    "preferences": ("a.jsonl", PREFERENCES, {}, "data-preference-pairs", [f"q\n[good{END}]"]),
+}
+
+
+def by_words(fix: str) -> dict:
+    """What `set spec.a.b: c and spec.d: e` says."""
+    words = fix.rpartition("set ")[2].partition(", which is what")[0].split(" and ")
+    return {path: yaml.safe_load(value) for path, _, value in (word.partition(": ") for word in words)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_prepared_or_refused_with_a_fix_that_works(tmp_path, form):
+    name, data, written, rule, expected = FORMS[form]
+    root, spec = claim(tmp_path, name, data), spec_of(name, written)
+    problems = None
+    for _ in range(4):  # what a fix makes of the manifest may need another one, such as a template
+        problems = errors(spec) or found_in(root, spec)
+        if not problems:
+            break
+        assert rule in {None, problems[0].rule}
+        rule = None
+        changes = {change.field: change.value for change in problems[0].changes} or by_words(problems[0].fix)
+        if problems[0].rule.startswith("data-"):
+            assert changes == by_words(problems[0].fix), "the words and the changes are one fix"
+        spec = applied(spec, [FieldChange(field=path, value=value) for path, value in changes.items()])
+    assert problems == []
+    assert rule is None, "nothing was found"
+    assert learnt(root, spec) == expected
+
+
+def test_what_a_preset_and_a_mapping_say_is_in_the_plan_and_old_plans_are_read(tmp_path):
+    spec = spec_of("a", {"mapping": {"preset": "Alpaca", "completion": "reply"}})
+    plan = resolve(JobIdentity(namespace="", name="j", uid=""), FineTuneJobSpec.model_validate(spec), None)
+    chosen = {choice.field: choice.value for choice in plan.choices}
+    assert chosen["spec.data.mapping.prompt"] == "instruction"
+    assert chosen["spec.data.mapping.separator"] == "\n"
+    assert chosen["spec.data.split"] == "train"
+    assert "spec.data.mapping.completion" not in chosen
+    assert plan.data.mapping.completion == "reply"
+    before = json.loads(plan.data.model_dump_json())
+    del before["mapping"]
+    for entry in before["train"]:
+        del entry["splits"], entry["split_is_chosen"]
+    read = DataPlan.model_validate(before)
+    assert (read.mapping.prompt, read.mapping.separator, read.train[0].splits) == ("prompt", "", ())
+
+
+def test_what_maps_records_decides_the_data_and_its_absence_nothing(tmp_path):
+    root = claim(tmp_path, "a.jsonl", [{"prompt": "p", "completion": "c", "more": "m"}])
+    inputs = []
+    for mapping in ({}, {"input": "more"}, {"input": "more", "separator": " "}):
+        spec = spec_of("a.jsonl", {"mapping": mapping} if mapping else {})
+        with prepare(resolved(spec), root, root / "models", TOKENIZER, root / "prepared", num_workers=0) as preparation:
+            inputs.append(preparation.inputs["settings"])
+    assert "mapping" not in inputs[0], "what earlier releases have prepared is used again"
+    assert inputs[1] != inputs[2]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "record", "expected"),
+    [
+        ({"systemTurn": "be"}, {"messages": TURNS}, f"{ASK}system\nbe{END}\n{CHAT}"),
+        ({"systemTurn": "no"}, {"messages": [{"role": "system", "content": "be"}, *TURNS]}, f"{ASK}system\nbe{END}\n{CHAT}"),
+        ({"roles": {"bot": "assistant"}}, {"messages": [TURNS[0], {"role": "bot", "content": "a"}]}, CHAT),
+        (
+            {"role": "who", "content": "said"},
+            {"messages": [{"who": turn["role"], "said": turn["content"]} for turn in TURNS]},
+            CHAT,
+        ),
+        ({"messages": "chat"}, {"chat": TURNS}, CHAT),
+    ],
+)
+def test_a_mapping_of_chats(tmp_path, mapping, record, expected):
+    root = claim(tmp_path, "a.jsonl", [record])
+    assert learnt(root, spec_of("a.jsonl", {**CHATS, "mapping": mapping})) == [expected]
+
+
+def test_a_role_that_nobody_knows_is_refused_by_a_mapping_of_roles(tmp_path):
+    turns = [*SHARE_GPT[0]["conversations"], {"from": "function_call", "value": "{}"}]
+    root = claim(tmp_path, "a.jsonl", [{"conversations": turns}])
+    (finding,) = found_in(root, spec_of("a.jsonl", {**CHATS, "mapping": {"preset": "ShareGPT"}}))
+    assert "conversations[2].from" in finding.message
+    assert 'spec.data.mapping.roles, as in {"function_call": assistant}' in finding.fix
+
+
+def test_lines_of_a_text_may_be_its_records(tmp_path):
+    root = claim(tmp_path, "a.txt", "one\n\n two\n")
+    spec = spec_of("a.txt", {"format": "Text", "mapping": {"textUnit": "Line"}})
+    assert learnt(root, spec) == [f"o[ne{END}]", f" [two{END}]"]
+
+
+def test_a_directory_with_splits_is_read_one_split_at_a_time(tmp_path):
+    root = claim(tmp_path, "a", hub)
+    write(root / "data/a/data/extra.parquet", [{"text": "extra"}])
+    spec = spec_of("a", {"format": "Text", "validation": {"source": "pvc://data/a"}})
+    plan = resolved(spec)
+    with prepare(plan, root, root / "models", TOKENIZER, root / "prepared", num_workers=0) as preparation:
+        (train, held_out) = preparation.findings
+        assert {name: facts.num_records for name, facts in preparation.splits.items()} == {"train": 2, "validation": 1}
+    assert (train.rule, train.severity) == ("data-files-left-out", "warning")
+    assert "1 of its files name no split and are not read (data/extra.parquet)" in train.message
+    assert held_out.field == "spec.data.validation.source"
+
+
+@pytest.mark.parametrize(
+    ("data", "field", "change"),
+    [
+        ({"split": "train_sft"}, "spec.data.split", None),
+        ({"validation": {"source": "pvc://data/a", "split": "dev"}}, "spec.data.validation.split", None),
+        ({"source": "pvc://data/b", "split": "train"}, "spec.data.split", {"spec.data.split": None}),
+    ],
+)
+def test_a_split_that_there_is_not_is_refused_with_those_that_there_are(tmp_path, data, field, change):
+    root = claim(tmp_path, "a", hub)
+    (root / "data/b").mkdir()
+    write(root / "data/b/x.jsonl", [{"text": "x"}])
+    (finding,) = found_in(root, spec_of("a", {"format": "Text", **data}))
+    assert (finding.rule, finding.field) == ("data-split-missing", field)
+    if change is None:
+        assert "test, train" in finding.message
+        assert finding.fix == f"set {field} to test or train"
+    else:
+        assert {each.field: each.value for each in finding.changes} == change
+
+
+@pytest.mark.parametrize("held_out", ["a.jsonl", "copy.jsonl"])
+def test_a_held_out_source_of_the_same_files_is_refused(tmp_path, held_out):
+    root = claim(tmp_path, "a.jsonl", [{"text": "t"}])
+    write(root / "data/copy.jsonl", [{"text": "t"}])
+    spec = spec_of("a.jsonl", {"format": "Text", "validation": {"source": f"pvc://data/{held_out}"}})
+    finding = found_in(root, spec)[-1]
+    assert (finding.rule, finding.field) == ("data-held-out-in-training", "spec.data.validation.source")
+    assert "1 of its files are trained on too (pvc://data/a.jsonl)" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("path", "split"),
+    [
+        ("train.jsonl", "train"),
+        ("data/train-00000-of-00009.parquet", "train"),
+        ("train_sft-00000-of-00003.parquet", "train_sft"),
+        ("en/valid/part-0.jsonl", "validation"),
+        ("my_dev.json", "validation"),
+        ("test/data-00000-of-00001.arrow", "test"),
+        ("data-00000-of-00001.arrow", ""),
+        ("train-test.jsonl", ""),
+        ("contrained.jsonl", ""),
+        ("constraint.csv", ""),
+    ],
+)
+def test_names_tell_splits(path, split):
+    assert split_of(Path(path)) == split
+
+
+def test_what_the_datasets_library_writes_beside_records_is_no_record(tmp_path):
+    save([{"text": "t"}])(tmp_path / "a")
+    assert [str(path.relative_to(tmp_path)) for path in record_files(tmp_path)] == [
+        "a/test/data-00000-of-00001.arrow",
+        "a/train/data-00000-of-00001.arrow",
+    ]

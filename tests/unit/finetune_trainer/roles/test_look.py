@@ -1,0 +1,117 @@
+"""The look at the first records says what preflight says of all of them, in its words."""
+
+import json
+
+import pytest
+
+from finetune_job.api.base import claim_path
+from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_job.plan.run_plan import DataPlan, DatasetPlan
+from finetune_trainer.data import render_limit
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.roles.look import look
+from tests.unit.finetune_trainer.data.chat_templates import CHATML
+
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+CHAT = {"messages": TURNS}
+LONG = {"messages": [TURNS[0], {"role": "assistant", "content": "a" * 400}]}
+
+
+@pytest.fixture
+def claims(tmp_path):
+    (tmp_path / "data").mkdir()
+    CHATML.tokenizer().save_pretrained(tmp_path / "models")
+    return tmp_path
+
+
+def write(claims, name, records):
+    (claims / "data" / name).write_text(
+        "".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records)
+    )
+
+
+def plan(validation=None, **changes):
+    def dataset(name, field, splits):
+        address = f"pvc://data/{name}"
+        return DatasetPlan(location=claim_path(address), source=address, field=field, weight=1, splits=splits)
+
+    settings = {
+        "train": (dataset("train.jsonl", "spec.data.source", ("train",)),),
+        "validation": validation and dataset(validation, "spec.data.validation.source", ("validation", "test")),
+        "format": DataFormat.CHAT,
+        "max_sequence_length": 100,
+        "packing": True,
+        "loss_on": LossOn.ASSISTANT,
+    }
+    return DataPlan(**settings | changes)
+
+
+def order(claims, data, **changes):
+    held_out = [("validation", data.validation)] if data.validation is not None else []
+    sources = [("train", each) for each in data.train] + held_out
+    return {
+        "claims_root": str(claims),
+        "settings": data.model_dump(mode="json"),
+        "sources": [{"split": split, **each.model_dump(mode="json")} for split, each in sources],
+        "model": str(claims / "models"),
+        "limit": 100,
+        "shown": 1,
+        "only_existing": False,
+        "places": None,
+    } | changes
+
+
+def said(findings):
+    return sorted(
+        (finding["rule"], finding["severity"], finding["field"], finding["message"], finding["fix"]) for finding in findings
+    )
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "rules"),
+    [
+        ([CHAT, LONG], None, ["data-records-dropped"]),
+        ([LONG], None, ["data-all-too-long"]),
+        ([CHAT, "{", {"chat": TURNS}, {"chat": TURNS}], None, ["data-record-invalid", "data-record-invalid"]),
+        ([CHAT, {"messages": TURNS[:1]}], None, ["data-record-invalid"]),
+        ([{"prompt": "q", "chosen": "a", "rejected": "b"}], None, ["data-preference-pairs"]),
+        ([], None, ["data-empty"]),
+        ([CHAT, LONG], [CHAT], ["data-held-out-in-training", "data-records-dropped"]),
+        ([CHAT], "train.jsonl", ["data-held-out-in-training", "data-held-out-in-training"]),
+    ],
+)
+def test_preflight_says_the_same(claims, train, held_out, rules):
+    write(claims, "train.jsonl", train)
+    if isinstance(held_out, list):
+        write(claims, "held.jsonl", held_out)
+    data = plan(held_out if isinstance(held_out, str) else "held.jsonl" if held_out else None)
+    found = look(order(claims, data))["findings"]
+    assert sorted(finding["rule"] for finding in found) == rules
+    with prepare(data, claims, claims / "models", CHATML.tokenizer(), claims / "prepared", num_workers=0) as preparation:
+        told = said(finding.model_dump(mode="json") for finding in preparation.findings)
+    assert said(found) == told
+
+
+def test_a_template_that_never_ends_is_a_finding(claims, monkeypatch):
+    monkeypatch.setattr(render_limit, "RENDER_SECONDS", 0.2)
+    write(claims, "train.jsonl", [CHAT])
+    loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    endless = f"{{% if messages[0]['content'] == 'q' %}}{loops}{{% endif %}}"
+    (finding,) = look(order(claims, plan(chat_template=endless + CHATML.template)))["findings"]
+    assert "takes more than" in finding["message"]
+
+
+def test_what_is_not_there_is_left_out_if_it_may_be_missing(claims):
+    data = plan("held.jsonl")
+    write(claims, "held.jsonl", [CHAT])
+    assert [finding["rule"] for finding in look(order(claims, data))["findings"]] == ["data-file-missing"]
+    seen = look(order(claims, data, only_existing=True))
+    assert (seen["findings"], [source["split"] for source in seen["sources"]]) == ([], ["validation"])
+
+
+def test_a_tokenizer_that_does_not_load_is_a_finding_and_records_are_read_all_the_same(claims):
+    write(claims, "train.jsonl", [CHAT])
+    (claims / "models/tokenizer.json").write_text("{")
+    seen = look(order(claims, plan()))
+    assert [finding["rule"] for finding in seen["findings"]] == ["tokenizer-unusable"]
+    assert (seen["has_tokenizer"], seen["sources"][0]["records"]) == (False, 1)

@@ -1,0 +1,50 @@
+"""Plain text -> records: paragraphs or lines, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from finetune_job.api.inputs import DataFormat, TextUnit
+from finetune_job.plan.mapping import UNMAPPED, MappingPlan
+from finetune_trainer.data.parse import record_of
+from finetune_trainer.data.records import MAX_RECORD_BYTES, Record, RecordPosition, RecordProblem, Suggestion
+from finetune_trainer.files import open_regular
+
+
+def read_text(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
+    """Every paragraph, or every line that is not blank. The line of a paragraph is its first."""
+    if data_format is not DataFormat.TEXT:
+        fix = Suggestion(
+            "set spec.data.format: Text, or name a file of JSON Lines .jsonl", {"spec.data.format": DataFormat.TEXT.value}
+        )
+        reason = f"a .txt file holds text alone, and records of format {data_format} have parts"
+        yield RecordPosition(path, 1).problem("", path.name, reason, fix)
+        return
+    held: list[bytes] = []
+    begun = 0
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(partial(file.readline, MAX_RECORD_BYTES), b""), 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                begun = begun or number
+                held.append(line)
+            if held and (not line.strip() or mapping.text_unit is TextUnit.LINE or sum(map(len, held)) >= MAX_RECORD_BYTES):
+                yield _record(path, begun, held, mapping)
+                held, begun = [], 0
+    if held:
+        yield _record(path, begun, held, mapping)
+
+
+def _record(path: Path, line: int, held: list[bytes], mapping: MappingPlan) -> Record | RecordProblem:
+    place, encoded = RecordPosition(path, line), b"".join(held)
+    if len(encoded) >= MAX_RECORD_BYTES:
+        fix = Suggestion("set spec.data.mapping.textUnit: Line, or put blank lines between the texts")
+        return place.problem("", encoded, f"is longer than {MAX_RECORD_BYTES} bytes", fix)
+    try:
+        text = encoded.decode().strip("\r\n")
+    except UnicodeDecodeError as error:
+        return place.problem("", encoded, f"is not UTF-8 ({error.reason})", "save the file as UTF-8")
+    return record_of(place, {mapping.text: text}, DataFormat.TEXT, mapping)

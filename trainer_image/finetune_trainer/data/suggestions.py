@@ -1,0 +1,128 @@
+"""What a manifest may say so that records of other names are read: looked up by the keys that a record has.
+
+Called by parse.py for the first thing that it misses. A suggestion is made of changes of the manifest where these are certain to
+be meant; else it says how a record should look.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from finetune_job.api.inputs import DataFormat
+from finetune_job.plan.mapping import MappingPlan
+from finetune_trainer.data.records import KEYS, PREFERENCES, Suggestion, example
+
+_FORMAT, _MAPPING, _LOSS_ON = "spec.data.format", "spec.data.mapping", "spec.data.lossOn"
+_PAIRS = "PromptCompletion"
+_ALPACA = ("instruction", "output")
+_SHARE_GPT_TURN = ("from", "value")
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "question", "instruction", "query", "problem", "user", "input", "source"),
+    "completion": ("completion", "answer", "response", "output", "solution", "assistant", "target", "reply"),
+    "text": ("text", "content", "body", "document", "article"),
+    "role": ("role", "from", "speaker", "author", "sender"),
+    "content": ("content", "value", "text", "message"),
+}
+"""What data sets call the parts of a record, the most telling names first."""
+
+
+def suggest(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping: MappingPlan) -> Suggestion:
+    """For a record with these keys, or a table with these columns, that lacks `key`. Values are None if only names are known."""
+    if all(name in names for name in PREFERENCES):
+        return _preferences(names)
+    found = (
+        _turns(names, data_format)
+        or _other_format(names, data_format)
+        or _texts(names, data_format)
+        or _near(key, names, data_format, mapping)
+    )
+    return found or Suggestion(f"write {example(data_format)}")
+
+
+def suggest_turn(message: Mapping[str, Any], mapping: MappingPlan) -> Suggestion | None:
+    """For turns that have no role by this name."""
+    if all(name in message for name in _SHARE_GPT_TURN):
+        kept = {} if mapping.messages == "conversations" else {f"{_MAPPING}.messages": mapping.messages}
+        return _set({f"{_MAPPING}.preset": "ShareGPT", **kept})
+    role, content = _first(message, "role"), _first(message, "content")
+    if role is None or content is None:
+        return None
+    return _set({f"{_MAPPING}.role": role, f"{_MAPPING}.content": content})
+
+
+def _set(changes: Mapping[str, Any]) -> Suggestion:
+    return Suggestion(f"set {' and '.join(f'{path}: {value}' for path, value in changes.items())}", changes)
+
+
+def _preferences(names: Mapping[str, Any]) -> Suggestion:
+    """No change by a program: half of a pair says something else than the pair."""
+    chosen = PREFERENCES[0]
+    if isinstance(names[chosen], list):
+        alone = _set({_FORMAT: "Chat", f"{_MAPPING}.messages": chosen})
+    elif "prompt" in names:
+        alone = _set({_FORMAT: _PAIRS, f"{_MAPPING}.completion": chosen})
+    else:
+        alone = _set({_FORMAT: "Text", f"{_MAPPING}.text": chosen})
+    return Suggestion(
+        "train on them with a tool for preferences, such as TRL's DPOTrainer; to imitate the chosen answers and ignore what the "
+        f"rejected ones tell, which is another training, {alone.fix}"
+    )
+
+
+def _turns(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
+    """A list of turns under whatever key."""
+    chat = {} if data_format is DataFormat.CHAT else {_FORMAT: "Chat"}
+    if all(_is_turns(names.get(key), ("role",)) for key in KEYS[DataFormat.PROMPT_COMPLETION]):
+        return _set({**chat, _LOSS_ON: "Completion"})
+    for key, value in names.items():
+        if _is_turns(value, _SHARE_GPT_TURN):
+            kept = {} if key == "conversations" else {f"{_MAPPING}.messages": key}
+            return _set({**chat, f"{_MAPPING}.preset": "ShareGPT", **kept})
+        if _is_turns(value, ("role", "content")):
+            kept = {} if key == "messages" else {f"{_MAPPING}.messages": key}
+            return _set({**chat, **kept})
+    return None
+
+
+def _is_turns(value: Any, keys: tuple[str, ...]) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(each, dict) and all(key in each for key in keys) for each in value)
+
+
+def _other_format(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
+    """The keys of another format, by its own names."""
+    for other, keys in KEYS.items():
+        if other is not data_format and all(name in names for name in keys):
+            return Suggestion(f"set {_FORMAT}: {other.value}, which is what the record looks like", {_FORMAT: other.value})
+    return None
+
+
+def _texts(names: Mapping[str, Any], data_format: DataFormat) -> Suggestion | None:
+    """Prompt and completion, or a text, by names that are common for them."""
+    if all(name in names for name in _ALPACA):
+        is_text = data_format is DataFormat.TEXT
+        return _set({**({_FORMAT: _PAIRS} if is_text else {}), f"{_MAPPING}.preset": "Alpaca"})
+    pair = {field: _first(names, field) for field in ("prompt", "completion")}
+    if all(pair.values()):
+        changes: dict[str, Any] = {_FORMAT: _PAIRS} if data_format is DataFormat.TEXT else {}
+        return _set(changes | {f"{_MAPPING}.{field}": name for field, name in pair.items() if name != field or not changes})
+    text = _first(names, "text")
+    if text is None:
+        return None
+    changes = {} if data_format is DataFormat.TEXT else {_FORMAT: "Text"}
+    return _set(changes | ({} if text == "text" else {f"{_MAPPING}.text": text}))
+
+
+def _first(names: Mapping[str, Any], field: str) -> str | None:
+    by_lower = {name.strip().lower(): name for name in names}
+    return next((by_lower[name] for name in _NAMES[field] if name in by_lower), None)
+
+
+def _near(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping: MappingPlan) -> Suggestion | None:
+    """A name that is nearly the one that is missing."""
+    field = {mapping.messages: "messages", mapping.prompt: "prompt", mapping.completion: "completion", mapping.text: "text"}[key]
+    near = difflib.get_close_matches(key, [name for name in names if name not in KEYS[data_format]], n=1)
+    return _set({f"{_MAPPING}.{field}": near[0]}) if near else None

@@ -1,0 +1,108 @@
+"""A tokenizer as its files have it, without transformers: as much as tokenize.py and chat.py ask of one.
+
+For looking at the first records, where a second counts. Text becomes the tokens that tokenizer.json says; what a tokenizer class
+of transformers changes beyond that shows in preflight alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune_trainer.files import open_regular
+
+_CONFIG, _MAP, _BACKEND = "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"
+_TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+
+
+class TokenizerFilesError(ValueError):
+    """The files do not make a tokenizer."""
+
+
+class FileTokenizer:
+    """tokenizer.json, with the special tokens and templates of the files beside it."""
+
+    is_fast = True
+
+    def __init__(self, directory: Path) -> None:
+        """Raises TokenizerFilesError, OSError."""
+        from tokenizers import Tokenizer
+
+        with open_regular(directory / _BACKEND) as file:
+            content = file.read().decode(errors="replace")
+        try:
+            self.backend_tokenizer = Tokenizer.from_str(content)
+        except Exception as error:  # the library raises nothing more telling
+            raise TokenizerFilesError(f"{_BACKEND} is not a tokenizer ({str(error)[:300]})") from error
+        config = {**_object(directory / _MAP), **_object(directory / _CONFIG)}
+        self.special_tokens_map = {name: text for name in _TOKENS if (text := _content(config.get(name)))}
+        self.added_tokens_decoder: Mapping[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
+        self._templates = _templates(directory, config)
+
+    def __getattr__(self, name: str) -> Any:
+        """`eos_token` and `eos_token_id` of each special token."""
+        token = name.removesuffix("_id")
+        if token not in _TOKENS:
+            raise AttributeError(name)
+        text = self.special_tokens_map.get(token)
+        return text if token == name or text is None else self.convert_tokens_to_ids(text)
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        found: int | None = self.backend_tokenizer.token_to_id(token)
+        return found
+
+    def get_chat_template(self, written: str | None, tools: Sequence[Any] | None) -> str:
+        """As transformers chooses it. Raises ValueError if there is none."""
+        if written is not None:
+            return written
+        wanted = _TOOL_USE if tools and _TOOL_USE in self._templates else _DEFAULT
+        if wanted not in self._templates:
+            raise ValueError("no chat template")
+        return self._templates[wanted]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.backend_tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
+        encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        with open_regular(path) as file:
+            content = json.loads(file.read())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _content(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name; a file of its own stands before what tokenizer_config.json says."""
+    written = config.get("chat_template")
+    found: dict[str, str] = {}
+    if isinstance(written, str):
+        found[_DEFAULT] = written
+    elif isinstance(written, list):
+        for each in written:
+            if isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str):
+                found[each["name"]] = each["template"]
+    for name, path in (
+        (_DEFAULT, directory / _TEMPLATE),
+        *((path.stem, path) for path in (directory / _MORE_TEMPLATES).glob("*.jinja")),
+    ):
+        try:
+            with open_regular(path) as file:
+                found[name] = file.read().decode(errors="replace")
+        except OSError:
+            continue
+    return found

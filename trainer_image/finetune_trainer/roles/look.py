@@ -1,0 +1,279 @@
+"""The first records of a job as training would see them, and what is wrong with its files.
+
+For the command line, which waits for it: an order as JSON on standard input, an answer as JSON on standard output. Imports
+neither torch nor numpy nor most of transformers, and reads no more than the first records of each source. What is found has the
+ids and the words of preflight, whose code it is; what needs the whole of the data is left to preflight.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from finetune_job.api.base import ClaimPath
+from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_job.finding import Finding
+from finetune_job.plan.mapping import MappingPlan
+from finetune_trainer.data.findings import (
+    MAX_KINDS,
+    TRAIN,
+    VALIDATION,
+    SplitSource,
+    also_held_out,
+    empty,
+    too_long,
+    wrong_records,
+)
+from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem, read_file
+from finetune_trainer.data.source_files import SourceFiles, find_files, find_shared
+from finetune_trainer.data.templates_alone import keep_rest_of_transformers_out
+from finetune_trainer.data.tokenizer_files import FileTokenizer, TokenizerFilesError
+from finetune_trainer.preflight.places import not_vacant, not_writable
+from finetune_trainer.processes.start import die_with, keep_torch_out
+
+BATCH = 256
+"""Records that are tokenised at a time."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What of a plan decides how records become tokens."""
+
+    format: DataFormat
+    loss_on: LossOn
+    max_sequence_length: int
+    chat_template: str | None
+    mapping: MappingPlan
+
+
+@dataclass
+class SourceLook:
+    """What was seen of one source."""
+
+    split: str
+    source: str
+    files: int = 0
+    records: int = 0
+    """That were read; problems are not counted."""
+    is_whole: bool = True
+    """All of its records were read."""
+    dropped: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    repeated: int = 0
+    held_out: int = 0
+    """Training records that are among the held-out ones that were read."""
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Records by tokens: the smallest power of two that holds them -> how many."""
+
+
+def main() -> int:
+    """Answer one order; the exit status."""
+    # It ends before collections would pay.
+    gc.disable()
+    order = json.loads(sys.stdin.buffer.read())
+    die_with(order["parent"])
+    keep_torch_out()
+    keep_rest_of_transformers_out()
+    json.dump(look(order), sys.stdout)
+    return 0
+
+
+def look(order: Mapping[str, Any]) -> dict[str, Any]:
+    """order: `claims_root`, `settings`, `sources` with the fields of DatasetPlan, `model` (a directory, or None), `limit` and
+    `shown` (records of each source), `only_existing` (sources that are not there are left out), `places` to write to.
+    """
+    root = Path(order["claims_root"])
+    written = order["settings"]
+    settings = DataSettings(
+        DataFormat(written["format"]),
+        LossOn(written["loss_on"]),
+        written["max_sequence_length"],
+        written["chat_template"],
+        MappingPlan.model_validate(written["mapping"]),
+    )
+    found = [_files_of(each, root) for each in order["sources"]]
+    if order["only_existing"]:
+        found = [each for each in found if not _is_absent(each)]
+    findings = [*_check_places(order["places"], root)]
+    shared = find_shared((each.named, each.files, ()) for each in found)
+    tokenizer, told = _tokenizer(order["model"], settings)
+    findings += told
+    looks, shown = [], []
+    held_out: set[bytes] = set()
+    # The held-out records first, so that training records can be compared with them.
+    for each in sorted(found, key=lambda source: source.named.split != VALIDATION):
+        seen, records, found_here = _look_at(each, settings, tokenizer, held_out, limit=order["limit"], num_shown=order["shown"])
+        problem = shared.get(each.named)
+        findings += [problem] if problem is not None else found_here
+        looks.append(seen)
+        shown += records
+    return {
+        "findings": [finding.model_dump(mode="json") for finding in findings],
+        "sources": [asdict(seen) for seen in sorted(looks, key=lambda seen: seen.split != TRAIN)],
+        "records": sorted(shown, key=lambda record: record["split"] != TRAIN),
+        "has_tokenizer": tokenizer is not None,
+    }
+
+
+def _files_of(dataset: Mapping[str, Any], root: Path) -> SourceFiles:
+    location = ClaimPath(**dataset["location"])
+    named = SplitSource(dataset["split"], location, root / location.claim / location.path, dataset["field"], dataset["source"])
+    return find_files(named, dataset["splits"], is_chosen=dataset["split_is_chosen"])
+
+
+def _is_absent(source: SourceFiles) -> bool:
+    return isinstance(source.error, FileNotFoundError) and not isinstance(source.error, NoRecordFilesError)
+
+
+def _check_places(places: Mapping[str, Any] | None, root: Path) -> Iterator[Finding]:
+    """Of the output and the workspace, if the job is to run here."""
+    if places is None:
+        return
+    for name, location in places["written"].items():
+        problem = not_writable(name, ClaimPath(**location), root)
+        if problem is not None:
+            yield problem
+    if places["results"]:
+        output = ClaimPath(**places["written"]["spec.output.destination"])
+        problem = not_vacant("spec.output.destination", output, [Path(path) for path in places["results"]])
+        if problem is not None:
+            yield problem
+
+
+def _tokenizer(directory: str | None, settings: DataSettings) -> tuple[FileTokenizer | None, list[Finding]]:
+    """None without a finding if the files are not here, or not of a kind that is read here: preflight looks at them."""
+    if directory is None or not (Path(directory) / "tokenizer.json").is_file():
+        return None, []
+    from finetune_trainer.data.tokenizer import check_chat_template, unusable
+
+    try:
+        tokenizer = FileTokenizer(Path(directory))
+    except ModuleNotFoundError:
+        return None, []
+    except (TokenizerFilesError, OSError) as error:
+        return None, [unusable(Path(directory), f"the tokenizer does not load ({error})")]
+    if tokenizer.eos_token_id is None:
+        return None, []
+    found = check_chat_template(settings, tokenizer, Path(directory))
+    return (None if any(finding.severity == "error" for finding in found) else tokenizer), found
+
+
+def _look_at(
+    source: SourceFiles,
+    settings: DataSettings,
+    tokenizer: FileTokenizer | None,
+    held_out: set[bytes],
+    *,
+    limit: int,
+    num_shown: int,
+) -> tuple[SourceLook, list[dict[str, Any]], list[Finding]]:
+    named = source.named
+    seen = SourceLook(named.split, named.address, files=len(source.files))
+    if source.problem is not None:
+        return seen, [], [source.problem]
+    problems: dict[tuple[str, str], tuple[RecordProblem, int]] = {}
+    shown: list[dict[str, Any]] = []
+    own: set[bytes] = set()
+    shortest = 0
+    items = _items(source, settings)
+    try:
+        first = list(islice(items, limit + 1))
+    except OSError as error:
+        return seen, [], [replace(source, error=error).problem or empty(named)]
+    seen.is_whole = len(first) <= limit
+    for record, made in _made(first[:limit], settings, tokenizer):
+        problem = made if isinstance(made, RecordProblem) else record if isinstance(record, RecordProblem) else None
+        if problem is not None:
+            before, count = problems.get(problem.kind, (problem, 0))
+            problems[problem.kind] = (before, count + 1)
+            continue
+        seen.records += 1
+        length = 0 if made is None else len(made.input_ids)
+        is_dropped = length > settings.max_sequence_length
+        if not is_dropped:
+            digest = _digest(record)
+            seen.repeated += digest in own
+            own.add(digest)
+            seen.held_out += named.split == TRAIN and digest in held_out
+        if made is not None:
+            bound = 1 << (length - 1).bit_length()
+            seen.lengths[bound] = seen.lengths.get(bound, 0) + 1
+            seen.dropped += is_dropped
+            shortest = min(shortest or length, length) if is_dropped else shortest
+            seen.tokens += 0 if is_dropped else length
+            seen.supervised += 0 if is_dropped else sum(made.supervised)
+        if len(shown) < num_shown:
+            pieces = _plain_pieces(record) if made is None or tokenizer is None else _pieces(tokenizer, made)
+            place = f"{named.name(record.file or named.path)} {record.unit} {record.line}"
+            shown.append({"split": named.split, "place": place, "tokens": length, "is_dropped": is_dropped, "pieces": pieces})
+    if named.split == VALIDATION:
+        held_out |= own
+    seen.lengths = dict(sorted(seen.lengths.items()))
+    findings = [*source.warnings, *wrong_records(named, list(problems.values())[:MAX_KINDS])]
+    if not first:
+        findings.append(empty(named))
+    if seen.held_out:
+        findings.append(also_held_out(named, seen.held_out, seen.records - seen.dropped))
+    if seen.dropped and (seen.is_whole or seen.dropped < seen.records):
+        findings.append(too_long(named, seen.records, seen.dropped, shortest, settings.max_sequence_length))
+    return seen, shown, findings
+
+
+def _items(source: SourceFiles, settings: DataSettings) -> Iterator[Record | RecordProblem]:
+    for path in source.files:
+        yield from read_file(path, settings.format, mapping=settings.mapping)
+
+
+def _made(
+    items: Sequence[Record | RecordProblem], settings: DataSettings, tokenizer: FileTokenizer | None
+) -> Iterator[tuple[Any, Any]]:
+    """Each record with its TokenizedDocument, or the problem that tokenising shows; None without a tokenizer."""
+    if tokenizer is None:
+        yield from ((item, None) for item in items)
+        return
+    from finetune_trainer.data.tokenize import EndlessTemplateError, tokenize
+
+    for start in range(0, len(items), BATCH):
+        batch = items[start : start + BATCH]
+        records = [item for item in batch if isinstance(item, Record)]
+        try:
+            made = iter(tokenize(tokenizer, records, settings.loss_on, settings.chat_template))
+        except EndlessTemplateError as error:
+            yield error.problem, None
+            return
+        for item in batch:
+            yield item, next(made) if isinstance(item, Record) else None
+
+
+def _digest(record: Record) -> bytes:
+    said = json.dumps([record.prompt, record.completion, record.messages, record.tools], sort_keys=True)
+    return blake2b(said.encode(errors="replace"), digest_size=8).digest()
+
+
+def _pieces(tokenizer: FileTokenizer, made: Any) -> list[tuple[str, bool]]:
+    """The text in pieces that are supervised, or are not."""
+    pieces: list[tuple[list[int], bool]] = []
+    for token, is_learnt in zip(made.input_ids, made.supervised, strict=True):
+        if not pieces or pieces[-1][1] != is_learnt:
+            pieces.append(([], is_learnt))
+        pieces[-1][0].append(token)
+    return [(tokenizer.decode(ids), is_learnt) for ids, is_learnt in pieces]
+
+
+def _plain_pieces(record: Record) -> list[tuple[str, bool]]:
+    """Without a tokenizer there is no template; nor is it known what is learnt."""
+    if record.messages:
+        return [(f"{turn['role']}: {turn['content']}\n", False) for turn in record.messages]
+    return [(record.prompt, False), (record.completion, True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
