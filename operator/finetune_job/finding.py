@@ -51,6 +51,8 @@ class Finding(BaseModel):
     """What the finding rests on; empty if the input itself is at fault."""
     changes: SkipJsonSchema[tuple[FieldChange, ...]] = ()
     """The fix as changes that a program can apply; applying all of them clears this finding. Not part of status."""
+    is_proposal: SkipJsonSchema[bool] = False
+    """Whether the changes name a value that only the author of the manifest knows, as an example. Not part of status."""
 
     def shortened(self, limit: int) -> Finding:
         """This finding for status or a report: no text longer than `limit` characters, and no changes."""

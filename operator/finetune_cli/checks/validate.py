@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune_cli.documents import Document, DocumentError, objects_of, problem, read_documents
 from finetune_cli.exit_codes import ExitCode
-from finetune_cli.manifest import parse_job, parse_profile
+from finetune_cli.manifest import is_meant_as_job, parse_job, parse_profile
 from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.finding import Finding
@@ -181,6 +181,8 @@ def _other(document: Document, beside_a_job: bool) -> DocumentVerdict:
         finding = problem(
             "document", str(content)[:60], "is not an object", f"start with apiVersion: {API_VERSION} and kind: {JOB_KIND}"
         )
+    elif is_meant_as_job(content.get("kind")):
+        finding = problem("kind", format_value(content["kind"]), f"is not {JOB_KIND}", f"write kind: {JOB_KIND}")
     elif content.get("kind") is None:
         finding = problem("kind", "unset", "is required", f"write kind: {JOB_KIND}")
     else:
