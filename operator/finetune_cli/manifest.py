@@ -134,14 +134,14 @@ def _finding(wrong: WrongField, fields: dict[str, WrongField], *, is_tried: bool
     first = _best(_corrections(wrong, fields)) if is_tried else None
     if first is None and is_tried:
         first = next((_Correction(each.fix, each.message, (), False, False) for each in all_proposals(wrong)), None)
-    return Finding(
-        rule=UNREADABLE,
-        severity="error",
+    changes = first.changes if first is not None else ()
+    return make_finding(
+        UNREADABLE,
         field=wrong.name,
         value="unset" if wrong.kind == "missing" else _value(wrong.value),
         message=(first.message if first is not None else "") or _reason(wrong),
         fix=_shortened(first.fix, 400) if first is not None else "correct the fields above first; then a fix is told",
-        changes=first.changes if first is not None else (),
+        changes={change.field: change.value for change in changes},
         is_proposal=first is not None and not first.is_certain,
     )
 

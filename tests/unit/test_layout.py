@@ -28,6 +28,7 @@ COVERED_BY = {
     "finetune_job/rules/*": "finetune_job/rules/test_book_verdicts.py",
     # Modules whose test has another name.
     "finetune_cli/app.py": "finetune_cli/checks/test_estimate.py",
+    "finetune_cli/corrections/*": "finetune_cli/test_manifest_corrections.py",
     "finetune_cli/generate_rules.py": "finetune_job/rules/test_book.py",
     "finetune_cli/render/estimate.py": "finetune_cli/checks/test_estimate.py",
     "finetune_cli/render/verdicts.py": "finetune_cli/checks/test_validate.py",

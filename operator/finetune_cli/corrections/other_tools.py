@@ -15,7 +15,7 @@ Spec = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Equivalent:
     """What a setting of another tool is here."""
 
     fix: str
@@ -26,10 +26,10 @@ class Answer:
     """Whether it means the same here, so that a program may make the change unasked."""
 
 
-_Translate = Callable[[Any, Spec], Answer]
+_Translate = Callable[[Any, Spec], Equivalent]
 
 
-def answer(name: str, value: Any, spec: Spec) -> Answer | None:
+def answer(name: str, value: Any, spec: Spec) -> Equivalent | None:
     """What to write instead of a setting `name`; None if no other tool is known to have it. spec: all that is written."""
     translate = _BY_NAME.get(_letters(name))
     return None if translate is None else translate(value, spec)
@@ -41,32 +41,32 @@ def _letters(name: str) -> str:
 
 def _same(path: str) -> _Translate:
     """Another name for one of our fields."""
-    return lambda value, _spec: Answer(f"write spec.{path}", {path: value}, is_certain=True)
+    return lambda value, _spec: Equivalent(f"write spec.{path}", {path: value}, is_certain=True)
 
 
 def _words(path: str, words: Mapping[str, str], usual: str) -> _Translate:
     """Another name, and other words for its values. usual: what to propose for a word that is not known."""
 
-    def translate(value: Any, _spec: Spec) -> Answer:
+    def translate(value: Any, _spec: Spec) -> Equivalent:
         known = words.get(_letters(str(value)))
-        return Answer(f"write spec.{path}: {known or usual}", {path: known or usual}, is_certain=known is not None)
+        return Equivalent(f"write spec.{path}: {known or usual}", {path: known or usual}, is_certain=known is not None)
 
     return translate
 
 
 def _not_here(reason: str) -> _Translate:
     """A setting that has nothing to set in its place."""
-    return lambda _value, _spec: Answer(f"remove it: {reason}")
+    return lambda _value, _spec: Equivalent(f"remove it: {reason}")
 
 
 def _switch(path: str, on: Any, off: Any = None) -> _Translate:
     """A switch that is a value of one of our fields."""
 
-    def translate(value: Any, _spec: Spec) -> Answer:
+    def translate(value: Any, _spec: Spec) -> Equivalent:
         if _is_off(value):
-            return Answer(f"write spec.{path}: {off}" if off is not None else "remove it: that is so if nothing is set",
+            return Equivalent(f"write spec.{path}: {off}" if off is not None else "remove it: that is so if nothing is set",
                           {path: off} if off is not None else {}, is_certain=True)  # fmt: skip
-        return Answer(f"write spec.{path}: {on}", {path: on}, is_certain=value is True or str(value).lower() == "true")
+        return Equivalent(f"write spec.{path}: {on}", {path: on}, is_certain=value is True or str(value).lower() == "true")
 
     return translate
 
@@ -75,14 +75,14 @@ def _is_off(value: Any) -> bool:
     return value is False or str(value).strip().lower() in ("false", "no", "none", "null", "off", "0", "")
 
 
-def _accumulation(value: Any, spec: Spec) -> Answer:
+def _accumulation(value: Any, spec: Spec) -> Equivalent:
     training, parallelism = _part(spec, "training"), _part(spec, "parallelism")
     micro = next((count for name, size in training.items() if _letters(name) in _MICRO_BATCH and (count := _count(size))), None)
     ranks = (_count(parallelism.get("nodes")) or 1) * (_count(parallelism.get("processesPerNode")) or 1)
     steps = _count(value) or 1
     total = (micro or 1) * ranks * steps
     is_known = micro is not None and "globalBatchSize" not in training
-    return Answer(
+    return Equivalent(
         f"write spec.training.globalBatchSize: {total} (microBatchSize {micro or 'unset, taken as 1'} x {ranks} "
         f"rank{'s' if ranks > 1 else ''} x {steps} accumulated): accumulation follows from it",
         {"training.globalBatchSize": min(total, 1_000_000)},
@@ -99,42 +99,44 @@ def _part(spec: Spec, name: str) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 
-def _trackers(value: Any, _spec: Spec) -> Answer:
+def _trackers(value: Any, _spec: Spec) -> Equivalent:
     names = [str(one) for one in value] if isinstance(value, list) else [] if _is_off(value) else [str(value)]
     names = [name for name in names if name.lower() not in ("none", "all")]
     if not names:
-        return Answer("remove it: nothing is reported to a tracker unless spec.training.trackers names one", is_certain=True)
-    return Answer(f"write spec.training.trackers: [{', '.join(names)}]", {"training.trackers": names}, is_certain=True)
+        return Equivalent("remove it: nothing is reported to a tracker unless spec.training.trackers names one", is_certain=True)
+    return Equivalent(f"write spec.training.trackers: [{', '.join(names)}]", {"training.trackers": names}, is_certain=True)
 
 
-def _warmup_steps(value: Any, spec: Spec) -> Answer:
+def _warmup_steps(value: Any, spec: Spec) -> Equivalent:
     total, steps = _count(_part(spec, "training").get("maxSteps")), _count(value)
     share = f"{min(steps / total, 0.99):.3g}" if total and steps else "0.03"
-    return Answer(
+    return Equivalent(
         f'write spec.training.warmupRatio: "{share}", a share of all steps', {"training.warmupRatio": share}, is_certain=False
     )
 
 
-def _half(value: Any, _spec: Spec) -> Answer:
+def _half(value: Any, _spec: Spec) -> Equivalent:
     if _is_off(value):
-        return Answer("remove it: float16 is never computed with", is_certain=True)
-    return Answer(
+        return Equivalent("remove it: float16 is never computed with", is_certain=True)
+    return Equivalent(
         "write spec.training.precision: bf16, which needs no loss scaling; float16 is not offered",
         {"training.precision": Precision.BF16.value},
     )
 
 
-def _in_quarters(value: Any, _spec: Spec) -> Answer:
+def _in_quarters(value: Any, _spec: Spec) -> Equivalent:
     if _is_off(value):
-        return Answer("remove it: only QLoRA and QDoRA pack the base", is_certain=True)
-    return Answer("write spec.method.type: QLoRA, which packs the base in 4 bits", {"method.type": MethodType.QLORA.value}, True)
+        return Equivalent("remove it: only QLoRA and QDoRA pack the base", is_certain=True)
+    return Equivalent(
+        "write spec.method.type: QLoRA, which packs the base in 4 bits", {"method.type": MethodType.QLORA.value}, True
+    )
 
 
-def _in_eighths(value: Any, _spec: Spec) -> Answer:
+def _in_eighths(value: Any, _spec: Spec) -> Equivalent:
     if _is_off(value):
-        return Answer("remove it: only QLoRA and QDoRA pack the base", is_certain=True)
+        return Equivalent("remove it: only QLoRA and QDoRA pack the base", is_certain=True)
     changes = {"method.type": MethodType.QLORA.value, "method.quantization.bits": 8}
-    return Answer("write spec.method.type: QLoRA and spec.method.quantization.bits: 8 (on one rank)", changes)
+    return Equivalent("write spec.method.type: QLoRA and spec.method.quantization.bits: 8 (on one rank)", changes)
 
 
 def _profile(what: str) -> _Translate:
@@ -200,7 +202,7 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("lr", "learning_rate"), _same("training.learningRate")),
     (_MICRO_BATCH, _same("training.microBatchSize")),
     (("gradient_accumulation_steps", "gradient_accumulation", "accumulation_steps", "grad_accum"), _accumulation),
-    (("batch_size", "train_batch_size", "total_batch_size"), lambda value, _spec: Answer(
+    (("batch_size", "train_batch_size", "total_batch_size"), lambda value, _spec: Equivalent(
         "write spec.training.globalBatchSize for the sequences of a step over all ranks, or spec.training.microBatchSize for "
         "those of one rank at a time", {"training.globalBatchSize": value})),
     (("num_train_epochs", "num_epochs", "max_epochs", "epoch"), _same("training.epochs")),
@@ -249,7 +251,7 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
      _same("model.source")),
     (("torch_dtype",), _words("model.dtype", _DTYPES, "bfloat16")),
     (("attn_implementation", "attention_implementation", "flash_attn", "use_flash_attention_2", "flash_attention"),
-     lambda value, _spec: Answer(
+     lambda value, _spec: Equivalent(
          f"write spec.model.attention: {_ATTENTIONS.get(str(value), 'sdpa')}, with which torch chooses its flash kernels itself",
          {"model.attention": _ATTENTIONS.get(str(value), "sdpa")}, is_certain=str(value) in _ATTENTIONS)),
     (("trust_remote_code",), _same("model.allowRemoteCode")),

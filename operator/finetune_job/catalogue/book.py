@@ -66,7 +66,7 @@ def make_finding(
         message=message,
         fix=fix,
         changes=tuple(FieldChange(field=path, value=new) for path, new in (changes or {}).items()),
-        is_proposal=is_proposal,
+        is_proposal=True if is_proposal else None,
     )
 
 
