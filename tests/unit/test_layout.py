@@ -32,6 +32,7 @@ COVERED_BY = {
     "finetune_cli/generate_rules.py": "finetune_job/rules/test_book.py",
     "finetune_cli/render/estimate.py": "finetune_cli/checks/test_estimate.py",
     "finetune_cli/render/verdicts.py": "finetune_cli/checks/test_validate.py",
+    "finetune_job/device.py": "finetune_cli/checks/test_validate.py",
     "finetune_job/api/inputs.py": "finetune_job/api/test_job.py",
     "finetune_job/api/output.py": "finetune_job/api/test_job.py",
     "finetune_job/api/parallelism.py": "finetune_job/api/test_job.py",

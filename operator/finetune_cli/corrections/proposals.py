@@ -192,7 +192,10 @@ _PLACES: dict[str, Use] = {SOURCE_PATTERN: "data", DESTINATION_PATTERN: "output"
 def _pattern(wrong: WrongField) -> Iterator[Proposal]:
     pattern = str(wrong.context.get("pattern"))
     text = wrong.value if isinstance(wrong.value, str) else ""
-    fits = lambda value: re.fullmatch(pattern.strip("^$"), value) is not None  # noqa: E731
+
+    def fits(value: str) -> bool:
+        return re.fullmatch(pattern.strip("^$"), value) is not None
+
     if pattern in _PLACES:
         yield from _address(wrong, text, fits)
     elif "Gi" in pattern:
