@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.batches import choose_batches
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.verdict import memory_finding
@@ -141,3 +142,14 @@ def test_experts_of_a_packed_base_are_told_to_stay_in_16_bits() -> None:
         term.name: term.detail for term in judged(default_job().spec("method.type", "QLoRA"), "Mixtral-8x7B", 80).estimate.terms
     }
     assert terms["frozen weights"].endswith("of its values in 4 bits, the rest as bfloat16")
+
+
+def test_a_plan_of_an_earlier_release_keeps_what_it_chose() -> None:
+    """Its list of choices holds values, and none that is open."""
+    plan = default_job().plan()
+    written = plan.with_choices(judged(default_job(), gib=24).batches).model_dump_json()
+    read = RunPlan.model_validate_json(written)
+    assert not read.leaves_batches_open
+    assert choose_batches(read, MemoryLimit(8 * GIB, is_device=True, source=""), None) == ()
+    assert (plan.training.micro_batch_size, plan.training.activation_checkpointing.value) == (8, "None")
+    assert {choice.field: choice.value for choice in plan.choices if choice.field.endswith(MICRO)} == {f"spec.{MICRO}": None}
