@@ -73,8 +73,8 @@ class _Loop:
         self.plan = context.plan
         if self.plan.parallelism.leaves_resharding_open or self.plan.leaves_batches_open:
             # What the first rank reads, because ranks that gather or compute otherwise would wait for each other.
-            report = context.workspace.model_report
-            self.plan = gang.from_first(with_choices_of_preflight(self.plan, report) if gang.is_first else self.plan, RunPlan)
+            chosen = with_choices_of_preflight(self.plan, context.workspace.model_report) if gang.is_first else self.plan
+            self.plan = RunPlan.model_validate_json(gang.from_first(chosen.model_dump_json(), str))
         training = self.plan.training
         self.data = PreparedData.open(context.workspace.prepared)
         if self.data.train.num_sequences == 0:
