@@ -226,3 +226,18 @@ def test_what_a_rank_computes_at_once_is_chosen_by_its_memory(context, memory, e
     training = with_choices_of_preflight(job.plan, job.workspace.model_report).training
     assert [training.micro_batch_size, training.activation_checkpointing.value] == expected
     assert training.gradient_accumulation_steps == 8 // expected[0]
+
+
+def test_a_large_model_without_a_gpu_is_warned_of_by_its_tensors(context, monkeypatch):
+    monkeypatch.setattr("finetune_job.device.LARGE_PARAMETERS", 1000)
+    job = context({})
+    assert report_of_run(job) == []
+    for gpu, expected in (({}, ["large-model-on-cpu"]), ({"gpu": {}}, [])):
+        profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", **gpu})
+        placed = job.plan.model_copy(update={"placement": placement_of("small", profile, RunSpec())})
+        assert report_of_run(replace(job, plan=placed)) == expected
+
+
+def report_of_run(job):
+    run(job)
+    return [finding.rule for finding in report_of(job).warnings]
