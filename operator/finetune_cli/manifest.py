@@ -33,6 +33,8 @@ _METADATA = (
 """Fields of every object of Kubernetes."""
 _MOST_TRIED = 16
 """Findings of a document whose changes are tried; each takes as long as reading the document a few times."""
+_UNTRIED = "correct the fields above first; then a fix is told"
+_OBJECT = "write an object with apiVersion, kind, metadata and spec"
 _ROUNDS = 4
 """A misspelt field may hold a misspelt value, in quotes that do not belong there."""
 
@@ -118,7 +120,9 @@ def _wrong_fields(model: type[BaseModel], content: Any, error: ValidationError) 
     """By path. Several complaints about one field come from the same mistake; the first names it."""
     found: dict[str, WrongField] = {}
     for details in error.errors(include_url=False):
-        place = tuple(part for part in details["loc"] if part != "[key]")
+        place = tuple(details["loc"])
+        if place and place[-1] == "[key]" and details["type"] != "extra_forbidden":
+            place = place[:-1]  # of what is wrong with a key of a mapping
         value = None if details["type"] == "missing" else details.get("input")
         wrong = WrongField(model, content, place, details["type"], details.get("ctx") or {}, value, str(details["msg"]))
         found.setdefault(wrong.name, wrong)
@@ -127,7 +131,10 @@ def _wrong_fields(model: type[BaseModel], content: Any, error: ValidationError) 
 
 def _findings(model: type[BaseModel], content: Any, error: ValidationError) -> list[Finding]:
     fields = _wrong_fields(model, content, error)
-    return [_finding(wrong, fields, is_tried=number < _MOST_TRIED) for number, wrong in enumerate(fields.values())]
+    return [
+        _finding(wrong, fields, is_tried=bool(wrong.place) and number < _MOST_TRIED)
+        for number, wrong in enumerate(fields.values())
+    ]
 
 
 def _finding(wrong: WrongField, fields: dict[str, WrongField], *, is_tried: bool) -> Finding:
@@ -140,7 +147,7 @@ def _finding(wrong: WrongField, fields: dict[str, WrongField], *, is_tried: bool
         field=wrong.name,
         value="unset" if wrong.kind == "missing" else _value(wrong.value),
         message=(first.message if first is not None else "") or _reason(wrong),
-        fix=_shortened(first.fix, 400) if first is not None else "correct the fields above first; then a fix is told",
+        fix=_shortened(first.fix, 400) if first is not None else _UNTRIED if wrong.place else _OBJECT,
         changes={change.field: change.value for change in changes},
         is_proposal=first is not None and not first.is_certain,
     )

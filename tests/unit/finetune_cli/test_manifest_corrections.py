@@ -179,3 +179,16 @@ def test_among_very_many_mistakes_only_the_first_are_tried() -> None:
     found = found_in(json.loads(json.dumps(document)))
     assert len(found) == 3000
     assert sum(bool(each.changes) for each in found) < 50
+
+
+def test_odd_names_and_documents_have_an_answer_and_end_nothing() -> None:
+    report = validate(ACCEPTED, "- 1\n- 2\n")
+    assert [finding.fix for finding in report.verdicts[0].findings] == [
+        "write an object with apiVersion, kind, metadata and spec"
+    ]
+    for name in ("[key]", "a.b", "", "[0]", "x" * 500, "\u00e9"):
+        for path in ("spec", "spec.training", "spec.method.lora", "spec.data"):
+            document = edited_document(path, at(yaml.safe_load(ACCEPTED), path) or {})
+            at(document, path)[name] = {"a": [1]}
+            found = found_in(document)
+            assert [each.message for each in found] == ["there is no such field"], (name, path)
