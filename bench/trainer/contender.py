@@ -30,7 +30,7 @@ def ours(directory: Path, method: str, rank: int, world_size: int) -> Figures:
 
 def trained_as_a_job(context: RunContext, directory: Path, rank: int, world_size: int) -> Figures:
     """A rank as a pod runs it. directory: where ranks meet."""
-    from finetune_trainer.inspection.report import frees_gathered
+    from finetune_trainer.inspection.report import with_choices_of_preflight
     from finetune_trainer.termination import exit_code
     from finetune_trainer.train import step as step_module
     from finetune_trainer.train.rank import run_rank
@@ -65,7 +65,8 @@ def trained_as_a_job(context: RunContext, directory: Path, rank: int, world_size
         "starts": [*starts, ends[0]], "busy": [*busy, ends[1]], "losses": losses, "supervised_tokens": sum(counts),
     }  # fmt: skip
     if world_size > 1:
-        freed = frees_gathered(context.workspace.model_report)
+        plan = with_choices_of_preflight(context.plan, context.workspace.model_report)
+        freed = plan.parallelism.fsdp.reshard_after_forward is not False
         figures["distribution"] = (
             f"FSDP 2, gathered parameters {'are freed' if freed else 'stay'} by the choice of the memory plan"
         )

@@ -188,12 +188,14 @@ def _remove(node: CommentedMap, key: str) -> None:
     position = keys.index(key)
     following = _take_following(node, key)
     del node[key]
-    node.ca.items.pop(key, None)
+    # Lines above the first entry, which an entry that was removed before it has left to it.
+    above = (node.ca.items.pop(key, None) or [None, None])[1] or []
     if position > 0:
         _put_following(node, keys[position - 1], following)
-    elif following and len(keys) > 1:
+    elif len(keys) > 1 and (above or following):
         first = node.ca.items.setdefault(keys[1], [None, None, None, None])
-        first[1] = [CommentToken(following, CommentMark(0), None), *(first[1] or [])]
+        left = [CommentToken(following, CommentMark(0), None)] if following else []
+        first[1] = [*above, *left, *(first[1] or [])]
 
 
 # ruamel keeps the comments behind an entry in one token: the rest of its line, and the lines down to the next entry. Those lines

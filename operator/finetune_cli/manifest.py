@@ -1,27 +1,27 @@
 """Manifests as people write them -> jobs and profiles; what does not fit the schema becomes findings, one for each field.
 
 Stricter than reading an object of the API server, which has already refused wrong types: "2" is not a number here, and 1 is not
-true.
+true. A finding's changes have been tried: with them the field is accepted, and no other field is wrong in its place.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from finetune_job.api.documentation import field_docs
+from finetune_cli.corrections.names import all_proposals
+from finetune_cli.corrections.wrong_field import Place, Proposal, WrongField, nearest
 from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfile
 from finetune_job.catalogue.book import make_finding
-from finetune_job.finding import UNREADABLE, Finding
-from finetune_job.methods import METHODS
-from finetune_job.rules.method_configuration.lora import REFUSED_INITS
-from finetune_job.rules.rule import format_value
+from finetune_job.finding import UNREADABLE, FieldChange, Finding
+from finetune_job.names import JOB_KIND
+from finetune_job.rules.book import evaluate
+from finetune_job.rules.rule import RuleContext, format_value, with_changes
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -31,22 +31,40 @@ _METADATA = (
     "generation", "labels", "managedFields", "name", "namespace", "ownerReferences", "resourceVersion", "selfLink", "uid",
 )  # fmt: skip
 """Fields of every object of Kubernetes."""
-_REFUSED_WORDS = frozenset({*map(str, REFUSED_INITS), *(str(kind) for kind, method in METHODS.items() if method.refused)})
-"""Values that the schema has so that a rule can say why they are refused: nobody is advised to write them."""
-_TYPE_FIXES = {
-    "int_type": "write a whole number, without quotes",
-    "int_from_float": "write a whole number",
-    "bool_type": "write true or false, without quotes",
-    "string_type": "put the value in quotes",
-    "list_type": "write a list, as in [a, b]",
-    "dict_type": "write a mapping of keys to values",
-    "model_type": "write a mapping of fields to values",
-}
+_MOST_TRIED = 16
+"""Findings of a document whose changes are tried; each takes as long as reading the document a few times."""
+_UNTRIED = "correct the fields above first; then a fix is told"
+_OBJECT = "write an object with apiVersion, kind, metadata and spec"
+_ROUNDS = 4
+"""A misspelt field may hold a misspelt value, in quotes that do not belong there."""
+
+
+@dataclass(frozen=True)
+class _Correction:
+    """Changes by which a finding is cleared, and how to say them."""
+
+    fix: str
+    message: str
+    changes: tuple[FieldChange, ...]
+    is_certain: bool
+    is_refused: bool
+    """Whether a rule has something against it."""
 
 
 def parse_job(content: Any) -> FineTuneJob | list[Finding]:
     """The job, or every way in which the document is none."""
     return _unknown_metadata(content) or _parse(FineTuneJob, _with_generated_name(content))
+
+
+def parse_profile(content: Any) -> FineTuneProfile | list[Finding]:
+    """The profile, or every way in which the document is none."""
+    return _parse(FineTuneProfile, content)
+
+
+def is_meant_as_job(kind: Any) -> bool:
+    """Whether a `kind` is a slip of the pen for a FineTuneJob."""
+    near = nearest(kind, [JOB_KIND])
+    return near is not None and near[1] and kind != JOB_KIND
 
 
 def _with_generated_name(content: Any) -> Any:
@@ -68,78 +86,187 @@ def _unknown_metadata(content: Any) -> list[Finding]:
     found = []
     for name in metadata:
         if name not in _METADATA:
-            near = difflib.get_close_matches(name, _METADATA, n=1, cutoff=0.6)
+            near = nearest(name, [each for each in _METADATA if each not in metadata])
             fix = f"write {near[0]}" if near else f"remove metadata.{name}, or make it a label or an annotation"
-            found.append(_unreadable(f"metadata.{name}", _value(metadata[name]), "there is no such field", fix))
+            changes = {f"metadata.{name}": None, **({f"metadata.{near[0]}": metadata[name]} if near else {})}
+            has_path = "." not in name
+            found.append(
+                make_finding(
+                    UNREADABLE,
+                    field=f"metadata.{name}",
+                    value=_value(metadata[name]),
+                    message="there is no such field",
+                    fix=fix,
+                    changes=changes if has_path else None,
+                    is_proposal=near is None or not near[1],
+                )
+            )
     return found
-
-
-def parse_profile(content: Any) -> FineTuneProfile | list[Finding]:
-    """The profile, or every way in which the document is none."""
-    return _parse(FineTuneProfile, content)
 
 
 def _parse(model: type[M], content: Any) -> M | list[Finding]:
     try:
-        # JSON is where strictness and the words of enumerations go together.
-        return model.model_validate_json(json.dumps(content), strict=True, by_alias=True, by_name=False)
+        return _read(model, content)
     except ValidationError as error:
-        return _findings(model, error)
+        return _findings(model, content, error)
 
 
-def _findings(model: type[BaseModel], error: ValidationError) -> list[Finding]:
-    found: dict[str, Finding] = {}
+def _read(model: type[M], content: Any) -> M:
+    # JSON is where strictness and the words of enumerations go together.
+    return model.model_validate_json(json.dumps(content), strict=True, by_alias=True, by_name=False)
+
+
+def _wrong_fields(model: type[BaseModel], content: Any, error: ValidationError) -> dict[str, WrongField]:
+    """By path. Several complaints about one field come from the same mistake; the first names it."""
+    found: dict[str, WrongField] = {}
     for details in error.errors(include_url=False):
-        location = [part for part in details["loc"] if part != "[key]"]
-        field = _path(location)
-        # Several complaints about one field come from the same mistake; the first names it.
-        found.setdefault(field, _finding(model, field, location, dict(details)))
-    return list(found.values())
+        place = tuple(details["loc"])
+        if place and place[-1] == "[key]" and details["type"] != "extra_forbidden":
+            place = place[:-1]  # of what is wrong with a key of a mapping
+        value = None if details["type"] == "missing" else details.get("input")
+        wrong = WrongField(model, content, place, details["type"], details.get("ctx") or {}, value, str(details["msg"]))
+        found.setdefault(wrong.name, wrong)
+    return found
 
 
-def _path(location: Sequence[int | str]) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text or "document"
+def _findings(model: type[BaseModel], content: Any, error: ValidationError) -> list[Finding]:
+    fields = _wrong_fields(model, content, error)
+    return [
+        _finding(wrong, fields, is_tried=bool(wrong.place) and number < _MOST_TRIED)
+        for number, wrong in enumerate(fields.values())
+    ]
 
 
-def _finding(model: type[BaseModel], field: str, location: Sequence[int | str], details: dict[str, Any]) -> Finding:
-    kind, context = details["type"], details.get("ctx") or {}
-    value = _value(details.get("input"))
-    allowed = _fields_beside(model, location)
-    match kind:
+def _finding(wrong: WrongField, fields: dict[str, WrongField], *, is_tried: bool) -> Finding:
+    first = _best(_corrections(wrong, fields)) if is_tried else None
+    if first is None and is_tried:
+        first = next((_Correction(each.fix, each.message, (), False, False) for each in all_proposals(wrong)), None)
+    changes = first.changes if first is not None else ()
+    return make_finding(
+        UNREADABLE,
+        field=wrong.name,
+        value="unset" if wrong.kind == "missing" else _value(wrong.value),
+        message=(first.message if first is not None else "") or _reason(wrong),
+        fix=_shortened(first.fix, 400) if first is not None else _UNTRIED if wrong.place else _OBJECT,
+        changes={change.field: change.value for change in changes},
+        is_proposal=first is not None and not first.is_certain,
+    )
+
+
+def _best(corrections: Iterator[_Correction]) -> _Correction | None:
+    """The first that no rule refuses, or else the first."""
+    refused = None
+    for each in corrections:
+        if not each.is_refused:
+            return each
+        refused = refused or each
+    return refused
+
+
+def _reason(wrong: WrongField) -> str:
+    match wrong.kind:
         case "extra_forbidden":
-            near = difflib.get_close_matches(str(location[-1]), allowed, n=1, cutoff=0.6)
-            fix = f"write {near[0]}" if near else f"remove {field}; allowed here: {', '.join(sorted(allowed))}"
-            return _unreadable(field, value, "there is no such field", fix)
+            return "there is no such field"
         case "missing":
-            return _unreadable(field, "unset", "is required", _meaning(model, location))
+            return "is required"
         case "enum" | "literal_error":
-            expected = str(context.get("expected"))
-            words = re.findall(r"'([^']*)'", expected)
-            meant = _nearest(details.get("input"), words)
-            if meant in _REFUSED_WORDS:
-                accepted = ", ".join(word for word in words if word not in _REFUSED_WORDS)
-                return _unreadable(
-                    field, value, f"is not one of {expected}", f"write one of {accepted}; {meant} is not supported"
-                )
-            return _unreadable(field, value, f"is not one of {expected}", f"write {meant or expected}")
-        case "list_type" if isinstance(details.get("input"), str):
-            items = [item for item in re.split(r"[\s,]+", details["input"]) if item] or ["a", "b"]
-            return _unreadable(field, value, "is a text, not a list", _shortened(f"write [{', '.join(items)}]"))
+            return _shortened(f"is not one of {wrong.context.get('expected')}", 200)
         case "value_error":
-            reason, _, fix = str(context.get("error")).partition("; ")
-            return _unreadable(field, value, reason, fix or _meaning(model, location))
+            return str(wrong.context.get("error")).partition("; ")[0]
         case "string_pattern_mismatch":
-            return _unreadable(field, value, f"does not match {context.get('pattern')}", _meaning(model, location))
+            return "is not written in the form that this field takes"
         case _:
-            reason = str(details["msg"]).removeprefix("Input ")
-            return _unreadable(field, value, reason, _TYPE_FIXES.get(kind) or _meaning(model, location))
+            return wrong.message.removeprefix("Input ")
 
 
-def _unreadable(field: str, value: str, message: str, fix: str) -> Finding:
-    return make_finding(UNREADABLE, field=field, value=value, message=message, fix=fix)
+def _corrections(wrong: WrongField, fields: dict[str, WrongField]) -> Iterator[_Correction]:
+    """Those proposals that make the field right, each with what its value needs to be right, too."""
+    for proposal in all_proposals(wrong):
+        changes, is_certain = _changes(wrong.content, proposal), proposal.is_certain
+        for _ in range(_ROUNDS):
+            if changes is None:
+                break
+            content = with_changes(wrong.content, changes)
+            left = _new_mistakes(wrong, fields, content)
+            if not left:
+                # Of several values for one field the last counts.
+                last = tuple({change.field: change for change in changes}.values())
+                is_refused = not is_certain and _is_refused(wrong, content)
+                yield _Correction(_fix_text(proposal, changes), proposal.message, last, is_certain, is_refused)
+                break
+            following = next(all_proposals(left[0]), None)
+            more = None if following is None else _changes(content, following)
+            changes = None if more is None else (*changes, *more)
+            is_certain = is_certain and following is not None and following.is_certain
+
+
+def _fix_text(proposal: Proposal, changes: Sequence[FieldChange]) -> str:
+    """With the value that is written in the end, if the proposal was only a step to it."""
+    if len(changes) == len(proposal.more) + 1 or changes[-1].value is None:
+        return proposal.fix
+    return f"{proposal.fix}, as {changes[-1].field.rpartition('.')[2]}: {_value(changes[-1].value)}"
+
+
+def _new_mistakes(wrong: WrongField, fields: dict[str, WrongField], content: Any) -> list[WrongField]:
+    """What the schema refuses of a changed document and did not before; the field itself first, if it is still wrong."""
+    try:
+        _read(wrong.model, _with_generated_name(content))
+    except ValidationError as error:
+        found = _wrong_fields(wrong.model, content, error)
+    else:
+        return []
+    return [each for name, each in found.items() if name == wrong.name or name not in fields]
+
+
+def _is_refused(wrong: WrongField, content: Any) -> bool:
+    """Whether a rule refuses a corrected document for what the same document without the field is not refused for."""
+    without = _changes(wrong.content, Proposal("", wrong.plain, None))
+    before = _rule_errors(wrong, with_changes(wrong.content, without or ()))
+    return not _rule_errors(wrong, content) <= before
+
+
+def _rule_errors(wrong: WrongField, content: Any) -> set[str]:
+    """Ids of the rules that refuse a job; none if other fields are still wrong, because nobody can tell then."""
+    if wrong.model is not FineTuneJob:
+        return set()
+    try:
+        job = _read(FineTuneJob, _with_generated_name(content))
+    except ValidationError:
+        return set()
+    return {each.rule for each in evaluate(RuleContext(job.spec)) if each.severity == "error"}
+
+
+def _changes(content: Any, proposal: Proposal) -> tuple[FieldChange, ...] | None:
+    """The changes of a proposal by plain paths; None if some place has no path."""
+    made = [_change(content, place, value) for place, value in ((proposal.place, proposal.value), *proposal.more)]
+    return None if any(each is None for each in made) else tuple(each for each in made if each is not None)
+
+
+def _change(content: Any, place: Place, value: Any) -> FieldChange | None:
+    """A change of an entry of a list, or of a key with dots, is one of the whole that holds it."""
+    depth = next((number for number, part in enumerate(place) if isinstance(part, int) or "." in part), len(place))
+    names = place[:depth]
+    if not names:
+        return None
+    held = content
+    for part in names:
+        held = held.get(part) if isinstance(held, dict) else None
+    new = _replaced(held, place[depth:], value)
+    return FieldChange(field=".".join(map(str, names)), value=new)
+
+
+def _replaced(held: Any, place: Place, value: Any) -> Any:
+    if not place:
+        return value
+    head, *rest = place
+    if isinstance(held, list) and isinstance(head, int) and head < len(held):
+        inner = _replaced(held[head], rest, value)
+        return [*held[:head], *([] if inner is None else [inner]), *held[head + 1 :]]
+    if isinstance(held, dict):
+        inner = _replaced(held.get(head), rest, value)
+        kept = {name: item for name, item in held.items() if name != head}
+        return kept if inner is None else {**held, head: inner}
+    return value
 
 
 def _value(written: Any) -> str:
@@ -148,49 +275,5 @@ def _value(written: Any) -> str:
     return _shortened(json.dumps(written) if isinstance(written, str) else format_value(written))
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _nearest(written: Any, words: Sequence[str]) -> str | None:
-    """The word that was most likely meant, whatever its capitals. What all words end with does not tell them apart."""
-    if not isinstance(written, str):
-        return None
-    endings = [words[0][start:].lower() for start in range(len(words[0]))] if len(words) > 1 else []
-    shared = next((ending for ending in endings if all(word.lower().endswith(ending) for word in words)), "")
-    by_lower = {word.lower().removesuffix(shared): word for word in words}
-    near = difflib.get_close_matches(written.strip().lower().removesuffix(shared), by_lower, n=1, cutoff=0.6)
-    return by_lower[near[0]] if near else None
-
-
-def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
-    """The model that holds the last part of a location."""
-    current: type[BaseModel] | None = model
-    for part in location[:-1]:
-        if isinstance(part, int) or current is None:
-            return None
-        current = _inner(current, part)
-    return current
-
-
-def _inner(model: type[BaseModel], alias: str) -> type[BaseModel] | None:
-    for info in model.model_fields.values():
-        if info.alias == alias:
-            candidates = [info.annotation, *getattr(info.annotation, "__args__", ())]
-            return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
-    return None
-
-
-def _fields_beside(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    holder = _model_at(model, location)
-    return [] if holder is None else [info.alias or name for name, info in holder.model_fields.items()]
-
-
-def _meaning(model: type[BaseModel], location: Sequence[int | str]) -> str:
-    """What the field is for, as its documentation says."""
-    names = list(location)
-    while names and isinstance(names[-1], int):
-        names.pop()
-    holder = _model_at(model, names) if names else None
-    meaning = field_docs(holder).get(str(names[-1])) if holder is not None else None
-    return meaning or "see kubectl explain finetunejob"
+def _shortened(text: str, longest: int = 100) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -53,8 +54,12 @@ class Finding(BaseModel):
     """What the finding rests on; empty if the input itself is at fault."""
     changes: SkipJsonSchema[tuple[FieldChange, ...]] = ()
     """The fix as changes that a program can apply; applying all of them clears this finding. Not part of status."""
+    is_proposal: SkipJsonSchema[Literal[True] | None] = Field(default=None, exclude_if=operator.not_)
+    """Whether the changes name, as an example, a value that only the author of the manifest knows. Not part of status."""
 
     def shortened(self, limit: int) -> Finding:
         """This finding for status or a report: no text longer than `limit` characters, and no changes."""
         texts = {name: getattr(self, name)[:limit] for name in TEXTS}
-        return self.model_copy(update={**texts, "rule": self.rule[: min(limit, MAX_ID_LENGTH)], "changes": ()})
+        return self.model_copy(
+            update={**texts, "rule": self.rule[: min(limit, MAX_ID_LENGTH)], "changes": (), "is_proposal": None}
+        )

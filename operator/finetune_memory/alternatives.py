@@ -11,19 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_job.api.base import Dtype
+from finetune_job.api.output import MergeBase
 from finetune_job.api.training import ActivationCheckpointing, Precision
 from finetune_job.finding import FieldChange
 from finetune_job.method_settings import effective_settings
 from finetune_job.methods import METHODS, Family, lora_kind
 from finetune_job.plan.resolve_model import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
 from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
+from finetune_job.rules.rule import changes_text
 from finetune_job.sharding import SHARDED_BITS
 from finetune_memory.estimate import Estimate
 
 SHORTEST_SEQUENCE = 256
 """Tokens; shorter ones would drop most of the records of most data sets."""
 MAX_RANKS_FACTOR = 16
-_SHRINK_COST, _RECOMPUTE_COST, _RANKS_COST, _QUANTISE_COST, _SHORTEN_COST = 1, 3, 20, 60, 200
+_SHRINK_COST, _RECOMPUTE_COST, _RANKS_COST, _QUANTISE_COST, _ENLARGE_COST, _SHORTEN_COST = 1, 3, 20, 60, 100, 200
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,7 @@ class Alternative:
     @property
     def text(self) -> str:
         """The changes as people write them."""
-        return ", ".join(f"{change.field}: {_format_value(change.value)}" for change in self.changes)
-
-
-def _format_value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        return changes_text(self.changes)
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,9 @@ class _Change:
 def cheapest_fitting(plan: RunPlan, limit: int, predict: Callable[[RunPlan], Estimate]) -> Alternative | None:
     """The cheapest combination of changes whose estimate is within `limit`; None where none is.
 
-    `predict`: the estimate of a changed plan. Every combination keeps the global batch.
+    `predict`: the estimate of a changed plan. The global batch grows only if it does not split over the ranks that are needed.
     """
-    if leanest(plan, predict).total > limit:
+    if leanest(plan, predict).estimate.total > limit:
         return None
     combinations = sorted(itertools.product(*_change_options(plan)), key=lambda steps: sum(step.cost for step in steps))
     for steps in combinations:
@@ -66,20 +64,26 @@ def cheapest_fitting(plan: RunPlan, limit: int, predict: Callable[[RunPlan], Est
             continue
         found = predict(made[0])
         if found.total <= limit:
-            return Alternative(tuple(FieldChange(field=f"spec.{field}", value=value) for field, value in made[1]), found)
+            return _alternative(made[1], found)
     return None
 
 
-def leanest(plan: RunPlan, predict: Callable[[RunPlan], Estimate]) -> Estimate:
-    """The estimate with all changes that save memory; where no combination is within a limit, neither is this."""
-    kinds = _change_options(plan)
-    # Packing the base saves, but not while it is loaded.
-    most = [_combined([*(options[-1] for options in kinds[:-1]), packing], plan) for packing in kinds[-1]]
-    return min((predict(made[0]) for made in most if made is not None), key=lambda found: found.total, default=predict(plan))
+def leanest(plan: RunPlan, predict: Callable[[RunPlan], Estimate]) -> Alternative:
+    """All changes that save memory; where no combination is within a limit, neither is this."""
+    *saving, precise, quantised = _change_options(plan)
+    # Packing the base saves, but not while it is loaded; products in 16 bits need further copies of stacked experts.
+    either = itertools.product(precise, quantised)
+    most = [_combined([*(options[-1] for options in saving), *steps], plan) for steps in either]
+    made = [_alternative(changes, predict(changed)) for changed, changes in (each for each in most if each is not None)]
+    return min(made, key=lambda each: each.estimate.total, default=_alternative([], predict(plan)))
+
+
+def _alternative(changes: list[tuple[str, Any]], estimate: Estimate) -> Alternative:
+    return Alternative(tuple(FieldChange(field=f"spec.{field}", value=value) for field, value in changes), estimate)
 
 
 def _change_options(plan: RunPlan) -> list[list[_Change]]:
-    return [_ranks(plan), _recomputed(plan), _resharded(plan), _precise(plan), _shortened(plan), _micro(plan), _quantised(plan)]
+    return [_ranks(plan), _recomputed(plan), _resharded(plan), _shortened(plan), _micro(plan), _precise(plan), _quantised(plan)]
 
 
 def _combined(steps: Iterable[_Change], plan: RunPlan) -> tuple[RunPlan, list[tuple[str, Any]]] | None:
@@ -170,13 +174,24 @@ def _ranks(plan: RunPlan) -> list[_Change]:
     if _is_for_one_rank(plan):
         return steps
     times = 2
-    while times <= MAX_RANKS_FACTOR and plan.training.global_batch_size % (plan.parallelism.world_size * times) == 0:
+    while times <= MAX_RANKS_FACTOR:
         # Whole nodes: how many devices one has nobody has said.
-        steps.append(
-            _Change(_RANKS_COST + times, (("parallelism.nodes", nodes * times),), _updated("parallelism", nodes=nodes * times))
-        )
+        steps.append(_on_nodes(plan, nodes * times, _RANKS_COST + times))
         times *= 2
     return steps
+
+
+def _on_nodes(plan: RunPlan, nodes: int, cost: float) -> _Change:
+    """More nodes, with a larger global batch if the written one does not split over so many ranks."""
+    batch, ranks = plan.training.global_batch_size, nodes * plan.parallelism.processes_per_node
+    on_nodes = _updated("parallelism", nodes=nodes)
+    change = ("parallelism.nodes", nodes)
+    if batch % ranks == 0:
+        return _Change(cost, (change,), on_nodes)
+    larger = -(-batch // ranks) * ranks
+    enlarged = _updated("training", global_batch_size=larger)
+    changes = (change, ("training.globalBatchSize", larger))
+    return _Change(cost + _ENLARGE_COST, changes, lambda changed: enlarged(on_nodes(changed)))
 
 
 def _is_for_one_rank(plan: RunPlan) -> bool:
@@ -193,6 +208,11 @@ def _is_for_one_rank(plan: RunPlan) -> bool:
 def _quantised(plan: RunPlan) -> list[_Change]:
     placement = plan.placement
     entry = METHODS[plan.method.type]
+    if entry.family is Family.LORA and entry.packs_base and plan.merge.base is MergeBase.ORIGINAL:
+        # A mixture of experts has few weights that are packed, and every rank loads all of it to pack them.
+        whole = lora_kind(packs_base=False, magnitudes=entry.needs.magnitudes)
+        changes = (("method.type", whole.value), ("method.quantization", None))
+        return [_AS_IT_IS, _Change(_QUANTISE_COST, changes, _updated("method", type=whole, quantization=None))]
     can_pack = entry.family is Family.LORA and not entry.packs_base
     if not can_pack or placement is None or placement.gpu_resource_name is None:
         return [_AS_IT_IS]

@@ -68,6 +68,11 @@ def read_model(path: Path) -> ModelMetadata:
         raise UnknownModelError(f"{file}: cannot be read ({error}); give a model's directory or its config.json") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise UnknownModelError(f"{file}: names no model_type; give the config.json of a transformers model")
+    if config.get("is_encoder_decoder") is True:
+        raise UnknownModelError(
+            f"{file}: model_type {config['model_type']!r} has an encoder and a decoder, which this product does not train; give "
+            "a model that continues a text (decoder-only), such as a Llama, Qwen or Mistral"
+        )
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for weights in sorted(directory.glob("*.safetensors")) if directory is not None else ():
         tensors.update(_header(weights))

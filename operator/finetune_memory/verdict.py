@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetune_job.api.pod_settings import quantity_bytes
@@ -10,27 +9,16 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.launch_plan import Placement
-from finetune_job.plan.run_plan import RESHARDING_FIELD, Choice, RunPlan
+from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_memory.activations import read_layers
 from finetune_memory.alternatives import Alternative, cheapest_fitting, leanest
+from finetune_memory.batches import Predict, choose_batches, choose_resharding
 from finetune_memory.estimate import Estimate, estimate
+from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import LENGTH_MULTIPLE, ModelShape, Workload
 
 GPU_FINDING = "memory-estimate-exceeds-gpu"
 POD_FINDING = "memory-estimate-exceeds-pod"
-KEPT_FREE_PERCENT = 10
-"""Of a limit, where memory is taken for speed alone: estimates have been wrong by up to 7 % (docs/memory.md)."""
-
-
-@dataclass(frozen=True)
-class MemoryLimit:
-    """Bytes that one rank may take."""
-
-    bytes: int
-    is_device: bool
-    """Whether it is a device's memory, beyond which nothing can be allocated."""
-    source: str
-    """Where it was named."""
 
 
 def limit_of(plan: RunPlan) -> MemoryLimit | None:
@@ -60,16 +48,6 @@ def _share_of_the_pod(plan: RunPlan, placement: Placement) -> MemoryLimit:
     return MemoryLimit(share, is_device=False, source=f"a rank's share of resources.train.memory of profile {placement.profile}")
 
 
-def format_bytes(count: int) -> str:
-    """A number of bytes for people: 12.3 GiB."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:,.1f} GiB"
-
-
 @dataclass(frozen=True)
 class MemoryVerdict:
     """What is to say about a job's memory."""
@@ -80,10 +58,17 @@ class MemoryVerdict:
     """If the estimate is above the limit and some change helps."""
     host_limit: MemoryLimit | None = None
     """Of host memory, in addition to a device."""
-    leanest: Estimate | None = None
-    """If no change helps: with all of them."""
+    leanest: Alternative | None = None
+    """If no change helps: all of them together."""
     resharding: Choice | None = None
     """Whether ranks free gathered parameters after the forward pass, where the plan leaves that open."""
+    batches: tuple[Choice, ...] = ()
+    """Micro-batch and recomputation, where the plan leaves them open."""
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """All that was chosen by the estimate."""
+        return (*self.batches, *(() if self.resharding is None else (self.resharding,)))
 
     @property
     def fits(self) -> bool:
@@ -96,54 +81,29 @@ class MemoryVerdict:
         return self.host_limit is not None and self.estimate.host_total > self.host_limit.bytes
 
 
+def predictor(shape: ModelShape, stored: str, limit: MemoryLimit | None, *, longest: int | None = None) -> Predict:
+    """The estimate of this model, trained by any plan. Arguments as those of `judge_memory`."""
+    layers = read_layers(shape)
+    return lambda plan: estimate(plan, shape, resolve_elements(plan, stored), workload(plan, limit, longest), layers)
+
+
 def judge_memory(
     plan: RunPlan, shape: ModelShape, stored: str, limit: MemoryLimit | None, *, longest: int | None = None
 ) -> MemoryVerdict:
     """`stored`: element type of the base model's files. `longest`: tokens of the longest record; None: as many as are allowed."""
-    layers = read_layers(shape)
-
-    def predict(changed: RunPlan) -> Estimate:
-        return estimate(changed, shape, resolve_elements(changed, stored), workload(changed, limit, longest), layers)
-
+    predict = predictor(shape, stored, limit, longest=longest)
+    batches = choose_batches(plan, limit, predict)
+    plan = plan.with_choices(batches)
     resharding = choose_resharding(plan, limit, predict)
     if resharding is not None:
         plan = plan.with_fsdp(reshard_after_forward=resharding.value)
     found = predict(plan)
     host_limit = host_limit_of(plan) if limit is not None and limit.is_device else None
     if limit is None or found.total <= limit.bytes:
-        return MemoryVerdict(found, limit, None, host_limit, resharding=resharding)
+        return MemoryVerdict(found, limit, None, host_limit, resharding=resharding, batches=batches)
     alternative = cheapest_fitting(plan, limit.bytes, predict)
     least = None if alternative is not None else leanest(plan, predict)
-    return MemoryVerdict(found, limit, alternative, host_limit, least, resharding)
-
-
-def choose_resharding(plan: RunPlan, limit: MemoryLimit | None, predict: Callable[[RunPlan], Estimate] | None) -> Choice | None:
-    """What `reshardAfterForward` becomes; None if the plan leaves nothing open. `predict`: None if nobody can.
-
-    Parameters that stay gathered are not gathered again for the backward pass, and the result has the same bits.
-    """
-    if not plan.parallelism.leaves_resharding_open:
-        return None
-    is_needed, reason = True, "least memory: nobody has said how much a rank may take"
-    if predict is None:
-        reason = "least memory: the memory planner does not know this model"
-    elif limit is not None:
-        whole = predict(plan.with_fsdp(reshard_after_forward=False)).total
-        is_needed = 100 * whole > (100 - KEPT_FREE_PERCENT) * limit.bytes
-        reason = (
-            f"with all weights gathered a rank takes about {format_bytes(whole)} of {format_bytes(limit.bytes)} "
-            f"({limit.source}), of which {KEPT_FREE_PERCENT} % are kept free"
-        )
-    return Choice(field=RESHARDING_FIELD, value=is_needed, reason=reason)
-
-
-def no_change_suffices(least: Estimate) -> str:
-    """Why not, in words."""
-    most = least.largest[0]
-    return (
-        "no change of micro-batch, checkpointing, ranks or sequence length suffices: with all of them a rank still needs "
-        f"{format_bytes(least.total)}, most of it {most.name} ({format_bytes(most.bytes)}: {most.detail})"
-    )
+    return MemoryVerdict(found, limit, alternative, host_limit, least, resharding, batches)
 
 
 def workload(plan: RunPlan, limit: MemoryLimit | None, longest: int | None = None) -> Workload:
@@ -155,6 +115,15 @@ def workload(plan: RunPlan, limit: MemoryLimit | None, longest: int | None = Non
     return Workload(
         rows=plan.training.micro_batch_size, length=-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, has_mask=True, on_gpu=on_gpu
     )
+
+
+def no_change_suffices(least: Alternative) -> str:
+    """Why not, in words."""
+    most, total = least.estimate.largest[0], format_bytes(least.estimate.total)
+    tried = (
+        f"even with {least.text} a rank needs {total}" if least.changes else f"no setting saves memory, and a rank needs {total}"
+    )
+    return f"no change suffices: {tried} needs {total}, most of it {most.name} ({format_bytes(most.bytes)}: {most.detail})"
 
 
 def memory_finding(verdict: MemoryVerdict) -> Finding | None:
@@ -171,7 +140,7 @@ def memory_finding(verdict: MemoryVerdict) -> Finding | None:
     fix = (
         f"set {alternative.text}, which needs {format_bytes(alternative.estimate.total)}"
         if alternative is not None
-        else f"{no_change_suffices(verdict.leanest or verdict.estimate)}; take larger devices or a smaller model"
+        else f"{no_change_suffices(verdict.leanest or Alternative((), verdict.estimate))}; take larger devices or a smaller model"
     )
     return make_finding(
         GPU_FINDING if limit.is_device else POD_FINDING,

@@ -18,12 +18,13 @@ from finetune_cli.manifest import parse_job as parse_strictly
 from finetune_job.api.job import FineTuneJobSpec, parse_job
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.size import MAX_PROFILE_BYTES, MAX_SPEC_BYTES, check_size, json_bytes
+from finetune_job.finding import UNREADABLE
 from finetune_job.names import API_VERSION, JOB_KIND
 from finetune_job.plan.digest import canonical_json, plan_sha256
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.rule import UNREADABLE, RuleContext
+from finetune_job.rules.rule import RuleContext
 from tests.hostile.manifests import COMMIT, spec_schema
 from tests.support.processor import slowness
 from tests.support.source_seed import seed_of_the_sources

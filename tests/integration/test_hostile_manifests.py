@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from finetune_cli.manifest import parse_job as parse_strictly
 from finetune_job.api.job import FineTuneJobSpec, parse_job
+from finetune_job.finding import UNREADABLE
 from finetune_job.names import JOB_KIND
 from finetune_job.rules.book import evaluate
-from finetune_job.rules.rule import UNREADABLE, RuleContext
+from finetune_job.rules.rule import RuleContext
 from tests.hostile.manifests import job_of
 from tests.integration.kube import Document, Kube, RefusedError
 from tests.integration.test_gates import conditions_of, identifiers

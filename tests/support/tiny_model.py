@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def write_tiny_llama(
     return directory
 
 
-def write_model_report(context: RunContext, *, reshard_after_forward: bool) -> None:
-    """What preflight leaves on the workspace for training: its choice where the plan leaves it open."""
+def write_model_report(context: RunContext, *, reshard_after_forward: bool, batches: Sequence[Choice] = ()) -> None:
+    """What preflight leaves on the workspace for training: its choices where the plan leaves them open."""
     report = ModelReport(
         plan_sha256=context.plan_sha256,
         model_digest="",
@@ -80,6 +81,7 @@ def write_model_report(context: RunContext, *, reshard_after_forward: bool) -> N
         record_lengths={},
         memory={},
         resharding=Choice(field=RESHARDING_FIELD, value=reshard_after_forward, reason=""),
+        batches=tuple(batches),
         warnings=(),
     )
     context.workspace.model_report.write_text(report.model_dump_json())

@@ -14,8 +14,9 @@ from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext, with_changes
 from finetune_memory.describe import model_shape, read_model
+from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import UnknownModelError
-from finetune_memory.verdict import MemoryLimit, MemoryVerdict, format_bytes, judge_memory, limit_of
+from finetune_memory.verdict import MemoryVerdict, judge_memory, limit_of
 
 GPU_MEMORY_OPTION = "--gpu-memory"
 SMALLEST_DEVICE = 2**20

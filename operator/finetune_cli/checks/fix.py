@@ -1,7 +1,8 @@
-"""`finetune validate --fix`: manifests with the fixes of all findings made, until no rule has a fix that a program can make."""
+"""`finetune validate --fix`: manifests with the fixes of all findings made, until no finding has one that a program can make."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from finetune_cli.checks.validate import Profiles, judge, known_profiles
 from finetune_cli.documents import Document, DocumentError, is_list, read_documents
 from finetune_cli.edit_yaml import edit_document
-from finetune_cli.manifest import parse_job
+from finetune_cli.manifest import is_meant_as_job, parse_job
 from finetune_job.finding import Finding
 from finetune_job.names import JOB_KIND
 from finetune_job.rules.book import rule_by_id
@@ -31,9 +32,9 @@ class FixedFile:
 
 def fix(files: Sequence[tuple[str, str]], profile: str | None = None) -> list[FixedFile]:
     """Make the changes of every finding in every FineTuneJob of the files, by name and text; not those that a person has to
-    weigh.
+    weigh, and none that names an example in place of a value that only the author knows.
 
-    What is not a job, or does not parse as one, stays as it is.
+    What is not a job stays as it is.
     """
     fixed = [FixedFile(name, text) for name, text in files]
     documents = [_documents(file) for file in fixed]
@@ -41,14 +42,15 @@ def fix(files: Sequence[tuple[str, str]], profile: str | None = None) -> list[Fi
     for file, group in zip(fixed, documents, strict=True):
         for document in group:
             content = _fixed(document.content, profiles, file.made)
-            if content != document.content:
+            # Compared as text: 1000.0 is no whole number, and true is not 1.
+            if json.dumps(content) != json.dumps(document.content):
                 file.text = edit_document(file.text, document.number, content)
     return fixed
 
 
-def _needs_human(finding: Finding) -> bool:
+def _is_for_programs(finding: Finding) -> bool:
     rule = rule_by_id(finding.rule)
-    return rule is not None and rule.needs_human
+    return bool(finding.changes) and not finding.is_proposal and not (rule is not None and rule.needs_human)
 
 
 def _documents(file: FixedFile) -> list[Document]:
@@ -61,16 +63,19 @@ def _documents(file: FixedFile) -> list[Document]:
 def _fixed(content: Any, profiles: Profiles, made: list[tuple[str, Finding]]) -> Any:
     if is_list(content):
         return content | {"items": [_fixed(item, profiles, made) for item in content["items"]]}
-    if not isinstance(content, dict) or content.get("kind") != JOB_KIND:
+    if not isinstance(content, dict):
+        return content
+    if is_meant_as_job(content.get("kind")):
+        content = content | {"kind": JOB_KIND}
+    if content.get("kind") != JOB_KIND:
         return content
     for _ in range(MAX_FIXES):
         job = parse_job(content)
-        if isinstance(job, list):
-            break
-        _, findings = judge(job, profiles.of(job))
-        finding = next((each for each in findings if each.changes and not _needs_human(each)), None)
+        findings = job if isinstance(job, list) else judge(job, profiles.of(job))[1]
+        finding = next(filter(_is_for_programs, findings), None)
         if finding is None:
             break
-        made.append((job.metadata.name, finding))
+        metadata = content.get("metadata")
+        made.append((str(metadata.get("name", "")) if isinstance(metadata, dict) else "", finding))
         content = with_changes(content, finding.changes)
     return content

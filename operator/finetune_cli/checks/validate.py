@@ -9,9 +9,10 @@ from typing import Any
 
 from finetune_cli.documents import Document, DocumentError, objects_of, problem, read_documents
 from finetune_cli.exit_codes import ExitCode
-from finetune_cli.manifest import parse_job, parse_profile
+from finetune_cli.manifest import is_meant_as_job, parse_job, parse_profile
 from finetune_job.api.job import FineTuneJob
 from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.device import device_text, large_on_cpu, parameters_by_name
 from finetune_job.finding import Finding
 from finetune_job.names import API_VERSION, DEFAULT_PROFILE, GROUP, JOB_KIND, PROFILE_KIND
 from finetune_job.plan.resolve import resolve
@@ -47,6 +48,11 @@ class DocumentVerdict:
     plan: RunPlan | None = None
     """Of an accepted job."""
     file: str = ""
+
+    @property
+    def device(self) -> str:
+        """On what the ranks of an accepted job compute, in words."""
+        return device_text(self.plan) if self.plan is not None else ""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -168,7 +174,9 @@ def _job_verdict(document: Document, profiles: Profiles) -> DocumentVerdict:
     if outcome is DocumentOutcome.REFUSED:
         return verdict
     identity = JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=job.metadata.uid)
-    return replace(verdict, plan=resolve(identity, job.spec, profile))
+    plan = resolve(identity, job.spec, profile)
+    warning = large_on_cpu(plan, parameters_by_name(job.spec.model.source))
+    return replace(verdict, plan=plan, findings=(*findings, *(() if warning is None else (warning,))))
 
 
 def _other(document: Document, beside_a_job: bool) -> DocumentVerdict:
@@ -181,6 +189,8 @@ def _other(document: Document, beside_a_job: bool) -> DocumentVerdict:
         finding = problem(
             "document", str(content)[:60], "is not an object", f"start with apiVersion: {API_VERSION} and kind: {JOB_KIND}"
         )
+    elif is_meant_as_job(content.get("kind")):
+        finding = problem("kind", format_value(content["kind"]), f"is not {JOB_KIND}", f"write kind: {JOB_KIND}")
     elif content.get("kind") is None:
         finding = problem("kind", "unset", "is required", f"write kind: {JOB_KIND}")
     else:

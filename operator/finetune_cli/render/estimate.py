@@ -7,8 +7,11 @@ from typing import Any
 
 from finetune_cli.checks.estimate import JobEstimate
 from finetune_cli.render.verdicts import choices_text
+from finetune_job.rules.rule import changes_text
+from finetune_memory.alternatives import Alternative
 from finetune_memory.estimate import Term
-from finetune_memory.verdict import MemoryVerdict, format_bytes, no_change_suffices
+from finetune_memory.limit import format_bytes
+from finetune_memory.verdict import MemoryVerdict, no_change_suffices
 
 
 def estimate_text(found: list[JobEstimate]) -> str:
@@ -33,13 +36,13 @@ def _job(found: JobEstimate) -> str:
     else:
         lines.append(f"  {'limit':20} {format_bytes(limit.bytes):>11}  {limit.source}")
         lines.append(f"  {'fits' if verdict.fits else 'DOES NOT FIT':20} {_difference(estimate.total, limit.bytes):>11}")
-    if verdict.resharding is not None:
-        lines += ["", "  Left open by the manifest, and chosen by this:", choices_text([verdict.resharding])]
+    if verdict.choices:
+        lines += ["", "  Left open by the manifest, and chosen by this:", choices_text(verdict.choices)]
     if verdict.alternative is not None:
         lines += ["", f"  It fits with ({format_bytes(verdict.alternative.estimate.total)}):"]
-        lines += [f"    {change.field}: {_written(change.value)}" for change in verdict.alternative.changes]
+        lines += [f"    {changes_text([change])}" for change in verdict.alternative.changes]
     elif not verdict.fits:
-        reason = no_change_suffices(verdict.leanest or estimate)
+        reason = no_change_suffices(verdict.leanest or Alternative((), estimate))
         lines += ["", *(f"  {line}" for line in textwrap.wrap(f"{reason[0].upper()}{reason[1:]}.", 100))]
     if estimate.host_terms:
         lines += ["", "  Host memory of one rank, without the page cache of its data:", ""]
@@ -63,10 +66,6 @@ def _difference(total: int, limit: int) -> str:
     return format_bytes(limit - total) + " left" if total <= limit else format_bytes(total - limit) + " over"
 
 
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def estimate_document(found: list[JobEstimate]) -> dict[str, Any]:
     """All jobs of a manifest as plain data; numbers are bytes of one rank."""
     return {
@@ -80,7 +79,7 @@ def estimate_document(found: list[JobEstimate]) -> dict[str, Any]:
                 "moment": each.verdict.estimate.moment,
                 "terms": [_term(term) for term in each.verdict.estimate.terms],
                 "host": [_term(term) for term in each.verdict.estimate.host_terms],
-                "choices": [] if each.verdict.resharding is None else [each.verdict.resharding.model_dump(mode="json")],
+                "choices": [choice.model_dump(mode="json") for choice in each.verdict.choices],
                 "alternative": None
                 if each.verdict.alternative is None
                 else {

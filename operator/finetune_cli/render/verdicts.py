@@ -32,6 +32,7 @@ def _verdict(verdict: DocumentVerdict, names_file: bool) -> str:
     subject = " ".join(part for part in (verdict.kind, verdict.name) if part) or "input"
     place = f"{verdict.file}: " if names_file and verdict.file else ""
     lines = [f"{place}{subject}: {verdict.outcome}"]
+    lines += [f"  {verdict.device}"] if verdict.device else []
     lines += [finding_text(finding) for finding in verdict.findings]
     if verdict.outcome is DocumentOutcome.ACCEPTED and verdict.choices:
         lines += ["", "  Left open by the manifest, and chosen:", choices_text(verdict.choices)]
@@ -94,6 +95,7 @@ def report_document(report: Report) -> dict[str, Any]:
                 "name": verdict.name,
                 "outcome": str(verdict.outcome),
                 "findings": [finding.model_dump(mode="json") for finding in verdict.findings],
+                "device": verdict.device,
                 "choices": [choice.model_dump(mode="json") for choice in verdict.choices],
                 "plan": verdict.plan.model_dump(mode="json", exclude={"choices"}) if verdict.plan is not None else None,
             }

@@ -57,7 +57,8 @@ class TrainingSpec(ApiModel):
     global_batch_size: Annotated[int, Field(ge=1, le=1_000_000)] = 16
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: Annotated[int, Field(ge=1, le=65_536)] | None = None
-    """Sequences per rank and forward pass. Unset: the largest divisor of globalBatchSize / ranks up to 8."""
+    """Sequences per rank and forward pass. Unset: the largest divisor of globalBatchSize / ranks up to 8 that preflight finds to
+    fit a rank's memory."""
     learning_rate: DecimalString | None = None
     """Peak learning rate. Unset: "2e-4" for adapters, "2e-5" for Full."""
     optimizer: OptimizerName | None = None
@@ -85,7 +86,7 @@ class TrainingSpec(ApiModel):
     precision: Precision | None = None
     """Element type of the computation. Unset: bf16, or fp32 for a float32 model."""
     activation_checkpointing: ActivationCheckpointing | None = None
-    """Recomputation of activations. Unset: None."""
+    """Recomputation of activations. Unset: None, or as much as preflight finds that a rank's memory needs."""
     compile: bool = False
     """Compile each layer with torch.compile: faster steps after minutes of compilation."""
     step_timeout_seconds: Annotated[int, Field(ge=10, le=86_400)] = 1800

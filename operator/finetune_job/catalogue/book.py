@@ -46,11 +46,13 @@ def make_finding(
     fix: str,
     severity: Severity | None = None,
     changes: Mapping[str, Any] | None = None,
+    is_proposal: bool = False,
 ) -> Finding:
     """A finding of a declared id.
 
     field: path in the object, such as `spec.model.source`. severity: given only if the catalogue says "either". changes: new
-    values by path, None to remove the field. An id of the rule book is for what only preflight sees of the same problem.
+    values by path, None to remove the field. is_proposal: whether they are an example. An id of the rule book is for what only
+    preflight sees of the same problem.
     Raises UndeclaredFindingError.
     """
     declared = _declared_severity(identifier)
@@ -64,6 +66,7 @@ def make_finding(
         message=message,
         fix=fix,
         changes=tuple(FieldChange(field=path, value=new) for path, new in (changes or {}).items()),
+        is_proposal=True if is_proposal else None,
     )
 
 

@@ -51,6 +51,15 @@ RESOURCE_ENTRIES = (
         f"{_REFUSED}::test_anothers_results_are_not_overwritten",
     ),
     Entry(
+        "large-model-on-cpu",
+        "warning",
+        "A large model is to be trained on CPU cores",
+        "A profile without `gpu` runs training on the CPU. That is right for a small model and a mistake for a large one: the "
+        "run would take weeks. `finetune validate` tells it by the name of the model, preflight by its tensors.",
+        "Name a profile with GPUs",
+        "tests/unit/finetune_cli/checks/test_validate.py::test_a_large_model_without_a_gpu_is_warned_of",
+    ),
+    Entry(
         "memory-estimate-exceeds-gpu",
         "error",
         "A rank needs more memory than its GPU has",

@@ -116,7 +116,16 @@ def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:
     mixed = fsdp.mixed_precision or MixedPrecisionSpec()
     first, trains_rows = fsdp.version == 1, _trains_rows(spec)
     peft_policy = (
-        choices.pick("parallelism.fsdp.peftWrapPolicy", fsdp.peft_wrap_policy, has_own_units(spec), "trainable and frozen apart")
+        choices.pick(
+            "parallelism.fsdp.peftWrapPolicy",
+            fsdp.peft_wrap_policy,
+            has_own_units(spec),
+            "trainable and frozen apart"
+            if has_own_units(spec)
+            else "all parameters are trained alike"
+            if spec.method.type is MethodType.FULL
+            else "adapters share the units of their layers",
+        )
         if first
         else None
     )
@@ -139,7 +148,11 @@ def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:
                 "parallelism.fsdp.useOrigParams",
                 fsdp.use_orig_params,
                 needs_original_parameters(own_units=peft_policy, trains_rows=trains_rows),
-                "what is trained next to frozen parameters needs it" if trains_rows else "what the wrap policy needs",
+                "what is trained next to frozen parameters needs it"
+                if trains_rows
+                else "each unit is all trained or all frozen"
+                if peft_policy
+                else "trained and frozen parameters may share a unit",
             )
             if first
             else None

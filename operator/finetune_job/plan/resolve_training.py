@@ -6,6 +6,8 @@ from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import ActivationCheckpointing, EvaluationSpec, OptimizerName, Scheduler
 from finetune_job.plan.run_plan import (
+    MICRO_BATCH_FIELD,
+    RECOMPUTATION_FIELD,
     CheckpointPlan,
     Choices,
     EarlyStoppingPlan,
@@ -26,11 +28,16 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices) -> TrainingPlan:
     training = spec.training
     full = spec.method.type is MethodType.FULL
     per_rank = training.global_batch_size // world_size(spec)
-    micro = choices.pick(
-        "training.microBatchSize",
-        training.micro_batch_size,
-        chosen_micro_batch(per_rank),
-        "largest divisor of the share of a rank",
+    sizes = micro_batch_sizes(per_rank)
+    micro = (
+        choices.leave(
+            MICRO_BATCH_FIELD,
+            training.micro_batch_size,
+            sizes[0],
+            f"preflight chooses: the largest of {', '.join(map(str, sizes))} that fits a rank's memory",
+        )
+        if len(sizes) > 1
+        else choices.pick("training.microBatchSize", training.micro_batch_size, sizes[0], "the whole share of a rank")
     )
     return TrainingPlan(
         epochs=training.epochs,
@@ -49,16 +56,16 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices) -> TrainingPlan:
         min_learning_rate_ratio=float(training.min_learning_rate_ratio or MIN_LEARNING_RATE_RATIO),
         decay_ratio=float(training.decay_ratio or DECAY_RATIO),
         warmup_ratio=float(choices.pick("training.warmupRatio", training.warmup_ratio, "0.03", "Adam's moments settle first")),
-        weight_decay=float(choices.pick("training.weightDecay", training.weight_decay, "0", "little is trained for long")),
+        weight_decay=float(choices.pick("training.weightDecay", training.weight_decay, "0", "usual for fine-tuning")),
         max_grad_norm=float(
             choices.pick("training.maxGradNorm", training.max_grad_norm, "1.0", "one bad batch cannot ruin a run")
         ),
         precision=training.precision,
-        activation_checkpointing=choices.pick(
-            "training.activationCheckpointing",
+        activation_checkpointing=choices.leave(
+            RECOMPUTATION_FIELD,
             training.activation_checkpointing,
             ActivationCheckpointing.NONE,
-            "recomputation costs an adapter run half again its time",
+            "preflight chooses: None if a micro-batch fits without it, because recomputation costs up to half again the time",
         ),
         compile=training.compile,
         step_timeout_seconds=training.step_timeout_seconds,
@@ -98,6 +105,6 @@ def world_size(spec: FineTuneJobSpec) -> int:
     return spec.parallelism.nodes * spec.parallelism.processes_per_node
 
 
-def chosen_micro_batch(sequences_per_rank: int) -> int:
-    """The largest divisor of a rank's share of the global batch, up to `LARGEST_CHOSEN_MICRO_BATCH`."""
-    return max(size for size in range(1, LARGEST_CHOSEN_MICRO_BATCH + 1) if max(sequences_per_rank, 1) % size == 0)
+def micro_batch_sizes(sequences_per_rank: int) -> list[int]:
+    """The divisors of a rank's share of the global batch, up to `LARGEST_CHOSEN_MICRO_BATCH`, the largest first."""
+    return [size for size in range(LARGEST_CHOSEN_MICRO_BATCH, 0, -1) if max(sequences_per_rank, 1) % size == 0]

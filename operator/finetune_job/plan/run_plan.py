@@ -8,6 +8,7 @@ those that the user left open.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from pydantic import model_validator
@@ -289,6 +290,36 @@ class RunPlan(LaunchPlan):
     """Whether preflight tries the job on a scaled-down model."""
     choices: tuple[Choice, ...]
 
+    def leaves_open(self, field: str) -> bool:
+        """Whether preflight chooses this field, for which `training` then has what is taken if nobody can choose."""
+        return any(choice.field == field and choice.value is None for choice in self.choices)
+
+    @property
+    def leaves_batches_open(self) -> bool:
+        """Whether preflight chooses how a rank computes its share of a step."""
+        return self.leaves_open(MICRO_BATCH_FIELD) or self.leaves_open(RECOMPUTATION_FIELD)
+
+    def with_choices(self, chosen: Iterable[Choice]) -> RunPlan:
+        """With values that preflight chose, of what is left open here. Other choices are not looked at."""
+        by_field = {choice.field: choice for choice in chosen if self.leaves_open(choice.field)}
+        if not by_field:
+            return self
+        plan = self.model_copy(update={"choices": tuple(by_field.get(each.field, each) for each in self.choices)})
+        if RESHARDING_FIELD in by_field:
+            plan = plan.with_fsdp(reshard_after_forward=by_field[RESHARDING_FIELD].value)
+        if MICRO_BATCH_FIELD in by_field:
+            plan = plan.with_training(micro_batch_size=by_field[MICRO_BATCH_FIELD].value)
+        if RECOMPUTATION_FIELD in by_field:
+            plan = plan.with_training(activation_checkpointing=ActivationCheckpointing(by_field[RECOMPUTATION_FIELD].value))
+        return plan
+
+    def with_training(self, **values: Any) -> RunPlan:
+        """With other values of fields of `TrainingPlan`; the global batch stays what it is."""
+        training = self.training.model_copy(update=values)
+        at_once = training.micro_batch_size * self.parallelism.world_size
+        training = training.model_copy(update={"gradient_accumulation_steps": training.global_batch_size // at_once})
+        return self.model_copy(update={"training": training})
+
     def with_fsdp(self, **values: Any) -> RunPlan:
         """With other values of fields of `FsdpPlan`."""
         fsdp = self.parallelism.fsdp.model_copy(update=values)
@@ -296,6 +327,8 @@ class RunPlan(LaunchPlan):
 
 
 RESHARDING_FIELD = "spec.parallelism.fsdp.reshardAfterForward"
+MICRO_BATCH_FIELD = "spec.training.microBatchSize"
+RECOMPUTATION_FIELD = "spec.training.activationCheckpointing"
 
 
 class Choices:
@@ -308,6 +341,13 @@ class Choices:
         if given is not None:
             return given
         self.made.append(Choice(field=f"spec.{field}", value=otherwise, reason=reason))
+        return otherwise
+
+    def leave(self, field: str, given: T | None, otherwise: T, reason: str) -> T:
+        """Leave a value to preflight. otherwise: what is taken if nobody can choose, as by a trainer of an earlier release."""
+        if given is not None:
+            return given
+        self.made.append(Choice(field=field, value=None, reason=reason))
         return otherwise
 
 

@@ -18,7 +18,7 @@ _DATASETS = "data.datasets"
 SOURCES = ("model.source", "data.source", _DATASETS, "data.validation.source")
 """Fields that name sources."""
 _REVISIONS = ("model.revision", "data.revision", _DATASETS, "data.validation.revision")
-_NO_COMMIT = "0" * 40
+NO_COMMIT = "0" * 40
 """Stands where only the user can know the commit; no repository has it, so fetching it fails by name."""
 _NUMBER = re.compile(r"data\.datasets\[(\d+)\]")
 _ALLOW = "model.allowRemoteCode"
@@ -90,7 +90,7 @@ def _problem(
 )
 def hub_source_without_revision(context: RuleContext) -> Problem | None:
     edits = [
-        _SourceEdit(named, named.source, _NO_COMMIT)
+        _SourceEdit(named, named.source, NO_COMMIT)
         for named in named_sources(context.spec)
         if isinstance(parse_source(named.source), HubPath) and named.revision is None
     ]

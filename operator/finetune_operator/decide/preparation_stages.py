@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from finetune_job.api.status import MemoryStatus, PlanChoice
 from finetune_job.catalogue.book import rehearsal_required
@@ -51,6 +52,7 @@ REHEARSED: dict[str, tuple[bool, Reason]] = {
 }
 """By the verdict that preflight reports."""
 _REHEARSAL_FINDINGS = ("rehearsal-failed", "rehearsal-not-done")
+_CHOICES = TypeAdapter(tuple[Choice, ...])
 _LEFT_TO_PREFLIGHT = "null"
 """Value of a choice that is still to be made."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -94,7 +96,7 @@ def _preflight_succeeded(observed: Observed, result: PassResult, run: FrozenRun,
                 update={
                     "model_digest": facts.get("model_digest", ""),
                     "data_hash": facts.get("data_hash", ""),
-                    "choices": _with_choice(status.plan.choices, facts.get("resharding", "")),
+                    "choices": _with_choices(status.plan.choices, facts),
                 }
             )
         )
@@ -131,13 +133,13 @@ def _set_rehearsal(result: PassResult, facts: Mapping[str, str], findings: Seque
     result.condition(ConditionType.REHEARSED, is_passed, reason, said)
 
 
-def _with_choice(choices: list[PlanChoice], fact: str) -> list[PlanChoice]:
+def _with_choices(choices: list[PlanChoice], facts: Mapping[str, str]) -> list[PlanChoice]:
     """With what preflight chose of what is still open. What a container says may be no choice, or of another field."""
-    try:
-        chosen = plan_choice(Choice.model_validate_json(fact))
-    except ValidationError:
-        return choices
-    return [chosen if (one.field, one.value) == (chosen.field, _LEFT_TO_PREFLIGHT) else one for one in choices]
+    chosen: dict[str, PlanChoice] = {}
+    for fact in (f"[{facts.get('resharding', '')}]", facts.get("batches", "")):
+        with suppress(ValidationError):
+            chosen |= {one.field: plan_choice(one) for one in _CHOICES.validate_json(fact)}
+    return [chosen.get(one.field, one) if one.value == _LEFT_TO_PREFLIGHT else one for one in choices]
 
 
 def _preflight_refused(observed: Observed, result: PassResult, failure: Failure) -> bool:

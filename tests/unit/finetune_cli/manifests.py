@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import yaml
 
 from finetune_cli.checks.validate import validate
@@ -46,14 +48,18 @@ spec: {}
 """
 
 
-def edited(path: str, value: object) -> str:
-    document = yaml.safe_load(ACCEPTED)
+def edited_document(path: str, value: object) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load(ACCEPTED)
     *parents, last = path.split(".")
     place = document
     for part in parents:
         place = place.setdefault(part, {})
     place[last] = value
-    return yaml.safe_dump(document)
+    return document
+
+
+def edited(path: str, value: object) -> str:
+    return yaml.safe_dump(edited_document(path, value))
 
 
 def findings(text: str, profile: str | None = None) -> dict[str, tuple[str, str, str]]:

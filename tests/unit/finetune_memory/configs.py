@@ -30,6 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B": _sizes("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True),
     "Qwen2.5-7B": _sizes("qwen2", 3584, 18944, 28, 28, 4, 152064),
     "Qwen3-0.6B": _sizes("qwen3", 1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True),
+    "Qwen3-8B": _sizes("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
     "Qwen3-32B": _sizes("qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128),
     "Gemma-2B": _sizes("gemma", 2048, 16384, 18, 8, 1, 256000, head_dim=256),
     "Gemma-2-9B": _sizes("gemma2", 3584, 14336, 42, 16, 8, 256000, head_dim=256),

@@ -6,10 +6,10 @@ from finetune_memory.activations import layer_names
 from finetune_memory.adapters import trained_parameters
 from finetune_memory.estimate import Estimate
 from finetune_memory.families import base_parameters
+from finetune_memory.limit import MemoryLimit
 from finetune_memory.model_shape import ModelShape, facts_of
 from finetune_memory.sharding import unit_names
 from finetune_memory.verdict import (
-    MemoryLimit,
     MemoryVerdict,
     judge_memory,
 )
@@ -33,4 +33,5 @@ def term(estimate: Estimate, name: str) -> int:
 
 
 def small_job() -> JobBuilder:
-    return a_job().spec("training.microBatchSize", 1).spec("data.maxSequenceLength", 2048)
+    kept = a_job().spec("training.microBatchSize", 1).spec("training.activationCheckpointing", "None")
+    return kept.spec("data.maxSequenceLength", 2048)

@@ -9,9 +9,7 @@ from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.alternatives import cheapest_fitting
 from finetune_memory.estimate import Estimate, Term
-from finetune_memory.verdict import (
-    memory_finding,
-)
+from finetune_memory.verdict import MemoryVerdict, memory_finding
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.finetune_memory.jobs import GIB, judged, small_job
 
@@ -40,7 +38,9 @@ def test_changes_that_a_manifest_takes_make_it_fit() -> None:
 
 def test_what_no_change_can_save_is_named() -> None:
     """Of experts that are stored one by one every rank packs the whole base: 8 devices do not load what they could train."""
-    finding = memory_finding(judged(small_job().spec("method.type", "QLoRA").processes_per_node(8), "Mixtral-8x7B", 40))
+    packed = small_job().spec("method.type", "QLoRA").processes_per_node(8)
+    assert changes_of(judged(packed, "Mixtral-8x7B", 40))["spec.method.type"] == "LoRA"
+    finding = memory_finding(judged(packed.spec("merge.base", "Dequantized"), "Mixtral-8x7B", 40))
     assert finding is not None
     assert "packed weights (" in finding.fix
     assert not finding.changes
@@ -53,6 +53,10 @@ def test_nothing_helps_a_device_that_is_far_too_small() -> None:
     finding = memory_finding(verdict)
     assert finding is not None
     assert "larger devices" in finding.fix
+
+
+def changes_of(verdict: MemoryVerdict) -> dict[str, Any]:
+    return {} if verdict.alternative is None else {change.field: change.value for change in verdict.alternative.changes}
 
 
 def changes(job: JobBuilder, size: Callable[[RunPlan], int], limit: int) -> dict[str, Any] | None:

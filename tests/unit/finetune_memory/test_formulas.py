@@ -13,11 +13,12 @@ from finetune_job.plan.run_plan import QuantizationPlan, RunPlan
 from finetune_memory.activations import TrainingPass
 from finetune_memory.adapters import quantised, scale_bytes, trained_parameters
 from finetune_memory.estimate import Estimate, Term, _Estimator, estimate
+from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.loss import loss_bytes, rows_per_part
 from finetune_memory.model_shape import ArchitectureFacts, Kind, ModelShape, ParameterShape, Workload, facts_of
 from finetune_memory.optimizers import state_bytes
 from finetune_memory.sharding import Shards, Unit, gathered_bytes, reduced_bytes, shards, unit_names
-from finetune_memory.verdict import MemoryLimit, MemoryVerdict, format_bytes, host_limit_of, limit_of, workload
+from finetune_memory.verdict import MemoryVerdict, host_limit_of, limit_of, workload
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.finetune_memory.jobs import GIB, judged, small_job, term
 

@@ -8,12 +8,11 @@ import pytest
 
 from finetune_job.api.pod_settings import quantity_bytes
 from finetune_memory.adapters import trained_parameters
+from finetune_memory.batches import choose_resharding
 from finetune_memory.families import base_parameters
+from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import ModelShape, facts_of
 from finetune_memory.verdict import (
-    MemoryLimit,
-    choose_resharding,
-    format_bytes,
     judge_memory,
     limit_of,
     memory_finding,

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import Choice
+from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_memory.model_shape import ModelShape
 from finetune_trainer.files import read_own
 
@@ -43,6 +43,8 @@ class ModelStructure:
     """For the memory planner; None where the configuration tells it too little."""
     trains_input_rows_alone: bool = False
     """Whether rows of the input embedding are trained that no output head shares: a row then learns where its token is read."""
+    batches: tuple[Choice, ...] = ()
+    """Micro-batch and recomputation, where the plan leaves them open."""
     padding_row: int | None = None
     """Row of the input embedding that torch gives no gradient where it is read (`padding_idx`)."""
 
@@ -154,6 +156,8 @@ class ModelReport(BaseModel):
     """What a rank will need, in bytes, by what for; empty where that could not be estimated."""
     resharding: Choice | None = None
     """Whether ranks free gathered parameters after the forward pass, and why; None where the plan says it, or one rank trains."""
+    batches: tuple[Choice, ...] = ()
+    """Micro-batch and recomputation, and why; empty where the plan says them."""
     warnings: tuple[Finding, ...]
 
     @property
@@ -173,10 +177,13 @@ def read_report(path: Path) -> ModelReport | None:
     return ModelReport.model_validate_json(read_own(path)) if path.is_file() else None
 
 
-def frees_gathered(path: Path) -> bool:
-    """Whether ranks free gathered parameters after the forward pass, by the report at `path`: the same for every attempt.
+def with_choices_of_preflight(plan: RunPlan, path: Path) -> RunPlan:
+    """The plan with what the report at `path` says of what it leaves open: the same for every attempt.
 
-    Without a word of preflight they do, which takes the least memory.
+    Without a word of preflight ranks free gathered parameters after the forward pass, which takes the least memory.
     """
     report = read_report(path)
-    return report is None or report.resharding is None or report.resharding.value is not False
+    frees = report is None or report.resharding is None or report.resharding.value is not False
+    if report is not None:
+        plan = plan.with_choices(report.batches)
+    return plan.with_fsdp(reshard_after_forward=frees) if plan.parallelism.leaves_resharding_open else plan

@@ -72,8 +72,9 @@ class JobInspection:
 
     @property
     def plan(self) -> RunPlan:
-        """Of the job."""
-        return self.context.plan
+        """Of the job, with what was chosen for the model once its structure is known."""
+        plan = self.context.plan
+        return plan if self.structure is None else plan.with_choices(self.structure.batches)
 
     @property
     def known_structure(self) -> ModelStructure:

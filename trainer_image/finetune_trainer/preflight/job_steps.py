@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from finetune_job.device import large_on_cpu
 from finetune_job.finding import Finding
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.tokenizer import load_checked_tokenizer
@@ -55,4 +56,7 @@ def check_data(seen: JobInspection) -> Iterable[Finding]:
 def check_memory(seen: JobInspection) -> Iterable[Finding]:
     """Fill in `memory`, as far as the planner knows the model."""
     seen.memory = memory_need(seen.plan, seen.known_structure, seen.known_data.splits)
-    return () if seen.memory is None or seen.memory.finding is None else (seen.memory.finding,)
+    shape = seen.known_structure.shape
+    size = None if shape is None else sum(each.numel for each in shape.parameters if not each.is_trained)
+    found = (large_on_cpu(seen.plan, size), None if seen.memory is None else seen.memory.finding)
+    return [finding for finding in found if finding is not None]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import Choice, RunPlan
+from finetune_memory.batches import choose_batches
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of
-from finetune_memory.verdict import judge_memory, limit_of, memory_finding
+from finetune_memory.verdict import judge_memory, limit_of, memory_finding, predictor
 from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.inspection.report import ModelStructure
 
@@ -89,6 +90,13 @@ def _kind(module: nn.Module) -> Kind:
     if isinstance(module, Conv1D):
         return "transposed"
     return "embedding" if isinstance(module, nn.Embedding) else "other"
+
+
+def batches_of(plan: RunPlan, shape: ModelShape | None, stored: str, *, can_recompute: bool) -> tuple[Choice, ...]:
+    """What the planner chooses of what the plan leaves open, for records of any length: the same for every attempt and data."""
+    limit = limit_of(plan)
+    predict = None if shape is None else predictor(shape, stored, limit)
+    return choose_batches(plan, limit, predict, can_recompute=can_recompute)
 
 
 def memory_need(plan: RunPlan, structure: ModelStructure, splits: Mapping[str, SplitFacts]) -> MemoryNeed | None:

@@ -37,7 +37,7 @@ from finetune_trainer.model.invariants import (
 from finetune_trainer.model.load import frozen_names, pack_layers, packed_dtype, stored_dtype
 from finetune_trainer.model.wrap_plan import layer_classes, unit_names
 from finetune_trainer.preflight.library_errors import attaching_error, loading_error
-from finetune_trainer.preflight.memory import shape_of
+from finetune_trainer.preflight.memory import batches_of, shape_of
 from finetune_trainer.preflight.model_inspection import AttachedModel, LoadedModel, ModelInspection
 
 _PEFT_DOES_NOT_MIND = frozenset({"token-index-unknown", "saved-module-unknown", "adapter-pattern-unmatched"})
@@ -145,6 +145,8 @@ def describe_structure(seen: ModelInspection) -> Iterable[Finding]:
     stored = stored_dtype(seen.directory)
     dtypes = resolve_dtypes(seen.plan, stored)
     trainable = trainable_shapes(model)
+    shape = shape_of(model, loaded.base, units, _name(dtypes.load))
+    can_recompute = loaded.base.supports_gradient_checkpointing
     seen.structure = ModelStructure(
         wrap_classes=loaded.wrap_classes,
         fsdp_units=units,
@@ -162,7 +164,8 @@ def describe_structure(seen: ModelInspection) -> Iterable[Finding]:
         max_positions=loaded.max_positions,
         max_row=loaded.max_row,
         stored_dtype=_name(stored),
-        shape=shape_of(model, loaded.base, units, _name(dtypes.load)),
+        shape=shape,
+        batches=batches_of(seen.plan, shape, _name(stored), can_recompute=can_recompute),
         trains_input_rows_alone=_trains_input_rows_alone(model),
         padding_row=loaded.padding_row,
     )

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from pydantic import TypeAdapter
 
 from finetune_job.catalogue.book import rehearsal_required
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
@@ -18,7 +20,7 @@ from finetune_job.finding import Finding
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import Choice
 from finetune_job.rules.rule import changes_text, format_value
-from finetune_memory.verdict import choose_resharding
+from finetune_memory.batches import choose_resharding
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.prepare import Preparation
 from finetune_trainer.data.shards import TRAIN
@@ -57,6 +59,7 @@ from finetune_trainer.roles.rehearse import ModelProcess
 from finetune_trainer.train.policy import total_steps
 
 log = logging.getLogger(__name__)
+_CHOICES = TypeAdapter(tuple[Choice, ...])
 
 
 @dataclass
@@ -89,7 +92,7 @@ def begin_rehearsal(seen: PreflightInspection) -> Iterable[Finding]:
         # Who can write to the claim can plant a verdict.
         kept = None if _requires_rehearsal(seen) else find_verdict(seen.context, seen.key)
         if kept is None:
-            seen.process = seen.process or seen.until_done.enter_context(ModelProcess(seen.context))
+            seen.process = seen.process or seen.until_done.enter_context(ModelProcess(replace(seen.context, plan=seen.plan)))
             seen.process.begin_rehearsal()
             return ()
         log.info("this rehearsal has passed on this claim before, %s", kept.kept_since)
@@ -164,7 +167,8 @@ def run(context: RunContext, *, is_forked: bool = False) -> TerminationReport:
                 log.info("%s: cleared by %s", finding.rule, changes_text(finding.changes))
         if seen.structure is None or not nothing_refused(seen):
             return _refused(seen)
-        if (chosen := _resharding(seen)) is not None:
+        resharding = _resharding(seen)
+        for chosen in (*seen.structure.batches, *(() if resharding is None else (resharding,))):
             log.info("%s: %s, because %s", chosen.field, format_value(chosen.value), chosen.reason)
         lora = seen.plan.method.lora
         # The last that is written but for the data: a refusal leaves nothing behind.
@@ -201,6 +205,7 @@ def _model_report(seen: JobInspection, data_hash: str) -> ModelReport:
         total_steps=total_steps(training.epochs, training.max_steps, train.num_sequences, training.global_batch_size),
         memory=dict(seen.memory.terms) if seen.memory is not None else {},
         resharding=_resharding(seen),
+        batches=structure.batches,
         rehearsal=seen.rehearsal,
         warnings=tuple(seen.findings),
     )
@@ -235,6 +240,7 @@ def _accepted(seen: JobInspection, report: ModelReport, first_values: str | None
             **({"first_values_sha256": first_values} if first_values is not None else {}),
             **(seen.memory.facts if seen.memory is not None else {}),
             **({"resharding": report.resharding.model_dump_json()} if report.resharding is not None else {}),
+            **({"batches": _CHOICES.dump_json(report.batches).decode()} if report.batches else {}),
         },
     )
 

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -31,7 +31,7 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.files import TEMPORARY_MARK, temporary_beside
 from finetune_trainer.inspection.report import RehearsalReport, Verdict
 from finetune_trainer.preflight.model_process import ANSWER_BYTES as CHECK_BYTES
-from finetune_trainer.preflight.model_process import Checked, check_within_bounds, checked
+from finetune_trainer.preflight.model_process import Checked, ModelCheckError, check_within_bounds, checked
 from finetune_trainer.processes.child import (
     Child,
     ChildEnd,
@@ -239,8 +239,8 @@ def main(argv: list[str] | None = None) -> int:
         order = _Order(plan, model, scratch, answer)
         if arguments.commands is not None:
             _obey(order, arguments.commands, arguments.devices)
-        elif not arguments.check_model or _is_accepted(order):
-            _rehearse(order, started, arguments.seconds)
+        elif (accepted := _accepted(order) if arguments.check_model else order) is not None:
+            _rehearse(accepted, started, arguments.seconds)
     return 0
 
 
@@ -273,9 +273,19 @@ def _obey(order: _Order, commands: int, devices: str | None) -> None:
             ended = _look(order, (order.answer.fileno(), commands), {DEVICES: devices})
             said = _CheckEnd(code=ended.code, exceeded=ended.exceeded, answer=ended.answer.decode(errors="replace"))
             _write_line(order.answer, checked=said.model_dump(mode="json"))
+            order = _with_batches(order, ended)
         elif command == REHEARSE:
             _rehearse(order, time.monotonic(), None)
             return
+
+
+def _with_batches(order: _Order, ended: ChildEnd) -> _Order:
+    """With what was chosen for the model that has been looked at."""
+    try:
+        structure = checked(ended, order.model)[0]
+    except ModelCheckError:
+        return order
+    return order if structure is None else replace(order, plan=order.plan.with_choices(structure.batches))
 
 
 def _look(order: _Order, private: Sequence[int], variables: Mapping[str, str | None]) -> ChildEnd:
@@ -322,8 +332,8 @@ def _rehearse(order: _Order, began: float, seconds: float | None) -> None:
     _write_line(order.answer, report=report.model_dump(mode="json"))
 
 
-def _is_accepted(order: _Order) -> bool:
-    """What preflight says of files, structure and settings before it would rehearse."""
+def _accepted(order: _Order) -> _Order | None:
+    """What is to be rehearsed; None if preflight would refuse files, structure or settings before, as it then says."""
     from finetune_trainer.inspection.model_files import inspect_model_files
 
     files = inspect_model_files(order.model, order.plan.model.name)
@@ -331,10 +341,13 @@ def _is_accepted(order: _Order) -> bool:
     if files.digest:
         import_libraries(order.plan)
         # In a fork, because this process must not compute with torch before it forks for the rehearsal.
-        findings += checked(_look(order, (order.answer.fileno(),), {}), order.model)[1]
+        structure, found = checked(_look(order, (order.answer.fileno(),), {}), order.model)
+        findings += found
+        if structure is not None:
+            order = replace(order, plan=order.plan.with_choices(structure.batches))
     for finding in findings:
         _write_line(order.answer, finding=finding.model_dump(mode="json"))
-    return not any(finding.severity == "error" for finding in findings)
+    return None if any(finding.severity == "error" for finding in findings) else order
 
 
 def _write_line(answer: IO[str], **values: Any) -> None:

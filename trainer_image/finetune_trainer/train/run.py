@@ -12,13 +12,14 @@ import signal
 import time
 from types import FrameType
 
+from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.checkpoints import Checkpoints
 from finetune_trainer.checkpoint.manifest import RunState
 from finetune_trainer.checkpoint.state import optimizer_entry
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
 from finetune_trainer.errors import DataError, InvariantError, NonFiniteError, PreemptedError
-from finetune_trainer.inspection.report import frees_gathered
+from finetune_trainer.inspection.report import with_choices_of_preflight
 from finetune_trainer.model.first_values import ensure_first_values
 from finetune_trainer.model.invariants import has_learnt
 from finetune_trainer.model.sharded import TrainedModel, build
@@ -70,10 +71,10 @@ class _Loop:
     def __init__(self, context: RunContext, gang: Gang, stop: StopRequest, heartbeat: Heartbeat) -> None:
         self.context, self.gang, self.stop, self.heartbeat = context, gang, stop, heartbeat
         self.plan = context.plan
-        if self.plan.parallelism.leaves_resharding_open:
-            # What the first rank reads, because ranks that gather at different moments would wait for each other.
-            frees = gang.from_first(not gang.is_first or frees_gathered(context.workspace.model_report), bool)
-            self.plan = self.plan.with_fsdp(reshard_after_forward=frees)
+        if self.plan.parallelism.leaves_resharding_open or self.plan.leaves_batches_open:
+            # What the first rank reads, because ranks that gather or compute otherwise would wait for each other.
+            chosen = with_choices_of_preflight(self.plan, context.workspace.model_report) if gang.is_first else self.plan
+            self.plan = RunPlan.model_validate_json(gang.from_first(chosen.model_dump_json(), str))
         training = self.plan.training
         self.data = PreparedData.open(context.workspace.prepared)
         if self.data.train.num_sequences == 0:

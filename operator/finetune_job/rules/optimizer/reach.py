@@ -26,6 +26,8 @@ _LARGEST_STEP = 1.0
 _FULL_STEP = 10.0
 """By which a step on the weights themselves counts more than one on a factor of an adapter."""
 _USUAL_RATE = 2e-4
+_USUAL_RATES = {True: '"1e-6" to "1e-4" for Full', False: '"1e-5" to "1e-3" for adapters'}
+"""By whether the model's own weights are trained."""
 _LARGEST_GRADIENT = 1e4
 """Norm of a gradient that nothing clips."""
 
@@ -142,6 +144,7 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         _PATTERN: _with_lora(plan, alpha_pattern={}),
         _RATIO: _with_lora(plan, lora_plus_ratio=None),
     }
+    full = plan.method.type is MethodType.FULL
     # The one setting that is at fault by itself, or else all that are written.
     alone = next((field for field, other in usual.items() if written[field] is not None and _step(other) < _LARGEST_STEP), None)
     removed = [alone] if alone else [field for field, value in written.items() if value is not None]
@@ -150,7 +153,8 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         value=written[removed[0]],
         message=f"each step moves a weight by about {_step(plan):.2g} (learning rate x loraPlusRatio x the adapter's scaling), "
         "and weights of language models are of the order of 0.02: what the model knows is overwritten",
-        fix=f'remove {" and ".join(removed)}, or write usual values: a rate such as "2e-4", a loraAlpha of twice the rank',
+        fix=f"remove {' and '.join(removed)}, or write usual values: a rate from {_USUAL_RATES[full]}, a loraAlpha of twice "
+        "the rank",
         changes=dict.fromkeys(removed),
     )
 

@@ -13,6 +13,7 @@ from finetune_job.rules.sources import SOURCES
 _DESTINATION = "output.destination"
 _ADAPTER = "output.adapter"
 _SECRET = "output.secretRef"  # noqa: S105 - a field that names a Secret
+WRITE_TOKEN_SECRET = "hub-write-token"  # noqa: S105 - the name of a Secret in a fix
 _TOKEN = "fetch.hubTokenSecretRef"  # noqa: S105 - a field that names a Secret
 
 
@@ -39,7 +40,7 @@ def hub_destination_without_token(context: RuleContext) -> Problem | None:
         value=None,
         message=f"{output.destination} takes nothing without a token, and this would show only after the training",
         fix=f'make a Secret with a write token under "token" and name it in {_SECRET}.name',
-        changes={_SECRET: {"name": "hub-write-token"}},
+        changes={_SECRET: {"name": WRITE_TOKEN_SECRET}},
     )
 
 

@@ -38,7 +38,7 @@ def manifest(tmp_path: Path, job: JobBuilder) -> str:
 
 
 def test_a_table_with_total_limit_and_change(tmp_path: Path, config: Path) -> None:
-    job = a_job().spec("training.microBatchSize", 8).spec("data.maxSequenceLength", 4096)
+    job = a_job().spec("training.microBatchSize", 8).spec("data.maxSequenceLength", 4096).spec(FULL, "None")
     result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, job), "--model", str(config), "--gpu-memory", "80Gi"])
     assert result.exit_code == 1, result.output
     rows = [line.split("  ") for line in result.output.splitlines()]
@@ -62,7 +62,7 @@ def test_json_adds_up(tmp_path: Path, config: Path) -> None:
 
 
 def test_what_the_memory_of_a_rank_decides_is_shown_with_its_reason(tmp_path: Path, config: Path) -> None:
-    job = a_job().processes_per_node(2).spec("training.microBatchSize", 1).spec("data.maxSequenceLength", 1024)
+    job = a_job().processes_per_node(2).spec("training.microBatchSize", 1).spec("data.maxSequenceLength", 1024).spec(FULL, "None")
     options = ["estimate", "-f", manifest(tmp_path, job), "--model", str(config), "--gpu-memory", "80Gi"]
     chosen = "Left open by the manifest, and chosen by this:\n    parallelism.fsdp.reshardAfterForward  false  with all weights"
     assert chosen in RUNNER.invoke(app, options).output
@@ -80,7 +80,7 @@ EIGHT_BITS = {"method.type": "QLoRA", "method.quantization.bits": 8}
     ("written", "gib", "changed"),
     [
         # Without the rules it would be Selective, eight nodes alone, and four.
-        ({"training.compile": True, "training.microBatchSize": 1, "training.precision": "bf16"}, 32, FULL),
+        ({"training.compile": True, "training.microBatchSize": 1, "training.precision": "bf16", FULL: "None"}, 32, FULL),
         ({"workspace": TEMPLATE}, 14, "workspace.volumeClaimTemplate.accessMode"),
         (EIGHT_BITS | {"training.microBatchSize": 1, "data.maxSequenceLength": 2048}, 12, "data.maxSequenceLength"),
     ],
@@ -128,6 +128,15 @@ def test_a_model_of_the_hub_has_to_be_given(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, job)])
     assert result.exit_code == 2
     assert "--model" in result.output
+
+
+def test_a_model_with_an_encoder_is_told_to_be_the_wrong_kind(tmp_path: Path, config: Path) -> None:
+    """Its safetensors files would not help."""
+    config.write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True, "d_model": 512}))
+    result = RUNNER.invoke(app, ["estimate", "-f", manifest(tmp_path, a_job()), "--model", str(config)])
+    assert result.exit_code == 2
+    assert "'t5' has an encoder and a decoder, which this product does not train" in result.output
+    assert "safetensors" not in result.output
 
 
 def test_a_refused_job_is_not_estimated(tmp_path: Path, config: Path) -> None:

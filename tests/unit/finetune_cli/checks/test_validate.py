@@ -32,6 +32,7 @@ FineTuneJob tuned: refused
 
 ACCEPTED_TEXT = """\
 FineTuneJob tuned: accepted
+  2 ranks; on GPUs if the profile names one, which is not known here (--profile), or if this machine has them
 
   Left open by the manifest, and chosen:
     model.attention  """
@@ -52,7 +53,7 @@ def test_text_of_an_accepted_job_shows_what_was_chosen():
     assert result.exit_code == ExitCode.DONE == 0
     assert result.output.startswith(ACCEPTED_TEXT)
     lines = [line.split() for line in result.output.splitlines()]
-    assert ["training.microBatchSize", "8"] in [line[:2] for line in lines]
+    assert ["training.microBatchSize", "unset"] in [line[:2] for line in lines]
     assert ["method.lora.targetModules", '["all-linear"]'] in [line[:2] for line in lines]
 
 
@@ -76,6 +77,42 @@ def test_programs_can_read_the_answer(form, read):
     assert {"field": "spec.data.lossOn", "value": "Completion", "reason": "the prompt is given, not learnt"} in accepted[
         "choices"
     ]
+
+
+WITH_GPU = PROFILE + "  gpu: {memory: 48Gi}\n"
+
+
+def test_the_answer_names_the_device():
+    on_cpu = run("validate", "-f", "-", stdin=f"{PROFILE}---\n{ACCEPTED}").output
+    assert "FineTuneJob tuned: accepted\n  2 ranks on CPU: profile default names no GPU\n" in on_cpu
+    on_gpu = run("validate", "-f", "-", stdin=f"{WITH_GPU}---\n{ACCEPTED}").output
+    assert "FineTuneJob tuned: accepted\n  2 ranks, each on one nvidia.com/gpu of 48Gi (profile default)\n" in on_gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "is_large"),
+    [
+        ("Llama-3.1-8B", True),
+        ("Mixtral-8x7B", True),
+        ("qwen3-30b-a3b", True),
+        ("Qwen2.5-0.5B", False),
+        ("tiny-llama", False),
+        ("v8", False),
+    ],
+)
+def test_a_large_model_without_a_gpu_is_warned_of(name, is_large):
+    job = edited("spec.model.source", f"pvc://models/{name}")
+    found = findings(f"{PROFILE}---\n{job}")
+    assert set(found) == ({"spec.profile"} if is_large else set())
+    if is_large:
+        value, message, fix = found["spec.profile"]
+        assert value == "default"
+        assert message.startswith("2 ranks on CPU: profile default names no GPU, and the model has about ")
+        assert "gpu: {resourceName: nvidia.com/gpu, memory: 80Gi}" in fix
+        assert validate(f"{PROFILE}---\n{job}").exit_code == 0
+        warning = [each for verdict in validate(f"{PROFILE}---\n{job}").verdicts for each in verdict.findings]
+        assert [each.rule for each in warning] == ["large-model-on-cpu"]
+    assert findings(f"{WITH_GPU}---\n{job}") == {}
 
 
 def test_a_file_is_read(tmp_path):

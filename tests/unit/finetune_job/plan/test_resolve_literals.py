@@ -11,7 +11,7 @@ from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.element_types import Elements, held_dtype, resolve_elements
 from finetune_job.plan.resolve import resolve
-from finetune_job.plan.resolve_training import chosen_micro_batch
+from finetune_job.plan.resolve_training import micro_batch_sizes
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from tests.unit.finetune_job.rules.manifests import manifest
 
@@ -51,7 +51,7 @@ def test_moments_are_what_is_written():
     ("per_rank", "chosen"), [(0, 1), (1, 1), (2, 2), (6, 6), (7, 7), (8, 8), (9, 3), (12, 6), (16, 8), (11, 1), (64, 8), (22, 2)]
 )
 def test_the_micro_batch_is_the_largest_divisor_up_to_eight(per_rank, chosen):
-    assert chosen_micro_batch(per_rank) == chosen
+    assert micro_batch_sizes(per_rank)[0] == chosen
 
 
 def test_a_rank_accumulates_its_share():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from finetune_job.api.job import parse_job
 from finetune_job.plan.resolve import resolve
-from finetune_job.plan.resolve_training import chosen_micro_batch
+from finetune_job.plan.resolve_training import micro_batch_sizes
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from tests.unit.finetune_job.api.test_job import changed
 
@@ -28,8 +28,8 @@ def test_batches_multiply_out(accumulated: int, nodes: int, processes: int) -> N
 
 @given(st.integers(1, 10_000))
 def test_the_chosen_micro_batch_divides(share: int) -> None:
-    assert share % chosen_micro_batch(share) == 0
-    assert chosen_micro_batch(share) >= math.gcd(share, 8)
+    assert share % micro_batch_sizes(share)[0] == 0
+    assert micro_batch_sizes(share)[0] >= math.gcd(share, 8)
 
 
 def test_rates_follow_the_method_and_what_is_written_is_kept() -> None:

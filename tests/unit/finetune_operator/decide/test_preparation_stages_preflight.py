@@ -129,6 +129,19 @@ def test_what_preflight_chose_stands_where_the_plan_left_it_open(fact: str, show
     assert found == [("spec.training.seed", "42", ""), (RESHARD, *(shown or ("null", "open")))]
 
 
+@pytest.mark.parametrize("fact", ['[{"field": "spec.training.microBatchSize", "value": 2, "reason": "fits"}]', "[3]", "{", ""])
+def test_the_batches_that_preflight_chose_are_shown(fact: str) -> None:
+    field = "spec.training.microBatchSize"
+    seen = observing(a_job()).started()
+    assert seen.status.plan is not None
+    choices = [PlanChoice(field=field, value="null", reason="open")]
+    status = seen.status.model_copy(update={"plan": seen.status.plan.model_copy(update={"choices": choices})})
+    plan = written(reconcile(replace(seen, status=status).succeeded(batches=fact, resharding="x").build(), T0)).plan
+    assert plan is not None
+    expected = ("2", "fits") if "fits" in fact else ("null", "open")
+    assert [(one.field, one.value, one.reason) for one in plan.choices] == [(field, *expected)]
+
+
 def test_the_report_of_a_pod_whose_watch_lags_is_awaited() -> None:
     seen = observing(a_job()).started().batch_job("Complete").running()
     actions = reconcile(seen.build(), T0)

@@ -13,7 +13,7 @@ from finetune_job.plan.resolve import placement_of
 from finetune_job.plan.run_plan import Choice
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.files import file_sha256
-from finetune_trainer.inspection.report import ModelReport, frees_gathered
+from finetune_trainer.inspection.report import ModelReport, with_choices_of_preflight
 from finetune_trainer.roles.preflight import run
 
 
@@ -56,7 +56,7 @@ def test_whether_gathered_parameters_are_freed_is_chosen_by_the_memory_of_a_rank
     assert (chosen.field, chosen.value) == ("spec.parallelism.fsdp.reshardAfterForward", frees)
     assert ("profile small" in chosen.reason) is (memory is not None)
     assert Choice.model_validate_json(result.facts["resharding"]) == chosen
-    assert frees_gathered(job.workspace.model_report) is frees
+    assert with_choices_of_preflight(job.plan, job.workspace.model_report).parallelism.fsdp.reshard_after_forward is frees
 
 
 def test_the_report_says_what_is_trained_and_what_the_adapter_must_contain(context):
@@ -211,3 +211,33 @@ def test_thresholds_that_rounding_alone_may_miss_are_a_warning(context, dtype, w
     job = context({"merge.dtype": dtype, "merge.verify": beyond})
     run(job)
     assert report_of(job).warnings == ()
+
+
+@pytest.mark.parametrize(("memory", "expected"), [("8Gi", [8, "None"]), ("1Gi", [1, "Full"]), (None, [8, "None"])])
+def test_what_a_rank_computes_at_once_is_chosen_by_its_memory(context, memory, expected):
+    job = context({"training.globalBatchSize": 8, "parallelism.processesPerNode": 1})
+    if memory is not None:
+        profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", "resources": {"train": {"memory": memory}}})
+        job = replace(job, plan=job.plan.model_copy(update={"placement": placement_of("small", profile, RunSpec())}))
+    result = run(job)
+    chosen = report_of(job).batches
+    assert [choice.value for choice in chosen] == expected
+    assert [Choice.model_validate(each) for each in json.loads(result.facts["batches"])] == list(chosen)
+    training = with_choices_of_preflight(job.plan, job.workspace.model_report).training
+    assert [training.micro_batch_size, training.activation_checkpointing.value] == expected
+    assert training.gradient_accumulation_steps == 8 // expected[0]
+
+
+def test_a_large_model_without_a_gpu_is_warned_of_by_its_tensors(context, monkeypatch):
+    monkeypatch.setattr("finetune_job.device.LARGE_PARAMETERS", 1000)
+    job = context({})
+    assert report_of_run(job) == []
+    for gpu, expected in (({}, ["large-model-on-cpu"]), ({"gpu": {}}, [])):
+        profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", **gpu})
+        placed = job.plan.model_copy(update={"placement": placement_of("small", profile, RunSpec())})
+        assert report_of_run(replace(job, plan=placed)) == expected
+
+
+def report_of_run(job):
+    run(job)
+    return [finding.rule for finding in report_of(job).warnings]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from finetune_job.failures import EXIT_CODES, FailureClass, TerminationReport
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.run_plan import RECOMPUTATION_FIELD, Choice, RunPlan
 from finetune_job.progress import Progress
 from finetune_trainer.checkpoint.manifest import RunState, step_of
 from finetune_trainer.checkpoint.retention import checkpoint_directories
@@ -60,14 +60,14 @@ class NotANumber:
 
 @dataclass(frozen=True)
 class Noted:
-    """Keeps what each rank is told of gathered parameters."""
+    """Keeps what each rank is told of preflight's choices."""
 
     directory: Path
 
     def arm(self, rank: int) -> None:
         def noted(original: Callable[..., Any], plan: RunPlan, *rest: Any) -> Any:
-            with (self.directory / f"frees-{rank}").open("a") as file:
-                file.write(f"{plan.parallelism.fsdp.reshard_after_forward} ")
+            with (self.directory / f"chosen-{rank}").open("a") as file:
+                file.write(f"{plan.parallelism.fsdp.reshard_after_forward}/{plan.training.activation_checkpointing} ")
             return original(plan, *rest)
 
         wrap("train.run:build", noted)
@@ -145,13 +145,16 @@ DISTURBANCES = [
 
 @pytest.mark.parametrize("fault", DISTURBANCES, ids=str)
 def test_a_resumed_run_decides_as_the_undisturbed_one(undisturbed: RunContext, tmp_path: Path, fault: Fault) -> None:
-    """With parameters that stay gathered, as preflight chose; the undisturbed run, for which nobody chose, frees them."""
+    """With parameters that stay gathered, and recomputation, as preflight chose; the undisturbed run, for which nobody chose,
+    frees the ones and keeps what the other computes again.
+    """
     context = run_context(tmp_path, SPEC)
-    write_model_report(context, reshard_after_forward=False)
+    full = Choice(field=RECOMPUTATION_FIELD, value="Full", reason="")
+    write_model_report(context, reshard_after_forward=False, batches=[full])
     codes = run(context, fault, Noted(tmp_path))
     assert codes[fault.rank] == (-SIGKILL if fault.signal == SIGKILL else EXIT_CODES[FailureClass.PREEMPTED])
     assert run(context, Noted(tmp_path)) == [0, 0]
-    assert [(tmp_path / f"frees-{rank}").read_text() for rank in (0, 1)] == ["False False "] * 2
+    assert [(tmp_path / f"chosen-{rank}").read_text() for rank in (0, 1)] == ["False/Full False/Full "] * 2
     facts, expected = report_of(context).facts, report_of(undisturbed).facts
     same = ("stopped_early_at", "exported_step", "best_eval_loss", "eval_loss", "loss", "step", "tokens", "adapter_sha256")
     assert {name: facts[name] for name in same} == {name: expected[name] for name in same}

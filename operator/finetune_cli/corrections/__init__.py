@@ -1,0 +1,1 @@
+"""Mistakes in manifests -> what to write instead."""

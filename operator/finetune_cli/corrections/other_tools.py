@@ -1,0 +1,278 @@
+"""Settings under the names of other tools (transformers, PEFT, accelerate, TRL, axolotl, LLaMA-Factory), and what to set here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune_job.api.inputs import Attention
+from finetune_job.api.method import MethodType
+from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Precision, Scheduler
+
+Spec = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """What a setting of another tool is here."""
+
+    fix: str
+    """What to do, in words."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """New values by path under `spec`; the foreign setting itself is removed in any case."""
+    is_certain: bool = False
+    """Whether it means the same here, so that a program may make the change unasked."""
+
+
+_Translate = Callable[[Any, Spec], Equivalent]
+
+
+def answer(name: str, value: Any, spec: Spec) -> Equivalent | None:
+    """What to write instead of a setting `name`; None if no other tool is known to have it. spec: all that is written."""
+    translate = _BY_NAME.get(_letters(name))
+    return None if translate is None else translate(value, spec)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[-_]", "", name).lower()
+
+
+def _same(path: str) -> _Translate:
+    """Another name for one of our fields."""
+    return lambda value, _spec: Equivalent(f"write spec.{path}", {path: value}, is_certain=True)
+
+
+def _words(path: str, words: Mapping[str, str], usual: str) -> _Translate:
+    """Another name, and other words for its values. usual: what to propose for a word that is not known."""
+
+    def translate(value: Any, _spec: Spec) -> Equivalent:
+        known = words.get(_letters(str(value)))
+        return Equivalent(f"write spec.{path}: {known or usual}", {path: known or usual}, is_certain=known is not None)
+
+    return translate
+
+
+def _not_here(reason: str) -> _Translate:
+    """A setting that has nothing to set in its place."""
+    return lambda _value, _spec: Equivalent(f"remove it: {reason}")
+
+
+def _switch(path: str, on: Any, off: Any = None) -> _Translate:
+    """A switch that is a value of one of our fields."""
+
+    def translate(value: Any, _spec: Spec) -> Equivalent:
+        if _is_off(value):
+            return Equivalent(f"write spec.{path}: {off}" if off is not None else "remove it: that is so if nothing is set",
+                          {path: off} if off is not None else {}, is_certain=True)  # fmt: skip
+        return Equivalent(f"write spec.{path}: {on}", {path: on}, is_certain=value is True or str(value).lower() == "true")
+
+    return translate
+
+
+def _is_off(value: Any) -> bool:
+    return value is False or str(value).strip().lower() in ("false", "no", "none", "null", "off", "0", "")
+
+
+def _accumulation(value: Any, spec: Spec) -> Equivalent:
+    training, parallelism = _part(spec, "training"), _part(spec, "parallelism")
+    micro = next((count for name, size in training.items() if _letters(name) in _MICRO_BATCH and (count := _count(size))), None)
+    ranks = (_count(parallelism.get("nodes")) or 1) * (_count(parallelism.get("processesPerNode")) or 1)
+    steps = _count(value) or 1
+    total = (micro or 1) * ranks * steps
+    is_known = micro is not None and "globalBatchSize" not in training
+    return Equivalent(
+        f"write spec.training.globalBatchSize: {total} (microBatchSize {micro or 'unset, taken as 1'} x {ranks} "
+        f"rank{'s' if ranks > 1 else ''} x {steps} accumulated): accumulation follows from it",
+        {"training.globalBatchSize": min(total, 1_000_000)},
+        is_certain=is_known,
+    )
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1_000_000 else None
+
+
+def _part(spec: Spec, name: str) -> Mapping[str, Any]:
+    part = spec.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _trackers(value: Any, _spec: Spec) -> Equivalent:
+    names = [str(one) for one in value] if isinstance(value, list) else [] if _is_off(value) else [str(value)]
+    names = [name for name in names if name.lower() not in ("none", "all")]
+    if not names:
+        return Equivalent("remove it: nothing is reported to a tracker unless spec.training.trackers names one", is_certain=True)
+    return Equivalent(f"write spec.training.trackers: [{', '.join(names)}]", {"training.trackers": names}, is_certain=True)
+
+
+def _warmup_steps(value: Any, spec: Spec) -> Equivalent:
+    total, steps = _count(_part(spec, "training").get("maxSteps")), _count(value)
+    share = f"{min(steps / total, 0.99):.3g}" if total and steps else "0.03"
+    return Equivalent(
+        f'write spec.training.warmupRatio: "{share}", a share of all steps', {"training.warmupRatio": share}, is_certain=False
+    )
+
+
+def _half(value: Any, _spec: Spec) -> Equivalent:
+    if _is_off(value):
+        return Equivalent("remove it: float16 is never computed with", is_certain=True)
+    return Equivalent(
+        "write spec.training.precision: bf16, which needs no loss scaling; float16 is not offered",
+        {"training.precision": Precision.BF16.value},
+    )
+
+
+def _in_quarters(value: Any, _spec: Spec) -> Equivalent:
+    if _is_off(value):
+        return Equivalent("remove it: only QLoRA and QDoRA pack the base", is_certain=True)
+    return Equivalent(
+        "write spec.method.type: QLoRA, which packs the base in 4 bits", {"method.type": MethodType.QLORA.value}, True
+    )
+
+
+def _in_eighths(value: Any, _spec: Spec) -> Equivalent:
+    if _is_off(value):
+        return Equivalent("remove it: only QLoRA and QDoRA pack the base", is_certain=True)
+    changes = {"method.type": MethodType.QLORA.value, "method.quantization.bits": 8}
+    return Equivalent("write spec.method.type: QLoRA and spec.method.quantization.bits: 8 (on one rank)", changes)
+
+
+def _profile(what: str) -> _Translate:
+    return _not_here(f"{what} are the FineTuneProfile's, which spec.profile names")
+
+
+_MICRO_BATCH = ("microbatchsize", "perdevicetrainbatchsize", "perdevicebatchsize", "microbatch")
+_OPTIMIZERS = {
+    **dict.fromkeys(
+        ("adam", "adamw", "adamwtorch", "adamwtorchfused", "adamwhf", "adamwapexfused", "adamwanyprecision"),
+        OptimizerName.ADAMW.value,
+    ),
+    "sgd": OptimizerName.SGD.value,
+    "radam": OptimizerName.RADAM.value,
+}
+_SCHEDULERS = {
+    "constant": Scheduler.CONSTANT.value, "constantwithwarmup": Scheduler.CONSTANT.value, "linear": Scheduler.LINEAR.value,
+    "cosine": Scheduler.COSINE.value, "inversesqrt": Scheduler.INVERSE_SQRT.value,
+    "warmupstabledecay": Scheduler.WARMUP_STABLE_DECAY.value, "wsd": Scheduler.WARMUP_STABLE_DECAY.value,
+}  # fmt: skip
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
+}
+_PRECISIONS = {**dict.fromkeys(("bf16", "bfloat16", "bf16mixed"), "bf16"), **dict.fromkeys(("no", "fp32", "float32"), "fp32")}
+_ATTENTIONS = {"sdpa": Attention.SDPA.value, "eager": Attention.EAGER.value}
+
+WORDS: Mapping[str, Mapping[str, str]] = {
+    "training.optimizer": _OPTIMIZERS,
+    "training.scheduler": _SCHEDULERS,
+    "training.precision": _PRECISIONS,
+    "model.dtype": _DTYPES,
+    "parallelism.fsdp.mixedPrecision.paramDtype": _DTYPES,
+    "parallelism.fsdp.mixedPrecision.reduceDtype": _DTYPES,
+    "method.quantization.computeDtype": _DTYPES,
+    "merge.dtype": _DTYPES,
+    "training.activationCheckpointing": {
+        "true": ActivationCheckpointing.FULL.value, "false": ActivationCheckpointing.NONE.value,
+        "no": ActivationCheckpointing.NONE.value, "yes": ActivationCheckpointing.FULL.value,
+    },
+}  # fmt: skip
+"""Words of others for values of our fields, by path under `spec`; each means the same as ours."""
+WORD_ANSWERS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "model.attention": {
+        **dict.fromkeys(
+            ("flashattention2", "flashattention3", "flashattention", "flash", "xformers", "flexattention"),
+            (Attention.SDPA.value, "torch chooses its flash kernels by itself, and packed documents stay apart"),
+        )
+    },
+    "training.optimizer": dict.fromkeys(
+        ("adamw8bit", "adamwbnb8bit", "pagedadamw8bit", "pagedadamw32bit", "pagedadamw", "adafactor", "lion", "muon", "galore"),
+        (OptimizerName.ADAMW.value, "8-bit and paged optimizers are not offered: its state is shared among the ranks instead"),
+    ),
+    "training.precision": dict.fromkeys(
+        ("fp16", "float16", "16", "16mixed", "half"),
+        (Precision.BF16.value, "it needs no loss scaling, and float16 is not offered"),
+    ),
+}
+"""Words of others that mean something else: what to write instead, and why."""
+
+_ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
+    (("lr", "learning_rate"), _same("training.learningRate")),
+    (_MICRO_BATCH, _same("training.microBatchSize")),
+    (("gradient_accumulation_steps", "gradient_accumulation", "accumulation_steps", "grad_accum"), _accumulation),
+    (("batch_size", "train_batch_size", "total_batch_size"), lambda value, _spec: Equivalent(
+        "write spec.training.globalBatchSize for the sequences of a step over all ranks, or spec.training.microBatchSize for "
+        "those of one rank at a time", {"training.globalBatchSize": value})),
+    (("num_train_epochs", "num_epochs", "max_epochs", "epoch"), _same("training.epochs")),
+    (("steps", "num_steps", "max_train_steps", "train_steps", "num_training_steps"), _same("training.maxSteps")),
+    (("lr_scheduler_type", "lr_scheduler", "scheduler_type"), _words("training.scheduler", _SCHEDULERS, "Cosine")),
+    (("optim", "optimizer_name"), _words("training.optimizer", _OPTIMIZERS, "AdamW")),
+    (("warmup_steps", "num_warmup_steps"), _warmup_steps),
+    (("gradient_clipping", "max_gradient_norm", "clip_grad_norm", "grad_clip"), _same("training.maxGradNorm")),
+    (("gradient_checkpointing", "use_gradient_checkpointing"), _switch("training.activationCheckpointing", "Full", "None")),
+    (("bf16", "use_bf16"), _switch("training.precision", "bf16")),
+    (("fp16", "use_fp16"), _half),
+    (("mixed_precision",), _words("training.precision", _PRECISIONS, "bf16")),
+    (("tf32", "allow_tf32"), _not_here("spec.training.precision alone says how is computed")),
+    (("torch_compile", "use_compile"), _switch("training.compile", True, False)),
+    (("report_to", "loggers", "logger", "log_with"), _trackers),
+    (("use_wandb", "wandb"), lambda value, spec: _trackers([] if _is_off(value) else "wandb", spec)),
+    (("logging_steps", "logging_strategy", "logging_first_step"), _not_here("every step is logged")),
+    (("save_steps", "checkpoint_steps"), _same("checkpoint.everySteps")),
+    (("save_total_limit", "keep_checkpoints"), _same("checkpoint.keep")),
+    (("save_strategy",), _not_here("spec.checkpoint.everySteps says how often is saved")),
+    (("eval_steps", "evaluation_steps"), _same("evaluation.everySteps")),
+    (("eval_strategy", "evaluation_strategy", "do_eval"), _not_here("spec.evaluation.everySteps says how often is evaluated")),
+    (("per_device_eval_batch_size", "eval_batch_size"), _not_here("evaluation takes spec.training.microBatchSize")),
+    (("resume_from_checkpoint", "resume"), _not_here("a run continues from its newest checkpoint by itself")),
+    (("data_seed", "random_seed", "random_state"), _same("training.seed")),
+    (("deepspeed", "deepspeed_config", "zero_stage"), _not_here(
+        "FSDP shards parameters, gradients and optimizer state here, as ZeRO 3 does; spec.parallelism.fsdp has its settings")),
+    (("neftune_noise_alpha", "label_smoothing_factor"), _not_here("no noise is added to embeddings or labels here")),
+    (("group_by_length", "dataloader_num_workers", "dataloader_pin_memory", "dataset_num_proc"), _not_here(
+        "records are tokenised and packed once, before training")),
+    (("val_set_size", "validation_split", "eval_dataset"), _not_here(
+        "name held-out records in spec.data.validation.source; nothing is split off")),
+    (("lora_r", "lora_rank", "rank", "lora_dim"), _same("method.lora.r")),
+    (("alpha",), _same("method.lora.loraAlpha")),
+    (("dropout",), _same("method.lora.loraDropout")),
+    (("lora_target_modules", "lora_target", "target"), _same("method.lora.targetModules")),
+    (("lora_modules_to_save", "additional_target"), _same("method.lora.modulesToSave")),
+    (("use_dora",), _switch("method.type", "DoRA")),
+    (("load_in_4bit", "use_4bit"), _in_quarters),
+    (("load_in_8bit", "use_8bit"), _in_eighths),
+    (("bnb_4bit_quant_type",), _same("method.quantization.quantType")),
+    (("bnb_4bit_use_double_quant",), _same("method.quantization.doubleQuant")),
+    (("bnb_4bit_compute_dtype",), _words("method.quantization.computeDtype", _DTYPES, "bfloat16")),
+    (("adapter", "finetuning_type", "peft_type", "peft_method"), _same("method.type")),
+    (("model_name_or_path", "base_model", "model_id", "model_name", "pretrained_model_name_or_path", "hf_model"),
+     _same("model.source")),
+    (("torch_dtype",), _words("model.dtype", _DTYPES, "bfloat16")),
+    (("attn_implementation", "attention_implementation", "flash_attn", "use_flash_attention_2", "flash_attention"),
+     lambda value, _spec: Equivalent(
+         f"write spec.model.attention: {_ATTENTIONS.get(str(value), 'sdpa')}, with which torch chooses its flash kernels itself",
+         {"model.attention": _ATTENTIONS.get(str(value), "sdpa")}, is_certain=str(value) in _ATTENTIONS)),
+    (("trust_remote_code",), _same("model.allowRemoteCode")),
+    (("train_file", "dataset", "dataset_name", "dataset_path", "train_data", "data_path"), _same("data.source")),
+    (("max_seq_length", "max_length", "sequence_len", "sequence_length", "seq_len", "cutoff_len", "context_length",
+      "model_max_length", "max_seq_len"), _same("data.maxSequenceLength")),
+    (("sample_packing", "pack_sequences"), _same("data.packing")),
+    (("output_dir", "output_path"), _same("output.destination")),
+    (("push_to_hub",), _not_here("an hf:// address in spec.output.destination publishes to the Hub")),
+    (("hub_model_id", "push_to_hub_model_id"), _same("output.destination")),
+    (("num_gpus", "gpus", "gpus_per_node", "nproc_per_node", "num_gpus_per_node", "n_gpus", "devices"),
+     _same("parallelism.processesPerNode")),
+    (("num_nodes", "nnodes", "num_machines", "workers"), _same("parallelism.nodes")),
+    (("fsdp_auto_wrap_policy",), _same("parallelism.fsdp.autoWrapPolicy")),
+    (("fsdp_transformer_layer_cls_to_wrap",), _same("parallelism.fsdp.transformerLayerClsToWrap")),
+    (("fsdp_offload_params", "cpu_offload"), _same("parallelism.fsdp.offloadParams")),
+    (("fsdp_state_dict_type",), _same("parallelism.fsdp.stateDictType")),
+    (("fsdp_sharding_strategy", "sharding_strategy"), _not_here(
+        "FULL_SHARD is what is done; spec.parallelism.fsdp.reshardAfterForward: false is SHARD_GRAD_OP")),
+    (("fsdp_version",), _same("parallelism.fsdp.version")),
+    (("image", "trainer_image", "resources", "node_selector", "tolerations", "affinity", "gpu", "service_account_name"),
+     _profile("images, resources and placement")),
+)  # fmt: skip
+_BY_NAME: dict[str, _Translate] = {_letters(name): translate for names, translate in _ROWS for name in names}

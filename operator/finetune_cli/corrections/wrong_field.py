@@ -1,0 +1,162 @@
+"""A field that the schema refuses, and what can be proposed for it; names as people spell them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from finetune_job.api.documentation import field_docs
+
+Place = Sequence[int | str]
+"""Names and indices from the top of a document to a field."""
+SURE = 0.8
+"""Likeness of two words from which on nothing but a slip of the pen is between them."""
+_LIKE = 0.6
+LONGEST_WORD = 200
+"""Characters; longer ones are compared with nothing."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One way to repair a field."""
+
+    fix: str
+    """In words."""
+    place: tuple[int | str, ...]
+    value: Any
+    """None removes the field."""
+    is_certain: bool = False
+    """Whether nothing else can have been meant, so that a program may make the change unasked."""
+    more: tuple[tuple[tuple[int | str, ...], Any], ...] = ()
+    """Further places and values."""
+    message: str = ""
+    """What is wrong, where the schema has no good words for it."""
+
+
+@dataclass(frozen=True)
+class WrongField:
+    """A field as the schema refuses it."""
+
+    model: type[BaseModel]
+    """Of the whole document."""
+    content: Any
+    """The whole document."""
+    place: tuple[int | str, ...]
+    kind: str
+    """pydantic's word for the error."""
+    context: Mapping[str, Any]
+    value: Any
+    """As written; None for a field that is missing."""
+    message: str = ""
+    """pydantic's words."""
+
+    @property
+    def name(self) -> str:
+        """Path, as in `spec.data.datasets[0].source`."""
+        return path_text(self.place)
+
+    @property
+    def holder(self) -> type[BaseModel] | None:
+        """The model that has the field."""
+        return model_at(self.model, self.plain)
+
+    @property
+    def plain(self) -> tuple[int | str, ...]:
+        """Without the indices behind the last name."""
+        place = self.place
+        while place and isinstance(place[-1], int):
+            place = place[:-1]
+        return place
+
+    @property
+    def meaning(self) -> str:
+        """What the field is for, as its documentation says."""
+        return (field_docs(self.holder).get(str(self.plain[-1])) or "") if self.holder is not None and self.plain else ""
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the field cannot be left out; an entry of a list or of a mapping can."""
+        holder = self.holder
+        if holder is None or self.plain != self.place:
+            return False
+        return any(info.is_required() for info in holder.model_fields.values() if info.alias == self.place[-1])
+
+
+def path_text(place: Place) -> str:
+    """A place as people write it."""
+    text = ""
+    for part in place:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text or "document"
+
+
+def model_at(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
+    """The model that holds the last part of a place."""
+    current: type[BaseModel] | None = model
+    for part in place[:-1]:
+        if not isinstance(part, int):
+            current = None if current is None else inner_model(current, part)
+    return current
+
+
+def inner_model(model: type[BaseModel], alias: str) -> type[BaseModel] | None:
+    """The model of a field's value, or of the entries of its list."""
+    for info in model.model_fields.values():
+        if info.alias == alias:
+            return _model_in(info.annotation)
+    return None
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for each in getattr(annotation, "__args__", ()) if (found := _model_in(each)) is not None), None)
+
+
+def fields_of(model: type[BaseModel] | None) -> list[str]:
+    """Names as manifests have them."""
+    return [] if model is None else [info.alias or name for name, info in model.model_fields.items()]
+
+
+@cache
+def paths_of(model: type[BaseModel]) -> tuple[tuple[str, ...], ...]:
+    """Names from a model to each of its fields that is not in a list."""
+    found: list[tuple[str, ...]] = []
+    for name, info in model.model_fields.items():
+        alias = info.alias or name
+        found.append((alias,))
+        inner = _model_in(info.annotation)
+        if inner is not None and "list[" not in str(info.annotation):
+            found += [(alias, *path) for path in paths_of(inner)]
+    return tuple(found)
+
+
+def letters(word: str) -> str:
+    """A name without what tells the spelling of one language from that of another."""
+    return re.sub(r"[-_. ]", "", word).lower()
+
+
+def nearest(written: Any, words: Iterable[str]) -> tuple[str, bool] | None:
+    """The word that was most likely meant, and whether that is certain. What all words end with does not tell them apart."""
+    if not isinstance(written, str) or len(written) > LONGEST_WORD:
+        return None
+    known = list(words)
+    shared = ""
+    if len(known) > 1:
+        endings = [known[0][start:].lower() for start in range(len(known[0]))]
+        shared = next((ending for ending in endings if all(word.lower().endswith(ending) for word in known)), "")
+    by_spelling = {word.lower().removesuffix(shared): word for word in known}
+    asked = written.strip().lower().removesuffix(shared)
+    same = next((word for spelling, word in by_spelling.items() if letters(spelling) == letters(asked)), None)
+    if same is not None:
+        return same, True
+    near = difflib.get_close_matches(asked, by_spelling, n=1, cutoff=_LIKE)
+    if not near:
+        return None
+    return by_spelling[near[0]], difflib.SequenceMatcher(None, near[0], asked).ratio() >= SURE

@@ -1,0 +1,48 @@
+"""On what the ranks of a job compute: profiles with a GPU, and models that nobody means to train without one."""
+
+from __future__ import annotations
+
+import re
+
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
+from finetune_job.plan.run_plan import RunPlan
+
+LARGE_ON_CPU = "large-model-on-cpu"
+LARGE_PARAMETERS = 1_000_000_000
+"""From here on a step on CPU cores takes minutes, and a run days."""
+_SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(?:(\d{1,3})x)?(\d{1,4}(?:\.\d{1,3})?)[bB](?![A-Za-z0-9])")
+
+
+def device_text(plan: RunPlan) -> str:
+    """Ranks and their devices, in words."""
+    ranks, placement = plan.parallelism.world_size, plan.placement
+    count = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    if placement is None:
+        return f"{count}; on GPUs if the profile names one, which is not known here (--profile), or if this machine has them"
+    if placement.gpu_resource_name is None:
+        return f"{count} on CPU: profile {placement.profile} names no GPU"
+    memory = f" of {placement.gpu_memory}" if placement.gpu_memory is not None else ""
+    return f"{count}, each on one {placement.gpu_resource_name}{memory} (profile {placement.profile})"
+
+
+def parameters_by_name(source: str) -> int | None:
+    """What the name of a model says of its size, as in Llama-3.1-8B and Mixtral-8x7B."""
+    found = _SIZE_IN_NAME.findall(source.rstrip("/").rpartition("/")[2])
+    return None if not found else max(int(float(size) * int(times or 1) * 1e9) for times, size in found)
+
+
+def large_on_cpu(plan: RunPlan, parameters: int | None) -> Finding | None:
+    """A warning if a profile without GPU is to train a model that nobody means to train on CPU cores."""
+    placement = plan.placement
+    if parameters is None or parameters < LARGE_PARAMETERS or placement is None or placement.gpu_resource_name is not None:
+        return None
+    return make_finding(
+        LARGE_ON_CPU,
+        field="spec.profile",
+        value=placement.profile,
+        message=f"{device_text(plan)}, and the model has about {parameters / 1e9:.3g} billion parameters: a step takes hundreds "
+        "of times as long as on GPUs",
+        fix="name a profile with GPUs, or have an administrator add gpu: {resourceName: nvidia.com/gpu, memory: 80Gi} to this "
+        "one",
+    )

@@ -1,0 +1,194 @@
+"""Every fix works: with the changes of a finding the finding is gone, and no other comes in its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from finetune_cli.app import app
+from finetune_cli.checks.validate import validate
+from finetune_cli.corrections.proposals import example
+from finetune_cli.documents import read_documents
+from finetune_job.api.job import FineTuneJob, FineTuneJobSpec
+from finetune_job.api.profile import FineTuneProfile
+from finetune_job.finding import Finding
+from finetune_job.rules.rule import with_changes
+from tests.unit.finetune_cli.corrections_cases import MISTAKES
+from tests.unit.finetune_cli.manifests import ACCEPTED, PROFILE, Quoted, edited_document
+
+
+def text_of(document: dict[str, Any]) -> str:
+    return yaml.dump(document, Dumper=Quoted, sort_keys=False)
+
+
+def found_in(document: dict[str, Any]) -> list[Finding]:
+    return [finding for verdict in validate(text_of(document)).verdicts for finding in verdict.findings]
+
+
+def at(document: Any, path: str) -> Any:
+    for part in path.split("."):
+        document = document.get(part) if isinstance(document, dict) else None
+    return document
+
+
+def assert_fix_works(document: dict[str, Any], finding: Finding) -> dict[str, Any]:
+    before = {(each.rule, each.field) for each in found_in(document)}
+    fixed = with_changes(document, finding.changes)
+    left = found_in(fixed)
+    assert (finding.rule, finding.field) not in {(each.rule, each.field) for each in left}, finding
+    new = [each for each in left if (each.rule, each.field) not in before and each.severity == "error"]
+    # What was meant all along may be refused by a rule, which then has a fix of its own; an example is not.
+    mistakes = [each for each in new if each.rule == "unreadable" or (finding.is_proposal and each.field == finding.field)]
+    assert mistakes == [], finding
+    return fixed
+
+
+@pytest.mark.parametrize(("path", "value", "is_certain", "fix", "written"), MISTAKES)
+def test_a_common_mistake_is_answered_and_fixed(path, value, is_certain, fix, written) -> None:
+    document = edited_document(path, value)
+    found = [each for each in found_in(document) if each.rule == "unreadable"]
+    assert len(found) == 1
+    (finding,) = found
+    assert finding.field.startswith(path)
+    assert finding.fix == fix
+    fixed = assert_fix_works(document, finding)
+    assert {name: at(fixed, name) for name in written} == written
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text_of(document))
+    if not is_certain:
+        assert (result.stdout, result.exit_code) == (text_of(document), 2)
+        return
+    assert result.exit_code == 0
+    (printed,) = read_documents(result.stdout)
+    assert {name: at(printed.content, name) for name in written} == written
+    assert f"({finding.rule})" in result.stderr
+
+
+def test_there_are_fifty_of_them() -> None:
+    assert len(MISTAKES) >= 50
+
+
+WRONG = ("", "x y", "/", "a" * 700, "-1", 0, -1, 10**12, 1.5, True, None, [], ["a b"], {}, {"a": {"b": 1}}, [{"a": 1}], ["", 3])
+
+
+def fields() -> Iterator[str]:
+    """Every path of a spec, down to the entries of lists and mappings."""
+
+    def below(schema: dict[str, Any], path: str) -> Iterator[str]:
+        schema = next((each for each in schema.get("anyOf", [schema]) if each != {"type": "null"}), schema)
+        if "$ref" in schema:
+            schema = definitions[schema["$ref"].rpartition("/")[2]]
+        yield path
+        for name, inner in schema.get("properties", {}).items():
+            yield from below(inner, f"{path}.{name}")
+
+    definitions = FineTuneJobSpec.model_json_schema(by_alias=True)["$defs"]
+    yield from below(FineTuneJobSpec.model_json_schema(by_alias=True), "spec")
+
+
+def test_the_fix_of_every_finding_of_unreadable_input_works() -> None:
+    tried = 0
+    for number, path in enumerate(fields()):
+        # Each field meets three of the values, and each kind of field all of them.
+        for value in (WRONG[(3 * number + step) % len(WRONG)] for step in range(3)):
+            document = edited_document(path, value)
+            for finding in [each for each in found_in(document) if each.rule == "unreadable"]:
+                assert finding.changes, (path, value, finding)
+                assert not any(sign in finding.message + finding.fix for sign in ("^", "[a-z", "{0,", "pattern")), finding
+                assert_fix_works(document, finding)
+                tried += 1
+    assert tried > 300
+
+
+@pytest.mark.parametrize(
+    "path", ["spec", "spec.training", "spec.model", "spec.data", "spec.output", "spec.workspace", "metadata"]
+)
+def test_a_missing_part_is_answered_with_one_that_is_accepted(path: str) -> None:
+    document = with_changes(yaml.safe_load(ACCEPTED), [])
+    *parents, last = path.split(".")
+    place = document
+    for part in parents:
+        place = place[part]
+    del place[last]
+    (finding,) = found_in(document)
+    assert (finding.field, finding.value, finding.message, finding.is_proposal) == (path, "unset", "is required", True)
+    assert finding.fix.startswith(f"write {last}: {{")
+    assert found_in(assert_fix_works(document, finding)) == []
+
+
+def test_every_required_field_has_an_example() -> None:
+    def models(model: Any, seen: set[Any]) -> set[Any]:
+        if isinstance(model, type) and hasattr(model, "model_fields"):
+            if model not in seen:
+                seen.add(model)
+                for info in model.model_fields.values():
+                    models(info.annotation, seen)
+        else:
+            for inner in getattr(model, "__args__", ()):
+                models(inner, seen)
+        return seen
+
+    required = {
+        (model.__name__, info.alias): example(model, info.alias or "")
+        for root in (FineTuneJob, FineTuneProfile)
+        for model in models(root, set())
+        for info in model.model_fields.values()
+        if info.is_required()
+    }
+    assert len(required) > 15
+    assert [name for name, value in required.items() if value is None] == []
+
+
+def test_a_slip_in_the_kind_is_fixed() -> None:
+    text = ACCEPTED.replace("kind: FineTuneJob", "kind: FinetuneJob")
+    ((finding,),) = (verdict.findings for verdict in validate(text).verdicts)
+    assert (finding.field, finding.fix) == ("kind", "write kind: FineTuneJob")
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text)
+    assert (result.stdout, result.exit_code) == (ACCEPTED, 0)
+
+
+def test_several_mistakes_are_fixed_at_once_and_comments_stay() -> None:
+    text = ACCEPTED.replace(
+        "    maxSteps: 10\n", '    max_steps: "10"  # short\n    # tried before\n    lr: 2e-4\n    bf16: true\n'
+    )
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=text)
+    assert result.exit_code == 0
+    assert "# tried before" in result.stdout
+    training = read_documents(result.stdout)[0].content["spec"]["training"]
+    assert training == {"maxSteps": 10, "learningRate": "0.0002", "precision": "bf16"}
+
+
+def test_a_profile_is_answered_and_left_alone() -> None:
+    wrong = PROFILE.replace("spec:\n", "spec:\n  gpu: {memory: 80GB}\n  tolerations: []\n")
+    report = validate(f"{wrong}---\n{ACCEPTED}")
+    found = {finding.field: finding.fix for verdict in report.verdicts for finding in verdict.findings}
+    assert found["spec.gpu.memory"] == "write 80G"
+    assert "allowed here: " in found["spec.tolerations"]
+    result = CliRunner().invoke(app, ["validate", "-f", "-", "--fix"], input=f"{wrong}---\n{ACCEPTED}")
+    assert (result.stdout, result.exit_code) == (f"{wrong}---\n{ACCEPTED}", 2)
+
+
+def test_among_very_many_mistakes_only_the_first_are_tried() -> None:
+    """A stranger's manifest may have thousands, and each costs a few readings of the whole."""
+    document = edited_document("spec.training.seed", 1)
+    document["spec"]["training"] |= {f"x{number}": number for number in range(3000)}
+    found = found_in(json.loads(json.dumps(document)))
+    assert len(found) == 3000
+    assert sum(bool(each.changes) for each in found) < 50
+
+
+def test_odd_names_and_documents_have_an_answer_and_end_nothing() -> None:
+    report = validate(ACCEPTED, "- 1\n- 2\n")
+    assert [finding.fix for finding in report.verdicts[0].findings] == [
+        "write an object with apiVersion, kind, metadata and spec"
+    ]
+    for name in ("[key]", "a.b", "", "[0]", "x" * 500, "\u00e9"):
+        for path in ("spec", "spec.training", "spec.method.lora", "spec.data"):
+            document = edited_document(path, at(yaml.safe_load(ACCEPTED), path) or {})
+            at(document, path)[name] = {"a": [1]}
+            found = found_in(document)
+            assert [each.message for each in found] == ["there is no such field"], (name, path)

@@ -1,0 +1,155 @@
+"""What a manifest leaves open is chosen so that it fits; what it says stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune_job.plan.run_plan import RunPlan
+from finetune_memory.batches import choose_batches
+from finetune_memory.limit import MemoryLimit
+from finetune_memory.verdict import memory_finding
+from tests.support.builders import JobBuilder, a_job
+from tests.unit.finetune_memory.jobs import GIB, judged
+
+MICRO, AGAIN = "training.microBatchSize", "training.activationCheckpointing"
+
+
+def default_job() -> JobBuilder:
+    """Model, data and method alone: the batch is the API's own default."""
+    return a_job().spec("training.globalBatchSize", 16)
+
+
+def chosen(job: JobBuilder, name: str = "Llama-3.1-8B", gib: float | None = 80) -> dict[str, Any]:
+    return {choice.field.removeprefix("spec."): choice.value for choice in judged(job, name, gib).batches}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "by_gib"),
+    [
+        # Micro-batch and recomputation of one rank with 24, 48 and 80 GiB; or what makes it fit.
+        ("Llama-3.1-8B", "LoRA", {24: (2, "Full"), 48: (1, "None"), 80: (2, "None")}),
+        ("Llama-3.1-8B", "QLoRA", {24: (8, "Full"), 48: (1, "None"), 80: (2, "None")}),
+        ("Qwen3-8B", "LoRA", {24: (2, "Full"), 48: (1, "None"), 80: (2, "None")}),
+        ("Gemma-2-9B", "LoRA", {24: {"parallelism.nodes": 2}, 48: (2, "Full"), 80: (1, "None")}),
+        (
+            "Llama-3.1-70B",
+            "LoRA",
+            {
+                24: {"parallelism.nodes": 8, "method.type": "QLoRA"},
+                48: {"parallelism.nodes": 8},
+                80: {"parallelism.nodes": 4},
+            },
+        ),
+        ("Llama-3.1-70B", "QLoRA", {24: {"parallelism.nodes": 8}, 48: {"parallelism.nodes": 2}, 80: (4, "Full")}),
+        ("Qwen3-30B-A3B", "LoRA", {24: {"parallelism.nodes": 8}, 48: {"parallelism.nodes": 4}, 80: (1, "Full")}),
+        ("Mixtral-8x7B", "LoRA", {24: {}, 48: {"parallelism.nodes": 4}, 80: {"parallelism.nodes": 2}}),
+        # Little of a mixture of experts is packed, and every rank would load all of it.
+        ("Mixtral-8x7B", "QLoRA", {80: {"parallelism.nodes": 2, "method.type": "LoRA", "method.quantization": None}}),
+    ],
+)
+def test_a_manifest_of_model_data_and_method_fits_or_is_told_what_would(name, method, by_gib) -> None:
+    for gib, expected in by_gib.items():
+        job = default_job().spec("method.type", method)
+        verdict = judged(job, name, gib)
+        if isinstance(expected, tuple):
+            assert verdict.fits, (gib, verdict.estimate.total / GIB)
+            assert chosen(job, name, gib) == dict(zip((MICRO, AGAIN), expected, strict=True)), gib
+            assert memory_finding(verdict) is None or "host memory" in memory_finding(verdict).message
+            continue
+        assert not verdict.fits, gib
+        if not expected:
+            assert "no change suffices" in memory_finding(verdict).fix
+            continue
+        assert verdict.alternative is not None, gib
+        assert {change.field.removeprefix("spec."): change.value for change in verdict.alternative.changes} == expected, gib
+        told = job
+        for path, value in expected.items():
+            told = told.spec(path, value) if value is not None else told
+        assert judged(told, name, gib).fits, gib
+
+
+def test_an_estimate_never_exceeds_a_limit_for_what_was_left_open() -> None:
+    """If no open value fits, those that need the least are taken, and the advice names other fields alone."""
+    for gib in (8, 12, 16, 20):
+        verdict = judged(default_job(), "Llama-3.1-8B", gib)
+        assert {choice.value for choice in verdict.batches} == {1, "Full"}
+        if not verdict.fits:
+            assert verdict.alternative is not None
+            assert not {f"spec.{MICRO}", f"spec.{AGAIN}"} & {change.field for change in verdict.alternative.changes}
+
+
+def test_what_is_written_stays() -> None:
+    assert chosen(default_job().spec(MICRO, 8)) == {AGAIN: "Full"}
+    assert chosen(default_job().spec(AGAIN, "None"), gib=24) == {MICRO: 1}
+    assert chosen(default_job().spec(AGAIN, "None").spec(MICRO, 2)) == {}
+    assert chosen(default_job().spec("training.globalBatchSize", 1).spec(AGAIN, "Selective")) == {}
+
+
+def test_a_compiled_layer_is_computed_again_whole() -> None:
+    """A rule refuses selective recomputation of it."""
+    values = {chosen(default_job().spec("training.compile", True), "Gemma-2-9B", gib)[AGAIN] for gib in range(20, 120, 4)}
+    assert values == {"None", "Full"}
+    assert "Selective" in {chosen(default_job(), "Gemma-2-9B", gib)[AGAIN] for gib in range(20, 120, 4)}
+
+
+def test_the_global_batch_stays_and_its_steps_follow() -> None:
+    plan = default_job().plan()
+    (micro, again) = judged(default_job(), gib=24).batches
+    made = plan.with_choices([micro, again])
+    assert (made.training.micro_batch_size, made.training.gradient_accumulation_steps) == (2, 8)
+    assert made.training.global_batch_size == plan.training.global_batch_size == 16
+    assert not made.leaves_batches_open
+    assert made.with_choices([micro.model_copy(update={"value": 8})]) == made
+
+
+def test_without_a_limit_or_a_known_model_the_usual_is_taken_and_said() -> None:
+    limit = MemoryLimit(80 * GIB, is_device=True, source="")
+    for known, reason in (
+        (None, "nobody has said how much a rank may take"),
+        (limit, "the memory planner does not know this model"),
+    ):
+        found = choose_batches(default_job().plan(), known, None)
+        assert [choice.value for choice in found] == [8, "None"]
+        assert all(choice.reason == f"the usual one: {reason}" for choice in found)
+
+
+def test_a_model_that_cannot_be_computed_again_gets_smaller_batches() -> None:
+    def predict(plan: Any) -> Any:
+        return judged(default_job().spec(MICRO, plan.training.micro_batch_size).spec(AGAIN, "None"), gib=None).estimate
+
+    limit = MemoryLimit(24 * GIB, is_device=True, source="")
+    found = choose_batches(default_job().plan(), limit, predict, can_recompute=False)
+    assert [choice.value for choice in found] == [1, "None"]
+
+
+def test_no_advice_is_given_that_is_not_true() -> None:
+    """A global batch of 1 forbids more ranks: a larger one is part of the advice."""
+    packed = a_job().spec("training.globalBatchSize", 1).spec("method.type", "QLoRA")
+    verdict = judged(packed, "Llama-3.1-70B", 40)
+    assert verdict.alternative is not None
+    changes = {change.field: change.value for change in verdict.alternative.changes}
+    assert changes == {"spec.parallelism.nodes": 2, "spec.training.globalBatchSize": 2}
+    finding = memory_finding(judged(default_job(), "Llama-3.1-405B", 8))
+    assert finding is not None
+    assert finding.fix.startswith("no change suffices: even with spec.parallelism.nodes: 16, ")
+    assert "spec.data.maxSequenceLength: 256" in finding.fix
+
+
+def test_experts_of_a_packed_base_are_told_to_stay_in_16_bits() -> None:
+    terms = {
+        term.name: term.detail for term in judged(default_job().spec("method.type", "QLoRA"), "Mixtral-8x7B", 80).estimate.terms
+    }
+    assert terms["frozen weights"].endswith("of its values in 4 bits, the rest as bfloat16")
+
+
+def test_a_plan_of_an_earlier_release_keeps_what_it_chose() -> None:
+    """Its list of choices holds values, and none that is open."""
+    plan = default_job().plan()
+    written = plan.with_choices(judged(default_job(), gib=24).batches).model_dump_json()
+    read = RunPlan.model_validate_json(written)
+    assert not read.leaves_batches_open
+    assert choose_batches(read, MemoryLimit(8 * GIB, is_device=True, source=""), None) == ()
+    assert (plan.training.micro_batch_size, plan.training.activation_checkpointing.value) == (8, "None")
+    assert {choice.field: choice.value for choice in plan.choices if choice.field.endswith(MICRO)} == {f"spec.{MICRO}": None}
