@@ -91,7 +91,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
     directory = tmp_path_factory.mktemp("undisturbed")
     context = run_context(directory, SPEC)
     assert run(context, Noted(directory)) == [0, 0]
-    assert [(directory / f"frees-{rank}").read_text() for rank in (0, 1)] == ["True "] * 2
+    assert [(directory / f"chosen-{rank}").read_text() for rank in (0, 1)] == ["True/None "] * 2
     return context
 
 
