@@ -302,6 +302,14 @@ def test_every_module_is_compiled(mounted: _Mounted) -> None:
         if not (source.parent / "__pycache__" / f"{source.stem}.cpython-311.pyc").exists()
     ]
     assert missing == []
+    code = (mounted.root / "opt/finetune").rglob("*.pyc")
+    assert [str(path.relative_to(mounted.root)) for path in code if not _is_timeless(path)] == []
+
+
+def _is_timeless(compiled: Path) -> bool:
+    """Whether bytecode holds no time of its source, and is never compared with it."""
+    with compiled.open("rb") as file:
+        return file.read(8)[4:] == b"\x01\0\0\0"
 
 
 def test_image_runs_as_an_arbitrary_user_on_a_read_only_root(mounted: _Mounted) -> None:
@@ -435,7 +443,8 @@ class _Wheelhouse:
         script = REPOSITORY / "trainer_image" / "layers" / "install-locked.sh"
         return subprocess.run(
             ["sh", script, self.folder, self.requirements, self.installer, self.environment],
-            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            # An empty word is none: in an image no such variable is set.
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
             capture_output=True,
             text=True,
             timeout=300,
@@ -458,6 +467,8 @@ def small_wheelhouse(tmp_path: Path, operator_image: Image) -> _Wheelhouse:
             "RECORD": "",
         }.items():
             archive.writestr(f"demonstration-1.0.dist-info/{name}", text)
+        # Like setuptools', which is then imported by the very process that compiles it.
+        archive.writestr("demonstration.pth", "import demonstration\n")
     requirements = tmp_path / "requirements.lock"
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     requirements.write_text(f"demonstration==1.0 --hash=sha256:{digest}\n")
@@ -467,7 +478,8 @@ def small_wheelhouse(tmp_path: Path, operator_image: Image) -> _Wheelhouse:
 def test_locked_wheel_is_installed(small_wheelhouse: _Wheelhouse) -> None:
     done = small_wheelhouse.install()
     assert done.returncode == 0, done.stderr
-    assert list(small_wheelhouse.environment.glob("lib/*/site-packages/__pycache__/demonstration.*.pyc"))
+    (compiled,) = small_wheelhouse.environment.glob("lib/*/site-packages/__pycache__/demonstration.*.pyc")
+    assert _is_timeless(compiled)
 
 
 def test_wheel_that_the_lock_does_not_know_ends_the_build(small_wheelhouse: _Wheelhouse) -> None:

@@ -36,5 +36,7 @@ UV_CACHE_DIR="$scratch/unpacked" UV_LINK_MODE=hardlink "$uv" --quiet --no-config
 find "$environment" \( -name '*_static*.a' -o -path "$environment/.lock" -o -path "$environment/bin/[Aa]ctivate*" \) -delete
 # No file changes after the build, so a module's bytecode is never compared with its source. A package may carry files
 # for a later Python that do not compile; the interpreter never reads them. One process and one order: what a process has
-# compiled before shows in the bytes of what it compiles next.
-"$environment/bin/python" -m compileall -q --invalidation-mode unchecked-hash "$environment/lib" >/dev/null || true
+# compiled before shows in the bytes of what it compiles next. What that process imports while it starts must not be written
+# before it is compiled.
+PYTHONDONTWRITEBYTECODE=1 "$environment/bin/python" -m compileall -q --invalidation-mode unchecked-hash \
+    "$environment/lib" >/dev/null || true
