@@ -14,6 +14,8 @@ from finetune_job.api.inputs import DataFormat
 from finetune_job.plan.mapping import MappingPlan
 from finetune_trainer.data.records import KEYS, PREFERENCES, Suggestion, example
 
+LONGEST_NAME = 128
+"""Characters of a name in `data.mapping`."""
 _FORMAT, _MAPPING, _LOSS_ON = "spec.data.format", "spec.data.mapping", "spec.data.lossOn"
 _PAIRS = "PromptCompletion"
 _ALPACA = ("instruction", "output")
@@ -30,6 +32,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 def suggest(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping: MappingPlan) -> Suggestion:
     """For a record with these keys, or a table with these columns, that lacks `key`. Values are None if only names are known."""
+    names = {name: value for name, value in names.items() if _can_be_written(name)}
     if all(name in names for name in PREFERENCES):
         return _preferences(names)
     found = (
@@ -50,6 +53,11 @@ def suggest_turn(message: Mapping[str, Any], mapping: MappingPlan) -> Suggestion
     if role is None or content is None:
         return None
     return _set({f"{_MAPPING}.role": role, f"{_MAPPING}.content": content})
+
+
+def _can_be_written(name: str) -> bool:
+    """In a manifest: the file may hold anything."""
+    return name.isprintable() and len(name) <= LONGEST_NAME
 
 
 def _set(changes: Mapping[str, Any]) -> Suggestion:

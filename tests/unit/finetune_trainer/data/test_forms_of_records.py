@@ -216,6 +216,14 @@ def test_a_role_that_nobody_knows_is_refused_by_a_mapping_of_roles(tmp_path):
     assert 'spec.data.mapping.roles, as in {"function_call": assistant}' in finding.fix
 
 
+@pytest.mark.parametrize("name", ["promt\udc80", "promt\n", "prompt" * 22])
+def test_a_name_that_no_manifest_can_hold_is_not_proposed(tmp_path, name):
+    root = claim(tmp_path, "a.jsonl", [{name: "q", "completion": "a"}])
+    (finding,) = found_in(root, spec_of("a.jsonl", {}))
+    assert (finding.fix, finding.changes) == ('write {"prompt": "...", "completion": "..."}', ())
+    finding.model_dump_json()
+
+
 def test_lines_of_a_text_may_be_its_records(tmp_path):
     root = claim(tmp_path, "a.txt", "one\n\n two\n")
     spec = spec_of("a.txt", {"format": "Text", "mapping": {"textUnit": "Line"}})
