@@ -17,10 +17,14 @@ COPY_BYTES = 8 << 20
 
 
 def ours(base: Path, adapter: Path, output: Path) -> dict[str, int]:
-    from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+    """What `finetune merge --no-verify` starts."""
+    from finetune_trainer.processes.start import keep_bitsandbytes_out
+    from finetune_trainer.roles.merge_command import parser, run
 
-    report = merge_adapter(MergeOptions(base, (adapter,), output, None, 5_000_000_000))
-    return {"bytes_read": report.bytes_read, "bytes_written": report.bytes_written}
+    keep_bitsandbytes_out()
+    paths = ["--base", str(base), "--adapter", str(adapter), "--output", str(output)]
+    report = run(parser().parse_args([*paths, "--no-verify", "--max-shard-size", "5GB"]))
+    return {name: report[name] for name in ("bytes_read", "bytes_written")}
 
 
 def peft(base: Path, adapter: Path, output: Path) -> dict[str, int]:

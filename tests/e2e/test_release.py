@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ import pytest
 
 from finetune_trainer.errors import DestinationRefusedError
 from finetune_trainer.network.retry import TransientError
+from finetune_trainer.release.checksums import read_release
+from finetune_trainer.release.sign import signed
 from tests.support.cluster.binaries import ensure_binaries, ensure_cosign
 from tests.support.cluster.requirements import ensure_packages, install_packages
+from tests.support.finished_run import finished_run
 from tests.support.images import ImageError, build
 from tests.support.images.sources import REPOSITORY
 from tests.support.registry import PASSWORD, USER, Registry, running_registry
@@ -76,6 +80,7 @@ def _new_key(path: Path, *options: str) -> None:
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Released]:
     ensure_packages()
+    install_packages([program for program in ("curl", "jq", "skopeo") if shutil.which(program) is None])
     ensure_binaries()
     folder = tmp_path_factory.mktemp("release")
     with running_registry(folder / "registry", needs_login=True) as registry, pytest.MonkeyPatch.context() as patch:
@@ -196,8 +201,29 @@ def test_make_push_brings_the_image_to_the_registry(released: Released) -> None:
     assert released.registry.digest("pushed/finetune-operator", build("operator").tag) == released.image.digest
 
 
+def test_command_publishes_the_same_image_and_prints_what_verifies_it(
+    released: Released, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry = f"{released.registry.host}/again"
+    arguments = f"--registry {registry} --version 0.9.1 --images operator --plain-http --key {released.folder / 'finetune.key'}"
+    monkeypatch.setattr("sys.argv", ["release", *arguments.split()])
+    monkeypatch.setattr(command, "source_commit", lambda tree: COMMIT)
+    assert command.main() == 0
+    printed = capsys.readouterr().out
+    image = f"{registry}/finetune-operator@{released.image.digest}"
+    assert f"\ncosign verify --key finetune.pub --insecure-ignore-tlog=true {image}\n" in printed
+    assert (released.folder / "finetune.pub").read_text() in printed
+    assert f"helm install finetune oci://{registry}/charts/finetune-operator --version 0.9.1 " in printed
+
+
+def test_make_release_says_what_it_needs() -> None:
+    made = ["make", "-o", "environment", "release", "REGISTRY=registry.example/team", "VERSION=0.2.0", "KEY="]
+    done = subprocess.run(made, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "KEY=finetune.key: name all three" in done.stderr
+
+
 def test_mirror_takes_signatures_along(released: Released) -> None:
-    install_packages(["skopeo"])
     mirror = f"{released.registry.host}/finetune"
     script = _lines("for tag in 0.2.0", released).replace("0.2.0", VERSION).replace("mirror.example/finetune", mirror)
     copy = "skopeo copy --src-tls-verify=false --dest-tls-verify=false"
@@ -284,4 +310,24 @@ def test_cosign_verifies_what_was_released_and_nothing_else(released: Released, 
         good = released.run(script, DIGEST=released.image.digest)
         assert good.returncode == 0, f"{line}\n{good.stderr}"
         other = script.replace("finetune.pub", "other.pub")
-        assert released.run(other, DIGEST=released.image.digest).returncode != 0, line
+        refused = released.run(other, DIGEST=released.image.digest)
+        assert refused.returncode != 0, line
+        assert re.search("invalid signature|no matching attestations", refused.stderr), refused.stderr
+
+
+@pytest.mark.nightly
+def test_cosign_verifies_signed_results(tmp_path: Path) -> None:
+    _new_key(tmp_path / "signing.key")
+    (tmp_path / "signing.pub").write_text(read_key(tmp_path / "signing.key").public_key)
+    release = read_release(finished_run(tmp_path / "run", "s3://bucket/tuned"))
+    signed(release, (tmp_path / "signing.key").read_text(), tmp_path)
+    with release.manifest.open() as file:
+        (tmp_path / "SHA256SUMS").write_bytes(file.read())
+    (line,) = re.findall(r"`cosign (verify-blob[^`]*)`", (REPOSITORY / "docs/results.md").read_text())
+    command = [str(ensure_cosign()), *line.split()]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    with (tmp_path / "SHA256SUMS").open("a") as file:
+        file.write("\n")
+    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "invalid signature" in refused.stderr

@@ -1,5 +1,6 @@
 """`python -m tests.support.plain_load DIR`: load a merged model as its user would, with transformers alone, and generate."""
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ class _WithoutAbsent:
 
 def main(directory: str) -> None:
     """Load model and tokenizer, generate a few tokens, and say so."""
+    gc.disable()  # libraries are a million objects that a short life never frees
     sys.meta_path[:] = [_WithoutAbsent(finder) for finder in sys.meta_path]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

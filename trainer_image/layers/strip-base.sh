@@ -39,7 +39,7 @@ rm -rf /root/.cache
 
 # Programs that work with another's rights (su, passwd), and the group's right to write to directories.
 find / -xdev -type f -perm /6000 -delete
-find / -xdev ! -type l ! -perm -1000 -perm /6022 -exec chmod ug-s,go-w {} +
+find / -xdev -path /mnt -prune -o ! -type l ! -perm -1000 -perm /6022 -exec chmod ug-s,go-w {} +
 
 # The standard library, compiled so that neither the time nor the order in which it was installed shows in the bytes.
 library=$(python3.11 -c "import sysconfig; print(sysconfig.get_path('stdlib'))")

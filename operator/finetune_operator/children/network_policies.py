@@ -8,6 +8,7 @@ nothing back.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any
 
 from finetune_job.api.profile import DnsServers, NetworkSettings
@@ -17,9 +18,17 @@ from finetune_operator.children.frozen_run import Owner, metadata
 
 _NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 """Put on every namespace by the API server itself, so that no tenant can forge it."""
-_NOT_PUBLIC = ("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16")
-_NOT_PUBLIC_6 = ("::1/128", "fc00::/7", "fe80::/10")
-"""RFC 1918, 3927, 4193, 4291 and 6598: where clusters, nodes and metadata services are."""
+_NOT_PUBLIC = (
+    *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24"),
+    *("192.168.0.0/16", "198.18.0.0/15", "224.0.0.0/4", "240.0.0.0/4"),
+)
+_NAT64 = ipaddress.IPv6Address("64:ff9b::")
+"""Addresses of IPv4 as pods without IPv4 see them (RFC 6052): the last 32 bits of 128."""
+_NOT_PUBLIC_6 = (
+    *("::1/128", "fc00::/7", "fe80::/10", "ff00::/8"),
+    *(f"{_NAT64 + int(net.network_address)}/{96 + net.prefixlen}" for net in map(ipaddress.IPv4Network, _NOT_PUBLIC)),
+)
+"""RFC 1918, 3927, 4193, 4291, 6598 and 6890: where clusters, nodes and metadata services are, and what leads nowhere."""
 
 
 def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, operator_namespace: str) -> list[dict[str, Any]]:

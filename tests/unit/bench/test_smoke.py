@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from bench.memory import __main__ as memory
+from bench.memory import packed_load
 from bench.merge import __main__ as merge
 from bench.merge import model
+from bench.preflight import __main__ as preflight
 from bench.prepare import __main__ as prepare
 from bench.prepare.corpus import WORDS, write_records, write_tokenizer
 from bench.trainer import __main__ as trainer
+from bench.validate import __main__ as validate
 from finetune_trainer.weights.headers import read_checkpoint
 
 TOY = {
@@ -76,3 +81,44 @@ def test_training_on_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("ours", "trl"):
         (line,) = (each for each in lines if each.startswith(f"{name} on 1 x cpu: "))
         assert "MFU unknown" in line
+
+
+def test_predicting_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(memory, "CASES", memory.CASES[:1])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert memory.main() == 0
+    assert "CPU: 1 cases, largest error 0." in capsys.readouterr().out
+
+
+def test_loading_a_packed_base(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(packed_load, "SIZES", {"num_attention_heads": 4, "num_key_value_heads": 2})
+    monkeypatch.setattr("sys.argv", ["packed_load", "--ranks", "2", "--layers", "1", "--versions", "2"])
+    assert packed_load.main() == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [["2", "2"]] * 2
+
+
+def test_looking_at_a_declared_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(preflight, "MODELS", {"toy": {**preflight.LLAMA_70B, **TOY}})
+    monkeypatch.setattr(preflight, "RESULT", tmp_path / "preflight.json")
+    monkeypatch.setattr(preflight, "BARE", "import torch")
+    monkeypatch.setattr("sys.argv", ["preflight", "--models", "toy", "--methods", "LoRA"])
+    assert preflight.main() == 0
+    assert "refused: none" in capsys.readouterr().out
+    assert json.loads((tmp_path / "preflight.json").read_text())["models"]["toy LoRA"]["findings"] == []
+
+
+def test_validating(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(validate, "NUM_MANIFESTS", 3)
+    monkeypatch.setattr(validate, "LIMIT_ONE_MS", 60_000.0)
+    monkeypatch.setattr("sys.argv", ["validate", "--runs", "1"])
+    assert validate.main() == 0
+    shown = capsys.readouterr().out
+    assert shown.count("finetune validate, ") == 3
+
+
+def test_a_benchmark_above_its_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "NUM_MANIFESTS", 1)
+    monkeypatch.setattr(validate, "measured", lambda command: (1.0, 301.0 if "validate" in command else 1.0))
+    monkeypatch.setattr("sys.argv", ["validate", "--runs", "1"])
+    assert validate.main() == 1

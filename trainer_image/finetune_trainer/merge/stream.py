@@ -32,6 +32,7 @@ from finetune_trainer.merge.plan import OutputTensor, Shard
 from finetune_trainer.merge.shard_file import PAGE_BYTES, ShardFile
 from finetune_trainer.merge.sources import Sources
 from finetune_trainer.merge.steps.step import Scratch, require_device
+from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
 from finetune_trainer.weights.errors import NotFiniteError
 from finetune_trainer.weights.rounding import TORCH_DTYPES, all_finite, round_into
 
@@ -196,6 +197,7 @@ class _StreamProgress:
                 self._told(self._reached, self._total)
 
 
+@one_thread_for_each_operation()  # the workers are the parallelism
 def stream(
     files: Mapping[Shard, ShardFile],
     journal: Journal,
@@ -217,8 +219,6 @@ def stream(
     sources = Sources({path for shard in files for tensor in shard.tensors for path in _input_files(tensor)})
     chunkers = [Chunker(sources, on_device) for _ in files]
     told = _StreamProgress(files, result, progress)
-    previous_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the workers are the parallelism
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     shard_threads = ThreadPoolExecutor(at_a_time, initializer=torch.set_num_threads, initargs=(1,))
     journal_writer = JournalWriter(journal)
@@ -267,7 +267,6 @@ def stream(
         pool.shutdown(wait=True, cancel_futures=True)
         journal_writer.close()
         sources.close()
-        torch.set_num_threads(previous_threads)
     result.bytes_read = sources.bytes_read
     result.whole_tensors = [name for chunker in chunkers for name in chunker.whole_tensors]
     return result

@@ -15,9 +15,11 @@ import signal
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from finetune_job.plan.run_plan import RunPlan
+if TYPE_CHECKING:
+    # Takes a tenth of a second, which processes that have no plan need not spend.
+    from finetune_job.plan.run_plan import RunPlan
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 """prctl(2)."""
@@ -111,8 +113,10 @@ def _keep_out(module: str) -> None:
 def preload(*modules: str) -> None:
     """Import what this process will need. The collector does not run meanwhile, and never visits what is there afterwards.
 
-    What torch and the libraries around it bring lives as long as the process: collections would go through it in vain.
+    What torch and the libraries around it bring lives as long as the process: collections would go through it in vain. numpy's
+    linear algebra, which nothing here uses, starts no threads, which would spin for a moment and must not be there at a fork.
     """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
     try:
         for module in modules:

@@ -19,12 +19,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.base import size_bytes
-from finetune_job.api.method import QuantizationSpec
 from finetune_job.api.output import MergeBase, MergeSpec
 from finetune_job.failures import EXIT_CODES
 from finetune_job.layout import MergedPaths
-from finetune_job.plan.resolve_model import quantization_plan
-from finetune_job.plan.run_plan import Choices
 from finetune_trainer.errors import ConfigError, classify
 from finetune_trainer.merge.plan import OUTPUT_DTYPES
 from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, preload
@@ -192,6 +189,11 @@ def _quantization(arguments: argparse.Namespace) -> Quantization | None:
     given = arguments.quantization
     if given is None and arguments.base_form is MergeBase.ORIGINAL:
         return None
+    # Only if they are needed: most merges need no plan.
+    from finetune_job.api.method import QuantizationSpec
+    from finetune_job.plan.resolve_model import quantization_plan
+    from finetune_job.plan.run_plan import Choices
+
     try:
         spec = QuantizationSpec.model_validate_json(given or "{}")
     except ValueError as error:

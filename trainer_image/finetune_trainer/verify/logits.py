@@ -8,21 +8,20 @@ in waves, so that neither activations nor the logits, which wait on disk, grow w
 from __future__ import annotations
 
 import gc
-import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
 from finetune_trainer.merge.changes import Quantization
-from finetune_trainer.verify.gate import TIE_UNITS, UNIT_ROUNDOFF, LogitFigures, judged_share
+from finetune_trainer.verify.figures import LogitsFile, PromptFigures, figures_of_prompts, figures_together
+from finetune_trainer.verify.gate import LogitFigures
 from finetune_trainer.verify.skeleton import MergedWeights, WeightSource, model_class, needs_base_weights, skeleton_model
 from finetune_trainer.verify.stored_weights import StoredWeights, return_freed_memory
 from finetune_trainer.verify.streaming import (
@@ -36,8 +35,6 @@ from finetune_trainer.verify.streaming import (
 )
 from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
-VALUES_AT_ONCE = 1 << 20
-"""Logits that are held in fp64 at a time, several times over."""
 MAX_PROMPT_POSITIONS = 512
 """Longer prompts are cut: one prompt's logits are in memory at a time, or those of some short ones."""
 MAX_WAVE_POSITIONS = 4096
@@ -83,7 +80,7 @@ def compare_logits(
     allow_remote_code = any(reference.allow_remote_code for reference in references)
     start, chooses = _decoder_start(merged, allow_remote_code=allow_remote_code), chooses_experts(read_json(merged / CONFIG_FILE))
     chosen = [_prompt(prompt[:MAX_PROMPT_POSITIONS], start) for prompt in prompts]
-    sums = [_FigureSums(chooses) for _ in references]
+    figures: list[list[PromptFigures]] = [[] for _ in references]
     with tempfile.TemporaryDirectory(prefix="verify-", dir=scratch) as name:
         directory = Path(name)
         models = [_models_of(reference, (BASE, ADAPTED), directory) for reference in references]
@@ -95,115 +92,26 @@ def compare_logits(
                 expected.append(model.logits(wave, directory / str(number)))
             found = result.logits(wave, directory)[MERGED]
             for number, model in enumerate(models):
-                for adapted, base, other, prompt in zip(
-                    expected[number][ADAPTED], expected[number][BASE], found, wave, strict=True
-                ):
-                    sums[number].add(
-                        _LogitsFile(adapted, prompt.num_positions, model.dtype),
-                        _LogitsFile(base, prompt.num_positions, model.dtype),
-                        _LogitsFile(other, prompt.num_positions, result.dtype),
+                of_prompts = [
+                    (
+                        LogitsFile(adapted, prompt.num_positions, model.dtype),
+                        LogitsFile(base, prompt.num_positions, model.dtype),
+                        LogitsFile(other, prompt.num_positions, result.dtype),
                     )
+                    for adapted, base, other, prompt in zip(
+                        expected[number][ADAPTED], expected[number][BASE], found, wave, strict=True
+                    )
+                ]
+                figures[number] += figures_of_prompts(of_prompts)
         del models, result
     gc.collect()
-    return [each.figures(len(prompts)) for each in sums]
-
-
-@dataclass(frozen=True)
-class _LogitsFile:
-    """On disk: (positions, vocabulary)."""
-
-    file: Path
-    num_positions: int
-    dtype: torch.dtype
-
-    @property
-    def vocabulary(self) -> int:
-        return self.file.stat().st_size // self.dtype.itemsize // self.num_positions
-
-    def positions(self, first: int, last: int) -> torch.Tensor:
-        """fp32 (last - first, vocabulary)."""
-        size = self.vocabulary * self.dtype.itemsize
-        raw = np.fromfile(self.file, dtype=np.uint8, count=(last - first) * size, offset=first * size)
-        return torch.from_numpy(raw).view(self.dtype).view(last - first, -1).float()
+    return [figures_together(each, chooses_experts=chooses) for each in figures]
 
 
 def chooses_experts(config: Mapping[str, Any]) -> bool:
     """Whether a config.json, or a part of it, counts experts."""
     counts = [value for name, value in config.items() if "expert" in name and type(value) is int]
     return any(count > 1 for count in counts) or any(chooses_experts(part) for part in config.values() if isinstance(part, dict))
-
-
-class _FigureSums:
-    def __init__(self, chooses_experts: bool) -> None:
-        self._chooses_experts = chooses_experts
-        self._differences: list[torch.Tensor] = []
-        """The largest at each position."""
-        self._divergences: list[torch.Tensor] = []
-        self._effects: list[torch.Tensor] = []
-        self._num_positions = self._num_agreeing = 0
-        self._max_abs_difference = self._max_abs_logit = torch.tensor(0.0)
-
-    def add(self, reference: _LogitsFile, base: _LogitsFile, merged: _LogitsFile) -> None:
-        """One prompt, block by block. A vocabulary of another size leaves NaN, which passes no gate."""
-        tolerance = TIE_UNITS * max(UNIT_ROUNDOFF[str(logits.dtype).removeprefix("torch.")] for logits in (reference, merged))
-        self._num_positions += reference.num_positions
-        if reference.vocabulary != merged.vocabulary:
-            self._max_abs_difference = torch.tensor(torch.nan)
-            for each in (self._differences, self._divergences, self._effects):
-                each.append(self._max_abs_difference[None])
-            return
-        step = max(1, VALUES_AT_ONCE // reference.vocabulary)
-        for first in range(0, reference.num_positions, step):
-            last = min(first + step, reference.num_positions)
-            expected, found = reference.positions(first, last), merged.positions(first, last)
-            # torch's maximum keeps a NaN that comes second, Python's drops it.
-            self._differences.append((expected - found).abs().max(dim=1).values)
-            self._max_abs_difference = torch.maximum(self._max_abs_difference, self._differences[-1].max())
-            self._max_abs_logit = torch.maximum(self._max_abs_logit, expected.abs().max())
-            divergence, effect = _kl(expected, found, base.positions(first, last))
-            self._divergences.append(divergence)
-            self._effects.append(effect)
-            best, largest = expected.max(dim=1).values, expected.abs().max(dim=1).values
-            chosen = expected.gather(1, found.argmax(dim=1, keepdim=True)).squeeze(1)
-            self._num_agreeing += int((best - chosen <= tolerance * largest).sum())
-
-    def figures(self, num_prompts: int) -> LogitFigures:
-        share = judged_share(chooses_experts=self._chooses_experts)
-        # NaN where one of them is.
-        usual = torch.cat(self._differences).quantile(share, interpolation="higher")
-        return LogitFigures(
-            num_prompts=num_prompts,
-            num_positions=self._num_positions,
-            max_abs_difference=float(self._max_abs_difference),
-            usual_abs_difference=float(usual),
-            max_abs_logit=float(self._max_abs_logit),
-            mean_kl=mean_of_least(torch.cat(self._divergences), share),
-            effect_mean_kl=mean_of_least(torch.cat(self._effects), share),
-            top1_agreement=self._num_agreeing / self._num_positions,
-            chooses_experts=self._chooses_experts,
-        )
-
-
-def _kl(reference: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-    """KL(reference || other) at each position for each other, in nats, from logits (positions, vocabulary)."""
-    first = reference.double()
-    total = first.logsumexp(dim=1, keepdim=True)
-    probabilities = (first - total).exp_()
-    found = []
-    for other in others:
-        second = other.double()
-        total_of_second = second.logsumexp(dim=1)
-        # A token that the model rules out has the logit -inf in both and adds nothing.
-        terms = torch.sub(first, second, out=second).masked_fill_(first.isneginf() & other.isneginf(), 0.0).mul_(probabilities)
-        found.append(terms.sum(dim=1) - total.squeeze(1) + total_of_second)
-    return found
-
-
-def mean_of_least(values: torch.Tensor, share: float) -> float:
-    """Mean of that share of the values, the least of them; NaN where any value is."""
-    if values.isnan().any():
-        return math.nan
-    return float(values.sort().values[: math.ceil(share * len(values))].mean())
 
 
 def _waves(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:

@@ -21,6 +21,7 @@ from finetune_trainer.files import MANIFEST_FILE, FileDigests
 from finetune_trainer.merge.changes import LowRank, Quantization, TokenRows
 from finetune_trainer.merge.inputs import plan_merge
 from finetune_trainer.merge.plan import MergePlan, OutputTensor
+from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
 from finetune_trainer.verify.exact import ExactMatrix, clear_adapter_cache, has_formula, is_zero, read_rows
 from finetune_trainer.weights.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.weights.rounding import TORCH_DTYPES
@@ -32,6 +33,8 @@ MIN_SAMPLE_ROWS = 4
 TOKEN_ROWS = 64
 """Of trained tokens, besides."""
 READ_BYTES = 8 << 20
+FIRST_ELEMENTS = 4096
+"""Compared before the others of a tensor: one that was changed differs in them already."""
 _UNBOUNDED = 1 << 62
 _WRITTEN_BY_MERGE = frozenset({"dtype", "torch_dtype"})
 """Fields of config.json that follow from the merge's options rather than from the model."""
@@ -111,6 +114,7 @@ class TensorFigures:
         return max((figures.worst_rounding for figures in self.classes.values()), default=0.0)
 
 
+@one_thread_for_each_operation()  # samples are small, and files are hashed meanwhile
 def check_tensors(
     base: Path,
     adapters: Sequence[Path],
@@ -251,14 +255,15 @@ def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> boo
     num_elements = math.prod(source.shape)
     if num_elements != math.prod(result.shape):
         return False
-    step = READ_BYTES // 8
+    start, count = 0, FIRST_ELEMENTS
     with source.file.open("rb") as first, result.file.open("rb") as second:
         first.seek(source.offset)
         second.seek(result.offset)
-        for start in range(0, num_elements, step):
-            count = min(step, num_elements - start)
+        while start < num_elements:
+            count = min(count, num_elements - start)
             left = bytearray(first.read(count * source.num_bytes // num_elements))
             right = bytearray(second.read(count * result.num_bytes // num_elements))
+            start, count = start + count, READ_BYTES // 8
             if source.dtype == result.dtype == held_as:
                 if left != right:
                     return False

@@ -119,6 +119,14 @@ def test_only_fetch_and_publish_have_a_way_out() -> None:
         ("::1", False),
         ("fd00:ec2::254", False),
         ("fe80::1", False),
+        ("ff02::1", False),
+        ("224.0.0.1", False),
+        ("255.255.255.255", False),
+        ("198.18.0.1", False),
+        # The metadata service and a private address through NAT64, and a public one.
+        ("64:ff9b::a9fe:a9fe", False),
+        ("64:ff9b::a00:1", False),
+        ("64:ff9b::12a0:101", True),
     ],
 )
 def test_a_way_out_leads_to_public_addresses_alone(address: str, is_reached: bool) -> None:

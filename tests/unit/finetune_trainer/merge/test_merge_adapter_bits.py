@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from finetune_trainer.merge.changes import Orientation
 from finetune_trainer.merge.merge_adapter import MergeOptions, MergeReport, merge_adapter
 from finetune_trainer.merge.steps import low_rank
+from finetune_trainer.merge.steps.step import Scratch
 from finetune_trainer.weights.errors import AdapterTensorDuplicateError
 from tests.unit.finetune_trainer.merge import tiny
 
@@ -203,24 +204,31 @@ def test_convolutions_have_pefts_bits(settings: dict[str, Any], dtype: torch.dty
 
 
 def test_where_blocks_would_differ_weights_are_merged_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_rank, "_exact_shapes", {})
-    monkeypatch.setattr(low_rank, "blocks_are_exact", lambda _: False)
+    monkeypatch.setattr(low_rank, "_exact_products", {})
+    monkeypatch.setattr(low_rank, "blocks_are_exact", lambda *_: False)
     config, lora = CASES["lora"]
     report, merged, reference = merged_and_reference(tmp_path, config, lora, torch.bfloat16)
     assert_same_bits(merged, reference, is_tied=False)
     assert len(report.whole_tensors) == report.num_changed_tensors
 
 
-@pytest.mark.parametrize("orientation", Orientation)
-def test_the_self_check_sees_one_different_bit_in_any_block(orientation: Orientation, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("orientation", "real"),
+    [
+        (Orientation.LINEAR, low_rank.product),
+        (Orientation.CONV1D, low_rank.product),
+        (Orientation.CONV1D, low_rank.turned_product),
+        (Orientation.EMBEDDING, low_rank.turned_product),
+    ],
+)
+@pytest.mark.parametrize("num_rows", [200, 2000])
+def test_the_self_check_sees_one_different_bit_in_any_block(orientation: Orientation, real: Any, num_rows: int) -> None:
     torch.manual_seed(3)
-    num_rows = 2000
     b_rows, a_columns = (num_rows, 40) if orientation is Orientation.LINEAR else (40, num_rows)
     factors = low_rank.Factors(torch.randn(4, a_columns), torch.randn(b_rows, 4), None, 2.0, orientation, rounds_product=False)
-    assert low_rank.blocks_are_exact(factors)
+    assert low_rank.blocks_are_exact(factors, real)
     blocks = low_rank.row_blocks(num_rows, 40)
-    assert len(blocks) > 3
-    real = low_rank.product
+    assert len(blocks) == (7 if num_rows == 2000 else 1)
     for wrong in blocks:
 
         def product(given: low_rank.Factors, start: int, stop: int, wrong: tuple[int, int] = wrong) -> torch.Tensor:
@@ -229,8 +237,33 @@ def test_the_self_check_sees_one_different_bit_in_any_block(orientation: Orienta
                 result.view(torch.int32)[-1, -1] ^= 1
             return result
 
-        monkeypatch.setattr(low_rank, "product", product)
-        assert not low_rank.blocks_are_exact(factors)
+        assert not low_rank.blocks_are_exact(factors, product)
+
+
+@pytest.mark.parametrize("num_rows", [200, 2000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaling", [2.0, 0.5, 1.7])
+def test_a_weight_stored_the_other_way_round_has_pefts_bits_whichever_product_is_exact(
+    num_rows: int, dtype: torch.dtype, scaling: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(4)
+    base, a, b = torch.randn(num_rows, 40).to(dtype), torch.randn(16, num_rows), torch.randn(40, 16)
+    expected = (base + (b @ a).T * scaling).to(dtype)
+    factors = low_rank.Factors(a, b, None, scaling, Orientation.CONV1D, rounds_product=False)
+    real, used = low_rank.turned_product, []
+
+    def merged(turned: Any) -> torch.Tensor:
+        monkeypatch.setattr(low_rank, "_exact_products", {})
+        monkeypatch.setattr(low_rank, "turned_product", turned)
+        step, out, scratch = low_rank.LowRankStep(factors, dtype), torch.empty_like(base), Scratch()
+        for start, stop in step.row_blocks(num_rows, 40):
+            assert step.apply(base[start:stop], (start, stop), out[start:stop], scratch)
+        used.append(low_rank._exact_products)
+        return out
+
+    assert torch.equal(merged(real), expected)
+    assert torch.equal(merged(lambda *given: real(*given).nextafter(torch.tensor(9e9))), expected)
+    assert [list(products.values()) for products in used] == [[real], [low_rank.product]]
 
 
 @pytest.mark.parametrize("num_columns", [1, 96, 8192, 28672, 1_000_000])

@@ -53,6 +53,16 @@ def test_the_collector_runs_again_after_a_module_that_cannot_be_loaded(tmp_path:
     assert done.stdout.strip() == "a library is missing True", done.stderr
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="numpy starts no threads on one processor")
+def test_numpy_starts_no_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    threads = "import os\nprint(len(os.listdir('/proc/self/task')))"
+    alone = python(f"import numpy\n{threads}", tmp_path)
+    done = python(f"from finetune_trainer.processes.start import preload\npreload('numpy')\n{threads}", tmp_path)
+    assert int(alone.stdout) > int(done.stdout) == 1, done.stderr
+
+
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_process_ends_with_its_output_written_and_takes_nothing_apart(code: int, tmp_path: Path) -> None:
     done = python(

@@ -4,10 +4,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 
 from finetune_trainer.verify.gate import GATES, UNIT_ROUNDOFF, LogitFigures, coarsest_dtype, gate_failures, judged_share
-from finetune_trainer.verify.logits import _kl, chooses_experts, mean_of_least
+from finetune_trainer.verify.logits import chooses_experts
 
 GOOD = LogitFigures(
     num_prompts=4,
@@ -102,23 +101,3 @@ def test_finer_dtypes_have_stricter_gates_and_the_coarsest_decides() -> None:
 def test_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ValueError, match="float8"):
         coarsest_dtype("float8", "bfloat16")
-
-
-def test_a_divergence_is_the_mean_of_the_positions_that_diverge_least() -> None:
-    """Of 42 positions one ill-conditioned one had a divergence that made the mean of all eight times what is allowed."""
-    values = torch.full((42,), 1e-6, dtype=torch.float64)
-    values[7] = 0.034
-    assert values.mean() > 8 * GATES["float16"].max_mean_kl
-    assert mean_of_least(values, 0.9) == pytest.approx(1e-6)
-    assert mean_of_least(torch.tensor([3.0, 1.0, 2.0]), 0.5) == 1.5
-    assert mean_of_least(torch.tensor([3.0]), 0.5) == 3.0
-    assert math.isnan(mean_of_least(torch.tensor([1.0] * 99 + [math.nan]), 0.5))
-
-
-def test_a_divergence_is_that_of_the_distributions_whatever_is_added_to_their_logits() -> None:
-    reference = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]).log() + 7
-    other = torch.tensor([[0.25, 0.75, 0.0], [0.2, 0.3, 0.5]]).log() - 3
-    divergence, itself = _kl(reference, other, reference)
-    # 0.5 ln 2 + 0.5 ln (2 / 3); the third token is ruled out in both.
-    assert divergence.tolist() == pytest.approx([0.14384103622589045, 0.0], abs=1e-7)
-    assert itself.tolist() == pytest.approx([0.0, 0.0], abs=1e-15)

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+from finetune_trainer.verify import tensors
 from finetune_trainer.verify.gate import GATES, LogitFigures, coarsest_dtype, gate_failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.tensors import check_tensors
@@ -173,6 +174,27 @@ def test_each_file_of_weights_is_hashed_once(
     assert report.compared is not None
     assert report.compared.base["model.safetensors"] == known["model.safetensors"]
     assert hashed.count("merged/model.safetensors") == hashed.count("base/model.safetensors") == 1
+
+
+def test_samples_are_computed_by_one_thread_because_others_hash_meanwhile(
+    triple: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    class Recording(tensors.ExactMatrix):
+        def rows(self, chosen):
+            seen.append(torch.get_num_threads())
+            return super().rows(chosen)
+
+    monkeypatch.setattr(tensors, "ExactMatrix", Recording)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert not check_tensors(triple[0], [triple[1]], triple[2]).faults
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {1}
 
 
 def test_a_copy_of_the_base_is_not_a_merged_model(triple: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ multiplied one by one, only where this machine was seen to give equal bits.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +28,7 @@ SELF_CHECK_BYTES = 32 << 20
 EXPERT_CHECK_BYTES = 32 << 20
 """fp32 bytes of the batch that single products are compared with, because memory is bounded."""
 
-_exact_shapes: dict[tuple[object, ...], bool] = {}
+_exact_products: dict[tuple[object, ...], Product | None] = {}
 """What the self-check has seen in this process, by the shapes that decide which kernels the library picks."""
 _equal_experts: set[tuple[int, ...]] = set()
 """Shapes (experts, rank, in, out) whose single products were found equal in this process."""
@@ -50,6 +52,10 @@ class Factors:
         return self.orientation is not Orientation.LINEAR
 
 
+Product = Callable[..., torch.Tensor]
+"""`product` or `turned_product`."""
+
+
 @dataclass(frozen=True)
 class LowRankStep:
     """LoRA, rsLoRA or DoRA on one matrix."""
@@ -64,19 +70,25 @@ class LowRankStep:
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
         """Blocks of one matrix product each; all rows where blocks would not have the whole product's bits."""
-        factors = self.factors
-        if self._needs_whole:
+        if self._needs_whole or self._exact_product() is None:
             return [(0, num_rows)]
+        return row_blocks(num_rows, num_columns)
+
+    def _exact_product(self) -> Product | None:
+        """The fastest product whose blocks have the bits of PEFT's; None: no block has."""
+        factors = self.factors
         key = (factors.orientation, factors.a.shape, factors.a.stride(), factors.b.shape, factors.b.stride())
-        if key not in _exact_shapes:
-            _exact_shapes[key] = blocks_are_exact(factors)
-        return row_blocks(num_rows, num_columns) if _exact_shapes[key] else [(0, num_rows)]
+        if key not in _exact_products:
+            products = (turned_product, product) if factors.is_transposed else (product,)
+            _exact_products[key] = next((each for each in products if blocks_are_exact(factors, each)), None)
+        return _exact_products[key]
 
     def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:
         if self._needs_whole:
             _merge_whole_transposed_dora(values, self.factors, self.compute, out)
             return all_finite(out)
-        return _merge_block(values, self.factors, rows, compute=self.compute, out=out, scratch=scratch)
+        delta = (self._exact_product() or product)(self.factors, *rows, scratch)
+        return _merge_block(values, delta, self.factors, rows, compute=self.compute, out=out, scratch=scratch)
 
 
 def row_blocks(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
@@ -87,14 +99,23 @@ def row_blocks(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
 
 
 def product(factors: Factors, start: int, stop: int, scratch: Scratch | None = None) -> torch.Tensor:
-    """Rows start..stop of B@A as the weight is stored, unscaled, fp32 (rows, columns)."""
+    """Rows start..stop of B@A as the weight is stored, unscaled, fp32 (rows, columns). As PEFT computes it."""
     first, second = (factors.b, factors.a[:, start:stop]) if factors.is_transposed else (factors.b[start:stop], factors.a)
     out = None if scratch is None else scratch.block(0, first.shape[0], second.shape[1])
     result = torch.mm(first, second, out=out)
     return result.T if factors.is_transposed else result
 
 
-def blocks_are_exact(factors: Factors) -> bool:
+def turned_product(factors: Factors, start: int, stop: int, scratch: Scratch | None = None) -> torch.Tensor:
+    """The same where the weight is stored as (in, out), as A.T@B.T: row after row in memory, as the weight is.
+
+    What is added to the weight column by column takes three times as long as all of the merge's other arithmetic.
+    """
+    first, second = factors.a[:, start:stop].T, factors.b.T
+    return torch.mm(first, second, out=None if scratch is None else scratch.block(0, first.shape[0], second.shape[1]))
+
+
+def blocks_are_exact(factors: Factors, of_block: Product) -> bool:
     """Compares blocks with one product over as many rows as SELF_CHECK_BYTES allow, the first and the last ones.
 
     True for a weight that fits whole only if every bit of the whole product is equal. Called once per shape, since the
@@ -103,20 +124,21 @@ def blocks_are_exact(factors: Factors) -> bool:
     num_rows = factors.a.shape[1] if factors.is_transposed else factors.b.shape[0]
     num_columns = factors.b.shape[0] if factors.is_transposed else factors.a.shape[1]
     blocks = row_blocks(num_rows, num_columns)
-    if len(blocks) == 1:
+    if len(blocks) == 1 and of_block is product:
         return True
     allowed = max(2, SELF_CHECK_BYTES // (4 * num_columns * BLOCK_ROWS))
     for group in [blocks] if len(blocks) <= allowed else [blocks[:allowed], blocks[-allowed:]]:
         first, last = group[0][0], group[-1][1]
         whole = product(factors, first, last)
         for start, stop in group:
-            if not torch.equal(whole[start - first : stop - first], product(factors, start, stop)):
+            if not torch.equal(whole[start - first : stop - first], of_block(factors, start, stop)):
                 return False
     return True
 
 
 def _merge_block(
     base: torch.Tensor,
+    delta: torch.Tensor,
     factors: Factors,
     rows: tuple[int, int],
     *,
@@ -126,21 +148,29 @@ def _merge_block(
 ) -> bool:
     """Writes merged rows into `out`; returns whether all of them are finite.
 
-    rows: first and last + 1 within the weight. base: (rows, columns), those rows as stored, in their own dtype.
-    compute: the dtype PEFT would hold the weight in. out: (rows, columns) in the output dtype.
+    rows: first and last + 1 within the weight. base: (rows, columns), those rows as stored, in their own dtype. delta: those
+    of B@A, unscaled; used up. compute: the dtype PEFT would hold the weight in. out: (rows, columns) in the output dtype.
     """
     start, stop = rows
-    delta = product(factors, start, stop, scratch).mul_(factors.scaling)
-    if factors.rounds_product and factors.magnitude is None:
+    scaling = factors.scaling
+    rounds_product = factors.rounds_product and factors.magnitude is None
+    if rounds_product or not (scaling >= 1 and math.frexp(scaling)[0] == 0.5):
+        delta.mul_(scaling)
+        scaling = 1.0
+    # A power of two, as most scalings are, rounds nothing: multiplied while adding, the sum has the same bits in a pass less.
+    # Only where the product overflows, and PEFT's sum is infinite, this one may still be a number.
+    if rounds_product:
         rounded = base.to(compute, copy=True)
         rounded += delta.to(compute)
         out.copy_(rounded)
         return all_finite(out)
+    weight = base if base.dtype == compute else base.to(compute)
+    if compute == out.dtype == torch.float32 and factors.magnitude is None:
+        return all_finite(torch.add(weight, delta, alpha=scaling, out=out))
     if torch.promote_types(compute, torch.float32) == torch.float32:
-        weight = scratch.block(1, *base.shape).copy_(base if base.dtype == compute else base.to(compute))
-        weight = delta.add_(weight)
+        weight = torch.add(scratch.block(1, *base.shape).copy_(weight), delta, alpha=scaling, out=delta)
     else:
-        weight = base.to(compute) + delta
+        weight = torch.add(weight, delta, alpha=scaling)
     if factors.magnitude is not None:
         norm = torch.linalg.norm(weight, dim=1)
         weight.mul_((factors.magnitude[start:stop] / norm).view(-1, 1))
