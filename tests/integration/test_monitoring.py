@@ -135,7 +135,7 @@ def apply_jobs(workload: Workload, profile: str) -> None:
 def test_every_query_has_data(workload: Workload, operator: OperatorFactory, tmp_path: Path) -> None:
     profile, namespace = f"gpus-{workload.namespace}", workload.namespace
     body = {
-        "trainerImage": "trainer@sha256:" + "0" * 64,
+        "trainerImage": "registry.test/trainer@sha256:" + "0" * 64,
         "gpu": {"pricePerHour": "2.50"},
         "pods": {"train": {"queueName": "gpus"}},
     }
