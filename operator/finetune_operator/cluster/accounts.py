@@ -32,6 +32,7 @@ from finetune_operator.decide.account import (
     JobAccount,
     JobLabels,
     UsageTotals,
+    bounded_labels,
     closed_account,
     is_news,
     with_checkpoint,
@@ -50,6 +51,8 @@ JOBS_AT_ONCE = 200
 """Counted without a turn for others: some milliseconds."""
 SETTLED_AFTER = timedelta(seconds=10)
 """Accounts are complete up to so long ago: what watches and kubelets tell late is still counted."""
+MOST_BYTES = 64 << 20
+"""Of the content: a hundred times that of 5,000 running jobs. What is longer is cut, and so unreadable."""
 _NO_RIGHTS = (401, 403, 404, 413, 422)
 """Answers after which jobs continue uncounted: nothing but an administrator changes them."""
 
@@ -87,7 +90,8 @@ class _Attempt(NamedTuple):
 
 def _ledger_of(found: Document) -> Ledger:
     try:
-        return Ledger.model_validate_json(zlib.decompress(base64.b64decode(found["binaryData"][KEY])))
+        content = zlib.decompressobj().decompress(base64.b64decode(found["binaryData"][KEY]), MOST_BYTES)
+        return Ledger.model_validate_json(content)
     except (KeyError, TypeError, ValueError, zlib.error) as error:
         _log.error("usage is counted from zero: what was on record cannot be read", error=str(error)[:300])
         return Ledger()
@@ -113,6 +117,8 @@ class Accounts:
         self._staged: dict[str, JobAccount] = {}
         """Accounts that the next write puts on record."""
         self._num_staged = self._num_written = 0
+        self._labels: dict[str, set[JobLabels]] = {}
+        """That are in use, by namespace."""
         self._lock = asyncio.Lock()
         self._hurry = asyncio.Event()
         self._is_refused = False
@@ -197,6 +203,9 @@ class Accounts:
 
     def _opened(self, held: CachedObject) -> JobAccount:
         labels, gpus = job_labels(self._cache, held)
+        in_use = self._labels.setdefault(labels.namespace, set())
+        labels = bounded_labels(labels, in_use)
+        in_use.add(labels)
         facts = held.summary.facts if held.summary is not None else None
         begun = facts.start if facts is not None and facts.start is not None else self._now()
         return JobAccount(labels=labels, gpus=gpus, at=begun.timestamp(), checkpoint=None)
@@ -232,6 +241,8 @@ class Accounts:
             self._written(attempt)
         else:
             self._recorded = recorded
+        for labels in (*recorded.totals(), *(account.labels for account in recorded.jobs.values())):
+            self._labels.setdefault(labels.namespace, set()).add(labels)
         return True
 
     async def _record(self) -> None:

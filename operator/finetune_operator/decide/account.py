@@ -7,7 +7,7 @@ after. So every second is added once, however often and by however many processe
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -48,6 +48,18 @@ class JobLabels(NamedTuple):
     gpu: str
     price: Price = ""
     """Of one GPU for an hour, as the profile had it when the account was opened; empty: none."""
+
+
+MOST_LABELS = 32
+"""Different labels of one namespace. Its users write team and queue, and each of them has some tens of series for good."""
+OTHER = "other"
+
+
+def bounded_labels(labels: JobLabels, in_use: Collection[JobLabels]) -> JobLabels:
+    """The labels, or those of all other teams and queues if the namespace has too many already."""
+    if labels in in_use or len(in_use) < MOST_LABELS:
+        return labels
+    return labels._replace(team=OTHER, queue=OTHER)
 
 
 class Ended(BaseModel):

@@ -15,7 +15,7 @@ import pytest
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.conditions import initial_conditions, with_condition
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.cluster.accounts import KEY, Accounts
+from finetune_operator.cluster.accounts import KEY, Accounts, Ledger, _ledger_of
 from finetune_operator.cluster.answers import ApiError, ApiUnreachableError
 from finetune_operator.cluster.cache import Cache
 from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, PROFILES
@@ -217,3 +217,33 @@ def test_what_cannot_be_read_begins_at_zero(data: dict[str, Any]) -> None:
         assert scene.api.objects["ConfigMap", "system", "tuning-accounts"]["binaryData"][KEY] not in ("", "bm90aGluZw==")
 
     run(scenario)
+
+
+def test_teams_that_a_user_invents_do_not_add_up_for_ever() -> None:
+    """Also not over restarts, which read what is in use."""
+
+    async def scenario(scene: Scene) -> None:
+        await scene.count_until(100)
+        for number in range(40):
+            if number == 20:
+                scene.accounts = scene.another_life()
+            document = objects.finetune_job(50 + number, STARTED, parallelism={"nodes": 1, "processesPerNode": 4})
+            document["metadata"] |= {
+                "name": f"job-{number}",
+                "uid": f"uid-{number}",
+                "labels": {"finetune.dev/team": f"t{number}"},
+            }
+            scene.take(JOBS, document)
+            view = JobView("team", f"job-{number}", f"uid-{number}", 1, "2", spec=None, status=status_of())
+            await scene.accounts.decided(view, status_of(succeeded=True))
+        teams = [labels.team for labels in scene.accounts.totals()]
+        assert len(teams) == 33
+        assert teams.count("other") == 1
+        assert {"red", "t0", "t30"} <= set(teams)
+
+    run(scenario)
+
+
+def test_content_that_unpacks_to_too_much_is_not_read() -> None:
+    packed = base64.b64encode(zlib.compress(b" " * (65 << 20) + b"{}")).decode()
+    assert _ledger_of({"binaryData": {KEY: packed}}) == Ledger()
