@@ -42,6 +42,18 @@ class SlowApi(FakeApi):
         return await super().replace(*arguments)
 
 
+class LosingApi(FakeApi):
+    """Carries writes out whose answers are lost."""
+
+    loses = False
+
+    async def replace(self, *arguments: Any) -> Any:
+        answer = await super().replace(*arguments)
+        if self.loses:
+            raise ApiUnreachableError("reset")
+        return answer
+
+
 @dataclass
 class Scene:
     """A team's job with one pod of four GPUs, which runs from second 10 on."""
@@ -138,6 +150,23 @@ def test_a_deleted_job_is_counted_until_now_and_its_totals_stay() -> None:
         assert scene.accounts.totals()[LABELS].gpu_seconds == {"lost": 4 * 60}
 
     run(scenario)
+
+
+def test_a_write_whose_answer_was_lost_counts_once() -> None:
+    async def scenario() -> None:
+        api = LosingApi()
+        scene = Scene(api)
+        await scene.count_until(40)
+        scene.now = 60
+        scene.cache.remove(JOBS, project(JOBS, objects.finetune_job(20, STARTED)))
+        api.loses = True
+        with pytest.raises(ApiUnreachableError):
+            await scene.accounts.run()
+        api.loses = False
+        await scene.count_until(75)
+        assert scene.accounts.totals()[LABELS].gpu_seconds == {"lost": 4 * 50}
+
+    asyncio.run(scenario())
 
 
 def test_passes_that_end_jobs_at_the_same_time_share_a_write() -> None:
