@@ -167,7 +167,9 @@ def test_every_query_has_data(workload: Workload, operator: OperatorFactory, tmp
 
 def _ends(workload: Workload, prometheus: Prometheus) -> None:
     """Two jobs are restarted, one of them succeeds, a third fails, once Prometheus has seen that there was nothing before."""
-    workload.wait(lambda: prometheus.query('finetune_jobs_total{reason="Completed"}'), "counters with zero")
+    # The release's accounts also have what other tests ran.
+    ours = f'namespace="{workload.namespace}"'
+    workload.wait(lambda: prometheus.query(f'finetune_jobs_total{{reason="Completed",{ours}}}'), "counters with zero")
     workload.wait(lambda: workload.status("tune").get("progress"), "what rank 0 says of its progress")
     for name in ("done", "tune"):
         (pod,) = workload.wait_for_pods(Role.TRAIN, name=name)
@@ -185,9 +187,9 @@ def _ends(workload: Workload, prometheus: Prometheus) -> None:
         return [float(one["value"][1]) for one in prometheus.query(query)] == [number]
 
     for query, number in (
-        ('sum(finetune_jobs_total{result="Succeeded"})', 1.0),
-        ('sum(finetune_jobs_total{result="Failed"})', 1.0),
-        ("sum(finetune_restarts_total)", 2.0),
+        (f'sum(finetune_jobs_total{{result="Succeeded",{ours}}})', 1.0),
+        (f'sum(finetune_jobs_total{{result="Failed",{ours}}})', 1.0),
+        (f"sum(finetune_restarts_total{{{ours}}})", 2.0),
     ):
         workload.wait(lambda query=query, number=number: counted(query, number), f"{query} = {number}")
 
@@ -216,7 +218,7 @@ def _has_data(prometheus: Prometheus, namespace: str) -> None:
         raise
     print(f"{len(asked) - len(missing)} of {len(asked)} queries have data; without: {sorted(title for _, title, _ in missing)}")
     # What a new pod of the operator continues has no name of a pod.
-    (series,) = prometheus.query('finetune_jobs_total{result="Succeeded"}')
+    (series,) = prometheus.query(f'finetune_jobs_total{{result="Succeeded",namespace="{namespace}"}}')
     assert (series["metric"]["instance"], series["metric"]["pod"]) == ("tuning-finetune-operator",) * 2
     assert series["metric"]["namespace"] == namespace
     assert prometheus.query("finetune_leading")[0]["metric"]["pod"] == "operator-7d4"
