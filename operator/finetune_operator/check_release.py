@@ -42,7 +42,7 @@ METRICS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Check:
+class ReleaseCheck:
     """What was tried, and what is wrong; empty: nothing."""
 
     what: str
@@ -85,13 +85,13 @@ async def read_metrics(address: str) -> str:
     return "" if any(family.samples for family in families) else f"{address} has no metrics"
 
 
-async def check(namespace: str, metrics: str | None, *, is_admission_asked: bool) -> list[Check]:
+async def check(namespace: str, metrics: str | None, *, is_admission_asked: bool) -> list[ReleaseCheck]:
     """All checks of a release. Raises ApiUnreachableError, ConfigException."""
     api = Api(await load_configuration())
     try:
         found = [
-            Check("a good FineTuneJob is accepted", await _try(api, namespace, JOB, 201, "")),
-            Check(
+            ReleaseCheck("a good FineTuneJob is accepted", await _try(api, namespace, JOB, 201, "")),
+            ReleaseCheck(
                 "a FineTuneJob with a wrong value is refused by the field's name",
                 await _try(api, namespace, job_with("training.globalBatchSize", 0), 422, "spec.training.globalBatchSize"),
             ),
@@ -101,17 +101,17 @@ async def check(namespace: str, metrics: str | None, *, is_admission_asked: bool
             problem = await _try(
                 api, namespace, foreign, 403, f"spec.workspace.claimName: you may not use the claim {FOREIGN_CLAIM}"
             )
-            found.append(Check("a FineTuneJob that names a claim which its author may not use is refused", problem))
+            found.append(ReleaseCheck("a FineTuneJob that names a claim which its author may not use is refused", problem))
     finally:
         await api.close()
     if metrics is not None:
-        found.append(Check("the operator's metrics can be read", await read_metrics(metrics)))
+        found.append(ReleaseCheck("the operator's metrics can be read", await read_metrics(metrics)))
     return found
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="finetune_operator.check_release", description="Check an installed release.")
+    parser = argparse.ArgumentParser(prog="finetune_operator.check_release", description="ReleaseCheck an installed release.")
     parser.add_argument("--namespace", required=True, help="a served namespace")
     parser.add_argument("--metrics", help="address of the operator's metrics; unset: they are not read")
     parser.add_argument("--admission", action="store_true", help="whether the release brings the policy for authors of jobs")

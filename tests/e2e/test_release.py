@@ -193,7 +193,7 @@ def test_printed_line_installs_the_released_chart_with_the_released_digests(rele
 def test_make_push_brings_the_image_to_the_registry(released: Released) -> None:
     registry = f"{released.registry.host}/pushed"
     # The environment that runs this is there.
-    options = ("-o", "environment", f"REGISTRY={registry}", "IMAGES=operator", "OPTIONS=--plain-http")
+    options = ("--no-print-directory", "-o", "environment", f"REGISTRY={registry}", "IMAGES=operator", "OPTIONS=--plain-http")
     done = subprocess.run(["make", "push", *options], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     # The same bytes as the release, though pushed on their own.

@@ -86,7 +86,9 @@ def test_no_merged_model_agrees_more_than_always(finished: RunContext):
 @pytest.mark.reproduces("verification-divergence-zero")
 @pytest.mark.parametrize("allowed", ["0", "1e-17"])
 def test_a_rounded_merge_diverges(finished: RunContext, allowed: str):
-    wrong, right = plans("verification-divergence-zero", {"merge.verify.maxKlDivergence": allowed})
+    # In float32 the divergence of so small a model is below the rounding of its own computation on some processors.
+    settings = {"merge.verify.maxKlDivergence": allowed, "merge.dtype": "bfloat16"}
+    wrong, right = plans("verification-divergence-zero", settings)
     with pytest.raises(VerificationError, match=rf"mean KL divergence of 90% of positions is .*; allowed is {allowed}"):
         merged(finished, wrong, f"divergence-{allowed}-wrong")
     assert merged(finished, right, f"divergence-{allowed}-right")["top1"] == "1"

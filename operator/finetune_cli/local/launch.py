@@ -190,7 +190,9 @@ class Interruption:
         self._request.wait(seconds)
 
     def __enter__(self) -> Interruption:
-        taken = [number for number in _STOPPING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        # Only nohup means it: a shell also has its background commands ignore SIGINT.
+        is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        taken = [number for number in _STOPPING_SIGNALS if number != signal.SIGHUP or not is_kept]
         self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
 

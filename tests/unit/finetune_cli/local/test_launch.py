@@ -76,8 +76,11 @@ def told() -> list[str]:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]) -> Iterator[Served]:
+    # As in a terminal, whatever the tests were started by.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with Trainer() as trainer, Interruption(told.append) as interruption:
         yield Served(trainer, interruption, tmp_path, monkeypatch)
+    signal.signal(signal.SIGHUP, before)
 
 
 class Served:

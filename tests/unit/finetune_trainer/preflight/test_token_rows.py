@@ -40,7 +40,9 @@ def save(loaded: LlamaForCausalLM, model: Path) -> None:
 @pytest.fixture
 def chats(claims: Path) -> None:
     for name in ("train", "validation"):
-        quickstart.write_json_lines(claims / "data" / f"{name}.jsonl", [CHAT] * 16)
+        question, answer = CHAT["messages"]
+        held_apart = {"messages": [question, {**answer, "content": f"{answer['content']} ({name})"}]}
+        quickstart.write_json_lines(claims / "data" / f"{name}.jsonl", [held_apart] * 16)
 
 
 def found(job: Any) -> dict[str, Any]:
