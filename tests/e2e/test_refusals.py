@@ -43,7 +43,9 @@ def assert_refused(stack: Stack, name: str, path: Path) -> dict[str, Any]:
 
 def test_the_charts_own_test_passes(stack: Stack) -> None:
     said = stack.cluster.helm("test", RELEASE, "--namespace", SYSTEM_NAMESPACE, "--logs")
-    assert [line.partition(":")[0] for line in said.splitlines() if line.startswith(("passed:", "failed:"))] == ["passed"] * 4
+    # Helm shows the log once for each object of the test.
+    lines = {line for line in said.splitlines() if line.startswith(("passed:", "failed:"))}
+    assert [line.partition(":")[0] for line in lines] == ["passed"] * 4
 
 
 def test_there_are_manifests_for_both_gates() -> None:

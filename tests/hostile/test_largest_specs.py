@@ -6,6 +6,7 @@ Times are of the processor, the best of three, and as many times longer on a mac
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from random import Random
@@ -178,7 +179,9 @@ def full(random: Random, schema: Document) -> Any:
         case {"type": "array", "items": items}:
             return [_numbered(full(random, items), number) for number in range(schema["maxItems"])]
         case {"additionalProperties": values}:
-            return {f"{number:03}{letter * 509}": full(random, values) for number in range(schema["maxProperties"])}
+            (longest,) = re.findall(r"key\.size\(\) <= (\d+)", schema["x-kubernetes-validations"][0]["rule"])
+            key = letter * (int(longest) - 3)
+            return {f"{number:03}{key}": full(random, values) for number in range(schema["maxProperties"])}
         case _:
             size = random.choice((1, 30, 150))
             return {f"{random.choice(('targetModules', 'rankPattern', 'k'))}{n or ''}": [letter * 60] * size for n in range(64)}
