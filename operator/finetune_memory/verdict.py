@@ -123,7 +123,7 @@ def no_change_suffices(least: Alternative) -> str:
     tried = (
         f"even with {least.text} a rank needs {total}" if least.changes else f"no setting saves memory, and a rank needs {total}"
     )
-    return f"no change suffices: {tried} needs {total}, most of it {most.name} ({format_bytes(most.bytes)}: {most.detail})"
+    return f"no change suffices: {tried}, most of it {most.name} ({format_bytes(most.bytes)}: {most.detail})"
 
 
 def memory_finding(verdict: MemoryVerdict) -> Finding | None:

@@ -74,7 +74,12 @@ async def read_metrics(address: str) -> str:
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(address) as answer:
             if answer.status != 200:
                 return f"{address} answers with status {answer.status}"
-            text = (await answer.content.read(METRICS_BYTES)).decode()
+            # One read gives what has come so far, which may end in the middle of a line.
+            blocks, size = [], 0
+            while size < METRICS_BYTES and (block := await answer.content.read(METRICS_BYTES - size)):
+                blocks.append(block)
+                size += len(block)
+            text = b"".join(blocks).decode()
     except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
         reason = str(error) or type(error).__name__
         return f"{address}: {reason}; is the operator running, and does networkPolicy.metricsFrom let this pod in?"

@@ -18,7 +18,7 @@ def examine(
 ) -> tuple[ClusterFacts, list[Check]]:
     """Read the facts of a cluster and judge them. `image` replaces the profile's in the network probe. Raises LocalError."""
     client = ClusterClient(context)
-    with Interruption() as interruption:
+    with Interruption(stopping="the two pods and their policies are deleted") as interruption:
 
         def probed(found: FineTuneProfileSpec | None) -> NetworkProbe | UnknownFact:
             if found is None and image is None:

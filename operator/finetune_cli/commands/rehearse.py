@@ -37,7 +37,7 @@ def rehearse_job(manifest: str, options: Options, seconds: float) -> ExitCode:
     check_given(named, options.claim_paths)
     # Of claims without records, and without results, nothing is needed.
     needed = named if plan.fetch is not None else [use for use in named if use.name == plan.model.location.claim]
-    with locked(place) as lock, Interruption() as interruption:
+    with locked(place) as lock, Interruption(stopping="the rehearsal is given up") as interruption:
         link_claims(needed, claim_directories(needed, options.claims, options.claim_paths), place.claims)
         if plan.fetch is not None:
             place.record.unlink(missing_ok=True)

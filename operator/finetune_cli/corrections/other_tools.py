@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune_cli.corrections.wrong_field import letters
 from finetune_job.api.inputs import Attention
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Precision, Scheduler
@@ -31,12 +31,8 @@ _Translate = Callable[[Any, Spec], Equivalent]
 
 def answer(name: str, value: Any, spec: Spec) -> Equivalent | None:
     """What to write instead of a setting `name`; None if no other tool is known to have it. spec: all that is written."""
-    translate = _BY_NAME.get(_letters(name))
+    translate = _BY_NAME.get(letters(name))
     return None if translate is None else translate(value, spec)
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[-_]", "", name).lower()
 
 
 def _same(path: str) -> _Translate:
@@ -48,7 +44,7 @@ def _words(path: str, words: Mapping[str, str], usual: str) -> _Translate:
     """Another name, and other words for its values. usual: what to propose for a word that is not known."""
 
     def translate(value: Any, _spec: Spec) -> Equivalent:
-        known = words.get(_letters(str(value)))
+        known = words.get(letters(str(value)))
         return Equivalent(f"write spec.{path}: {known or usual}", {path: known or usual}, is_certain=known is not None)
 
     return translate
@@ -77,7 +73,7 @@ def _is_off(value: Any) -> bool:
 
 def _accumulation(value: Any, spec: Spec) -> Equivalent:
     training, parallelism = _part(spec, "training"), _part(spec, "parallelism")
-    micro = next((count for name, size in training.items() if _letters(name) in _MICRO_BATCH and (count := _count(size))), None)
+    micro = next((count for name, size in training.items() if letters(name) in _MICRO_BATCH and (count := _count(size))), None)
     ranks = (_count(parallelism.get("nodes")) or 1) * (_count(parallelism.get("processesPerNode")) or 1)
     steps = _count(value) or 1
     total = (micro or 1) * ranks * steps
@@ -275,4 +271,4 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("image", "trainer_image", "resources", "node_selector", "tolerations", "affinity", "gpu", "service_account_name"),
      _profile("images, resources and placement")),
 )  # fmt: skip
-_BY_NAME: dict[str, _Translate] = {_letters(name): translate for names, translate in _ROWS for name in names}
+_BY_NAME: dict[str, _Translate] = {letters(name): translate for names, translate in _ROWS for name in names}

@@ -238,11 +238,11 @@ def _address(wrong: WrongField, text: str, fits: Callable[[str], bool]) -> Itera
 
 def _with_hub(wrong: WrongField, use: Use) -> tuple[tuple[tuple[tuple[int | str, ...], Any], ...], str]:
     """What an address of the Hub needs besides: a commit to read, a token to write."""
-    beside = wrong.content
+    siblings = wrong.content
     for part in wrong.place[:-1]:
-        beside = beside[part]
+        siblings = siblings[part]
     name, value = ("secretRef", {"name": WRITE_TOKEN_SECRET}) if use == "output" else ("revision", NO_COMMIT)
-    if beside.get(name) is not None:
+    if siblings.get(name) is not None:
         return (), ""
     note = "a secretRef with a write token" if use == "output" else "a revision: the commit that the repository's page shows"
     return (((*wrong.place[:-1], name), value),), note

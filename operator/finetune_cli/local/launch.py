@@ -157,7 +157,7 @@ class Trainer:
         self.close()
 
 
-STOPPING = "stopping: what runs now saves its state first; Ctrl-C once more ends it at once and loses what it has not saved"
+SAVING = "what runs now saves its state first; Ctrl-C once more ends it at once and loses what it has not saved"
 ENDING = "ending at once"
 
 
@@ -173,9 +173,9 @@ class Interruption:
     After SIGHUP nothing is printed any more, because the terminal is gone. A process that was started to ignore it does so.
     """
 
-    def __init__(self, tell: Callable[[str], None] = _tell) -> None:
-        """`tell`: of what a signal leads to, at once; called in its handler."""
-        self._tell = tell
+    def __init__(self, tell: Callable[[str], None] = _tell, *, stopping: str = SAVING) -> None:
+        """`tell`: of what a signal leads to, at once; called in its handler. `stopping`: what the first one leads to."""
+        self._tell, self._stopping = tell, stopping
         self._request = threading.Event()
         self._requested_at = 0.0
         self._process: Process | None = None
@@ -207,7 +207,7 @@ class Interruption:
         if not self._request.is_set():
             self._requested_at = now
             self._request.set()
-            self._tell(STOPPING)
+            self._tell(f"stopping: {self._stopping}")
             self._send(signal.SIGTERM)
         elif now - self._requested_at >= ONE_SIGNAL_SECONDS:
             self._tell(ENDING)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
@@ -63,6 +65,10 @@ def run_directory_of(claims: Path, job: JobIdentity, purpose: str = "") -> RunDi
     return RunDirectory(claims.absolute() / ".finetune" / f"{job.namespace}.{job.name}{suffix}")
 
 
+LOOK_SECONDS = 1.0
+"""`holder_of` of another command holds the lock for less."""
+
+
 @contextmanager
 def locked(place: RunDirectory) -> Iterator[int]:
     """Keep other commands from this job while one runs; the descriptor of the lock, for processes that must keep it.
@@ -71,14 +77,23 @@ def locked(place: RunDirectory) -> Iterator[int]:
     """
     place.root.mkdir(parents=True, exist_ok=True)
     with place.lock.open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise LocalError(f"{place.root.name}: {held_text(place)}", ExitCode.FAILED) from error
+        deadline = time.monotonic() + LOOK_SECONDS
+        while not _take(lock):
+            if _named_in(place).pid or time.monotonic() > deadline:
+                raise LocalError(f"{place.root.name}: {held_text(place)}", ExitCode.FAILED)
+            time.sleep(0.05)
         lock.truncate(0)
         lock.write(Holder(pid=os.getpid(), since=datetime.now(UTC)).model_dump_json())
         lock.flush()
         yield lock.fileno()
+
+
+def _take(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class Holder(BaseModel):

@@ -82,8 +82,8 @@ class DataMapping(ApiModel):
     """What the records call the parts of their format, if not as the format does."""
 
     preset: MappingPreset | None = None
-    """Names of a published form; fields set beside it replace them. Alpaca: with PromptCompletion, or with Chat, which makes a
-    question and its answer of each record. ShareGPT: with Chat."""
+    """Names of a published form; other fields that are set replace them. Alpaca: with PromptCompletion, or with Chat, which makes
+    a question and its answer of each record. ShareGPT: with Chat."""
     messages: FieldName | None = None
     """Key of the turns of a chat. Unset: messages."""
     role: FieldName | None = None

@@ -134,6 +134,7 @@ def test_no_advice_is_given_that_is_not_true() -> None:
     finding = memory_finding(judged(default_job(), "Llama-3.1-405B", 8))
     assert finding is not None
     assert finding.fix.startswith("no change suffices: even with spec.parallelism.nodes: 16, ")
+    assert finding.fix.count(" needs ") == 1
     assert "spec.data.maxSequenceLength: 256" in finding.fix
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +20,12 @@ def serving(content: bytes, status: int) -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(content)
+            # In two parts, as long answers come.
+            half = len(content) // 2
+            for part in (content[:half], content[half:]):
+                self.wfile.write(part)
+                self.wfile.flush()
+                time.sleep(0.1)
 
         def log_message(self, *_: object) -> None:
             """Nothing."""

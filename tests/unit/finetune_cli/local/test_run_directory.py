@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
+import threading
 from datetime import UTC, datetime
 
 import pytest
@@ -113,3 +115,16 @@ def test_what_a_killed_command_left_is_not_taken_for_it(tmp_path):
         kept.wait()
     assert holder_of(place) is None
     assert holder_of(run_directory_of(tmp_path, PLAN.job, "another")) is None
+
+
+def test_a_look_of_another_command_refuses_no_run(tmp_path):
+    place = run_directory_of(tmp_path, PLAN.job)
+    with locked(place):
+        pass
+    # The command that ran last has ended.
+    place.lock.write_text(Holder(pid=1, since=datetime(2026, 1, 1, tzinfo=UTC)).model_dump_json())
+    look = place.lock.open()
+    fcntl.flock(look, fcntl.LOCK_SH)
+    threading.Timer(0.2, look.close).start()
+    with locked(place):
+        assert look.closed
