@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -96,13 +98,7 @@ def validate(
     places = claims or _CLAIMS
     if claim or places.is_dir():
         report = _with_records(report, places, claim or [], is_given=claims is not None or claim is not None)
-    match output:
-        case Output.TEXT:
-            typer.echo(report_text(report), nl=False)
-        case Output.JSON:
-            typer.echo(as_json(report_document(report)), nl=False)
-        case Output.YAML:
-            typer.echo(as_yaml(report_document(report)), nl=False)
+    _print(output, lambda: report_text(report), lambda: report_document(report))
     raise typer.Exit(report.exit_code)
 
 
@@ -121,12 +117,9 @@ def run(
     from finetune_cli.commands.run import Options, run_job
     from finetune_cli.local.claims import parse_claims
 
-    try:
+    with _errors_told():
         options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh)
         code = run_job(_read(file), options)
-    except LocalError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(error.exit_code) from error
     raise typer.Exit(code)
 
 
@@ -143,13 +136,7 @@ def status(
     from finetune_cli.render.known_runs import runs_document, runs_text
 
     runs = known_runs(claims)
-    match output:
-        case Output.TEXT:
-            typer.echo(runs_text(runs, claims), nl=False)
-        case Output.JSON:
-            typer.echo(as_json(runs_document(runs)), nl=False)
-        case Output.YAML:
-            typer.echo(as_yaml(runs_document(runs)), nl=False)
+    _print(output, lambda: runs_text(runs, claims), lambda: runs_document(runs))
 
 
 @app.command()
@@ -165,11 +152,8 @@ def attach(
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.render.run import LiveView
 
-    try:
+    with _errors_told():
         found = find_run(claims, name, namespace)
-    except LocalError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(error.exit_code) from error
     with LiveView(Console(highlight=False), name) as view:
         follow(found, view)
 
@@ -185,11 +169,8 @@ def stop(
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.local.known_runs import stop as stop_run
 
-    try:
+    with _errors_told():
         stop_run(find_run(claims, name, namespace), timeout)
-    except LocalError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(error.exit_code) from error
 
 
 @app.command()
@@ -208,12 +189,9 @@ def rehearse(
     from finetune_cli.commands.run import Options
     from finetune_cli.local.claims import parse_claims
 
-    try:
+    with _errors_told():
         options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=None, fresh=False)
         code = rehearse_job(_read(file), options, timeout)
-    except LocalError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(error.exit_code) from error
     raise typer.Exit(code)
 
 
@@ -262,11 +240,8 @@ def merge(
         MergeBase(base_form),
         quantization,
     )
-    try:
+    with _errors_told():
         code = merge_order(order)
-    except LocalError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(error.exit_code) from error
     raise typer.Exit(code)
 
 
@@ -300,13 +275,7 @@ def estimate(
     except estimate_command.EstimateError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
-    match output:
-        case Output.TEXT:
-            typer.echo(estimate_text(found), nl=False)
-        case Output.JSON:
-            typer.echo(as_json(estimate_document(found)), nl=False)
-        case Output.YAML:
-            typer.echo(as_yaml(estimate_document(found)), nl=False)
+    _print(output, lambda: estimate_text(found), lambda: estimate_document(found))
     raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in found) else ExitCode.REFUSED)
 
 
@@ -330,18 +299,9 @@ def doctor(
     from finetune_cli.checks.cluster import exit_code
     from finetune_cli.commands.doctor import doctor_document, doctor_text, examine
 
-    try:
+    with _errors_told():
         facts, checks = examine(context=context, namespace=namespace, profile=profile, image=image, probe=probe, seconds=timeout)
-    except LocalError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(error.exit_code) from error
-    match output:
-        case Output.TEXT:
-            typer.echo(doctor_text(checks), nl=False)
-        case Output.JSON:
-            typer.echo(as_json(doctor_document(facts, checks)), nl=False)
-        case Output.YAML:
-            typer.echo(as_yaml(doctor_document(facts, checks)), nl=False)
+    _print(output, lambda: doctor_text(checks), lambda: doctor_document(facts, checks))
     raise typer.Exit(exit_code(checks))
 
 
@@ -364,22 +324,14 @@ def data(
     from finetune_cli.local.claims import parse_claims
     from finetune_cli.render.data import look_document, look_text
 
-    try:
+    with _errors_told():
         seen = look_at(_read(file), claims, parse_claims(claim or []), shown=records, limit=first)
-    except LocalError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(error.exit_code) from error
     if isinstance(seen, validate_command.Report):
         typer.echo(report_text(seen), nl=False)
         raise typer.Exit(seen.exit_code)
-    match output:
-        case Output.TEXT:
-            in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-            typer.echo(look_text(seen, in_colour=in_colour), nl=False, color=in_colour)
-        case Output.JSON:
-            typer.echo(as_json(look_document(seen)), nl=False)
-        case Output.YAML:
-            typer.echo(as_yaml(look_document(seen)), nl=False)
+    # Without a terminal nothing is coloured, so nothing has to be taken out.
+    in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    _print(output, lambda: look_text(seen, in_colour=in_colour), lambda: look_document(seen))
     raise typer.Exit(ExitCode.REFUSED if seen.is_refused else ExitCode.DONE)
 
 
@@ -413,11 +365,28 @@ def _with_records(report: validate_command.Report, claims: Path, claim: list[str
     from finetune_cli.commands.data import with_records
     from finetune_cli.local.claims import parse_claims
 
-    try:
+    with _errors_told():
         return with_records(report, claims, parse_claims(claim), is_given=is_given)
+
+
+@contextmanager
+def _errors_told() -> Iterator[None]:
+    """What a command cannot do is one message, and ends it with the error's exit code."""
+    try:
+        yield
     except LocalError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
+
+
+def _print(output: Output, text: Callable[[], str], document: Callable[[], Any]) -> None:
+    match output:
+        case Output.TEXT:
+            typer.echo(text(), nl=False)
+        case Output.JSON:
+            typer.echo(as_json(document()), nl=False)
+        case Output.YAML:
+            typer.echo(as_yaml(document()), nl=False)
 
 
 def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:
