@@ -27,7 +27,9 @@ from finetune_job.plan.run_plan import JobIdentity
 from tests.support.cluster.cache import cache_root
 from tests.support.images import Image, ImageError, build, locks, rebuilt_manifest
 from tests.support.images.base import base_archive, package_sources
+from tests.support.images.buildah import Storage
 from tests.support.images.sources import REPOSITORY, SOURCES, Sources
+from tests.support.images.store import find_image
 from tests.support.images.wheelhouse import wheelhouse
 
 pytestmark = pytest.mark.timeout(1200)
@@ -409,6 +411,27 @@ def _blobs(archive: Path) -> dict[str, str]:
             if entry.name.startswith("blobs/sha256/"):
                 digests[Path(entry.name).name] = hashlib.file_digest(content, "sha256").hexdigest()  # type: ignore[arg-type]
     return digests
+
+
+@pytest.fixture
+def empty_storage(tmp_path: Path) -> Iterator[Storage]:
+    storage = Storage(tmp_path)
+    yield storage
+    shutil.rmtree(storage.mounts)
+
+
+def test_tags_that_were_built_last_are_kept(empty_storage: Storage) -> None:
+    """All images say that they were created at one time, so neither that nor a tag's letters tell which is the newest."""
+    storage, sources = empty_storage, SOURCES["operator"]
+    reference = f"localhost/{sources.name}"
+    (storage.directory / "file.tar").touch()
+    storage.import_base(storage.directory / "file.tar")
+    for tag in ("c", "b", "d", "a", "d", "b"):
+        storage._buildah("tag", "localhost/finetune-base:latest", f"{reference}:built")
+        storage.accept(sources, tag, 2)
+        assert find_image(storage.root, f"{reference}:{tag}") is not None
+    assert [tag for tag in "abcd" if find_image(storage.root, f"{reference}:{tag}")] == ["b", "d"]
+    assert find_image(storage.root, f"{reference}:built") is not None
 
 
 def test_archive_holds_every_blob_that_the_reader_lacks(operator_image: Image) -> None:

@@ -108,8 +108,10 @@ def profile_schema() -> Document:
 
 
 def profile_of(random: Random) -> Document:
-    """A FineTuneProfile; half of them are spoilt."""
+    """A FineTuneProfile with some of its fields, or with values for many; half of them are spoilt."""
     spec = value_of(random, profile_schema())
+    if random.random() < 0.5:
+        spec = {key: spec[key] for key in random.sample(sorted(spec), min(len(spec), 2))}
     document: Document = {"apiVersion": API_VERSION, "kind": PROFILE_KIND, "metadata": {"name": "tried"}, "spec": spec}
     if random.random() < 0.5:
         spoil(random, document)

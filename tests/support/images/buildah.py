@@ -26,13 +26,16 @@ class Storage:
         """Where buildah keeps images; `store.py` reads it."""
         return self.directory / "storage"
 
+    @property
+    def mounts(self) -> Path:
+        """Where buildah keeps its list of mounts, which must not survive a reboot."""
+        return Path("/run/finetune-images") / hashlib.sha256(str(self.directory).encode()).hexdigest()[:16]
+
     def _buildah(self, *arguments: str | Path, text: str | None = None) -> str:
         scratch = self.directory / "scratch"
         scratch.mkdir(parents=True, exist_ok=True)
-        # The list of mounts must not survive a reboot, so it lies apart.
-        mounts = Path("/run/finetune-images") / hashlib.sha256(str(self.directory).encode()).hexdigest()[:16]
         return run(
-            *("buildah", "--storage-driver", "overlay", "--root", self.root, "--runroot", mounts),
+            *("buildah", "--storage-driver", "overlay", "--root", self.root, "--runroot", self.mounts),
             *arguments,
             environment={"TMPDIR": str(scratch), "BUILDAH_ISOLATION": "chroot"},
             text=text,
@@ -86,16 +89,25 @@ class Storage:
         self._buildah("rmi", reference)
 
     def accept(self, sources: Sources, tag: str, keep: int) -> None:
-        """Give the image that was built last its tag, and remove all tags but the `keep` newest."""
+        """Give the image that was built last its tag, and remove all tags but the `keep` that were built last.
+
+        The order is written down here: all images say that they were created at the same time, so that equal sources
+        make equal bytes.
+        """
         self._buildah("tag", _built(sources), f"localhost/{sources.name}:{tag}")
-        listed = self._buildah(
-            *("images", "--noheading", "--format", "{{.CreatedAtRaw}} {{.Name}}:{{.Tag}}"),
-            *("--filter", f"reference=localhost/{sources.name}"),
-        )
-        newest_first = [line.rpartition(" ")[2] for line in sorted(listed.splitlines(), reverse=True)]
-        older = [name for name in newest_first if name != _built(sources)][keep:]
+        earlier = self._accepted.read_text().split() if self._accepted.exists() else []
+        kept = [tag, *(each for each in earlier if each != tag)][:keep]
+        self._accepted.write_text("\n".join(kept))
+        listed = self._buildah("images", "--noheading", "--format", "{{.Name}}:{{.Tag}}")
+        wanted = {_built(sources), *(f"localhost/{sources.name}:{each}" for each in kept)}
+        older = [name for name in listed.split() if name.startswith(f"localhost/{sources.name}:") and name not in wanted]
         if older:
             self._buildah("rmi", *older)
+
+    @property
+    def _accepted(self) -> Path:
+        """The file with the tags that are kept, the newest first."""
+        return self.directory / "tags"
 
     def push(self, reference: str, destination: str, *, plain_http: bool) -> str:
         """Push an image to `registry/repository:tag`, with the logins of `docker login`. Returns its digest there."""

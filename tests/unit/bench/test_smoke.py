@@ -102,6 +102,9 @@ def test_looking_at_a_declared_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(preflight, "MODELS", {"toy": {**preflight.LLAMA_70B, **TOY}})
     monkeypatch.setattr(preflight, "RESULT", tmp_path / "preflight.json")
     monkeypatch.setattr(preflight, "BARE", "import torch")
+    # How fast and how large a look at a real model is, the benchmark itself says.
+    monkeypatch.setattr(preflight, "LIMIT_SECONDS", 300.0)
+    monkeypatch.setattr(preflight, "LIMIT_BYTES", 8 << 30)
     monkeypatch.setattr("sys.argv", ["preflight", "--models", "toy", "--methods", "LoRA"])
     assert preflight.main() == 0
     assert "refused: none" in capsys.readouterr().out
