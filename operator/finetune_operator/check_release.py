@@ -20,6 +20,7 @@ from finetune_job.names import API_VERSION, JOB_KIND
 from finetune_operator.cluster.access import load_configuration
 from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, Document
 from finetune_operator.cluster.api import Api
+from finetune_operator.cluster.bounded_read import read_at_most
 from finetune_operator.cluster.kinds import JOBS
 
 CLAIM = "finetune-test"
@@ -74,12 +75,7 @@ async def read_metrics(address: str) -> str:
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(address) as answer:
             if answer.status != 200:
                 return f"{address} answers with status {answer.status}"
-            # One read gives what has come so far, which may end in the middle of a line.
-            blocks, size = [], 0
-            while size < METRICS_BYTES and (block := await answer.content.read(METRICS_BYTES - size)):
-                blocks.append(block)
-                size += len(block)
-            text = b"".join(blocks).decode()
+            text = (await read_at_most(answer.content, METRICS_BYTES)).decode()
     except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
         reason = str(error) or type(error).__name__
         return f"{address}: {reason}; is the operator running, and does networkPolicy.metricsFrom let this pod in?"

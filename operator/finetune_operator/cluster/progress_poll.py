@@ -10,6 +10,7 @@ import aiohttp
 
 from finetune_job.names import OBSERVE_PORT, Role
 from finetune_job.progress import Progress
+from finetune_operator.cluster.bounded_read import read_at_most
 from finetune_operator.cluster.cache import Cache, JobKey
 from finetune_operator.cluster.gather import Gatherer
 from finetune_operator.cluster.projection import CachedObject
@@ -97,7 +98,7 @@ class ProgressPoll:
             async with session.get(f"http://{host}:{OBSERVE_PORT}/progress", allow_redirects=False) as response:
                 if response.status != 200:
                     return
-                progress = Progress.model_validate_json(await response.content.read(LARGEST_ANSWER_BYTES))
+                progress = Progress.model_validate_json(await read_at_most(response.content, LARGEST_ANSWER_BYTES))
         except (aiohttp.ClientError, TimeoutError, ValueError):
             # Normal while the pod starts, ends or restarts; a run that hangs is the deadlines' affair.
             return

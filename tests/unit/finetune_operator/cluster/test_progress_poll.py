@@ -92,6 +92,20 @@ def test_new_progress_of_rank_zero_wakes_its_job_once() -> None:
     assert polled.told() == PROGRESS
 
 
+def test_answer_that_comes_in_pieces_is_read_to_its_end() -> None:
+    async def in_pieces(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for letter in PROGRESS.model_dump_json():
+            await response.write(letter.encode())
+        return response
+
+    polled = Polled()
+    polled.scene.add(PODS, running())
+    polled.rounds(in_pieces)
+    assert polled.told() == PROGRESS
+
+
 def test_progress_is_that_of_the_pod_that_told_it() -> None:
     polled = Polled()
     polled.scene.add(PODS, running())
