@@ -19,7 +19,7 @@ from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.fence import Fence
 from finetune_operator.cluster.gather import Gatherer
 from finetune_operator.cluster.in_flight import RequestLimiter
-from finetune_operator.cluster.kinds import LEASES, Kind
+from finetune_operator.cluster.kinds import LEASES, PROFILES, Kind
 from finetune_operator.cluster.leadership import (
     CLAIM_LABEL,
     Candidacy,
@@ -29,6 +29,7 @@ from finetune_operator.cluster.leadership import (
     claim_name,
 )
 from finetune_operator.cluster.lease import Elector, LeaseObject, LeaseTiming
+from finetune_operator.cluster.profile_status import ProfileStatus
 from finetune_operator.cluster.progress_poll import ProgressPoll
 from finetune_operator.cluster.projection import CachedObject, utc_now
 from finetune_operator.cluster.raw_objects import UnreadableObjects
@@ -108,11 +109,14 @@ async def _lead(
     gatherer = Gatherer(api, cache, timeouts.pending_events_after, warnings, operator_namespace=settings.lease_namespace)
     recorder = EventRecorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
     executor = Executor(api, cache, gatherer, recorder)
+    profiles = ProfileStatus(api, cache)
     accounts = Accounts(api, cache, settings.lease_namespace, accounts_name(settings.lease_name))
 
     def take_in(kind: Kind, deleted: bool, held: CachedObject) -> None:
         for key in cache.remove(kind, held) if deleted else cache.apply(kind, held):
             queue.add(key, urgency(cache.job(key)))
+        if kind == PROFILES:
+            profiles.changed.set()
 
     def take_warning(event: Document) -> None:
         key = warnings.take(event)
@@ -155,6 +159,7 @@ async def _lead(
     tasks_by_name: dict[str, Callable[[], Awaitable[object]]] = {
         "accounts": accounts.run,
         "progress poll": poll.run,
+        "profiles": profiles.run,
         "checkpoint boost": CheckpointBoost(api, cache, poll).run,
         "relist": relisting.run,
         "loop lag": lambda: measure_loop_lag(metrics.lagged),

@@ -219,6 +219,10 @@ class FineTuneProfileSpec(ApiModel):
     """User ID of the pods. Unset: the image's, or the one that the platform assigns."""
     fs_group: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
     """Group that owns mounted volumes. Unset: the platform's."""
+    supplemental_groups: Annotated[list[Annotated[int, Field(ge=1, le=2_147_483_647)]], Field(max_length=32)] = Field(
+        default_factory=list
+    )
+    """Further groups of the pods, such as those that own the files of a shared file system."""
     node_selector: NodeLabels | None = None
     """Node labels that training pods need, in addition to those of `pods.train.nodeSelector`."""
     pods: PodsByRole = PodsByRole()
@@ -269,12 +273,13 @@ class FineTuneProfileSpec(ApiModel):
 
 
 class FineTuneProfile(ApiModel):
-    """A FineTuneProfile as written in a manifest."""
+    """A FineTuneProfile as written in a manifest; status is read apart."""
 
     api_version: Literal["finetune.dev/v1alpha1"]
     kind: Literal["FineTuneProfile"]
     metadata: ObjectMeta
     spec: FineTuneProfileSpec
+    status: Annotated[dict[str, Any] | None, Field(exclude=True)] = None
 
 
 def is_allowed(address: str, beginnings: Sequence[str]) -> bool:

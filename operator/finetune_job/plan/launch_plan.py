@@ -141,7 +141,7 @@ class Placement(PlacementModel):
     ADDED = frozenset(
         {
             *("pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost", "requires_rehearsal"),
-            *("scratch_storage", "signing_key_secret"),
+            *("scratch_storage", "signing_key_secret", "supplemental_groups"),
         }
     )
     profile: str
@@ -154,6 +154,7 @@ class Placement(PlacementModel):
     service_account_name: str
     run_as_user: int | None
     fs_group: int | None
+    supplemental_groups: list[int] = Field(default_factory=list)
     node_selector: dict[str, str]
     """Node labels that training pods need, in addition to those of `pods.train`."""
     pods: PlacedPods = PlacedPods()

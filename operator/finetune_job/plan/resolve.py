@@ -129,6 +129,7 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Place
         service_account_name=profile.service_account_name,
         run_as_user=profile.run_as_user,
         fs_group=profile.fs_group,
+        supplemental_groups=profile.supplemental_groups,
         node_selector=profile.node_selector or {},
         pods=PlacedPods(
             fetch=_pod_placement(pods.fetch or pods.cpu),

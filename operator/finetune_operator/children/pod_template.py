@@ -153,6 +153,8 @@ def pod_security_context(placement: Placement) -> dict[str, Any]:
     context: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     if placement.run_as_user is not None:
         context["runAsUser"] = placement.run_as_user
+    if placement.supplemental_groups:
+        context["supplementalGroups"] = placement.supplemental_groups
     if placement.fs_group is not None:
         context["fsGroup"] = placement.fs_group
         # Walking a claim with millions of files at every start would take longer than the start itself.

@@ -75,7 +75,7 @@ def project(kind: Kind, document: Document) -> CachedObject:
             return CachedObject(key, *_compressed(fields, document, "spec", "status"), summary=summary, unreadable=fields.notes)
         case "FineTuneProfile":
             profile = profile_summary(fields.at("spec"))
-            return CachedObject(key, *_compressed(fields, document, "spec"), profile=profile, unreadable=fields.notes)
+            return CachedObject(key, *_compressed(fields, document, "spec", "status"), profile=profile, unreadable=fields.notes)
         case "ConfigMap":
             plan = fields.at("data").text(PLAN_KEY, 2**20)
             return CachedObject(key, *packed({"plan": plan}), unreadable=fields.notes)
