@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,10 +165,7 @@ def ensure_binaries() -> Binaries:
     found = find_binaries()
     if found is not None:
         return found
-    for module in _MODULES:
-        with _locked(cache_root() / f"{module.name}.lock"):
-            if not module.directory().exists():
-                _build(module)
+    _ensure_built(_MODULES)
     found = find_binaries()
     if found is None:
         raise BuildError(f"the build left an executable out: delete {cache_root()} and build again")
@@ -177,10 +174,21 @@ def ensure_binaries() -> Binaries:
 
 def ensure_cosign() -> Path:
     """Return the program that verifies releases, built if the cache lacks it. Raises BuildError."""
-    with _locked(cache_root() / f"{_COSIGN.name}.lock"):
-        if not _COSIGN.directory().exists():
-            _build(_COSIGN)
+    _ensure_built((_COSIGN,))
     return _COSIGN.directory() / "cosign"
+
+
+def _ensure_built(modules: Sequence[_Module]) -> None:
+    """Build what the cache lacks. What several modules have in common, Go's own library above all, is compiled once."""
+    with _locked(cache_root() / "go-build.lock"):
+        missing = [module for module in modules if not module.directory().exists()]
+        compiled = cache_root() / "go-build"
+        try:
+            for module in missing:
+                _build(module, compiled)
+        finally:
+            # Three gigabytes that only a change of the sources would ever use again.
+            shutil.rmtree(compiled, ignore_errors=True)
 
 
 @contextmanager
@@ -192,7 +200,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(module: _Module) -> None:
+def _build(module: _Module, compiled: Path) -> None:
     go = shutil.which("go")
     if go is None:
         raise BuildError(
@@ -201,14 +209,13 @@ def _build(module: _Module) -> None:
         )
     target = module.directory()
     target.parent.mkdir(parents=True, exist_ok=True)
-    compile_cache = target.parent / "go-build"
-    compile_cache.mkdir(exist_ok=True)
+    compiled.mkdir(exist_ok=True)
     environment = {
         **os.environ,
         "CGO_ENABLED": "0",
         "GOTOOLCHAIN": "local",
         "GOGC": "400",
-        "GOCACHE": str(compile_cache),
+        "GOCACHE": str(compiled),
         "GOFLAGS": "-mod=readonly -buildvcs=false",
     }
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
@@ -216,8 +223,6 @@ def _build(module: _Module) -> None:
         output.mkdir()
         _compile(module, go, output, environment | {"GOTMPDIR": scratch})
         output.rename(target)
-    # Three gigabytes that only a change of the sources would ever use again.
-    shutil.rmtree(compile_cache)
 
 
 def _compile(module: _Module, go: str, output: Path, environment: dict[str, str]) -> None:
