@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.forked_operator import ForkedOperator
 from tests.integration.kube import Kube
 from tests.integration.operator_process import OperatorProcess
 from tests.integration.workload import Workload
@@ -76,7 +77,7 @@ def operator(installed: Installed, workload: Workload, tmp_path: Path) -> Iterat
 
         def start(identity: str = "test", *, everywhere: bool = False) -> OperatorProcess:
             log = tmp_path / f"operator-{identity}.log"
-            process = OperatorProcess(
+            process = ForkedOperator(
                 installed.operator_kubeconfig,
                 log,
                 *([] if everywhere else [f"--namespace={workload.namespace}"]),

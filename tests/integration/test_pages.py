@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from finetune_job.names import Role
+from tests.integration.forked_operator import ForkedOperator
 from tests.integration.kube import Kube, RefusedError
 from tests.integration.operator_process import OperatorProcess
 from tests.integration.workload import Workload
@@ -84,7 +85,7 @@ class Platform:
         """The operator, which is not started yet."""
         lease = (f"--lease-namespace={SYSTEM}", f"--lease-name={NAME}", f"--identity={name}")
         self.kube.delete("Lease", SYSTEM, NAME)
-        return OperatorProcess(self.release().kubeconfig(), self.directory / f"operator-{name}.log", *lease)
+        return ForkedOperator(self.release().kubeconfig(), self.directory / f"operator-{name}.log", *lease)
 
     def team(self, namespace: str) -> Workload:
         """A namespace, with its claims."""
