@@ -103,6 +103,8 @@ class Attempt(StatusModel):
     start_time: Timestamp = ""
     scheduled_time: Timestamp = ""
     """When the last of its pods had a node."""
+    prepared_time: Timestamp = ""
+    """When the last of its pods had its volumes and its network; what is left until it runs is the pull of the image."""
     running_time: Timestamp = ""
     """When the last of its pods began to run."""
     end_time: Timestamp = ""
