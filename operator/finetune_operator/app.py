@@ -41,6 +41,7 @@ from finetune_operator.health import BEAT_SECONDS, Health, health_server
 from finetune_operator.logs import logger
 from finetune_operator.loop_pauses import freeze_objects, measure_loop_lag
 from finetune_operator.metrics import Metrics
+from finetune_operator.metrics_gate import Certificate, MetricsGate
 from finetune_operator.settings import Settings, Timeouts
 from finetune_operator.watch import Watches
 from finetune_operator.worker import Worker, urgency
@@ -57,13 +58,20 @@ async def run(settings: Settings, timeouts: Timeouts) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     health, metrics = Health(), Metrics()
-    server = health_server(settings.listen_address, settings.listen_port, health, metrics.registry)
+    server = health_server(
+        settings.listen_address,
+        settings.listen_port,
+        health,
+        metrics.registry,
+        gate=MetricsGate() if settings.metrics_authentication else None,
+        tls=None if settings.tls_directory is None else Certificate(settings.tls_directory),
+    )
     server.start()
     _log.info("listening", address=server.address[0], port=server.address[1], identity=settings.identity)
     beat = asyncio.create_task(_beat(health))
     configuration = await load_configuration()
     leadership = LeadershipThread(lambda: _candidacy(configuration, settings, timeouts), health.standing_by)
-    api = _leaders_api(configuration, timeouts, metrics, leadership.fence)
+    api = _leaders_api(configuration, settings, timeouts, metrics, leadership.fence)
     try:
         if not await _run_unless_stopped(stopping, _wait_for_crds(configuration, timeouts, metrics)):
             return 0
@@ -88,10 +96,10 @@ async def _wait_for_crds(configuration: Configuration, timeouts: Timeouts, metri
         await api.close()
 
 
-def _leaders_api(configuration: Configuration, timeouts: Timeouts, metrics: Metrics, fence: Fence) -> Api:
+def _leaders_api(configuration: Configuration, settings: Settings, timeouts: Timeouts, metrics: Metrics, fence: Fence) -> Api:
     return Api(
         configuration,
-        in_flight=RequestLimiter(timeouts.requests_in_flight),
+        in_flight=RequestLimiter(settings.rates.requests_in_flight),
         request_timeout=timeouts.request_timeout,
         observer=metrics.request,
         fence=fence,
@@ -142,11 +150,11 @@ async def _lead(
         cache,
         gatherer,
         queue.add,
-        period=timeouts.progress_period,
-        longest=timeouts.progress_period_longest,
-        writes_per_second=timeouts.progress_writes_per_second,
+        period=settings.rates.progress_seconds,
+        longest=max(settings.rates.progress_seconds, timeouts.progress_period_longest),
+        writes_per_second=settings.rates.progress_writes_per_second,
     )
-    workers = [asyncio.create_task(worker.run()) for _ in range(timeouts.workers)]
+    workers = [asyncio.create_task(worker.run()) for _ in range(settings.rates.workers)]
     relisting = Relisting(
         compare=lambda: relist(api, cache, settings.namespaces),
         job_keys=cache.job_keys,

@@ -103,6 +103,15 @@ class Endpoints(ApiModel):
     """Region of the object store. Unset: us-east-1."""
 
 
+class CaBundle(ApiModel):
+    """Certificates of authorities, in a ConfigMap of the job's namespace."""
+
+    config_map: ObjectName
+    """ConfigMap, such as trust-manager keeps in every namespace."""
+    key: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = "ca.crt"
+    """Key with the certificates in PEM."""
+
+
 class FetchSettings(Endpoints):
     """Ways out of the cluster for what is read."""
 
@@ -246,6 +255,9 @@ class FineTuneProfileSpec(ApiModel):
     """Ways out of the cluster for `hf://`, `s3://` and `oci://` destinations."""
     network: NetworkSettings = NetworkSettings()
     """What the pods of a run may reach, and who may reach them."""
+    ca_bundle: CaBundle | None = None
+    """What fetch and publish trust when they speak TLS, in place of the public authorities of the image: all that the Hub, the
+    object store, the registry and a proxy need. Unset: the image's."""
     allow_remote_code: bool = False
     """Whether jobs may set model.allowRemoteCode."""
     require_rehearsal: bool = False

@@ -143,6 +143,7 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Place
         checkpoint_priority_boost=profile.kueue.checkpoint_priority_boost,
         requires_rehearsal=profile.require_rehearsal,
         scratch_storage=profile.scratch_storage,
+        ca_bundle=profile.ca_bundle,
         signing_key_secret=profile.publish.signing_key_secret.name if profile.publish.signing_key_secret else None,
     )
 
