@@ -156,7 +156,8 @@ def test_doctor_needs_the_rights_that_are_documented_and_no_fewer(
     config = json.loads(installed.operator_kubeconfig.read_text())
     config["users"][0]["user"]["token"] = token
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    # The client reads KUBECONFIG when it is imported.
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
     subject = {"kind": "ServiceAccount", "name": "doctor", "namespace": workload.namespace}
     facts_of = {
         "apps": lambda facts: facts.operators,

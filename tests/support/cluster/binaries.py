@@ -80,6 +80,8 @@ class _Module:
 
 
 _FLAGS = ("-trimpath", "-gcflags=all=-dwarf=false")
+_QUICK = ("-trimpath", "-gcflags=all=-dwarf=false -l")
+"""For programs that do little: without inlining a third less is spent on compiling them."""
 _CLUSTER = _Module(
     name="cluster-bin",
     sources=_GO_SOURCES,
@@ -99,14 +101,14 @@ _S3 = _Module(
     sources=_GO_SOURCES / "s3",
     packages=("github.com/versity/versitygw/cmd/versitygw",),
     programs=("versitygw",),
-    flags=(*_FLAGS, "-ldflags", "-s -w"),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
 )
 _COSIGN = _Module(
     name="cosign-bin",
     sources=_GO_SOURCES / "cosign",
     packages=("github.com/sigstore/cosign/v3/cmd/cosign",),
     programs=("cosign",),
-    flags=(*_FLAGS, "-ldflags", "-s -w"),
+    flags=(*_QUICK, "-ldflags", "-s -w"),
 )
 """Only for tests of the night: it takes five processor minutes to build."""
 _PROMETHEUS = _Module(
@@ -115,7 +117,7 @@ _PROMETHEUS = _Module(
     packages=("github.com/prometheus/prometheus/cmd/prometheus", "github.com/prometheus/prometheus/cmd/promtool"),
     programs=("prometheus", "promtool"),
     # Targets are static here, and nobody looks at the pages.
-    flags=(*_FLAGS, "-tags", "netgo,remove_all_sd", "-ldflags", "-s -w"),
+    flags=(*_QUICK, "-tags", "remove_all_sd", "-ldflags", "-s -w"),
 )
 _MODULES = (_CLUSTER, _PROBE, _S3, _PROMETHEUS)
 

@@ -106,6 +106,13 @@ def test_a_job_that_waits_says_for_what_until_it_has_ended() -> None:
         assert "finetune_job_waiting" not in samples(JobCollector(a_cache(a_job(status=ended))))
 
 
+def test_an_estimate_that_is_none_is_not_told() -> None:
+    for estimate in ("much", 0, -1, None):
+        assert "finetune_job_memory_estimate_bytes" not in samples(
+            JobCollector(a_cache(a_job(status={"memory": {"estimate": estimate}})))
+        )
+
+
 def test_a_thousand_jobs_have_fewer_than_25_series_each() -> None:
     found = samples(JobCollector(a_cache(*(a_job(number) for number in range(NUM_JOBS)))))
     number = sum(map(len, found.values()))
