@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.forked_operator import ForkedOperator
 from tests.integration.kube import Kube
-from tests.integration.operator_process import OperatorProcess
+from tests.integration.operator_process import ForkedOperator, OperatorProcess
 from tests.integration.workload import Workload
 from tests.support.cluster.access import ClusterAccess
 from tests.support.cluster.errors import wait_until

@@ -3,10 +3,8 @@
 import asyncio
 import itertools
 import json
-import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -18,9 +16,10 @@ import yaml
 from finetune_job.names import Role
 from finetune_operator.check_release import MetricsAddress, read_metrics
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
-from tests.integration.forked_operator import ForkedOperator
+from tests.integration.operator_process import ForkedOperator
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import ClusterError, wait_until
+from tests.support.forked_program import run_forked
 from tests.support.installed_chart import CLUSTER_NAME, WAYS_OUT, install
 
 pytestmark = pytest.mark.integration
@@ -365,9 +364,7 @@ def test_helm_test_tries_jobs_and_reads_metrics(
     arguments = [argument.replace(f"{RELEASE}.{SYSTEM}.svc:", "127.0.0.1:") for argument in container["args"]]
 
     def run(access: Path, arguments: list[str]) -> tuple[int, list[str]]:
-        command = [sys.executable, "-m", program, *arguments]
-        environment = {**os.environ, "KUBECONFIG": str(access)}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        ended = run_forked(program, *arguments, KUBECONFIG=str(access))
         return ended.returncode, ended.stdout.splitlines()
 
     code, lines = run(kubeconfig, arguments)

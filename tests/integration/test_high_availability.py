@@ -8,8 +8,7 @@ import pytest
 
 from finetune_job.names import Role
 from tests.integration.conftest import RELEASE, SYSTEM, Installed, OperatorFactory
-from tests.integration.forked_operator import ForkedOperator
-from tests.integration.operator_process import OperatorProcess
+from tests.integration.operator_process import ForkedOperator, OperatorProcess
 from tests.integration.workload import Workload
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.errors import wait_until

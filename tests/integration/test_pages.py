@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from finetune_job.names import Role
-from tests.integration.forked_operator import ForkedOperator
 from tests.integration.kube import Kube, RefusedError
-from tests.integration.operator_process import OperatorProcess
+from tests.integration.operator_process import ForkedOperator, OperatorProcess
 from tests.integration.workload import Workload
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.errors import wait_until
