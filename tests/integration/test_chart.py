@@ -383,6 +383,19 @@ def test_helm_test_tries_jobs_and_reads_metrics(
     installed.cluster.kubectl("delete", "-f", "-", input=yaml.safe_dump_all(kinds))
 
 
+def test_profiles_trust_the_authorities_of_the_chart_or_their_own(installed: Installed) -> None:
+    def bundles(*arguments: str) -> dict[str, Any]:
+        (deployment,) = of_kind(rendered(installed, *arguments), "Deployment")
+        profiles = json.loads(deployment["spec"]["template"]["metadata"]["annotations"]["finetune.dev/profiles"])
+        return {profile["name"]: profile["spec"].get("caBundle") for profile in profiles}
+
+    own = ("--set", "profiles.mirror.caBundle.configMap=mirror-ca")
+    assert bundles(*own) == {"default": None, "mirror": {"configMap": "mirror-ca"}}
+    company = {"configMap": "company-ca", "key": "bundle.pem"}
+    given = ("--set", "caBundle.configMap=company-ca,caBundle.key=bundle.pem")
+    assert bundles(*own, *given) == {"default": company, "mirror": {"configMap": "mirror-ca"}}
+
+
 def test_metrics_are_read_by_tokens_that_may(installed: Installed, workload: Workload, tmp_path: Path) -> None:
     """With the objects that the chart makes for it, and the programs in place of the pods."""
     settings = ("--set", f"namespaces={{{workload.namespace}}},metrics.authentication=true,metrics.tls.secretName=metrics-tls")
