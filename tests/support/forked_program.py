@@ -15,7 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 _SERVER = multiprocessing.get_context("forkserver")
-_PRELOADED = ("finetune_operator.app", "finetune_operator.apply_profiles", "finetune_operator.check_release")
+_PRELOADED = ("finetune_operator.app", "prometheus_client.parser")
+"""What the programs import, and not themselves: they are executed as `__main__`."""
 _SECONDS = 120.0
 
 
