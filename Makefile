@@ -81,9 +81,9 @@ images: environment ## Build both container images (no daemon needed)
 
 IMAGES = all
 .PHONY: push
-push: environment ## Push both images to REGISTRY (registry.example/team), and print the settings with which helm installs them
+push: environment ## Push both images to REGISTRY (registry.example/team); build/images.yaml has the values with which helm installs them
 	@test -n "$(REGISTRY)" || { echo "make push REGISTRY=registry.example/team: name the registry" >&2; exit 2; }
-	$(PYTHON) -m tests.support.images $(IMAGES) --push $(REGISTRY) $(OPTIONS)
+	$(PYTHON) -m tests.support.images $(IMAGES) --push $(REGISTRY) --values build/images.yaml $(OPTIONS)
 
 .PHONY: release
 release: environment ## Push images and chart as VERSION to REGISTRY, sign them with KEY, attach bill and provenance: docs/release.md

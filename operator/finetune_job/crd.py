@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from finetune_job.api.documentation import field_docs
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
-from finetune_job.api.status import FineTuneJobStatus
+from finetune_job.api.status import FineTuneJobStatus, FineTuneProfileStatus
 from finetune_job.finding import UNREADABLE
 from finetune_job.names import (
     GROUP,
@@ -201,9 +201,7 @@ def job_crd() -> Schema:
     """The CustomResourceDefinition of FineTuneJob."""
     spec = structural_schema(FineTuneJobSpec)
     _add_conditions(spec)
-    status = structural_schema(FineTuneJobStatus)
-    _without_defaults(status)
-    status["properties"]["conditions"] |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+    status = _status_schema(FineTuneJobStatus)
     validations = [
         *_freeze_rules(spec),
         {
@@ -235,7 +233,7 @@ def job_crd() -> Schema:
     ]
     return _definition(
         kind=JOB_KIND, plural=JOB_PLURAL, short=["ftj"], scope="Namespaced", columns=columns, validations=validations,
-        properties={"spec": spec, "status": status}, subresources={"status": {}},
+        properties={"spec": spec, "status": status},
         description="One fine-tuning run: from a base model and data to a merged, verified model.",
     )  # fmt: skip
 
@@ -245,13 +243,22 @@ def profile_crd() -> Schema:
     columns: list[Schema] = [
         {"name": "Image", "type": "string", "jsonPath": ".spec.trainerImage"},
         {"name": "GPU", "type": "string", "jsonPath": ".spec.gpu.resourceName"},
+        {"name": "Ready", "type": "string", "jsonPath": '.status.conditions[?(@.type=="Ready")].status'},
+        {"name": "Reason", "type": "string", "jsonPath": '.status.conditions[?(@.type=="Ready")].reason', "priority": 1},
         {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
     ]
     return _definition(
         kind=PROFILE_KIND, plural=PROFILE_PLURAL, short=["ftp"], scope="Cluster", columns=columns, validations=[],
-        properties={"spec": structural_schema(FineTuneProfileSpec)}, subresources=None,
+        properties={"spec": structural_schema(FineTuneProfileSpec), "status": _status_schema(FineTuneProfileStatus)},
         description="Images, resources and limits that the platform team sets for fine-tuning jobs.",
     )  # fmt: skip
+
+
+def _status_schema(model: type[BaseModel]) -> Schema:
+    status = structural_schema(model)
+    _without_defaults(status)
+    status["properties"]["conditions"] |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+    return status
 
 
 def _without_defaults(node: Schema) -> None:
@@ -266,7 +273,7 @@ def _without_defaults(node: Schema) -> None:
 
 def _definition(
     *, kind: str, plural: str, short: list[str], scope: str, columns: list[Schema], validations: list[dict[str, str]],
-    properties: dict[str, Schema], subresources: Schema | None, description: str,
+    properties: dict[str, Schema], description: str,
 ) -> Schema:  # fmt: skip
     schema: Schema = {
         "type": "object",
@@ -287,9 +294,8 @@ def _definition(
         "storage": True,
         "additionalPrinterColumns": columns,
         "schema": {"openAPIV3Schema": schema},
+        "subresources": {"status": {}},
     }
-    if subresources is not None:
-        version["subresources"] = subresources
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",

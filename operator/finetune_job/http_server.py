@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Protocol
 
 CONNECTIONS = 64
 """Open at a time."""
@@ -35,14 +37,37 @@ class Answer:
     status: HTTPStatus = HTTPStatus.OK
 
 
+class ReaderCheck(Protocol):
+    """Decides who is answered. Both are called in the server's thread."""
+
+    async def refusal(self, path: str, authorization: str) -> Answer | None:
+        """What somebody without the right is answered; None: they have it. `authorization`: the header, empty without one."""
+
+    async def close(self) -> None:
+        """The server ends."""
+
+
 class HttpServer:
     """Listens from its construction and answers from `start` to `stop`. Routes are called in its thread; they should be quick."""
 
-    def __init__(self, host: str, port: int, routes: Mapping[str, Callable[[], Answer]], *, name: str) -> None:
-        """`host`: empty for all interfaces; `port`: 0 for any free one. Raises OSError where it cannot listen."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        routes: Mapping[str, Callable[[], Answer]],
+        *,
+        name: str,
+        gate: ReaderCheck | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
+        """`host`: empty for all interfaces; `port`: 0 for any free one; `gate`: None for everybody; `tls`: asked for each
+        connection, None for plain HTTP. Raises OSError where it cannot listen.
+        """
         self._socket = socket.create_server((host, port), backlog=2 * CONNECTIONS)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._routes = routes
+        self._gate = gate
+        self._tls = tls
         self._connections: dict[asyncio.StreamWriter, None] = {}
         """In the order of their arrival."""
         self._loop = asyncio.new_event_loop()
@@ -69,6 +94,8 @@ class HttpServer:
         server = await asyncio.start_server(self._accept, sock=self._socket, limit=REQUEST_BYTES, backlog=2 * CONNECTIONS)
         await self._stopping.wait()
         server.close()
+        if self._gate is not None:
+            await self._gate.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while len(self._connections) >= CONNECTIONS:
@@ -78,14 +105,27 @@ class HttpServer:
         self._connections[writer] = None
         try:
             async with asyncio.timeout(CONNECTION_SECONDS):
-                writer.write(await self._response(reader))
-                writer.close()
-                await writer.wait_closed()
+                answering = writer if self._tls is None else await self._secured(reader, writer, self._tls())
+                answering.write(await self._response(reader))
+                answering.close()
+                await answering.wait_closed()
         except (OSError, EOFError, TimeoutError):
             pass  # a client that went away, was cut off, or took too long
         finally:
             self._connections.pop(writer, None)
             writer.transport.abort()
+
+    async def _secured(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext
+    ) -> asyncio.StreamWriter:
+        """The connection after its handshake. Here and not by the server, which would count none before that has ended."""
+        protocol = writer.transport.get_protocol()
+        transport = await self._loop.start_tls(
+            writer.transport, protocol, context, server_side=True, ssl_handshake_timeout=CONNECTION_SECONDS
+        )
+        if transport is None:
+            raise ConnectionResetError("the client went away during the handshake")
+        return asyncio.StreamWriter(transport, protocol, reader, self._loop)
 
     async def _response(self, reader: asyncio.StreamReader) -> bytes:
         try:
@@ -98,17 +138,28 @@ class HttpServer:
         method, target, _ = words
         if method not in {"GET", "HEAD"}:
             return _encode(_refusal(HTTPStatus.METHOD_NOT_ALLOWED, "GET only"))
-        return _encode(self._answer(target.partition("?")[0]), has_body=method == "GET")
+        answer = await self._answer(target.partition("?")[0], _header(head, b"authorization"))
+        return _encode(answer, has_body=method == "GET")
 
-    def _answer(self, path: str) -> Answer:
+    async def _answer(self, path: str, authorization: str) -> Answer:
         route = self._routes.get(path)
         if route is None:
             return _refusal(HTTPStatus.NOT_FOUND, f"there are {', '.join(self._routes)}")
         try:
-            return route()
+            refusal = None if self._gate is None else await self._gate.refusal(path, authorization)
+            return route() if refusal is None else refusal
         except Exception:  # noqa: BLE001 - a page that cannot be made must not end the probes
             _log.exception("route %s failed", path)
             return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "see the log")
+
+
+def _header(head: bytes, name: bytes) -> str:
+    """Value of the first header of that name; empty without one."""
+    for line in head.split(b"\r\n")[1:]:
+        found, separator, value = line.partition(b":")
+        if separator and found.strip().lower() == name:
+            return value.strip().decode("latin-1")
+    return ""
 
 
 def _refusal(status: HTTPStatus, why: str) -> Answer:

@@ -34,6 +34,8 @@ PLAN_KEY = "plan.json"
 PLAN_MOUNT = "/plan"
 CLAIMS_MOUNT = "/claims"
 """Each claim that a pod may see is mounted at `/claims/<claim name>`."""
+CA_MOUNT = "/authorities"
+"""Certificates that fetch and publish trust, if the profile names some."""
 CREDENTIALS_MOUNT = "/credentials"
 """Where the kubelet puts each `CredentialFile`; only pods with a way out of the cluster have them."""
 RENDEZVOUS_PORT = 29400

@@ -19,7 +19,7 @@ from finetune_operator.cluster.execute import Executor
 from finetune_operator.cluster.fence import Fence
 from finetune_operator.cluster.gather import Gatherer
 from finetune_operator.cluster.in_flight import RequestLimiter
-from finetune_operator.cluster.kinds import LEASES, Kind
+from finetune_operator.cluster.kinds import LEASES, PROFILES, Kind
 from finetune_operator.cluster.leadership import (
     CLAIM_LABEL,
     Candidacy,
@@ -29,6 +29,7 @@ from finetune_operator.cluster.leadership import (
     claim_name,
 )
 from finetune_operator.cluster.lease import Elector, LeaseObject, LeaseTiming
+from finetune_operator.cluster.profile_status import ProfileStatus
 from finetune_operator.cluster.progress_poll import ProgressPoll
 from finetune_operator.cluster.projection import CachedObject, utc_now
 from finetune_operator.cluster.raw_objects import UnreadableObjects
@@ -40,6 +41,7 @@ from finetune_operator.health import BEAT_SECONDS, Health, health_server
 from finetune_operator.logs import logger
 from finetune_operator.loop_pauses import freeze_objects, measure_loop_lag
 from finetune_operator.metrics import Metrics
+from finetune_operator.metrics_gate import Certificate, MetricsGate
 from finetune_operator.settings import Settings, Timeouts
 from finetune_operator.watch import Watches
 from finetune_operator.worker import Worker, urgency
@@ -56,13 +58,20 @@ async def run(settings: Settings, timeouts: Timeouts) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     health, metrics = Health(), Metrics()
-    server = health_server(settings.listen_address, settings.listen_port, health, metrics.registry)
+    server = health_server(
+        settings.listen_address,
+        settings.listen_port,
+        health,
+        metrics.registry,
+        gate=MetricsGate() if settings.metrics_authentication else None,
+        tls=None if settings.tls_directory is None else Certificate(settings.tls_directory),
+    )
     server.start()
     _log.info("listening", address=server.address[0], port=server.address[1], identity=settings.identity)
     beat = asyncio.create_task(_beat(health))
     configuration = await load_configuration()
     leadership = LeadershipThread(lambda: _candidacy(configuration, settings, timeouts), health.standing_by)
-    api = _leaders_api(configuration, timeouts, metrics, leadership.fence)
+    api = _leaders_api(configuration, settings, timeouts, metrics, leadership.fence)
     try:
         if not await _run_unless_stopped(stopping, _wait_for_crds(configuration, timeouts, metrics)):
             return 0
@@ -87,10 +96,10 @@ async def _wait_for_crds(configuration: Configuration, timeouts: Timeouts, metri
         await api.close()
 
 
-def _leaders_api(configuration: Configuration, timeouts: Timeouts, metrics: Metrics, fence: Fence) -> Api:
+def _leaders_api(configuration: Configuration, settings: Settings, timeouts: Timeouts, metrics: Metrics, fence: Fence) -> Api:
     return Api(
         configuration,
-        in_flight=RequestLimiter(timeouts.requests_in_flight),
+        in_flight=RequestLimiter(settings.rates.requests_in_flight),
         request_timeout=timeouts.request_timeout,
         observer=metrics.request,
         fence=fence,
@@ -108,11 +117,14 @@ async def _lead(
     gatherer = Gatherer(api, cache, timeouts.pending_events_after, warnings, operator_namespace=settings.lease_namespace)
     recorder = EventRecorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
     executor = Executor(api, cache, gatherer, recorder)
+    profiles = ProfileStatus(api, cache)
     accounts = Accounts(api, cache, settings.lease_namespace, accounts_name(settings.lease_name))
 
     def take_in(kind: Kind, deleted: bool, held: CachedObject) -> None:
         for key in cache.remove(kind, held) if deleted else cache.apply(kind, held):
             queue.add(key, urgency(cache.job(key)))
+        if kind == PROFILES:
+            profiles.changed.set()
 
     def take_warning(event: Document) -> None:
         key = warnings.take(event)
@@ -138,11 +150,11 @@ async def _lead(
         cache,
         gatherer,
         queue.add,
-        period=timeouts.progress_period,
-        longest=timeouts.progress_period_longest,
-        writes_per_second=timeouts.progress_writes_per_second,
+        period=settings.rates.progress_seconds,
+        longest=max(settings.rates.progress_seconds, timeouts.progress_period_longest),
+        writes_per_second=settings.rates.progress_writes_per_second,
     )
-    workers = [asyncio.create_task(worker.run()) for _ in range(timeouts.workers)]
+    workers = [asyncio.create_task(worker.run()) for _ in range(settings.rates.workers)]
     relisting = Relisting(
         compare=lambda: relist(api, cache, settings.namespaces),
         job_keys=cache.job_keys,
@@ -155,6 +167,7 @@ async def _lead(
     tasks_by_name: dict[str, Callable[[], Awaitable[object]]] = {
         "accounts": accounts.run,
         "progress poll": poll.run,
+        "profiles": profiles.run,
         "checkpoint boost": CheckpointBoost(api, cache, poll).run,
         "relist": relisting.run,
         "loop lag": lambda: measure_loop_lag(metrics.lagged),

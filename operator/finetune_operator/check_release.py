@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import ssl
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -68,11 +70,28 @@ async def _try(api: Api, namespace: str, job: Document, code: int, said: str) ->
     return "" if code == 201 else "the API server accepts it"
 
 
-async def read_metrics(address: str) -> str:
-    """What is wrong with the metrics at this address; empty: they can be read."""
+@dataclass(frozen=True)
+class MetricsAddress:
+    """Where the operator's metrics are."""
+
+    address: str
+    authorities: Path | None = None
+    """Certificates that sign the server's; None: those of the system."""
+    token: Path | None = None
+    """What to show; None: nothing."""
+
+
+async def read_metrics(metrics: MetricsAddress) -> str:
+    """What is wrong with the metrics; empty: they can be read. Raises OSError where a file is missing."""
+    address = metrics.address
+    context = ssl.create_default_context(cafile=None if metrics.authorities is None else str(metrics.authorities))
+    headers = {} if metrics.token is None else {"Authorization": f"Bearer {metrics.token.read_text().strip()}"}
     try:
         timeout = aiohttp.ClientTimeout(total=METRICS_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(address) as answer:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.get(address, ssl=context) as answer,
+        ):
             if answer.status != 200:
                 return f"{address} answers with status {answer.status}"
             text = (await read_at_most(answer.content, METRICS_BYTES)).decode()
@@ -86,7 +105,7 @@ async def read_metrics(address: str) -> str:
     return "" if any(family.samples for family in families) else f"{address} has no metrics"
 
 
-async def check(namespace: str, metrics: str | None, *, is_admission_asked: bool) -> list[ReleaseCheck]:
+async def check(namespace: str, metrics: MetricsAddress | None, *, is_admission_asked: bool) -> list[ReleaseCheck]:
     """All checks of a release. Raises ApiUnreachableError, ConfigException."""
     api = Api(await load_configuration())
     try:
@@ -115,10 +134,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="finetune_operator.check_release", description="ReleaseCheck an installed release.")
     parser.add_argument("--namespace", required=True, help="a served namespace")
     parser.add_argument("--metrics", help="address of the operator's metrics; unset: they are not read")
+    parser.add_argument("--metrics-ca", type=Path, help="certificates that sign the certificate of the metrics")
+    parser.add_argument("--metrics-token", type=Path, help="token that may read the metrics")
     parser.add_argument("--admission", action="store_true", help="whether the release brings the policy for authors of jobs")
     given = parser.parse_args(arguments)
+    metrics = None if given.metrics is None else MetricsAddress(given.metrics, given.metrics_ca, given.metrics_token)
     try:
-        checks = asyncio.run(check(given.namespace, given.metrics, is_admission_asked=given.admission))
+        checks = asyncio.run(check(given.namespace, metrics, is_admission_asked=given.admission))
     except (ApiUnreachableError, ConfigException) as error:
         print(f"failed: the API server is reached: {error}")
         return 1

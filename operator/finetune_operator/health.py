@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable
 from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from finetune_job.http_server import Answer, HttpServer
+from finetune_job.http_server import Answer, HttpServer, ReaderCheck
 
 BEAT_SECONDS = 5.0
 STALL_SECONDS = 120.0
@@ -45,7 +46,15 @@ class Health:
         return self._clock() - self._beat < STALL_SECONDS
 
 
-def health_server(host: str, port: int, health: Health, registry: CollectorRegistry) -> HttpServer:
+def health_server(
+    host: str,
+    port: int,
+    health: Health,
+    registry: CollectorRegistry,
+    *,
+    gate: ReaderCheck | None = None,
+    tls: Callable[[], ssl.SSLContext] | None = None,
+) -> HttpServer:
     """The server; `address` tells host and port. Raises OSError where it cannot listen."""
 
     def verdict(good: bool, why_not: str) -> Answer:
@@ -60,4 +69,6 @@ def health_server(host: str, port: int, health: Health, registry: CollectorRegis
             "/readyz": lambda: verdict(health.is_ready, health.why_not_ready),
         },
         name="health",
+        gate=gate,
+        tls=tls,
     )

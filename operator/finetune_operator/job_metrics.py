@@ -20,6 +20,10 @@ _NUMBERS = {
     "tokens_per_second": ("finetune_job_tokens_per_second", "Tokens per second over all ranks, as last heard."),
     "goodput": ("finetune_job_goodput_ratio", "Share of the time since training began that went into steps that count."),
     "restarts": ("finetune_job_restarts", "Restarts of the gang so far."),
+    "memory_estimate": (
+        "finetune_job_memory_estimate_bytes",
+        "What preflight expects the fullest rank to need: of its device, or of the pod's memory where there is none.",
+    ),
 }
 """Fact -> metric and its meaning."""
 _TIMES = {

@@ -5,7 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+N = TypeVar("N", int, float)
+
+
+MOST_WORKERS = 48
+"""The cache keeps as many jobs as they were read: more workers would read them again and again."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How much is done at a time."""
+
+    workers: int = 32
+    """Jobs reconciled at the same time; each spends its time waiting for the API server."""
+    requests_in_flight: int = 50
+    """Requests under way at the same time at most; fewer while the API server says that it is busy."""
+    progress_seconds: float = 5.0
+    """How often rank 0 of a job is asked for its progress."""
+    progress_writes_per_second: float = 20.0
+    """Cap over all jobs: with more than `progress_seconds x this` running jobs each is asked less often."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +49,17 @@ class Settings:
     listen_port: int
     """Port of /metrics, /healthz and /readyz; 0: any free one."""
     log_level: str
+    rates: Rates = Rates()
+    metrics_authentication: bool = False
+    """Whether readers of the metrics need a token that the API server knows, and the right to read them."""
+    tls_directory: Path | None = None
+    """Has tls.crt and tls.key; None: plain HTTP."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
     """Periods and limits, in seconds unless their name says otherwise."""
 
-    workers: int = 32
-    """Jobs reconciled at the same time; each spends its time waiting for the API server."""
-    requests_in_flight: int = 50
-    """Requests under way at the same time at most; fewer while the API server says that it is busy."""
     pass_budget: float = 1.0
     """CPU seconds for reading and judging one job. A job that needs more is refused before its start."""
     request_timeout: float = 30.0
@@ -54,10 +78,7 @@ class Timeouts:
     claim_renew_deadline: float = 40.0
     claim_retry: float = 10.0
     """Of the claim to namespaces: nobody waits for it but another release, so it is renewed less often."""
-    progress_period: float = 5.0
     progress_period_longest: float = 60.0
-    progress_writes_per_second: float = 20.0
-    """Cap over all jobs: with more than `period x this` running jobs each is asked less often."""
     pending_events_after: float = 5.0
     """Pods pending for longer have their Events read, because a missing Secret or volume shows nowhere else."""
     drain: float = 20.0
@@ -86,7 +107,35 @@ def parse_settings(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--listen-address", default="0.0.0.0", help="address of the metrics and probe server")  # noqa: S104
     parser.add_argument("--listen-port", type=int, default=8080, help="port of the metrics and probe server")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    usual = Rates()
+    parser.add_argument(
+        "--workers", type=_between(int, 1, MOST_WORKERS), default=usual.workers, help="jobs looked at at the same time"
+    )
+    parser.add_argument(
+        "--requests-in-flight",
+        type=_between(int, 1, 1000),
+        default=usual.requests_in_flight,
+        help="requests to the API server under way at the same time at most",
+    )
+    parser.add_argument(
+        "--progress-seconds",
+        type=_between(float, 1, 3600),
+        default=usual.progress_seconds,
+        help="how often a running job is asked for its progress",
+    )
+    parser.add_argument(
+        "--progress-writes-per-second",
+        type=_between(float, 1, 1000),
+        default=usual.progress_writes_per_second,
+        help="status writes for progress at most, over all jobs",
+    )
+    parser.add_argument(
+        "--metrics-authentication", action="store_true", help="answer /metrics only to tokens that may `get` it; needs --tls"
+    )
+    parser.add_argument("--tls", type=Path, metavar="DIRECTORY", help="serve TLS with DIRECTORY/tls.crt and DIRECTORY/tls.key")
     given = parser.parse_args(arguments)
+    if given.metrics_authentication and given.tls is None:
+        parser.error("--metrics-authentication needs --tls: tokens do not travel in clear text")
     return Settings(
         namespaces=tuple(sorted(set(given.namespace))),
         lease_namespace=given.lease_namespace,
@@ -96,4 +145,17 @@ def parse_settings(arguments: list[str] | None = None) -> Settings:
         listen_address=given.listen_address,
         listen_port=given.listen_port,
         log_level=given.log_level,
+        rates=Rates(given.workers, given.requests_in_flight, given.progress_seconds, given.progress_writes_per_second),
+        metrics_authentication=given.metrics_authentication,
+        tls_directory=given.tls,
     )
+
+
+def _between(kind: Callable[[str], N], least: N, most: N) -> Callable[[str], N]:
+    def parse(text: str) -> N:
+        number = kind(text)
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most}")
+        return number
+
+    return parse

@@ -10,15 +10,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.support.stack import NAMESPACE, Stack
+from tests.support.documented import doctor_roles
+from tests.support.stack import NAMESPACE, RELEASE, SYSTEM_NAMESPACE, Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+USER_ROLE = f"{RELEASE}-finetune-operator-{SYSTEM_NAMESPACE}-user"
 COMMAND = (str(Path(sys.executable).with_name("finetune")), "doctor", "--namespace", NAMESPACE, "--output", "json")
 
 
-def diagnosis(stack: Stack) -> tuple[int, dict[str, Any]]:
-    done = subprocess.run(COMMAND, env=stack.cluster.environment, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def environment(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of somebody who has the documented rights, those to make jobs, and no others."""
+    cluster_role, role = doctor_roles(NAMESPACE)
+    account = ("--serviceaccount", f"{NAMESPACE}:doctor")
+    stack.apply(cluster_role, role)
+    stack.cluster.kubectl("create", "serviceaccount", "doctor", "--namespace", NAMESPACE)
+    stack.cluster.kubectl("create", "clusterrolebinding", "doctor", "--clusterrole", cluster_role["metadata"]["name"], *account)
+    for name, reference in (("doctor", f"--role={role['metadata']['name']}"), ("doctor-user", f"--clusterrole={USER_ROLE}")):
+        stack.cluster.kubectl("create", "rolebinding", name, reference, "--namespace", NAMESPACE, *account)
+    config = yaml.safe_load(stack.cluster.kubeconfig.read_text())
+    token = stack.cluster.kubectl("create", "token", "doctor", "--namespace", NAMESPACE, "--duration", "2h").strip()
+    config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
+    path = tmp_path_factory.mktemp("doctor") / "kubeconfig"
+    path.write_text(json.dumps(config))
+    return stack.cluster.environment | {"KUBECONFIG": str(path)}
+
+
+def diagnosis(environment: dict[str, str]) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     checks = json.loads(done.stdout)["checks"]
     return done.returncode, {check["id"]: (check["outcome"], check["message"]) for check in checks}
@@ -30,8 +51,8 @@ def left(stack: Stack) -> list[dict[str, Any]]:
     return [one for one in found if one["metadata"]["name"].startswith("finetune-doctor-")]
 
 
-def test_a_cluster_with_everything_is_healthy(stack: Stack) -> None:
-    code, checks = diagnosis(stack)
+def test_a_cluster_with_everything_is_healthy(stack: Stack, environment: dict[str, str]) -> None:
+    code, checks = diagnosis(environment)
     assert {name: outcome for name, (outcome, _) in checks.items()} == dict.fromkeys(
         (
             "kubernetes-version",
@@ -50,17 +71,17 @@ def test_a_cluster_with_everything_is_healthy(stack: Stack) -> None:
     assert left(stack) == []
 
 
-def test_a_network_without_enforcement_is_found_out(stack: Stack) -> None:
+def test_a_network_without_enforcement_is_found_out(stack: Stack, environment: dict[str, str]) -> None:
     with stack.without_enforcement():
-        code, checks = diagnosis(stack)
+        code, checks = diagnosis(environment)
     assert [name for name, (outcome, _) in checks.items() if outcome != "passed"] == ["network-policies"]
     assert "does not enforce NetworkPolicies" in checks["network-policies"][1]
     assert code == 1
     assert left(stack) == []
 
 
-def test_an_interrupted_probe_leaves_nothing(stack: Stack) -> None:
-    with subprocess.Popen(COMMAND, env=stack.cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+def test_an_interrupted_probe_leaves_nothing(stack: Stack, environment: dict[str, str]) -> None:
+    with subprocess.Popen(COMMAND, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         stack.wait(lambda: left(stack), "the probe's first pod", 60)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)

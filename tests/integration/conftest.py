@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.kube import Kube
-from tests.integration.operator_process import OperatorProcess
+from tests.integration.operator_process import ForkedOperator, OperatorProcess
 from tests.integration.workload import Workload
 from tests.support.cluster.access import ClusterAccess
 from tests.support.cluster.errors import wait_until
@@ -76,7 +76,7 @@ def operator(installed: Installed, workload: Workload, tmp_path: Path) -> Iterat
 
         def start(identity: str = "test", *, everywhere: bool = False) -> OperatorProcess:
             log = tmp_path / f"operator-{identity}.log"
-            process = OperatorProcess(
+            process = ForkedOperator(
                 installed.operator_kubeconfig,
                 log,
                 *([] if everywhere else [f"--namespace={workload.namespace}"]),

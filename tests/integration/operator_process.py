@@ -9,13 +9,33 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from tests.support.cluster.errors import wait_until
+from tests.support.forked_program import ForkedProgram
 
 DEADLINE = 120.0
+
+
+class Process(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class OperatorProcess:
@@ -39,10 +59,13 @@ class OperatorProcess:
     def start(self) -> None:
         """Start it (again)."""
         self._read_from = self.log.stat().st_size if self.log.exists() else 0
-        command = [sys.executable, "-m", "finetune_operator", "--listen-address=127.0.0.1", "--listen-port=0", *self._arguments]
-        environment = {**os.environ, "KUBECONFIG": str(self._kubeconfig)}
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        arguments = ("--listen-address=127.0.0.1", "--listen-port=0", *self._arguments)
+        self.process = self._launch(arguments, {**os.environ, "KUBECONFIG": str(self._kubeconfig)}, self.log)
+
+    def _launch(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+        with log.open("ab") as output:
+            command = [sys.executable, "-m", "finetune_operator", *arguments]
+            return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
     def kill(self) -> None:
         """SIGKILL: it gets no chance to tidy up."""
@@ -80,3 +103,10 @@ class OperatorProcess:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as refusal:
             return refusal.code, refusal.read().decode()
+
+
+class ForkedOperator(OperatorProcess):
+    """The same, forked from a process that has imported it: for tests that measure neither its start nor its memory."""
+
+    def _launch(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+        return ForkedProgram("finetune_operator", arguments, environment, log)

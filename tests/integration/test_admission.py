@@ -35,7 +35,18 @@ def user(workload: Workload, name: str, *rules: dict[str, Any], groups: tuple[st
         "subjects": [{"kind": "User", "name": name, "apiGroup": "rbac.authorization.k8s.io"}],
     }
     workload.kube.create("RoleBinding", workload.namespace, binding)
-    return Workload(workload.kube.acting_as(name, groups), workload.namespace)
+    tenant = Workload(workload.kube.acting_as(name, groups), workload.namespace)
+
+    def has_rights() -> bool:
+        try:
+            tenant.kube.get("FineTuneJob", workload.namespace, "none")
+        except RefusedError:
+            return False
+        return True
+
+    # The API server takes a moment to know them.
+    wait_until(has_rights, f"the rights of {name}", 60)
+    return tenant
 
 
 def refusal(tenant: Workload, name: str = "theft", **changes: Any) -> str:
@@ -54,7 +65,7 @@ def policy_is_asked(workload: Workload) -> None:
         try:
             tenant.apply("early")
         except RefusedError as error:
-            return error.code == 403
+            return "you may not use" in str(error)
         tenant.kube.delete("FineTuneJob", workload.namespace, "early")
         return False
 

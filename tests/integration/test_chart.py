@@ -1,11 +1,10 @@
 """The chart: what it renders, what it refuses, that it installs, upgrades and stays within its rights."""
 
+import asyncio
 import itertools
 import json
-import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -15,10 +14,12 @@ import pytest
 import yaml
 
 from finetune_job.names import Role
+from finetune_operator.check_release import MetricsAddress, read_metrics
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
-from tests.integration.operator_process import OperatorProcess
+from tests.integration.operator_process import ForkedOperator
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import ClusterError, wait_until
+from tests.support.forked_program import run_forked
 from tests.support.installed_chart import CLUSTER_NAME, WAYS_OUT, install
 
 pytestmark = pytest.mark.integration
@@ -34,7 +35,7 @@ PUBLISH = {
 
 def rendered(installed: Installed, *arguments: str, release: str = RELEASE, namespace: str = SYSTEM) -> list[Document]:
     text = installed.cluster.helm("template", release, CHART, "--namespace", namespace, *arguments)
-    return [document for document in yaml.safe_load_all(text) if document]
+    return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
 def of_kind(documents: list[Document], kind: str) -> list[Document]:
@@ -99,7 +100,7 @@ def test_what_kueue_is_told_takes_rights_that_are_given_on_request(installed: In
 
 def test_definitions_are_the_generated_ones_and_survive_uninstalling(installed: Installed) -> None:
     crds = of_kind(rendered(installed), "CustomResourceDefinition")
-    generated = [yaml.safe_load(path.read_text()) for path in sorted((CHART.parents[1] / "crds").glob("*.yaml"))]
+    generated = [yaml.load(path.read_text(), yaml.CSafeLoader) for path in sorted((CHART.parents[1] / "crds").glob("*.yaml"))]
     assert crds == generated
     assert all(crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for crd in crds)
     assert not of_kind(rendered(installed, "--set", "crds.enabled=false"), "CustomResourceDefinition")
@@ -328,7 +329,7 @@ def test_rights_in_one_namespace_suffice(installed: Installed, workload: Workloa
         own = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
         arguments = [argument for argument in own if not argument.startswith("--listen-port")]
         workload.apply()
-        operator = OperatorProcess(
+        operator = ForkedOperator(
             kubeconfig, tmp_path / "operator.log", *arguments, f"--lease-namespace={system}", "--identity=one"
         )
         with operator:
@@ -360,12 +361,10 @@ def test_helm_test_tries_jobs_and_reads_metrics(
     kubeconfig.write_text(json.dumps(config))
     (container,) = pod["spec"]["containers"]
     program = container["command"][container["command"].index("-m") + 1]
-    arguments = [argument.replace(f"{RELEASE}.{SYSTEM}:", "127.0.0.1:") for argument in container["args"]]
+    arguments = [argument.replace(f"{RELEASE}.{SYSTEM}.svc:", "127.0.0.1:") for argument in container["args"]]
 
     def run(access: Path, arguments: list[str]) -> tuple[int, list[str]]:
-        command = [sys.executable, "-m", program, *arguments]
-        environment = {**os.environ, "KUBECONFIG": str(access)}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        ended = run_forked(program, *arguments, KUBECONFIG=str(access))
         return ended.returncode, ended.stdout.splitlines()
 
     code, lines = run(kubeconfig, arguments)
@@ -384,13 +383,72 @@ def test_helm_test_tries_jobs_and_reads_metrics(
     installed.cluster.kubectl("delete", "-f", "-", input=yaml.safe_dump_all(kinds))
 
 
+def test_profiles_trust_the_authorities_of_the_chart_or_their_own(installed: Installed) -> None:
+    def bundles(*arguments: str) -> dict[str, Any]:
+        (deployment,) = of_kind(rendered(installed, *arguments), "Deployment")
+        profiles = json.loads(deployment["spec"]["template"]["metadata"]["annotations"]["finetune.dev/profiles"])
+        return {profile["name"]: profile["spec"].get("caBundle") for profile in profiles}
+
+    own = ("--set", "profiles.mirror.caBundle.configMap=mirror-ca")
+    assert bundles(*own) == {"default": None, "mirror": {"configMap": "mirror-ca"}}
+    company = {"configMap": "company-ca", "key": "bundle.pem"}
+    given = ("--set", "caBundle.configMap=company-ca,caBundle.key=bundle.pem")
+    assert bundles(*own, *given) == {"default": company, "mirror": {"configMap": "mirror-ca"}}
+
+
+def test_metrics_are_read_by_tokens_that_may(installed: Installed, workload: Workload, tmp_path: Path) -> None:
+    """With the objects that the chart makes for it, and the programs in place of the pods."""
+    settings = ("--set", f"namespaces={{{workload.namespace}}},metrics.authentication=true,metrics.tls.secretName=metrics-tls")
+    documents = rendered(installed, *settings)
+    (deployment,) = of_kind(documents, "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert (container["livenessProbe"]["httpGet"]["scheme"], container["readinessProbe"]["httpGet"]["scheme"]) == ("HTTPS",) * 2
+    of_metrics = [
+        each
+        for each in documents
+        if each["metadata"]["name"].endswith(("-auth-delegator", "-metrics-reader"))
+        or (each["kind"] in ("ServiceAccount", "ClusterRoleBinding") and each["metadata"]["name"].endswith("-test"))
+    ]
+    assert len(of_metrics) == 4
+    installed.cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(of_metrics))
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=metrics"
+    files = ("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / "tls.key", "-out", tmp_path / "tls.crt")
+    subprocess.run([*make.split(), *files], check=True, capture_output=True)
+    for name in (f"{RELEASE}-test", "default"):
+        token = installed.cluster.kubectl("create", "token", name, "--namespace", SYSTEM).strip()
+        (tmp_path / name).write_text(token)
+    flags = [one for one in container["args"] if one.startswith(("--metrics-auth", "--tls", "--workers", "--requests"))]
+    assert [flag.partition("=")[0] for flag in flags] == [
+        "--workers",
+        "--requests-in-flight",
+        "--tls",
+        "--metrics-authentication",
+    ]
+    arguments = [flag.replace("/etc/metrics-tls", str(tmp_path)) for flag in flags]
+    place = (f"--namespace={workload.namespace}", f"--lease-namespace={SYSTEM}", f"--lease-name={RELEASE}-metrics")
+    operator = ForkedOperator(installed.operator_kubeconfig, tmp_path / "operator.log", *place, *arguments)
+
+    def read(token: Path | None) -> str:
+        return asyncio.run(read_metrics(MetricsAddress(f"https://127.0.0.1:{port}/metrics", tmp_path / "tls.crt", token)))
+
+    try:
+        with operator:
+            port = operator.wait_for_line("listening")["port"]
+            wait_until(lambda: read(tmp_path / f"{RELEASE}-test") == "", "the rights to be known", 60)
+            assert read(tmp_path / "default").endswith("answers with status 403")
+            assert read(None).endswith("answers with status 401")
+    finally:
+        installed.cluster.kubectl("delete", "-f", "-", input=yaml.safe_dump_all(of_metrics))
+        installed.kube.delete("Lease", SYSTEM, f"{RELEASE}-metrics")
+
+
 def test_what_the_chart_shows_as_examples_is_accepted(installed: Installed, workload: Workload) -> None:
-    annotations = yaml.safe_load((CHART / "Chart.yaml").read_text())["annotations"]
-    examples = yaml.safe_load(annotations["artifacthub.io/crdsExamples"])
+    annotations = yaml.load((CHART / "Chart.yaml").read_text(), yaml.CSafeLoader)["annotations"]
+    examples = yaml.load(annotations["artifacthub.io/crdsExamples"], yaml.CSafeLoader)
     assert [example["kind"] for example in examples] == ["FineTuneJob", "FineTuneProfile"]
-    named = [definition["name"] for definition in yaml.safe_load(annotations["artifacthub.io/crds"])]
+    named = [definition["name"] for definition in yaml.load(annotations["artifacthub.io/crds"], yaml.CSafeLoader)]
     assert named == ["finetunejobs.finetune.dev", "finetuneprofiles.finetune.dev"]
-    assert {change["kind"] for change in yaml.safe_load(annotations["artifacthub.io/changes"])} <= {
+    assert {change["kind"] for change in yaml.load(annotations["artifacthub.io/changes"], yaml.CSafeLoader)} <= {
         "added",
         "changed",
         "security",

@@ -8,7 +8,7 @@ import pytest
 
 from finetune_job.names import Role
 from tests.integration.conftest import RELEASE, SYSTEM, Installed, OperatorFactory
-from tests.integration.operator_process import OperatorProcess
+from tests.integration.operator_process import ForkedOperator, OperatorProcess
 from tests.integration.workload import Workload
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.errors import wait_until
@@ -21,7 +21,7 @@ AWAY_SECONDS = 30
 def another_release(installed: Installed, log: Path, *arguments: str) -> OperatorProcess:
     """As administrator: the chart gives a release rights to its own Leases only."""
     lease = (f"--lease-namespace={SYSTEM}", "--lease-name=another", "--identity=another")
-    return OperatorProcess(installed.cluster.kubeconfig, log, *lease, *arguments)
+    return ForkedOperator(installed.cluster.kubeconfig, log, *lease, *arguments)
 
 
 def test_second_release_refuses_the_namespaces_of_the_first_and_serves_them_after_it(

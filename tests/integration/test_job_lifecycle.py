@@ -161,6 +161,33 @@ def test_missing_claim_stalls_until_it_is_there(workload: Workload, operator: Op
     workload.wait_for("Validated")
 
 
+def test_an_invalid_profile_says_what_its_jobs_say_until_it_is_corrected(workload: Workload, operator: OperatorFactory) -> None:
+    name = f"twice-{workload.namespace}"
+    kind = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile"}
+    spec = {"trainerImage": "registry.test/trainer:1", "pods": {"train": {"extraResources": {"cpu": "1"}}}}
+    workload.kube.create("FineTuneProfile", "", {**kind, "metadata": {"name": name}, "spec": spec})
+
+    def ready(status: str) -> Document:
+        profile = workload.kube.get("FineTuneProfile", "", name)
+        assert profile is not None
+        found = profile.get("status", {}).get("conditions", [])
+        return next((one for one in found if (one["type"], one["status"]) == ("Ready", status)), {})
+
+    try:
+        workload.apply(profile=name)
+        operator()
+        said = workload.wait(lambda: ready("False"), "the profile to say that it is not valid")
+        assert said["reason"] == "ProfileInvalid"
+        assert said["message"].startswith(f"FineTuneProfile '{name}' is not valid: spec.pods.train.extraResources")
+        stalled = workload.wait_for("Stalled", reason="ProfileInvalid")
+        assert stalled["message"] == f"spec.profile: {said['message']}"
+        workload.kube.patch("FineTuneProfile", "", name, {"spec": {"pods": {"train": {"extraResources": None}}}})
+        workload.wait(lambda: ready("True"), "the profile to be ready")
+        workload.wait_for_pods(Role.PREFLIGHT)
+    finally:
+        workload.kube.delete("FineTuneProfile", "", name)
+
+
 def test_failed_rank_is_recorded_before_the_one_restart(workload: Workload, operator: OperatorFactory) -> None:
     workload.apply(parallelism={"nodes": 2})
     operator()

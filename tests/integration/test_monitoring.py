@@ -127,7 +127,7 @@ def apply_jobs(workload: Workload, profile: str) -> None:
     for name in ("done", "broken", "tune", "late"):
         workload.apply(name, profile=profile, run={"maxRestarts": 1}, output={"destination": f"pvc://results/{name}"})
     for name in ("done", "broken", "tune"):
-        workload.succeed(Role.PREFLIGHT, name=name, model_digest="m" * 8, data_hash="d" * 8)
+        workload.succeed(Role.PREFLIGHT, name=name, model_digest="m" * 8, data_hash="d" * 8, memory_estimate="2000000000")
         (pod,) = workload.wait_for_pods(Role.TRAIN, name=name)
         workload.set_running(pod, ADDRESS)
 

@@ -14,7 +14,7 @@ import pytest
 
 from finetune_job.names import Role
 from tests.integration.kube import Kube, RefusedError
-from tests.integration.operator_process import OperatorProcess
+from tests.integration.operator_process import ForkedOperator, OperatorProcess
 from tests.integration.workload import Workload
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.errors import wait_until
@@ -84,7 +84,7 @@ class Platform:
         """The operator, which is not started yet."""
         lease = (f"--lease-namespace={SYSTEM}", f"--lease-name={NAME}", f"--identity={name}")
         self.kube.delete("Lease", SYSTEM, NAME)
-        return OperatorProcess(self.release().kubeconfig(), self.directory / f"operator-{name}.log", *lease)
+        return ForkedOperator(self.release().kubeconfig(), self.directory / f"operator-{name}.log", *lease)
 
     def team(self, namespace: str) -> Workload:
         """A namespace, with its claims."""

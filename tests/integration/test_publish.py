@@ -22,6 +22,8 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import CheckpointError, DestinationRefusedError, DestinationUnavailableError, TrainerError
 from finetune_trainer.network.retry import RetryPolicy
+from finetune_trainer.publish import oci as oci_module
+from finetune_trainer.publish import s3 as s3_module
 from finetune_trainer.publish.oci import CHUNK_BYTES
 from finetune_trainer.publish.s3 import PART_BYTES
 from finetune_trainer.roles.publish import publish
@@ -33,8 +35,10 @@ from tests.support.registry import PASSWORD, NotThereError, Registry, running_re
 from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY, S3Server, running_s3
 
 QUICK = RetryPolicy(attempts=3, first_seconds=0.01, longest_seconds=0.02, longest_retry_after_seconds=1.0)
-LARGE = (40_000_000, 3000)
-"""Three parts or chunks, and one."""
+PIECE_BYTES = 5 * 1024**2
+"""Of a part or chunk in these tests; no less is a part to an object store."""
+LARGE, TRULY_LARGE = (12_500_000, 3000), (40_000_000, 3000)
+"""Three parts or chunks, and one: of these tests, and of the product."""
 BUCKET = "out"
 KINDS = ("oci", "s3")
 CHUNK_LINE = {"oci": "PATCH ", "s3": "partNumber="}
@@ -178,7 +182,20 @@ def failure(place: Place, context: RunContext) -> TrainerError:
     return caught.value
 
 
-@pytest.mark.parametrize("weight_bytes", [(5000, 3000), LARGE, (PART_BYTES, CHUNK_BYTES + 1)])
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oci_module, "CHUNK_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(s3_module, "PART_BYTES", PIECE_BYTES)
+
+
+@pytest.fixture
+def pieces_of_the_product(monkeypatch: pytest.MonkeyPatch, small_pieces: None) -> None:
+    monkeypatch.setattr(oci_module, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(s3_module, "PART_BYTES", PART_BYTES)
+
+
+@pytest.mark.usefixtures("pieces_of_the_product")
+@pytest.mark.parametrize("weight_bytes", [(5000, 3000), TRULY_LARGE, (PART_BYTES, CHUNK_BYTES + 1)])
 def test_a_release_arrives_byte_for_byte_and_once(place: Place, weight_bytes: tuple[int, int]) -> None:
     context = place.context(weight_bytes=weight_bytes)
     facts = brought(place, context)
@@ -279,7 +296,7 @@ def test_a_destination_that_stays_broken_ends_the_attempt_and_the_next_one_sends
     assert words in str(error)
     assert not is_complete(place.visible("v1"))
     place.proxy.faults.clear()
-    assert int(brought(place, context)["bytes_sent"]) < PART_BYTES
+    assert int(brought(place, context)["bytes_sent"]) < PIECE_BYTES
     assert place.visible("v1") == published_files(context)
 
 
@@ -299,14 +316,14 @@ def test_an_upload_goes_on_where_it_was_broken_off(place: Place) -> None:
     context = place.context(weight_bytes=LARGE)
     # Refused on arrival, so that the registry knows of no half chunk.
     if place.kind == "oci":
-        place.proxy.fail(CHUNK_LINE["oci"], 99, content_range=f"{2 * CHUNK_BYTES}-", status=503)
+        place.proxy.fail(CHUNK_LINE["oci"], 99, content_range=f"{2 * PIECE_BYTES}-", status=503)
     else:
         place.proxy.fail("partNumber=3", 99, status=503)
     failure(place, context)
     assert context.workspace.publication.exists()
     place.proxy.faults.clear()
     sent = int(brought(place, context)["bytes_sent"])
-    assert sent < LARGE[0] - 2 * PART_BYTES + 100_000  # the last part, and what is small
+    assert sent < LARGE[0] - 2 * PIECE_BYTES + 100_000  # the last part, and what is small
     assert place.visible("v1") == published_files(context)
 
 
@@ -417,8 +434,9 @@ def test_no_secret_shows_anywhere(place: Place, tmp_path: Path, is_refused: bool
         assert not [text for text in shown if secret in text]
 
 
+@pytest.mark.usefixtures("pieces_of_the_product")
 def test_sigterm_stops_and_the_next_attempt_goes_on(place: Place, tmp_path: Path) -> None:
-    context = place.context(weight_bytes=LARGE)
+    context = place.context(weight_bytes=TRULY_LARGE)
     reached, released = threading.Event(), threading.Event()
 
     def watch(number: int, moment: Moment) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,10 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from finetune_cli.checks.cluster import UnknownFact
+from finetune_cli.cluster.client import ClusterClient
+from finetune_cli.cluster.read_facts import read_facts
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed
 from tests.integration.kube import Kube
 from tests.integration.workload import Workload
 from tests.support.cluster.errors import wait_until
+from tests.support.documented import doctor_roles
 from tests.support.installed_chart import CLUSTER_NAME
 
 pytestmark = pytest.mark.integration
@@ -45,6 +50,7 @@ IN_NAMESPACES: Mapping[str, tuple[str, ...]] = {
 }
 OF_THE_CLUSTER: Mapping[str, tuple[str, ...]] = {
     "finetuneprofiles.finetune.dev": (*VERBS, "use"),
+    "finetuneprofiles.finetune.dev/status": VERBS,
     "namespaces": VERBS,
     "nodes": VERBS,
     "nodes/proxy": ("get", "create"),
@@ -58,7 +64,7 @@ OF_THE_CLUSTER: Mapping[str, tuple[str, ...]] = {
     "groups": ("impersonate",),
 }
 NEVER = {"secrets", "pods/exec", "pods/attach", "pods/portforward", "pods/ephemeralcontainers", "serviceaccounts/token"} | {
-    name for name in OF_THE_CLUSTER if name != "finetuneprofiles.finetune.dev"
+    name for name in OF_THE_CLUSTER if not name.startswith("finetuneprofiles.")
 }
 """Resources of which nobody here may do anything."""
 HEAD = """# Rights
@@ -106,7 +112,8 @@ def subjects(installed: Installed, workload: Workload) -> Iterator[dict[str, Sub
     kube, one = installed.kube, "one-namespace"
     place = ("--namespace", SYSTEM, "--set", f"namespaces={{{workload.namespace}}},fullnameOverride={one}")
     shown = ("--show-only", "templates/rbac.yaml")
-    documents = [each for each in yaml.safe_load_all(installed.cluster.helm("template", RELEASE, CHART, *place, *shown)) if each]
+    text = installed.cluster.helm("template", RELEASE, CHART, *place, *shown)
+    documents = [each for each in yaml.load_all(text, yaml.CSafeLoader) if each]
     installed.cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(documents))
     bind(kube, workload.namespace, "user", "user")
     bind(kube, workload.namespace, "viewer", "viewer")
@@ -139,6 +146,46 @@ def table(found: Mapping[str, Mapping[str, list[str]]]) -> list[str]:
     return [*lines, "", textwrap.fill("None of them may do anything with " + ", ".join(nobodys) + ".", 130), ""]
 
 
+def test_doctor_needs_the_rights_that_are_documented_and_no_fewer(
+    installed: Installed, workload: Workload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All but those of its two pods, which no node here would run: tests/e2e has them."""
+    kube, (cluster_role, _) = installed.kube, doctor_roles(workload.namespace)
+    kube.create("ServiceAccount", workload.namespace, {"metadata": {"name": "doctor"}})
+    token = installed.cluster.kubectl("create", "token", "doctor", "--namespace", workload.namespace).strip()
+    config = json.loads(installed.operator_kubeconfig.read_text())
+    config["users"][0]["user"]["token"] = token
+    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    # The client reads KUBECONFIG when it is imported.
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    subject = {"kind": "ServiceAccount", "name": "doctor", "namespace": workload.namespace}
+    facts_of = {
+        "apps": lambda facts: facts.operators,
+        "finetune.dev": lambda facts: facts.profile,
+        "storage.k8s.io": lambda facts: facts.storage_classes,
+    }
+    rules = cluster_role["rules"]
+    assert {rule["apiGroups"][0] for rule in rules} == set(facts_of)
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "doctor-of-rights"}
+    kube.create("ClusterRole", "", {"metadata": {"name": "doctor-of-rights"}, "rules": rules})
+    binding = {"metadata": {"name": "doctor-of-rights"}, "roleRef": reference, "subjects": [subject]}
+    kube.create("ClusterRoleBinding", "", binding)
+
+    def unknown() -> set[str]:
+        facts = read_facts(ClusterClient(), workload.namespace, "default", None)
+        return {group for group, fact in facts_of.items() if isinstance(fact(facts), UnknownFact)}
+
+    try:
+        wait_until(lambda: unknown() == set(), "the rights to be known", 60)
+        for rule in rules:
+            others = [one for one in rules if one is not rule]
+            kube.patch("ClusterRole", "", "doctor-of-rights", {"rules": others})
+            wait_until(lambda missing=set(rule["apiGroups"]): unknown() == missing, f"doctor to miss {rule}", 60)
+    finally:
+        kube.delete("ClusterRoleBinding", "", "doctor-of-rights")
+        kube.delete("ClusterRole", "", "doctor-of-rights")
+
+
 def test_everybody_may_do_what_the_page_says(
     installed: Installed, workload: Workload, subjects: dict[str, Subject], tmp_path: Path
 ) -> None:
@@ -162,7 +209,7 @@ def test_everybody_may_do_what_the_page_says(
         for verb in verbs
     ]
     assert [answer for answer in answers if answer[1] in NEVER] == []
-    status = {(who, verb) for who, resource, verb in answers if resource == "finetunejobs.finetune.dev/status"}
+    status = {(who, verb) for who, resource, verb in answers if resource.endswith(".finetune.dev/status")}
     assert status == {("operator", "patch"), ("operator of one namespace", "patch")}
     text = "\n".join([HEAD, *(line for place, each in found.items() for line in (f"## {place}", "", *table(each)))])
     found_here = tmp_path / PAGE.name

@@ -34,11 +34,11 @@ def before(installed: Installed, tmp_path: Path) -> Iterator[Path]:
     (chart / "Chart.yaml").write_text("apiVersion: v2\nname: finetune-operator\nversion: 0.1.0\nappVersion: 0.1.0\n")
     (chart / "templates" / "objects.yaml").write_text(OBJECTS.read_text())
     for path in (ROOT / "crds").glob("*.yaml"):
-        definition = yaml.safe_load(path.read_text())
+        definition = yaml.load(path.read_text(), yaml.CSafeLoader)
         spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
         for name in ADDED_SINCE:
             spec.pop(name, None)
-        (chart / "templates" / path.name).write_text(yaml.safe_dump(definition).replace("{{", '{{ "{{" }}'))
+        (chart / "templates" / path.name).write_text(yaml.dump(definition, Dumper=yaml.CSafeDumper).replace("{{", '{{ "{{" }}'))
     yield chart
     installed.cluster.helm("uninstall", BEFORE, "--namespace", BEFORE_SYSTEM, "--ignore-not-found")
     for namespace in ("before-team", BEFORE_SYSTEM):

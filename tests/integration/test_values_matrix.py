@@ -64,6 +64,9 @@ SAMPLES: Mapping[str, list[Any]] = {
     "proxy.httpProxy": ["", "http://proxy.example:3128"],
     "proxy.httpsProxy": ["", "http://proxy.example:3128"],
     "proxy.noProxy": ["", "10.0.0.0/8,.svc"],
+    "caBundle.configMap": ["", "company-ca"],
+    "caBundle.key": ["ca.crt", "bundle.pem"],
+    "metrics.tls.secretName": ["", "metrics-tls"],
     "serviceAccount.name": ["", "tuner"],
     "serviceAccount.annotations": [{}, {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/x"}],
     "profiles": [
@@ -162,6 +165,9 @@ def test_any_two_values_together_make_objects_that_the_api_server_takes(installe
         if row["metrics.serviceMonitor.create"]:
             # The chart refuses a ServiceMonitor without its Service.
             row["metrics.service.create"] = True
+        if row["metrics.authentication"]:
+            # The chart refuses tokens in clear text.
+            row["metrics.tls.secretName"] = "metrics-tls"
         # The definitions take half a second each time and depend on two flags.
         row["crds.enabled"] = False
         for document in template(installed, nested(row), tmp_path / "values.json"):

@@ -170,7 +170,11 @@ class Workload:
             "restartCount": 0,
             "state": state,
         }
-        conditions = [{"type": "Ready", "status": "True" if ready else "False"}, {"type": "PodScheduled", "status": "True"}]
+        conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
+        conditions += [
+            {"type": kind, "status": "True", "lastTransitionTime": _now()}
+            for kind in ("PodScheduled", "PodReadyToStartContainers")
+        ]
         status = {"phase": phase, "conditions": conditions, "containerStatuses": [entry], **more}
         try:
             self.kube.patch("Pod", self.namespace, pod["metadata"]["name"], {"status": status}, "status")

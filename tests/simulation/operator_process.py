@@ -19,7 +19,7 @@ from finetune_operator.cluster.kinds import EVENTS, WATCHED, Kind, selector_of
 from finetune_operator.cluster.recorder import EventRecorder
 from finetune_operator.cluster.relist import fill, relist
 from finetune_operator.cluster.warning_events import WarningEvents
-from finetune_operator.settings import Timeouts
+from finetune_operator.settings import Rates, Timeouts
 from finetune_operator.worker import Worker, urgency
 from finetune_operator.workqueue import WorkQueue
 from tests.simulation.api_server import ApiServer, Change, Document, labels_match
@@ -128,7 +128,7 @@ class OperatorProcess:
         self._loop = loop
         self._wire = Wire(server, weather, random.Random(seed), on_call, self.kill)
         timeouts = Timeouts()
-        in_flight = RequestLimiter(timeouts.requests_in_flight, clock=loop.time)
+        in_flight = RequestLimiter(Rates().requests_in_flight, clock=loop.time)
         # Small pages, so that lists break in the middle.
         api = simulated_api(self._wire, page_size=3, in_flight=in_flight, clock=lambda: loop.now().timestamp())
         self.cache = Cache(clock=loop.time)

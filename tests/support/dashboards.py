@@ -45,6 +45,9 @@ def _stat(title: str, unit: str, query: str, text: str = "") -> Panel:
 _JOB = 'namespace="$namespace", name="$job"'
 _OF_TRAINING_PODS = 'namespace="$namespace", pod=~"$job-train-[0-9]+-.+"'
 _QUEUED = 'finetune_phase_duration_seconds_bucket{phase="queue"}'
+_STARTED = 'finetune_phase_duration_seconds_bucket{phase=~"startup|pull"}'
+_PEAK = "max by (namespace, name) (finetune_training_peak_memory_bytes)"
+_OF_ESTIMATE = f"{_PEAK} / on (namespace, name) finetune_job_memory_estimate_bytes"
 FLEET = Dashboard(
     "fleet",
     "Fine-tuning: fleet",
@@ -72,6 +75,17 @@ FLEET = Dashboard(
                     "{{queue}} median",
                 ),
                 ("queue:finetune_queue_wait_seconds:p95", "{{queue}} p95"),
+            ),
+            text="Of jobs that have ended.",
+        ),
+        Panel(
+            "From a node to running: volumes and network, and the pull of the image, p95",
+            "s",
+            (
+                (
+                    f"histogram_quantile(0.95, sum by (phase, le) (rate({_STARTED}[1d])))",
+                    "{{phase}}",
+                ),
             ),
             text="Of jobs that have ended.",
         ),
@@ -142,7 +156,15 @@ RUN = Dashboard(
             ),
         ),
         Panel("Slowest rank over the median rank", "short", ((f"finetune_training_straggler_ratio{{{_JOB}}}", "ratio"),)),
-        Panel("Memory of the fullest rank", "bytes", ((f"finetune_training_peak_memory_bytes{{{_JOB}}}", "peak"),)),
+        Panel(
+            "Memory of the fullest rank",
+            "bytes",
+            (
+                (f"finetune_training_peak_memory_bytes{{{_JOB}}}", "peak"),
+                (f"finetune_job_memory_estimate_bytes{{{_JOB}}}", "estimate"),
+            ),
+            text="The estimate is preflight's, from the real model.",
+        ),
         Panel(
             "Time that brought no step",
             "s",
@@ -216,6 +238,17 @@ TEAM = Dashboard(
                     "{{state}}",
                 ),
             ),
+        ),
+        Panel(
+            "Peak memory over its estimate",
+            "percentunit",
+            (
+                (
+                    f"avg by (method) ({_OF_ESTIMATE} * on (namespace, name) group_left (method) finetune_job_info{{{_TEAM}}})",
+                    "{{method}}",
+                ),
+            ),
+            text="Of jobs that train now. Above 1 the estimate was too low.",
         ),
         Panel("Base models of jobs", "short", ((f"count by (model) (finetune_job_info{{{_TEAM}}})", "{{model}}"),)),
         Panel(

@@ -7,6 +7,9 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -23,11 +26,23 @@ class Block:
     """Of the page, of the first line of the text."""
 
 
-def blocks_of(page: Path, language: str = "sh") -> list[Block]:
-    """The page's blocks in that language."""
+def blocks_of(page: Path, language: str = "sh", section: str = "") -> list[Block]:
+    """The page's blocks in that language, of all or of one section (`## NAME`)."""
     text = page.read_text()
+    if section:
+        before, after = text.split(f"\n## {section}\n")
+        text = re.sub(r"[^\n]", "", before) + "\n\n" + after.partition("\n## ")[0]
     found = [Block(match[1], match[2], text.count("\n", 0, match.start(2)) + 1) for match in _BLOCK.finditer(text)]
     return [block for block in found if block.language == language]
+
+
+def doctor_roles(namespace: str) -> list[dict[str, Any]]:
+    """The ClusterRole and the Role that `finetune doctor` needs by the page on installation, in that order."""
+    page = ROOT / "docs" / "platform" / "install.md"
+    (block,) = [block for block in blocks_of(page, "yaml") if "name: finetune-doctor" in block.text]
+    cluster_role, role = yaml.safe_load_all(block.text)
+    role["metadata"]["namespace"] = namespace
+    return [cluster_role, role]
 
 
 class DocumentedCommandError(AssertionError):
@@ -40,6 +55,8 @@ class Reader:
 
     checkout: Path
     environment: Mapping[str, str]
+    patience_seconds: float = _BLOCK_SECONDS
+    """For one block."""
 
     def run(self, page: Path, block: Block) -> str:
         """Run one block, which stops at its first failing command; what it printed.
@@ -54,7 +71,7 @@ class Reader:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_BLOCK_SECONDS,
+            timeout=self.patience_seconds,
             check=False,
         )
         if done.returncode != 0:

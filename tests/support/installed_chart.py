@@ -5,9 +5,7 @@ rights of its ServiceAccount.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import yaml
 from tests.integration.kube import Kube
 from tests.support.cluster.access import ClusterAccess
 from tests.support.cluster.errors import wait_until
+from tests.support.forked_program import run_forked
 
 CHART = Path(__file__).parents[2] / "charts" / "finetune-operator"
 SYSTEM = "finetune-system"
@@ -72,13 +71,7 @@ class InstalledChart:
         program = container["command"][container["command"].index("-m") + 1]
         file = self.directory / "profiles.json"
         file.write_text(template["metadata"]["annotations"][PROFILES_ANNOTATION])
-        return subprocess.run(
-            [sys.executable, "-m", program, file],
-            env={**os.environ, "KUBECONFIG": str(self.kubeconfig())},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return run_forked(program, file, KUBECONFIG=str(self.kubeconfig()))
 
 
 def install(

@@ -27,7 +27,7 @@ def rendered(*settings: str, release: str = "tuning") -> list[Document]:
     """What `helm template` makes of the chart with these values, without a cluster."""
     arguments = [part for setting in settings for part in ("--set", setting)]
     text = run_command(ensure_binaries().helm, "template", release, CHART, "--namespace", SYSTEM, *arguments)
-    return [document for document in yaml.safe_load_all(text) if document]
+    return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
 def rendered_rules(*settings: str) -> Document:

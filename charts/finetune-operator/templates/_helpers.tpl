@@ -83,6 +83,9 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $profiles := list -}}
 {{- range $name, $written := .Values.profiles -}}
 {{- $spec := merge (dict) $written (dict "trainerImage" (include "finetune-operator.imageOf" (list $root $root.Values.trainerImage))) -}}
+{{- if and $root.Values.caBundle.configMap (not $written.caBundle) -}}
+{{- $spec = merge (dict "caBundle" $root.Values.caBundle) $spec -}}
+{{- end -}}
 {{- $owner := include "finetune-operator.profileRole" (list $root $name) -}}
 {{- $profiles = append $profiles (dict "name" $name "owner" $owner "labels" $labels "spec" $spec) -}}
 {{- end -}}

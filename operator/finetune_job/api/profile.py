@@ -103,6 +103,15 @@ class Endpoints(ApiModel):
     """Region of the object store. Unset: us-east-1."""
 
 
+class CaBundle(ApiModel):
+    """Certificates of authorities, in a ConfigMap of the job's namespace."""
+
+    config_map: ObjectName
+    """ConfigMap, such as trust-manager keeps in every namespace."""
+    key: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = "ca.crt"
+    """Key with the certificates in PEM."""
+
+
 class FetchSettings(Endpoints):
     """Ways out of the cluster for what is read."""
 
@@ -219,6 +228,10 @@ class FineTuneProfileSpec(ApiModel):
     """User ID of the pods. Unset: the image's, or the one that the platform assigns."""
     fs_group: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
     """Group that owns mounted volumes. Unset: the platform's."""
+    supplemental_groups: Annotated[list[Annotated[int, Field(ge=1, le=2_147_483_647)]], Field(max_length=32)] = Field(
+        default_factory=list
+    )
+    """Further groups of the pods, such as those that own the files of a shared file system."""
     node_selector: NodeLabels | None = None
     """Node labels that training pods need, in addition to those of `pods.train.nodeSelector`."""
     pods: PodsByRole = PodsByRole()
@@ -242,6 +255,9 @@ class FineTuneProfileSpec(ApiModel):
     """Ways out of the cluster for `hf://`, `s3://` and `oci://` destinations."""
     network: NetworkSettings = NetworkSettings()
     """What the pods of a run may reach, and who may reach them."""
+    ca_bundle: CaBundle | None = None
+    """What fetch and publish trust when they speak TLS, in place of the public authorities of the image: all that the Hub, the
+    object store, the registry and a proxy need. Unset: the image's."""
     allow_remote_code: bool = False
     """Whether jobs may set model.allowRemoteCode."""
     require_rehearsal: bool = False
@@ -269,12 +285,13 @@ class FineTuneProfileSpec(ApiModel):
 
 
 class FineTuneProfile(ApiModel):
-    """A FineTuneProfile as written in a manifest."""
+    """A FineTuneProfile as written in a manifest; status is read apart."""
 
     api_version: Literal["finetune.dev/v1alpha1"]
     kind: Literal["FineTuneProfile"]
     metadata: ObjectMeta
     spec: FineTuneProfileSpec
+    status: Annotated[dict[str, Any] | None, Field(exclude=True)] = None
 
 
 def is_allowed(address: str, beginnings: Sequence[str]) -> bool:

@@ -36,6 +36,15 @@ class Condition(StatusModel):
     last_transition_time: Timestamp
 
 
+class FineTuneProfileStatus(StatusModel):
+    """What the operator says of a profile."""
+
+    observed_generation: int = 0
+    """Generation of the profile that was judged."""
+    conditions: list[Condition] = Field(default_factory=list, max_length=8)
+    """Ready: whether jobs can name it, and if not, why."""
+
+
 class PlanChoice(StatusModel):
     """A value that the manifest left open and the plan fixed."""
 
@@ -94,6 +103,8 @@ class Attempt(StatusModel):
     start_time: Timestamp = ""
     scheduled_time: Timestamp = ""
     """When the last of its pods had a node."""
+    prepared_time: Timestamp = ""
+    """When the last of its pods had its volumes and its network; what is left until it runs is the pull of the image."""
     running_time: Timestamp = ""
     """When the last of its pods began to run."""
     end_time: Timestamp = ""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from finetune_job.api.base import ClaimPath
-from finetune_job.api.profile import Resources
+from finetune_job.api.profile import CaBundle, Resources
 from finetune_job.names import Role
 
 _TRAINING_DATA, _HELD_OUT_DATA = "spec.data.source", "spec.data.validation.source"
@@ -141,7 +141,7 @@ class Placement(PlacementModel):
     ADDED = frozenset(
         {
             *("pods", "image_pull_secrets", "queue_during_preflight", "checkpoint_priority_boost", "requires_rehearsal"),
-            *("scratch_storage", "signing_key_secret"),
+            *("scratch_storage", "signing_key_secret", "supplemental_groups", "ca_bundle"),
         }
     )
     profile: str
@@ -154,6 +154,7 @@ class Placement(PlacementModel):
     service_account_name: str
     run_as_user: int | None
     fs_group: int | None
+    supplemental_groups: list[int] = Field(default_factory=list)
     node_selector: dict[str, str]
     """Node labels that training pods need, in addition to those of `pods.train`."""
     pods: PlacedPods = PlacedPods()
@@ -168,6 +169,7 @@ class Placement(PlacementModel):
     scratch_storage: str | None = None
     """Size limit of /tmp. None: frozen by a release that knew none."""
     signing_key_secret: str | None = None
+    ca_bundle: CaBundle | None = None
     """Secret with the key that signs what is published. None: nothing is signed."""
 
 

@@ -129,6 +129,7 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Place
         service_account_name=profile.service_account_name,
         run_as_user=profile.run_as_user,
         fs_group=profile.fs_group,
+        supplemental_groups=profile.supplemental_groups,
         node_selector=profile.node_selector or {},
         pods=PlacedPods(
             fetch=_pod_placement(pods.fetch or pods.cpu),
@@ -142,6 +143,7 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec) -> Place
         checkpoint_priority_boost=profile.kueue.checkpoint_priority_boost,
         requires_rehearsal=profile.require_rehearsal,
         scratch_storage=profile.scratch_storage,
+        ca_bundle=profile.ca_bundle,
         signing_key_secret=profile.publish.signing_key_secret.name if profile.publish.signing_key_secret else None,
     )
 

@@ -1,9 +1,9 @@
 """What the Jobs of all roles share: one container, the plan, the claims, scratch space, resources, security contexts, and the
 rule for failing pods.
 
-No settings of ours travel in environment variables: a container reads the plan, and the libraries that ranks talk through
-(NCCL, Gloo, UCX) read what the profile says of the network. Credentials are files that the kubelet mounts, in the fetch and
-the publish pod alone. No pod holds Kubernetes credentials.
+No settings of ours travel in environment variables: a container reads the plan. The libraries that ranks talk through (NCCL,
+Gloo, UCX) read what the profile says of the network, and OpenSSL which authorities to trust. Credentials are files that the
+kubelet mounts, in the fetch and the publish pod alone. No pod holds Kubernetes credentials.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune_job.api.profile import RoleResources
-from finetune_job.names import CLAIMS_MOUNT, CREDENTIALS_MOUNT, PLAN_KEY, PLAN_MOUNT, Role, plan_configmap_name
+from finetune_job.names import CA_MOUNT, CLAIMS_MOUNT, CREDENTIALS_MOUNT, PLAN_KEY, PLAN_MOUNT, Role, plan_configmap_name
 from finetune_job.plan.inputs import input_locations
 from finetune_job.plan.launch_plan import LaunchPlan, Placement
 from finetune_operator.children.credentials import credentials_volume
@@ -24,6 +24,7 @@ SCRATCH_MOUNT = "/tmp"  # noqa: S108 - a volume of the pod's own
 """The only writable place next to the claims; the home directory too."""
 SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - a volume of the pod's own
 """Where data loaders and collectives share memory; the default of 64 MiB is too small for either."""
+CA_FILE = "ca.crt"
 DISK = "ephemeral-storage"
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 _INDEX_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -82,12 +83,19 @@ def pod_template(
     if credentials:
         volumes.append(credentials_volume(credentials))
         mounts.append({"name": volumes[-1]["name"], "mountPath": CREDENTIALS_MOUNT, "readOnly": True})
+    variables = [{"name": "HOME", "value": SCRATCH_MOUNT}]
+    if placement.ca_bundle is not None and role in (Role.FETCH, Role.PUBLISH):
+        items = [{"key": placement.ca_bundle.key, "path": CA_FILE}]
+        volumes.append({"name": "authorities", "configMap": {"name": placement.ca_bundle.config_map, "items": items}})
+        mounts.append({"name": "authorities", "mountPath": CA_MOUNT, "readOnly": True})
+        # OpenSSL reads it, and so do the clients of the Hub, of object stores and of registries.
+        variables.append({"name": "SSL_CERT_FILE", "value": f"{CA_MOUNT}/{CA_FILE}"})
     container: dict[str, Any] = {
         "name": CONTAINER_NAME,
         "image": placement.trainer_image,
         "imagePullPolicy": placement.image_pull_policy,
         "args": arguments,
-        "env": [{"name": "HOME", "value": SCRATCH_MOUNT}],
+        "env": variables,
         "resources": {"requests": dict(amounts), "limits": dict(amounts)},
         "securityContext": container_security_context(),
         "terminationMessagePath": "/dev/termination-log",
@@ -153,6 +161,8 @@ def pod_security_context(placement: Placement) -> dict[str, Any]:
     context: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     if placement.run_as_user is not None:
         context["runAsUser"] = placement.run_as_user
+    if placement.supplemental_groups:
+        context["supplementalGroups"] = placement.supplemental_groups
     if placement.fs_group is not None:
         context["fsGroup"] = placement.fs_group
         # Walking a claim with millions of files at every start would take longer than the start itself.

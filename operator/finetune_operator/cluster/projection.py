@@ -75,7 +75,7 @@ def project(kind: Kind, document: Document) -> CachedObject:
             return CachedObject(key, *_compressed(fields, document, "spec", "status"), summary=summary, unreadable=fields.notes)
         case "FineTuneProfile":
             profile = profile_summary(fields.at("spec"))
-            return CachedObject(key, *_compressed(fields, document, "spec"), profile=profile, unreadable=fields.notes)
+            return CachedObject(key, *_compressed(fields, document, "spec", "status"), profile=profile, unreadable=fields.notes)
         case "ConfigMap":
             plan = fields.at("data").text(PLAN_KEY, 2**20)
             return CachedObject(key, *packed({"plan": plan}), unreadable=fields.notes)
@@ -176,7 +176,9 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
     state, waiting = _container_states(status)
     ended, running = state.at("terminated"), state.at("running")
     conditions = {item.text("type", LONGEST_REASON): item for item in status.items("conditions")}
-    disrupted, scheduled = conditions.get("DisruptionTarget", Fields(None)), conditions.get("PodScheduled", Fields(None))
+    disrupted, scheduled, prepared = (
+        conditions.get(kind, Fields(None)) for kind in ("DisruptionTarget", "PodScheduled", "PodReadyToStartContainers")
+    )
     index = metadata.at("annotations").digits(INDEX_LABEL)
     return PodView(
         name=key.name,
@@ -189,6 +191,7 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
         deletion_requested=_deletion_requested(metadata),
         deletion_due=metadata.time("deletionTimestamp"),
         scheduled=scheduled.time("lastTransitionTime") if scheduled.text("status", 16) == "True" else None,
+        prepared=prepared.time("lastTransitionTime") if prepared.text("status", 16) == "True" else None,
         disruption=disrupted.text("reason", LONGEST_REASON) if disrupted.text("status", 16) == "True" else "",
         started=running.time("startedAt") or ended.time("startedAt"),
         finished=ended.time("finishedAt"),

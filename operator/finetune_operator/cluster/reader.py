@@ -19,6 +19,7 @@ from finetune_operator.cluster.kinds import JOBS, PROFILES, Kind
 from finetune_operator.cluster.object_key import Document
 from finetune_operator.cluster.projection import CachedObject
 from finetune_operator.decide.observed import ConfigMapView, JobView, ProfileView
+from finetune_operator.settings import MOST_WORKERS
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -51,9 +52,8 @@ class LruCache(Generic[K, V]):
         return result
 
 
-RECENT_JOBS = 48
-"""Jobs whose document and status are kept as they were read; about 120 kB each. Passes over one job follow each other, and there
-are no more workers than this."""
+RECENT_JOBS = MOST_WORKERS
+"""Jobs whose document and status are kept as they were read; about 120 kB each. Passes over one job follow each other."""
 RECENT_SPECS = 64
 """About 14 kB each."""
 PROFILES_AT_A_TIME = 64

@@ -99,6 +99,10 @@ class Store:
         """Keys of every FineTuneJob."""
         return list(self._job_uids)
 
+    def profiles(self) -> list[CachedObject]:
+        """Every FineTuneProfile."""
+        return list(self._objects[PROFILES].values())
+
     def profile(self, name: str) -> CachedObject | None:
         """The FineTuneProfile of that name."""
         uid = self._profiles.get(name)

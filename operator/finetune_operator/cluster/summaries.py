@@ -155,6 +155,7 @@ def _facts(fields: Fields, conditions: Mapping[str, tuple[str, str]]) -> JobFact
     found: dict[str, float | None] = {
         "progress": min(step / total, 1.0) if total > 0 else None,
         "restarts": float((restarts.integer("counted") or 0) + (restarts.integer("uncounted") or 0)),
+        "memory_estimate": _positive(status.at("memory").integer("estimate")),
         **{name: _number(progress.text(field_name, 32)) for name, field_name in NUMBERS.items()},
     }
     fetch, preflight, merge, publish = (status.integer(f"{role}Attempt") or 0 for role in _CPU_ROLES)
@@ -173,6 +174,10 @@ def _facts(fields: Fields, conditions: Mapping[str, tuple[str, str]]) -> JobFact
         attempts=_shared((fetch, preflight, status.integer("attempt") or 0, merge, publish)),
         has_result=conditions.get("Succeeded", ("Unknown", ""))[0] in ("True", "False"),
     )
+
+
+def _positive(number: int | None) -> float | None:
+    return float(number) if number is not None and number > 0 else None
 
 
 def _number(text: str) -> float | None:

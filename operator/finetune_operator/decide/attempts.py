@@ -34,9 +34,11 @@ def latest_of(status: FineTuneJobStatus, role: Role) -> Attempt | None:
 def opened(status: FineTuneJobStatus, role: Role, number: int, start: datetime, pods: Sequence[PodView] = ()) -> list[Attempt]:
     """The history with an attempt that now runs. `pods`: of this attempt."""
     scheduled = [pod.scheduled for pod in pods if pod.scheduled is not None]
+    prepared = [pod.prepared for pod in pods if pod.prepared is not None]
     started = [pod.started for pod in pods if pod.started is not None]
     times = {
         "scheduled_time": timestamp(max(scheduled)) if scheduled else "",
+        "prepared_time": timestamp(max(prepared)) if prepared else "",
         "running_time": timestamp(max(started)) if started else "",
     }
     return _history(status, Attempt(role=role, number=number, start_time=timestamp(start), **times))

@@ -105,6 +105,8 @@ class PodView:
     """`deletionTimestamp`: when its grace period is over. A pod that is still there later is on a node that does not answer."""
     scheduled: datetime | None = None
     """When the scheduler found a node for it."""
+    prepared: datetime | None = None
+    """When it had its volumes and its network, by the kubelet's condition `PodReadyToStartContainers`."""
     disruption: str = ""
     """Reason of the condition `DisruptionTarget`, empty without one."""
     started: datetime | None = None

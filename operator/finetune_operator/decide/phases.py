@@ -12,7 +12,7 @@ from finetune_operator.decide.times import moment_after
 
 FIRST_STEP = "first_step"
 """From the start of the job to the first optimizer step."""
-PHASES = ("pending", "fetch", "preflight", "queue", "schedule", "startup", "train", "merge", "publish", FIRST_STEP)
+PHASES = ("pending", "fetch", "preflight", "queue", "schedule", "startup", "pull", "train", "merge", "publish", FIRST_STEP)
 
 
 def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[str, float]:
@@ -23,6 +23,7 @@ def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[s
     first = next((one for one in status.attempts if one.role is Role.TRAIN), None)
     released = _seconds(first.start_time) if first is not None else None
     scheduled = _seconds(first.scheduled_time) if first is not None else None
+    prepared = _seconds(first.prepared_time) if first is not None else None
     running = _seconds(first.running_time) if first is not None else None
     trained = done[ConditionType.TRAINED]
     stepped = _seconds(status.progress.first_step_time) if status.progress is not None else None
@@ -32,7 +33,9 @@ def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[s
         "preflight": (done[ConditionType.FETCHED], done[ConditionType.PREPARED]),
         "queue": (done[ConditionType.PREPARED], released),
         "schedule": (released, scheduled),
-        "startup": (scheduled, running),
+        # Volumes and network; a kubelet that does not tell them apart from the pull leaves both here.
+        "startup": (scheduled, running if prepared is None else prepared),
+        "pull": (prepared, running),
         "train": (running, trained),
         "merge": (trained, None if ConditionType.MERGED in skipped else done[ConditionType.MERGED]),
         "publish": (

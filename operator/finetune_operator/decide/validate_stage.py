@@ -25,6 +25,7 @@ from finetune_operator.children.network_policies import network_policies
 from finetune_operator.decide.blocked import wait_for_refused_write
 from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.pass_result import PassResult, status_findings
+from finetune_operator.decide.profile_verdict import invalid_profile
 from finetune_operator.decide.stage import CONDITION, attempt_of, is_started
 from finetune_operator.decide.times import timestamp
 
@@ -92,9 +93,7 @@ def _accepted_plan(observed: Observed, result: PassResult) -> RunPlan | None:
         return None
     if profile.spec is None:
         if profile.error:
-            _refuse(
-                result, Reason.PROFILE_INVALID, f"spec.profile: FineTuneProfile {profile.name!r} is not valid: {profile.error}"
-            )
+            _refuse(result, Reason.PROFILE_INVALID, f"spec.profile: {invalid_profile(profile)}")
         else:
             _refuse(result, Reason.PROFILE_NOT_FOUND, f"spec.profile: there is no FineTuneProfile {profile.name!r}. Create it.")
         return None

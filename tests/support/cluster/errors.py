@@ -7,6 +7,10 @@ from typing import TypeVar
 _Result = TypeVar("_Result")
 
 _POLL_SECONDS = 0.05
+_LONGEST_POLL_SECONDS = 0.3
+"""What is asked for is asked of a server, as a rule, whose cores the test shares."""
+_POLLS_PER_WAIT = 10
+"""A wait becomes longer by a tenth of itself at most."""
 
 
 class ClusterError(RuntimeError):
@@ -23,11 +27,12 @@ def wait_until(condition: Callable[[], _Result], what: str, seconds: float) -> _
     Raises:
         WaitTimeoutError: `condition` was still false after `seconds`.
     """
-    deadline = time.monotonic() + seconds
+    begun = time.monotonic()
     while True:
         result = condition()
         if result:
             return result
-        if time.monotonic() >= deadline:
+        waited = time.monotonic() - begun
+        if waited >= seconds:
             raise WaitTimeoutError(f"waited {seconds:.0f} s in vain for {what}")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(min(max(waited / _POLLS_PER_WAIT, _POLL_SECONDS), _LONGEST_POLL_SECONDS))

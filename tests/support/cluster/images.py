@@ -133,6 +133,10 @@ class ImageStore:
         """Give an image another name as well."""
         run_command(*self._ctr, "images", "tag", name, other)
 
+    def forget(self, registry: str) -> None:
+        """Remove what was pulled from a registry (`host:port`)."""
+        self._remove({name for name in self.names() if name.startswith(f"{registry}/")})
+
     def untag(self, name: str) -> None:
         """Take a name away from an image that has others, if it is there."""
         if name in self.names():

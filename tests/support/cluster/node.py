@@ -21,7 +21,7 @@ from tests.support.cluster.errors import ClusterError
 from tests.support.cluster.image_directory import link_images, node_root
 from tests.support.cluster.images import ImageStore, probe_image_name, write_program_image
 from tests.support.cluster.network import NodeNetwork
-from tests.support.cluster.node_config import containerd_config, kubelet_config, network_plugins_config
+from tests.support.cluster.node_config import containerd_config, kubelet_config, network_plugins_config, plain_http_registry
 from tests.support.cluster.processes import Component, run_command
 from tests.support.cluster.requirements import plugin_directory
 
@@ -193,7 +193,9 @@ class Node:
         (self._configs / "resolv.conf").write_text(f"nameserver {network.BRIDGE_ADDRESS}\n")
         sandbox = probe_image_name(self._control_plane.binaries.probe)
         for name, with_kubelet in (("containerd", True), ("containerd-sweep", False)):
-            text = containerd_config(sandbox_image=sandbox, plugins=plugins, for_kubelet=with_kubelet)
+            text = containerd_config(
+                sandbox_image=sandbox, plugins=plugins, registries=self._registries, for_kubelet=with_kubelet
+            )
             (self._configs / f"{name}.toml").write_text(text)
         kubelet = kubelet_config(
             address=self.place.address,
@@ -206,9 +208,19 @@ class Node:
         network_config = self._private / "etc/cni/net.d/10-bridge.conflist"
         network_config.write_text(json.dumps(network_plugins_config(self.place.pod_range), indent=2))
 
+    def pull_without_tls(self, registry: str) -> None:
+        """Let the container runtime pull from a registry (`host:port`) that speaks no TLS."""
+        file = self._registries / registry / "hosts.toml"
+        file.parent.mkdir(parents=True)
+        file.write_text(plain_http_registry(registry))
+
     @property
     def _configs(self) -> Path:
         return self._directory / "config"
+
+    @property
+    def _registries(self) -> Path:
+        return self._configs / "registries"
 
     @property
     def _subject(self) -> str:

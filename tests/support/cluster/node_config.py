@@ -7,12 +7,13 @@ from tests.support.cluster.certificates import KeyPair
 from tests.support.cluster.network import BRIDGE_ADDRESS
 
 
-def containerd_config(*, sandbox_image: str, plugins: Path, for_kubelet: bool) -> str:
+def containerd_config(*, sandbox_image: str, plugins: Path, registries: Path, for_kubelet: bool) -> str:
     """Return containerd's configuration in TOML.
 
     Args:
         sandbox_image: image of the process that holds a pod's namespaces.
         plugins: directory of the network plugins' programs.
+        registries: directory of `plain_http_registry`'s files, each as `host:port/hosts.toml`; read at each pull.
         for_kubelet: whether to serve the kubelet; without, containerd only keeps its store.
     """
     disabled = [] if for_kubelet else ["io.containerd.grpc.v1.cri"]
@@ -39,10 +40,18 @@ disabled_plugins = {disabled}
       [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
         SystemdCgroup = false
 
+  [plugins."io.containerd.grpc.v1.cri".registry]
+    config_path = "{registries}"
+
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "{plugins}"
     conf_dir = "/etc/cni/net.d"
 """
+
+
+def plain_http_registry(host: str) -> str:
+    """Return containerd's file of a registry (`host:port`) that speaks no TLS."""
+    return f'server = "http://{host}"\n[host."http://{host}"]\ncapabilities = ["pull", "resolve"]\n'
 
 
 def network_plugins_config(pod_range: str) -> dict[str, Any]:

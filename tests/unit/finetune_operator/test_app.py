@@ -100,8 +100,8 @@ def against(
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     servers: list[HttpServer] = []
 
-    def remembered(*arguments: Any) -> HttpServer:
-        servers.append(make(*arguments))
+    def remembered(*arguments: Any, **named: Any) -> HttpServer:
+        servers.append(make(*arguments, **named))
         return servers[-1]
 
     make = app.health_server

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from finetune_operator.check_release import job_with, main, read_metrics
+from finetune_operator.check_release import MetricsAddress, job_with, main, read_metrics
 
 
 @contextmanager
@@ -53,14 +53,14 @@ def serving(content: bytes, status: int) -> Iterator[str]:
 )
 def test_metrics_are_parsed(content: bytes, status: int, problem: str) -> None:
     with serving(content, status) as address:
-        found = asyncio.run(read_metrics(address))
+        found = asyncio.run(read_metrics(MetricsAddress(address)))
     assert (problem in found) if problem else found == ""
 
 
 def test_an_operator_that_does_not_answer_is_named() -> None:
     with serving(b"", 200) as address:
         pass
-    assert "does networkPolicy.metricsFrom let this pod in?" in asyncio.run(read_metrics(address))
+    assert "does networkPolicy.metricsFrom let this pod in?" in asyncio.run(read_metrics(MetricsAddress(address)))
 
 
 def test_a_job_differs_in_one_field() -> None:

@@ -26,6 +26,7 @@ STATUS = {
     "completionTime": "2026-01-02T05:05:00Z",
     "attempt": 1,
     "restarts": {"counted": 1, "uncounted": 2},
+    "memory": {"estimate": 6000000000, "limit": 80000000000},
     "progress": {
         "step": 30,
         "totalSteps": 120,
@@ -87,6 +88,7 @@ def test_a_job_is_told_by_its_status() -> None:
         "finetune_job_tokens_per_second": 4000,
         "finetune_job_goodput_ratio": 0.9,
         "finetune_job_restarts": 3,
+        "finetune_job_memory_estimate_bytes": 6000000000,
         "finetune_job_created_timestamp_seconds": 1767323045,
         "finetune_job_start_timestamp_seconds": 1767323100,
         "finetune_job_completion_timestamp_seconds": 1767330300,
@@ -104,12 +106,19 @@ def test_a_job_that_waits_says_for_what_until_it_has_ended() -> None:
         assert "finetune_job_waiting" not in samples(JobCollector(a_cache(a_job(status=ended))))
 
 
+def test_an_estimate_that_is_none_is_not_told() -> None:
+    for estimate in ("much", 0, -1, None):
+        assert "finetune_job_memory_estimate_bytes" not in samples(
+            JobCollector(a_cache(a_job(status={"memory": {"estimate": estimate}})))
+        )
+
+
 def test_a_thousand_jobs_have_fewer_than_25_series_each() -> None:
     found = samples(JobCollector(a_cache(*(a_job(number) for number in range(NUM_JOBS)))))
     number = sum(map(len, found.values()))
     print(f"{number} series of {NUM_JOBS} jobs: {number / NUM_JOBS:g} each")
     assert number < MOST_SERIES * NUM_JOBS
-    assert number == 13 * NUM_JOBS
+    assert number == 14 * NUM_JOBS
 
 
 HOSTILE = 'x"\n\\{}' + "y" * 500
@@ -121,6 +130,8 @@ HOSTILE = 'x"\n\\{}' + "y" * 500
         a_job(method={"type": HOSTILE}, run={"queueName": HOSTILE}, model={"source": HOSTILE}, parallelism={"nodes": "two"}),
         a_job(status={"progress": {"step": -5, "totalSteps": 0, "loss": "nan", "evalLoss": "1e999", "goodput": [], "step_": 1}}),
         a_job(status={"phase": HOSTILE, "restarts": "many", "startTime": "yesterday", "conditions": [{"type": "Ready"}]}),
+        a_job(status={"memory": {"estimate": "much"}}),
+        a_job(status={"memory": {"estimate": -1}}),
         a_job(method="LoRA", run=7, model=[], parallelism={"processesPerNode": None}),
     ],
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from finetune_operator.settings import parse_settings
+from finetune_operator.settings import Rates, parse_settings
 
 
 def test_defaults_come_from_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +34,32 @@ def test_namespaces_are_sorted_and_none_counts_twice() -> None:
     assert parse_settings(given).namespaces == ("a", "b")
 
 
-@pytest.mark.parametrize("given", [["--listen-port", "http"], ["--log-level", "loud"], ["--unknown"]])
+def test_rates_are_told_or_usual() -> None:
+    assert parse_settings([]).rates == Rates(32, 50, 5.0, 20.0)
+    given = ["--workers=4", "--requests-in-flight=8", "--progress-seconds=30", "--progress-writes-per-second=2"]
+    assert parse_settings(given).rates == Rates(4, 8, 30.0, 2.0)
+
+
+def test_tokens_are_asked_for_by_tls_alone() -> None:
+    settings = parse_settings(["--metrics-authentication", "--tls=/etc/metrics-tls"])
+    assert (settings.metrics_authentication, settings.tls_directory) == (True, Path("/etc/metrics-tls"))
+    assert (parse_settings([]).metrics_authentication, parse_settings([]).tls_directory) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--listen-port", "http"],
+        ["--log-level", "loud"],
+        ["--unknown"],
+        ["--workers=0"],
+        ["--workers=49"],
+        ["--requests-in-flight=1001"],
+        ["--progress-seconds=0.5"],
+        ["--progress-writes-per-second=nan"],
+        ["--metrics-authentication"],
+    ],
+)
 def test_malformed_arguments_end_with_a_usage_message(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         parse_settings(given)

@@ -54,6 +54,23 @@ def test_the_publish_pod_is_given_the_destinations_credentials_as_files(destinat
     assert "writer" not in str(fetch_job(run_of(job), 0))
 
 
+@pytest.mark.parametrize("role", Role)
+def test_what_speaks_to_the_outside_trusts_the_authorities_of_the_profile(role: Role) -> None:
+    job = ELSEWHERE.with_profile(caBundle={"configMap": "company-ca", "key": "bundle.pem"})
+    pod = pod_spec(BUILDERS[role](run_of(job), 0))
+    (container,) = pod["containers"]
+    volumes = [volume["configMap"] for volume in pod["volumes"] if volume["name"] == "authorities"]
+    mounts = [mount for mount in container["volumeMounts"] if mount["name"] == "authorities"]
+    variables = [one["value"] for one in container["env"] if one["name"] == "SSL_CERT_FILE"]
+    if role in (Role.FETCH, Role.PUBLISH):
+        assert volumes == [{"name": "company-ca", "items": [{"key": "bundle.pem", "path": "ca.crt"}]}]
+        assert mounts == [{"name": "authorities", "mountPath": "/authorities", "readOnly": True}]
+        assert variables == ["/authorities/ca.crt"]
+    else:
+        assert (volumes, mounts, variables) == ([], [], [])
+    assert "authorities" not in str(BUILDERS[role](run_of(ELSEWHERE), 0))
+
+
 def test_only_the_publish_pod_is_given_the_key_that_signs() -> None:
     job = ELSEWHERE.spec("output", {"destination": "hf://org/tuned", "secretRef": {"name": "writer"}})
     run = run_of(job.with_profile(publish={"signingKeySecret": {"name": "model-signing"}}))

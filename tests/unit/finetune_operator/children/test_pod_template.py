@@ -38,9 +38,10 @@ def test_pods_pass_pod_security_restricted(role: Role) -> None:
 @pytest.mark.parametrize("role", Role)
 def test_identity_comes_from_the_profile_or_is_left_to_the_platform(role: Role) -> None:
     plain = pod_spec(BUILDERS[role](run_of(a_job()), 0))
-    assert not {"runAsUser", "fsGroup"} & set(plain["securityContext"])
-    chosen = pod_spec(BUILDERS[role](run_of(a_job().with_profile(runAsUser=1234, fsGroup=5678)), 0))
-    assert (chosen["securityContext"]["runAsUser"], chosen["securityContext"]["fsGroup"]) == (1234, 5678)
+    assert not {"runAsUser", "fsGroup", "supplementalGroups"} & set(plain["securityContext"])
+    identity = {"runAsUser": 1234, "fsGroup": 5678, "supplementalGroups": [3000, 4000]}
+    chosen = pod_spec(BUILDERS[role](run_of(a_job().with_profile(**identity)), 0))
+    assert {name: chosen["securityContext"][name] for name in identity} == identity
 
 
 @pytest.mark.parametrize("role", Role)

@@ -54,6 +54,15 @@ def test_pod_that_cannot_start() -> None:
     assert view.waiting_message == "image a:1 not found"
 
 
+def test_pod_with_its_volumes_and_network_says_since_when() -> None:
+    moment, ready = "2026-01-02T03:05:09Z", "PodReadyToStartContainers"
+    for status, expected in (("True", datetime(2026, 1, 2, 3, 5, 9, tzinfo=UTC)), ("False", None)):
+        conditions = [{"type": ready, "status": status, "lastTransitionTime": moment}]
+        view = pod_view(objects.pod(status={"phase": "Pending", "conditions": conditions}))
+        assert view is not None
+        assert view.prepared == expected
+
+
 def test_evicted_pod_without_containers_tells_the_pods_reason() -> None:
     view = pod_view(objects.pod(status={"phase": "Failed", "reason": "Evicted"}))
     assert view is not None

@@ -155,6 +155,7 @@ def test_phases_are_those_whose_ends_the_status_tells() -> None:
                     number=0,
                     start_time=timestamp(after(100)),
                     scheduled_time=timestamp(after(130)),
+                    prepared_time=timestamp(after(142)),
                     running_time=timestamp(after(190)),
                 )
             ],
@@ -173,9 +174,16 @@ def test_phases_are_those_whose_ends_the_status_tells() -> None:
         "preflight": 60,
         "queue": 15,
         "schedule": 30,
-        "startup": 60,
+        "startup": 12,
+        "pull": 48,
         "train": 1000,
         "merge": 60,
         "first_step": 200,
     }
     assert phase_seconds(FineTuneJobStatus(), None) == {}
+    # A kubelet that does not say when volumes and network were there.
+    (attempt,) = status.attempts
+    silent = status.model_copy(update={"attempts": [attempt.model_copy(update={"prepared_time": ""})]})
+    assert {phase: seconds for phase, seconds in phase_seconds(silent, T0).items() if phase in ("startup", "pull")} == {
+        "startup": 60
+    }

@@ -31,11 +31,13 @@ def test_a_running_gang_is_ready_and_its_attempt_recorded() -> None:
 
 def test_an_attempt_tells_when_the_last_of_its_pods_had_a_node_and_ran() -> None:
     seen = observing(a_job().nodes(2)).prepared().but(service_exists=True).batch_job().running()
-    seen = seen.pod(0, scheduled=after(-299), started=after(-240)).pod(1, scheduled=after(-270), started=after(-250))
+    seen = seen.pod(0, scheduled=after(-299), prepared=after(-255), started=after(-240))
+    seen = seen.pod(1, scheduled=after(-270), prepared=after(-265), started=after(-250))
     (attempt,) = written(reconcile(seen.build(), T0)).attempts
-    assert (attempt.start_time, attempt.scheduled_time, attempt.running_time) == (
+    assert (attempt.start_time, attempt.scheduled_time, attempt.prepared_time, attempt.running_time) == (
         "2026-01-01T11:55:00Z",
         "2026-01-01T11:55:30Z",
+        "2026-01-01T11:55:45Z",
         "2026-01-01T11:56:00Z",
     )
 

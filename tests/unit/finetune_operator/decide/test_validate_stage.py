@@ -173,6 +173,8 @@ def test_a_missing_profile_and_a_broken_one_are_told_apart() -> None:
         actions = reconcile(observing(a_job()).but(profile=profile).build(), T0)
         assert condition(actions, ConditionType.STALLED) == ("True", reason)
         assert "h100" in message(actions, ConditionType.STALLED)
+    # The same words as in the profile's own status.
+    assert message(actions, ConditionType.STALLED) == ("spec.profile: FineTuneProfile 'h100' is not valid: trainerImage: missing")
 
 
 @pytest.mark.parametrize(

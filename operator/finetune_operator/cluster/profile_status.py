@@ -1,0 +1,78 @@
+"""Writes into each FineTuneProfile whether jobs can name it.
+
+Each generation of a profile is judged once in the life of this process: two releases that judge differently do not write against
+each other for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from finetune_job.api.status import Condition, FineTuneProfileStatus
+from finetune_operator.cluster.answers import ApiError
+from finetune_operator.cluster.api import Api
+from finetune_operator.cluster.cache import Cache
+from finetune_operator.cluster.kinds import PROFILES
+from finetune_operator.cluster.projection import CachedObject, utc_now
+from finetune_operator.cluster.reader import Reader
+from finetune_operator.decide.profile_verdict import profile_status
+from finetune_operator.decide.times import timestamp
+from finetune_operator.logs import logger
+
+_log = logger(__name__)
+
+
+class ProfileStatus:
+    """Judges profiles as they come and change."""
+
+    def __init__(self, api: Api, cache: Cache, *, now: Callable[[], datetime] = utc_now) -> None:
+        self._api = api
+        self._cache = cache
+        self._now = now
+        self._reader = Reader()
+        self._judged: dict[str, int] = {}
+        """UID of a profile -> its generation."""
+        self.changed = asyncio.Event()
+        """Set it when a profile came or changed."""
+
+    async def run(self) -> None:
+        """Until cancelled. Raises ApiUnreachableError; what is judged is kept for when it is called again."""
+        while True:
+            self.changed.clear()
+            profiles = self._cache.profiles()
+            for uid in self._judged.keys() - {held.key.uid for held in profiles}:
+                del self._judged[uid]
+            for held in profiles:
+                await self._judge(held)
+            await self.changed.wait()
+
+    async def _judge(self, held: CachedObject) -> None:
+        document = held.document()
+        generation = document["metadata"].get("generation")
+        if not isinstance(generation, int) or self._judged.get(held.key.uid) == generation:
+            return
+        written = _read_status(document)
+        status = profile_status(self._reader.profile(held), written.conditions, generation=generation, now=timestamp(self._now()))
+        if status != written:
+            # The UID is a precondition: the name may be another's by now.
+            patch = {"metadata": {"uid": held.key.uid}, "status": status.model_dump(mode="json", by_alias=True)}
+            try:
+                await self._api.patch(PROFILES, "", held.key.name, patch, subresource="status")
+            except ApiError as error:
+                if error.is_conflict:
+                    return
+                # Without the right, or with a definition that knows no status, jobs still say what is wrong.
+                _log.warning("the status of a profile was not written", profile=held.key.name, error=str(error))
+        self._judged[held.key.uid] = generation
+
+
+def _read_status(document: dict[str, Any]) -> FineTuneProfileStatus:
+    try:
+        return FineTuneProfileStatus.model_validate(document.get("status") or {})
+    except ValidationError:
+        return FineTuneProfileStatus(conditions=list[Condition]())
