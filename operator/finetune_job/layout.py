@@ -130,6 +130,11 @@ class OutputLayout:
         return self.root / "verification.md"
 
     @property
+    def report(self) -> Path:
+        """The whole run on one page, for people."""
+        return self.root / "report.html"
+
+    @property
     def provenance(self) -> Path:
         """An in-toto statement: what was made, from what, by what."""
         return self.root / "provenance.json"

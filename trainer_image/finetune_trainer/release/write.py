@@ -91,7 +91,7 @@ def provenance_statement(facts: RunFacts, weights: Mapping[str, str]) -> dict[st
                 "resolvedDependencies": _dependencies(facts),
             },
             "runDetails": {
-                "builder": {"id": BUILDER, "version": _versions()},
+                "builder": {"id": BUILDER, "version": versions()},
                 "metadata": {"invocationId": f"{plan.job.namespace}/{plan.job.name}/{plan.job.uid}"},
                 "byproducts": [{"name": "prepared data", "digest": {"sha256": facts.data_hash}}],
             },
@@ -148,7 +148,8 @@ def _files(source: DataSource) -> list[dict[str, Any]]:
     ]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of this product and of the libraries that make the weights."""
     found = {}
     for package in (PACKAGE, *LIBRARIES):
         try:
