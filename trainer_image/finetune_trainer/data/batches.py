@@ -60,6 +60,16 @@ class PreparedSplit:
         """A split in memory."""
         return cls(arrays.tables, arrays, pad_token_id)
 
+    @classmethod
+    def open_held_out(cls, directory: Path) -> PreparedSplit | None:
+        """The held-out records alone; None if there are none. Raises PreparedDataError as `open` does."""
+        manifest = read_manifest(directory)
+        if VALIDATION not in manifest["splits"]:
+            return None
+        files = {name: entry for name, entry in manifest["files"].items() if name.startswith(f"{VALIDATION}/")}
+        verify_files(directory, {"files": files})
+        return cls(map_tables(directory, VALIDATION), TokenShards(directory, VALIDATION), int(manifest["pad_token_id"]))
+
     @property
     def num_sequences(self) -> int:
         return len(self._tables.sequence_ends)
@@ -155,16 +165,6 @@ class PreparedData:
             for split in manifest["splits"]
         }
         return cls(train=splits[TRAIN], validation=splits.get(VALIDATION), data_hash=manifest["data_hash"])
-
-    @classmethod
-    def open_held_out(cls, directory: Path) -> PreparedSplit | None:
-        """The held-out records alone; None if there are none. Raises PreparedDataError as `open` does."""
-        manifest = read_manifest(directory)
-        if VALIDATION not in manifest["splits"]:
-            return None
-        files = {name: entry for name, entry in manifest["files"].items() if name.startswith(f"{VALIDATION}/")}
-        verify_files(directory, {"files": files})
-        return PreparedSplit(map_tables(directory, VALIDATION), TokenShards(directory, VALIDATION), int(manifest["pad_token_id"]))
 
     def verification_prompts(self, n: int) -> list[list[int]]:
         """Token ids of up to `n` whole held-out documents (of training documents where none are held out), spread evenly."""

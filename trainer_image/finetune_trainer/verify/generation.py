@@ -20,6 +20,10 @@ from finetune_trainer.verify.streaming import NotStreamableError, StreamedModels
 from finetune_trainer.weights.errors import MergeError
 
 
+BY_LAYER_BYTES = 1 << 30
+"""Of a model so small that whole layers fit into memory: it goes through in fewer, larger units, which takes less time."""
+
+
 class TooLargeError(MergeError):
     """So few tokens could be generated that they say nothing."""
 
@@ -63,7 +67,7 @@ def continuations(
     asked, allow = _Asked(prompts, stops, num_tokens), models.allow_remote_code
     answers: dict[str, list[list[int]]] = {}
     for stored, adapters in groups:
-        for by_layer in (False, True):
+        for by_layer in (True,) if stored.num_bytes <= BY_LAYER_BYTES else (False, True):
             skeletons = {label: skeleton_model(stored, each, allow_remote_code=allow) for label, each in adapters.items()}
             try:
                 answers |= _answers(asked, stored, skeletons, scratch, by_layer=by_layer)
