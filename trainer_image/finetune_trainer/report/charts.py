@@ -14,8 +14,9 @@ WIDTH, HEIGHT = 400.0, 220.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 10.0, 12.0, 30.0
 MAX_POINTS = 200
 """Of a curve; of more, neighbours are drawn as their mean, with a band from the smallest to the largest."""
-MOST = 1e100
-"""Of a value that is drawn: beyond it sums could overflow. Infinity and what is not a number are not drawn either."""
+MOST, SMALLEST = 1e100, 1e-300
+"""Of a value that is drawn, and of an axis with more than one value: beyond them there is no power of ten to count in. Infinity
+and what is not a number are not drawn either."""
 _TICKS = 4
 
 Points = Sequence[tuple[float, float]]
@@ -127,7 +128,7 @@ def thin(points: Points, most: int = MAX_POINTS) -> list[Group]:
 def ticks(lowest: float, highest: float, *, outward: bool = False) -> list[float]:
     """About `_TICKS` round numbers, 1, 2 or 5 times a power of ten apart: between the two, or just around them."""
     span = highest - lowest
-    if span <= 0:
+    if span < SMALLEST:
         return [lowest]
     rough = span / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from finetune_job.failures import LATEST_TIME
 from finetune_job.names import MANAGED_BY
@@ -38,9 +38,9 @@ from finetune_trainer.report.charts import Chart, Series, chart, number
 from finetune_trainer.report.samples import Samples
 from finetune_trainer.report.timeline import Attempt, Timeline
 
-MAX_TEXT = 2000
-"""Characters of any text on the page."""
-MAX_ROWS = 60
+MAX_TEXT, MAX_LONG_TEXT = 300, 1000
+"""Characters of any text on the page, and of prompts and answers. With MAX_ROWS they keep it below a megabyte."""
+MAX_ROWS = 30
 """Of any table: attempts, sources, settings."""
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff"
@@ -61,10 +61,16 @@ _WORDS = {
 
 def shown(value: Any) -> Any:
     """A text as it may be seen: bounded, and each hidden character as a replacement character. Other values as they are."""
-    if not isinstance(value, str) or isinstance(value, Markup):
-        return value
-    cut = value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]} … ({len(value) - MAX_TEXT:,} more characters)"
-    return _HIDDEN.sub("\ufffd", cut)
+    return _cut(value, MAX_TEXT) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def long(value: str) -> Markup:
+    """The same with a wider bound, escaped."""
+    return escape(_cut(value, MAX_LONG_TEXT))
+
+
+def _cut(text: str, most: int) -> str:
+    return _HIDDEN.sub("\ufffd", text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)")
 
 
 @cache
@@ -81,6 +87,7 @@ def _template() -> tuple[Template, Markup, str]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["long"] = long
     # Ours, and part of no text: the one thing that is not escaped.
     return environment.get_template("page.html.j2"), Markup(style), digest  # noqa: S704
 

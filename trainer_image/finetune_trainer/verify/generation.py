@@ -19,7 +19,6 @@ from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.verify.streaming import NotStreamableError, StreamedModels, complete
 from finetune_trainer.weights.errors import MergeError
 
-
 BY_LAYER_BYTES = 1 << 30
 """Of a model so small that whole layers fit into memory: it goes through in fewer, larger units, which takes less time."""
 

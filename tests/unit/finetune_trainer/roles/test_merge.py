@@ -29,7 +29,7 @@ from tests.support.forked_ranks import run_gang
 from tests.support.tiny_model import run_context, tiny_spec
 from tests.unit.finetune_trainer.release.example import model_report
 
-RELEASED = {"README.md", "provenance.json", "SHA256SUMS"}
+RELEASED = {"README.md", "provenance.json", "report.html", "SHA256SUMS"}
 VERIFIED = {"verification.json", "verification.md"}
 DESCRIBED = {"model_card_sha256", "provenance_sha256", "checksums_sha256"}
 
@@ -137,7 +137,7 @@ def test_a_model_that_fails_its_verification_is_quarantined(tmp_path: Path) -> N
     assert code == EXIT_CODES[FailureClass.VERIFICATION_FAILED]
     assert report.failure is FailureClass.VERIFICATION_FAILED
     # Nothing says any more that this is complete.
-    assert names(context.output.root) == {"adapter", "merged.quarantined", *VERIFIED, *RELEASED - {"SHA256SUMS"}}
+    assert names(context.output.root) == {"adapter", "merged.quarantined", *VERIFIED, *RELEASED - {"SHA256SUMS", "report.html"}}
     assert json.loads(context.output.verification.read_text())["passed"] is False
     assert "FAILED" in context.output.verification_page.read_text()
     assert run_merge(context)[0] == 0
@@ -219,7 +219,7 @@ def test_a_run_that_ends_anywhere_is_not_taken_for_complete_and_the_next_one_com
     shutil.rmtree(context.output.root)
     assert run_merge(context)[0] == 0
     second = content(context.output.root)
-    assert {name for name in first if first[name] != second[name]} <= {*VERIFIED, "SHA256SUMS"}
+    assert {name for name in first if first[name] != second[name]} <= {*VERIFIED, "report.html", "SHA256SUMS"}
     assert set(first) == set(second)
 
 
