@@ -36,7 +36,7 @@ from finetune_trainer.release.facts import DataSource, RunFacts, TrainingHistory
 from finetune_trainer.release.write import versions
 from finetune_trainer.report.charts import Chart, Series, chart, number
 from finetune_trainer.report.samples import Samples
-from finetune_trainer.report.timeline import Attempt, Timeline
+from finetune_trainer.report.timeline import Timeline, TrainingAttempt
 
 MAX_TEXT, MAX_LONG_TEXT = 300, 1000
 """Characters of any text on the page, and of prompts and answers. With MAX_ROWS they keep it below a megabyte."""
@@ -266,7 +266,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60:,} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
-def _attempt_row(attempt: Attempt) -> dict[str, Any]:
+def _attempt_row(attempt: TrainingAttempt) -> dict[str, Any]:
     is_date = 0 <= attempt.start <= LATEST_TIME
     return {
         "number": attempt.number,

@@ -32,7 +32,7 @@ _GENERATION_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     """What a model says after the prompt. is_complete: it ended by itself."""
 
     text: str
@@ -46,8 +46,8 @@ class Sample:
     record: int
     prompt: str
     reference: str
-    base: Answer
-    tuned: Answer
+    base: ModelAnswer
+    tuned: ModelAnswer
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def _answers(context: RunContext) -> Samples:
     prompts = [question.prompt for question in asked]
     num_tokens, answers = continuations(models, prompts, stops, BUDGET, context.workspace.root)
 
-    def answer(tokens: Sequence[int]) -> Answer:
-        return Answer(tokenizer.decode(tokens, skip_special_tokens=True), tokens[-1] in stops)
+    def answer(tokens: Sequence[int]) -> ModelAnswer:
+        return ModelAnswer(tokenizer.decode(tokens, skip_special_tokens=True), tokens[-1] in stops)
 
     samples = [
         Sample(

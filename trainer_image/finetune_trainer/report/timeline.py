@@ -18,7 +18,7 @@ FINISHED, ENDED_SILENTLY = "finished", "ended without a report"
 
 
 @dataclass(frozen=True)
-class Attempt:
+class TrainingAttempt:
     """One process of rank 0 from start to end."""
 
     number: int
@@ -41,7 +41,7 @@ class Attempt:
 class Timeline:
     """Everything that the report says of the course of a run. preflight: None if it left no report."""
 
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[TrainingAttempt, ...] = ()
     goodput: GoodputTotals = field(default_factory=GoodputTotals)
     preflight: ModelReport | None = None
 
@@ -59,7 +59,7 @@ def read_timeline(workspace: WorkspaceLayout, preflight: ModelReport | None) -> 
     return Timeline(tuple(attempts_of(records, reports)), goodput_totals(records), preflight)
 
 
-def attempts_of(records: Iterable[GoodputRecord], reports: Mapping[int, Sequence[TerminationReport]]) -> list[Attempt]:
+def attempts_of(records: Iterable[GoodputRecord], reports: Mapping[int, Sequence[TerminationReport]]) -> list[TrainingAttempt]:
     """In their order. reports: of ranks, by number of the attempt."""
     grouped: list[list[GoodputRecord]] = []
     for record in records:
@@ -77,7 +77,7 @@ def attempts_of(records: Iterable[GoodputRecord], reports: Mapping[int, Sequence
             ending = ENDED_SILENTLY if cause is None or cause.failure is None else cause.failure.value
             message = "" if cause is None else cause.message
         found.append(
-            Attempt(
+            TrainingAttempt(
                 number=start.attempt,
                 start=start.time,
                 seconds=max(0.0, last.time - start.time),

@@ -127,7 +127,7 @@ def test_what_is_merged_kept_and_saved():
 def test_sample_answers_show_held_out_records_to_nobody_who_has_not_been_named():
     held_out = {"data.validation": {"source": "pvc://data/held-out.jsonl"}}
     assert planned(held_out).sample_answers == 3
-    assert planned(held_out | {"output.destination": "s3://b/p"}).sample_answers == 3
+    assert planned(held_out | {"output.destination": "s3://results/p"}).sample_answers == 3
     for destination in ("hf://team/tuned", "oci://r.test/a/b:v1"):
         plan = planned(held_out | {"output.destination": destination})
         (choice,) = (choice for choice in plan.choices if choice.field == "spec.output.sampleAnswers")

@@ -24,8 +24,8 @@ from finetune_trainer.release.adapter_check import ServingReport
 from finetune_trainer.release.facts import DataSource, Point, RunFacts, SourceFile, TrainingHistory
 from finetune_trainer.release.licence import Licence
 from finetune_trainer.report.page import MAX_ROWS, commands, duration, held_out_losses, report_page, shown, verdict
-from finetune_trainer.report.samples import Answer, Sample, Samples
-from finetune_trainer.report.timeline import Attempt, Timeline
+from finetune_trainer.report.samples import ModelAnswer, Sample, Samples
+from finetune_trainer.report.timeline import Timeline, TrainingAttempt
 from tests.unit.finetune_trainer.release.example import BASE_COMMIT, FROM_HUB, example, model_report
 
 VOID = {"meta", "line", "rect", "polyline", "polygon", "circle"}
@@ -54,7 +54,9 @@ ATTRIBUTES = {
     *("aria-label", "aria-labelledby", "aria-hidden", "viewbox", "preserveaspectratio", "focusable"),
     *("width", "height", "x", "x1", "x2", "y", "y1", "y2", "cx", "cy", "r", "points"),
 }
-ANSWERS = Samples((Sample(3, "def f():\n", "Return one.", Answer("two two", False), Answer("Return one.", True)),), max_tokens=24)
+ANSWERS = Samples(
+    (Sample(3, "def f():\n", "Return one.", ModelAnswer("two two", False), ModelAnswer("Return one.", True)),), max_tokens=24
+)
 
 
 class Page(HTMLParser):
@@ -101,7 +103,10 @@ def timeline(claims: Path) -> Timeline:
             "warnings": (Finding(rule="chat-words-left-out", severity="warning", message="a message", fix="a fix"),),
         }
     )
-    attempts = (Attempt(0, 0.0, 3725.0, 0, 8, 3, "Preempted", "asked to stop"), Attempt(1, 4000.0, 5.0, 5, 10, 0, "finished"))
+    attempts = (
+        TrainingAttempt(0, 0.0, 3725.0, 0, 8, 3, "Preempted", "asked to stop"),
+        TrainingAttempt(1, 4000.0, 5.0, 5, 10, 0, "finished"),
+    )
     return Timeline(attempts, GoodputTotals(30.0, {Cause.STARTUP: 7.5, Cause.LOST_STEPS: 2.5, Cause.OTHER: 0.0}), preflight)
 
 
@@ -329,8 +334,8 @@ def with_texts(made: tuple[RunFacts, Timeline], say: Callable[[], str], rows: in
     assert report is not None
     warnings = tuple(Finding(rule=say(), severity="warning", message=say(), fix=say()) for _ in range(rows))
     preflight = report.model_copy(update={"memory": {f"{say()}{number}": 1 for number in range(rows)}, "warnings": warnings})
-    attempts = tuple(Attempt(number, 1e300, 1e9, 0, 1, 0, say(), say()) for number in range(rows))
-    samples = tuple(Sample(1, say(), say(), Answer(say(), True), Answer(say(), False)) for _ in range(min(rows, 16)))
+    attempts = tuple(TrainingAttempt(number, 1e300, 1e9, 0, 1, 0, say(), say()) for number in range(rows))
+    samples = tuple(Sample(1, say(), say(), ModelAnswer(say(), True), ModelAnswer(say(), False)) for _ in range(min(rows, 16)))
     return facts, dataclasses.replace(seen, attempts=attempts, preflight=preflight), Samples(samples, max_tokens=8)
 
 

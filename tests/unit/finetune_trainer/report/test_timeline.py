@@ -9,7 +9,7 @@ from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.layout import WorkspaceLayout
 from finetune_trainer.observe.goodput import Activity, AttemptStarted, TimeSpent
 from finetune_trainer.ranks.reports import write_rank_report
-from finetune_trainer.report.timeline import Attempt, attempts_of, read_timeline
+from finetune_trainer.report.timeline import TrainingAttempt, attempts_of, read_timeline
 
 RECORDS = [
     AttemptStarted(attempt=0, time=100.0, step=0),
@@ -26,9 +26,9 @@ KILLED = TerminationReport(
 
 def test_attempts_follow_each_other_with_what_was_lost_and_why() -> None:
     assert attempts_of(RECORDS, {0: [KILLED], 1: []}) == [
-        Attempt(0, 100.0, 30.0, 0, 8, 3, "Internal", "rank 1 was killed"),
-        Attempt(1, 150.0, 10.0, 5, 7, 0, "ended without a report"),
-        Attempt(2, 170.0, 30.0, 7, 10, 0, "finished"),
+        TrainingAttempt(0, 100.0, 30.0, 0, 8, 3, "Internal", "rank 1 was killed"),
+        TrainingAttempt(1, 150.0, 10.0, 5, 7, 0, "ended without a report"),
+        TrainingAttempt(2, 170.0, 30.0, 7, 10, 0, "finished"),
     ]
 
 

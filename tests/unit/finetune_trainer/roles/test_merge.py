@@ -104,6 +104,9 @@ def test_adapter_and_verified_model_are_published_and_a_second_run_changes_nothi
     assert "| mean KL divergence of 90% of positions from base and adapter, nats |" in card
     assert "2 optimizer steps" in card
     assert "license: apache-2.0" in card
+    page = context.output.report.read_text()
+    assert "The merged model passed its verification" in page
+    assert page.count("Held-out record ") == page.count("<dt>Tuned model</dt>") == 3
     for directory in (context.output.adapter, context.output.merged):
         assert (directory / "LICENSE").read_text() == "terms"
         assert (directory / "COPYING.txt").read_text() == "more terms"
@@ -168,6 +171,7 @@ def test_a_fully_trained_model_is_published_as_it_is(tmp_path: Path) -> None:
     assert code == 0
     assert set(report.facts) == {"merged_manifest_sha256", *DESCRIBED}
     assert names(context.output.root) == {"merged", *RELEASED}
+    assert context.output.report.read_text().count("<dt>Tuned model</dt>") == 3
     assert names(context.output.merged) & set(BASE_FILES) == {"COPYING.txt", "LICENSE"}
     check_sums(context)
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "manifest.json"} <= names(
@@ -179,6 +183,7 @@ def test_without_merging_the_adapter_alone_is_published(tmp_path: Path) -> None:
     context = trained(tmp_path, merge={"enabled": False})
     assert run_merge(context)[0] == 0
     assert names(context.output.root) == {"adapter", *RELEASED}
+    assert context.output.report.read_text().count("<dt>Tuned model</dt>") == 3
     check_sums(context)
 
 
