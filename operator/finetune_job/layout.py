@@ -61,6 +61,11 @@ class WorkspaceLayout:
         """One JSON object per line and optimizer step."""
         return self.root / "history.jsonl"
 
+    @property
+    def trackers(self) -> Path:
+        """What experiment trackers write: `tensorboard` always, others by their names."""
+        return self.root / "trackers"
+
     def reports(self, role: str, attempt: int) -> Path:
         """Full termination reports of one role and attempt, a file per node rank."""
         return self.root / "reports" / f"{role}-{attempt}"
