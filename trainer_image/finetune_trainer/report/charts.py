@@ -42,12 +42,12 @@ class Tick:
 
 @dataclass(frozen=True)
 class Curve:
-    """One series, drawn. line: `x,y` pairs of a polyline. band: of a polygon around it; empty: it has none."""
+    """One series, drawn: the corners of its line, and of a polygon around it, which may be empty."""
 
     name: str
-    line: str
-    band: str
-    marks: tuple[tuple[float, float], ...]
+    line: Points
+    band: Points
+    marks: Points
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,7 @@ def chart(title: str, series: Sequence[Series], events: Sequence[float] = ()) ->
         band = [place(group.step, group.largest) for group in groups]
         band += [place(group.step, group.smallest) for group in reversed(groups)]
         is_thinned = any(group.smallest < group.largest for group in groups)
-        curves.append(
-            Curve(each.name, _pairs(middle), _pairs(band) if is_thinned else "", tuple(middle) if each.has_marks else ())
-        )
+        curves.append(Curve(each.name, middle, band if is_thinned else [], middle if each.has_marks else []))
     return Chart(
         title=title,
         description=" ".join(describe(each) for each in drawn),
@@ -165,7 +163,3 @@ def _finite(points: Points) -> Points:
 def _share(value: float, bounds: tuple[float, float]) -> float:
     lowest, highest = bounds
     return (value - lowest) / (highest - lowest) if highest > lowest else 0.5
-
-
-def _pairs(places: Points) -> str:
-    return " ".join(f"{x:g},{y:g}" for x, y in places)

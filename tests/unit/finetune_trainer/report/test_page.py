@@ -160,6 +160,17 @@ def test_it_says(page: Page, words: str) -> None:
     assert words in page.text
 
 
+def test_curves_have_all_their_points_however_many(made: tuple[RunFacts, Timeline]) -> None:
+    steps = tuple(Point(step, 1.0 / step, 2.0 if step % 100 == 1 else None) for step in range(1, 1001))
+    facts = dataclasses.replace(made[0], history=TrainingHistory(steps, 1, 1))
+    drawn = Page(report_page(facts, made[1], ANSWERS))
+    lines = [each["points"].split() for each in drawn.all("polyline")]
+    assert [len(line) for line in lines] == [200, 10]
+    assert lines[0][-1].startswith("390.0,")
+    assert [len(each["points"].split()) for each in drawn.all("polygon")] == [400]
+    assert [each["class"] for each in drawn.all("circle")] == ["mark series-2"] * 10
+
+
 def test_what_is_not_known_is_said_instead(tmp_path: Path) -> None:
     facts = example(tmp_path, {"method.type": "Full"}).facts()
     facts = dataclasses.replace(facts, history=TrainingHistory((Point(1, None, None),), 0, 0))
