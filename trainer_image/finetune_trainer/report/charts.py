@@ -11,7 +11,8 @@ from finetune_trainer.markdown import one_line
 
 WIDTH, HEIGHT = 400.0, 220.0
 """Of the drawing, in its own units: narrow enough that text keeps its size on a telephone."""
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 10.0, 12.0, 30.0
+LEFT, RIGHT, TOP, BOTTOM = 58.0, 378.0, 12.0, 190.0
+"""Edges of what is drawn; around it is room for labels."""
 MAX_POINTS = 200
 """Of a curve; of more, neighbours are drawn as their mean, with a band from the smallest to the largest."""
 MOST, SMALLEST = 1e100, 1e-300
@@ -79,8 +80,8 @@ def chart(title: str, series: Sequence[Series], events: Sequence[float] = ()) ->
     y_range = (min(*values, y_ticks[0]), max(*values, y_ticks[-1]))
 
     def place(step: float, value: float) -> tuple[float, float]:
-        across = LEFT + (WIDTH - LEFT - RIGHT) * _share(step, x_range)
-        return round(across, 1), round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * _share(value, y_range), 1)
+        across = LEFT + (RIGHT - LEFT) * _share(step, x_range)
+        return round(across, 1), round(BOTTOM - (BOTTOM - TOP) * _share(value, y_range), 1)
 
     curves = []
     for each, groups in thinned:
@@ -151,8 +152,8 @@ def describe(series: Series) -> str:
 def number(value: float) -> str:
     """Short, for axes."""
     if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
-        mantissa, _, exponent = f"{value:.2g}".partition("e")
-        return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

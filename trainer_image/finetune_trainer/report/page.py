@@ -34,7 +34,7 @@ from finetune_trainer.release.commands import (
 )
 from finetune_trainer.release.facts import DataSource, RunFacts, TrainingHistory, table_points
 from finetune_trainer.release.write import versions
-from finetune_trainer.report.charts import Chart, Series, chart, number
+from finetune_trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Series, chart, number
 from finetune_trainer.report.samples import Samples
 from finetune_trainer.report.timeline import Timeline, TrainingAttempt
 
@@ -107,6 +107,7 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
         verdict=verdict(facts),
         losses=held_out_losses(history),
         charts=charts(history, events),
+        frame={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
         curve_rows=[
             (f"{point.step:,}", *map(_four, (point.loss, point.eval_loss, point.learning_rate)))
             for point in table_points(history.points)

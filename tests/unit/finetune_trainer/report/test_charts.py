@@ -14,19 +14,19 @@ from finetune_trainer.report.charts import HEIGHT, MAX_POINTS, WIDTH, Series, ch
 def test_a_curve_is_where_its_values_are() -> None:
     drawn = chart("Loss", [Series("loss", [(0, 2.0), (5, 1.0), (10, 0.0)])], events=[5, 99])
     assert drawn is not None
-    # 58 on the left and 10 on the right of 400 are for labels, 12 above and 30 below of 220.
-    assert drawn.curves[0].line == [(58, 12), (224, 101), (390, 190)]
+    # 58 on the left and 22 on the right of 400 are for labels, 12 above and 30 below of 220.
+    assert drawn.curves[0].line == [(58, 12), (218, 101), (378, 190)]
     assert (drawn.curves[0].band, drawn.curves[0].marks) == ([], [])
     assert [(tick.at, tick.label) for tick in drawn.y_ticks] == [(190, "0"), (145.5, "0.5"), (101, "1"), (56.5, "1.5"), (12, "2")]
-    assert [(tick.at, tick.label) for tick in drawn.x_ticks] == [(58, "0"), (224, "5"), (390, "10")]
-    assert drawn.events == (224,)
+    assert [(tick.at, tick.label) for tick in drawn.x_ticks] == [(58, "0"), (218, "5"), (378, "10")]
+    assert drawn.events == (218,)
     assert drawn.description == "loss: 2 at step 0, 0 at step 10; lowest 0 at step 10, highest 2 at step 0."
 
 
 def test_two_curves_share_their_axes_and_few_values_are_marked() -> None:
     drawn = chart("Loss", [Series("a", [(0, 4.0), (10, 0.0)]), Series("b", [(10, 2.0)], has_marks=True)])
     assert drawn is not None
-    assert drawn.curves[1].marks == [(390, 101)]
+    assert drawn.curves[1].marks == [(378, 101)]
     assert drawn.description.count("at step") == 8
 
 

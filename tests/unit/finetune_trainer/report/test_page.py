@@ -166,7 +166,7 @@ def test_curves_have_all_their_points_however_many(made: tuple[RunFacts, Timelin
     drawn = Page(report_page(facts, made[1], ANSWERS))
     lines = [each["points"].split() for each in drawn.all("polyline")]
     assert [len(line) for line in lines] == [200, 10]
-    assert lines[0][-1].startswith("390.0,")
+    assert lines[0][-1].startswith("378.0,")
     assert [len(each["points"].split()) for each in drawn.all("polygon")] == [400]
     assert [each["class"] for each in drawn.all("circle")] == ["mark series-2"] * 10
 
