@@ -96,6 +96,7 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
     """The page of a run that has ended well. Equal arguments give equal texts."""
     template, style, digest = _template()
     plan, history = facts.plan, facts.history
+    warnings = timeline.preflight.warnings if timeline.preflight is not None else ()
     events = [attempt.first_step for attempt in timeline.attempts[1:]]
     return template.render(
         style=style,
@@ -120,19 +121,22 @@ def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
         time_rows=time_rows(timeline),
         memory=memory(facts, timeline),
         sources=[_source_row(source) for source in facts.sources[:MAX_ROWS]],
+        num_sources=len(facts.sources),
         splits=[
             (name, _count(counts, "num_sequences"), _count(counts, "num_tokens"))
             for name, counts in islice(facts.splits.items(), MAX_ROWS)
         ],
         lengths=lengths(timeline),
-        warnings=timeline.preflight.warnings[:MAX_ROWS] if timeline.preflight is not None else (),
+        warnings=warnings[:MAX_ROWS],
+        num_warnings=len(warnings),
         verification=verification_rows(facts.verification) if facts.verification is not None else [],
         commands=commands(facts),
         notes=facts.serving.notes if facts.serving is not None else (),
         refusals=facts.serving.reasons if facts.serving is not None else (),
         base=base_address(facts),
-        settings=chosen_settings(plan)[:MAX_ROWS],
+        settings=chosen_settings(plan)[: 2 * MAX_ROWS],
         choices=plan.choices[:MAX_ROWS],
+        num_choices=len(plan.choices),
         provenance=provenance(facts),
         files=[(source.source, file.name or source.source, file.sha256) for source in facts.sources for file in source.files][
             :MAX_ROWS

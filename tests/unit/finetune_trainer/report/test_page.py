@@ -393,4 +393,5 @@ def test_no_text_of_a_stranger_is_markup_and_none_hides(made: tuple[RunFacts, Ti
 def test_however_much_strangers_say_the_page_stays_below_a_megabyte(made: tuple[RunFacts, Timeline], text: str) -> None:
     html = report_page(*with_texts(made, lambda: text, rows=200))
     assert len(html.encode()) < 1 << 20
-    assert f"{200 - MAX_ROWS} more attempts are not shown" in html
+    for things in ("attempts", "sources", "warnings", "choices"):
+        assert f"{200 - MAX_ROWS} more {things} are not shown" in html
