@@ -60,6 +60,8 @@ def is_complete(output: OutputLayout, layout: ReleaseLayout, plan_sha256: str, d
 def release_digests(output: OutputLayout) -> dict[str, str]:
     """Of what describes complete results. Raises OSError."""
     described = {"model_card": output.model_card, "provenance": output.provenance, "checksums": output.checksums}
+    if output.report.is_file():  # an earlier release wrote none
+        described["report"] = output.report
     return {f"{name}_sha256": file_sha256(path) for name, path in described.items()}
 
 

@@ -31,7 +31,7 @@ from tests.unit.finetune_trainer.release.example import model_report
 
 RELEASED = {"README.md", "provenance.json", "report.html", "SHA256SUMS"}
 VERIFIED = {"verification.json", "verification.md"}
-DESCRIBED = {"model_card_sha256", "provenance_sha256", "checksums_sha256"}
+DESCRIBED = {"model_card_sha256", "report_sha256", "provenance_sha256", "checksums_sha256"}
 
 
 BASE_FILES = {
