@@ -61,6 +61,11 @@ class WorkspaceLayout:
         """One JSON object per line and optimizer step."""
         return self.root / "history.jsonl"
 
+    @property
+    def trackers(self) -> Path:
+        """What experiment trackers write: `tensorboard` always, others by their names."""
+        return self.root / "trackers"
+
     def reports(self, role: str, attempt: int) -> Path:
         """Full termination reports of one role and attempt, a file per node rank."""
         return self.root / "reports" / f"{role}-{attempt}"
@@ -128,6 +133,11 @@ class OutputLayout:
     def verification_page(self) -> Path:
         """The verification for people."""
         return self.root / "verification.md"
+
+    @property
+    def report(self) -> Path:
+        """The whole run on one page, for people."""
+        return self.root / "report.html"
 
     @property
     def provenance(self) -> Path:

@@ -229,7 +229,7 @@ def test_an_operator_killed_in_every_stage_and_a_killed_rank_change_no_byte(
     weights = sorted(path.name for path in merged.glob("*.safetensors"))
     assert weights
     assert [one for one in weights if pulled[one] != (merged / one).read_bytes()] == []
-    assert {"README.md", "config.json", "provenance.json", "verification.json", "SHA256SUMS"} <= set(pulled)
+    assert {"README.md", "report.html", "config.json", "provenance.json", "verification.json", "SHA256SUMS"} <= set(pulled)
     for line in pulled["SHA256SUMS"].decode().splitlines():
         sha256, _, file = line.partition("  ")
         assert hashlib.sha256(pulled[file]).hexdigest() == sha256

@@ -25,6 +25,7 @@ SMALL = {
     "merged/manifest.json": b'{"files": []}',
     "README.md": b"# A model\n",
     "provenance.json": b'{"_type": "https://in-toto.io/Statement/v1"}',
+    "report.html": b"<!DOCTYPE html>",
     "verification.json": b'{"passed": true}',
     "verification.md": b"# Verified\n",
 }

@@ -156,7 +156,8 @@ def start_fresh(place: RunDirectory) -> None:
             shutil.rmtree(directory, ignore_errors=True)
         if Role.MERGE in record.next_attempt:
             # A run that never came to its merge wrote none of these; a README.md that stands there is the user's own.
-            for file in (output.verification, output.verification_page, output.provenance, output.model_card, output.checksums):
+            reports = (output.verification, output.verification_page, output.report)
+            for file in (*reports, output.provenance, output.model_card, output.checksums):
                 file.unlink(missing_ok=True)
     for file in place.root.glob("*.*"):
         if file.is_file():

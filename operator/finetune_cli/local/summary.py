@@ -34,6 +34,7 @@ class Summary:
     adapter: Path | None
     merged: Path | None
     verification: Path | None
+    """The report of the run, or of the verification if the run got no further."""
     address: str | None = None
     """Where the results were published, with what names this very content."""
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +54,7 @@ def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
         step=max((int(line["step"]) for line in history if isinstance(line.get("step"), int)), default=0),
         adapter=_existing(output.adapter),
         merged=_existing(output.merged),
-        verification=_existing(output.verification_page) or _existing(output.verification),
+        verification=_existing(output.report) or _existing(output.verification_page) or _existing(output.verification),
         address=record.facts.get(Role.PUBLISH, {}).get("address"),
         figures=_figures(output.verification),
         workspace=workspace.root,

@@ -64,6 +64,9 @@ class OutputSpec(ApiModel):
     """Secret that opens the destination. `hf://`: a write token under `token`. `s3://`: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
     and optionally AWS_SESSION_TOKEN. `oci://`: of type kubernetes.io/dockerconfigjson. No other pod sees it than the one that
     publishes."""
+    sample_answers: Annotated[int, Field(ge=0, le=16)] | None = None
+    """Held-out records of which the report shows the beginning, with what base and tuned model say next. Unset: 3, or 0 if the
+    destination is `hf://` or `oci://`, where others may read what was held out."""
     private: bool = True
     """Whether a repository on the Hub that does not exist yet is made private."""
 

@@ -93,8 +93,8 @@ class TrainingSpec(ApiModel):
     """A rank that finishes no step, evaluation or save within this time counts as stalled: the stacks of all ranks are collected
     and the attempt ends."""
     trackers: Annotated[list[TrackerName], Field(max_length=8)] | None = None
-    """Experiment trackers that get each line of the history, by the names under which packages in the trainer image register
-    them. Unset: none."""
+    """Experiment trackers that get each line of the history in addition to TensorBoard's files, which are always written: `wandb`
+    or `mlflow`, if the trainer image has their package, or the name under which another package registers one. Unset: none."""
     seed: Annotated[int, Field(ge=0, le=4_294_967_295)] = 0
     """Seed of the data order, dropout and adapter initialisation."""
 

@@ -79,7 +79,7 @@ RESOURCE_ENTRIES = (
         "tracker-unknown",
         "error",
         "The trainer image has no experiment tracker of this name",
-        "A tracker is an entry point of the group finetune.trackers in a package of the image.",
+        "wandb and mlflow need their packages in the image; another tracker is an entry point of the group finetune.trackers.",
         "Use a trainer image that offers it, or remove the name from spec.training.trackers",
         "tests/unit/finetune_trainer/observe/test_trackers.py::test_unknown_names_are_found_before_anything_starts",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune_job.api.base import DEFAULT_TAG, ClaimPath, RegistryPath, claim_path, parse_destination, size_bytes
+from finetune_job.api.base import DEFAULT_TAG, ClaimPath, HubPath, RegistryPath, claim_path, parse_destination, size_bytes
 from finetune_job.api.inputs import Attention
 from finetune_job.api.job import FineTuneJobSpec, Rehearsal, RunSpec
 from finetune_job.api.method import MethodType
@@ -29,6 +29,9 @@ from finetune_job.plan.run_plan import (
     RunPlan,
     optional_float,
 )
+
+SAMPLE_ANSWERS = 3
+"""In a report that only those who read the workspace can read, unless the manifest says."""
 
 
 def resolve(
@@ -67,6 +70,7 @@ def resolve(
         output=output_location(spec, workspace),
         keeps_adapter=spec.output.adapter or not spec.merge.enabled,
         publish=publish_plan(spec, profile, choices),
+        sample_answers=sample_answers(spec, choices),
         rehearses=spec.preflight.rehearsal is Rehearsal.RUN,
         placement=None if profile is None else placement_of(profile_name or spec.profile or DEFAULT_PROFILE, profile, spec.run),
         choices=tuple(choices.made),
@@ -92,6 +96,17 @@ def output_location(spec: FineTuneJobSpec, workspace: ClaimPath) -> ClaimPath:
     if isinstance(place, ClaimPath):
         return place
     return ClaimPath(claim=workspace.claim, path=str(WorkspaceLayout(Path(workspace.path)).results))
+
+
+def sample_answers(spec: FineTuneJobSpec, choices: Choices) -> int:
+    """How many the report shows. A repository may be open to others than those who gave the records."""
+    if spec.data.validation is None:
+        return spec.output.sample_answers or 0
+    if isinstance(parse_destination(spec.output.destination), HubPath | RegistryPath):
+        return choices.pick(
+            "output.sampleAnswers", spec.output.sample_answers, 0, "a repository may have other readers than the data"
+        )
+    return choices.pick("output.sampleAnswers", spec.output.sample_answers, SAMPLE_ANSWERS, "shows the manner of both models")
 
 
 def publish_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, choices: Choices) -> PublishPlan | None:

@@ -288,6 +288,8 @@ class RunPlan(LaunchPlan):
     merge: MergePlanSettings
     rehearses: bool = False
     """Whether preflight tries the job on a scaled-down model."""
+    sample_answers: int = 0
+    """Held-out records that the report shows with the answers of base and tuned model."""
     choices: tuple[Choice, ...]
 
     def leaves_open(self, field: str) -> bool:

@@ -62,6 +62,8 @@ def artifacts(plan: LaunchPlan, facts: dict[str, str]) -> list[Artifact]:
         listed.append(("merged", layout.merged, "merged_manifest_sha256"))
     if plan.merge.enabled:
         listed.append(("verification", layout.verification, "verification_sha256"))
+    if "report_sha256" in facts:  # a trainer image of an earlier release writes none
+        listed.append(("report", layout.report, "report_sha256"))
     listed += [
         ("model-card", layout.model_card, "model_card_sha256"),
         ("provenance", layout.provenance, "provenance_sha256"),

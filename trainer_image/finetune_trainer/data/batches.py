@@ -60,6 +60,16 @@ class PreparedSplit:
         """A split in memory."""
         return cls(arrays.tables, arrays, pad_token_id)
 
+    @classmethod
+    def open_held_out(cls, directory: Path) -> PreparedSplit | None:
+        """The held-out records alone; None if there are none. Raises PreparedDataError as `open` does."""
+        manifest = read_manifest(directory)
+        if VALIDATION not in manifest["splits"]:
+            return None
+        files = {name: entry for name, entry in manifest["files"].items() if name.startswith(f"{VALIDATION}/")}
+        verify_files(directory, {"files": files})
+        return cls(map_tables(directory, VALIDATION), TokenShards(directory, VALIDATION), int(manifest["pad_token_id"]))
+
     @property
     def num_sequences(self) -> int:
         return len(self._tables.sequence_ends)
@@ -111,9 +121,14 @@ class PreparedSplit:
 
     def document(self, index: int) -> list[int]:
         """Token ids of one document. Raises IndexError."""
+        return self.marked_document(index)[0]
+
+    def marked_document(self, index: int) -> tuple[list[int], list[bool]]:
+        """The same, and whether the loss counts the prediction of each. Raises IndexError."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} is not in 0..{self.num_documents - 1}")
-        return [int(token) for token in self._tokens.read(*self._document_bounds(index))[0]]
+        tokens, supervised = self._tokens.read(*self._document_bounds(index))
+        return tokens.tolist(), supervised.tolist()
 
     def _bounds(self, sequence: int) -> list[tuple[int, int]]:
         """Start and stop of each document of the sequence, counted in tokens of the split."""

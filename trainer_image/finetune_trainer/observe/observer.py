@@ -127,6 +127,7 @@ def observing(
                 "step": run.first_step,
                 "total_steps": run.total_steps,
                 "plan": plan.model_dump(mode="json"),
+                "directory": str(context.workspace.trackers),
             }
         )
         reporter = Reporter(run, run_metrics, stopwatch, trackers)
@@ -160,6 +161,8 @@ class Reporter(Observer):
 
     def evaluated_before_start(self, state: RunState) -> None:
         self._history.append(step=0, attempt=self._run.context.attempt, eval_loss=state.initial_eval_loss)
+        if state.initial_eval_loss is not None:
+            self._trackers.log(0, {"eval_loss": state.initial_eval_loss})
         self._run_metrics.update(initial_eval_loss=state.initial_eval_loss, eval_loss=state.eval_loss)
 
     def stepped(self, done: StepDone) -> None:

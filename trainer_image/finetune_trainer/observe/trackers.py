@@ -1,7 +1,8 @@
-"""Experiment trackers from outside: found by name, fed from a thread of their own, and never able to harm the run.
+"""Experiment trackers: found by name, fed from a thread of their own, and never able to harm the run.
 
-A package in the trainer image offers one as an entry point of group `finetune.trackers`: a callable without arguments that gives
-a `Tracker`. None is on unless the job names it.
+TensorBoard's files are written always, the others if the job names them. Weights & Biases and MLflow are offered if the image has
+their packages; any other package in it offers a tracker as an entry point of group `finetune.trackers`: a callable without
+arguments that gives a `Tracker`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.observe.event_files import TensorBoard
+from finetune_trainer.observe.services import MLflow, WeightsAndBiases
 
 log = logging.getLogger(__name__)
 GROUP = "finetune.trackers"
@@ -29,7 +33,9 @@ class Tracker(Protocol):
     """What a tracker is told; all calls come from one thread, in this order. What it raises turns it off."""
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """`run`: namespace, name and uid of the job, attempt, first step, total_steps, and the whole plan."""
+        """`run`: namespace, name and uid of the job, attempt, steps done before, total_steps, the whole plan, and a directory on
+        the workspace for what a tracker writes.
+        """
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -41,9 +47,24 @@ class Tracker(Protocol):
         ...
 
 
+ALWAYS = "tensorboard"
+BUILT_IN: dict[str, tuple[str | None, Callable[[], Tracker]]] = {
+    ALWAYS: (None, TensorBoard),
+    "wandb": ("wandb", WeightsAndBiases),
+    "mlflow": ("mlflow", MLflow),
+}
+"""By name: the package that it needs, and how it is made."""
+
+
+def offered_trackers() -> set[str]:
+    """Names that a job may use in this image."""
+    own = {name for name, (package, _) in BUILT_IN.items() if package is None or find_spec(package) is not None}
+    return own | set(entry_points(group=GROUP).names)
+
+
 def unknown_trackers(plan: RunPlan) -> Finding | None:
     """Trackers that no package of this image offers."""
-    offered = sorted(set(entry_points(group=GROUP).names))
+    offered = sorted(offered_trackers())
     unknown = [name for name in plan.training.trackers if name not in offered]
     if not unknown:
         return None
@@ -51,7 +72,7 @@ def unknown_trackers(plan: RunPlan) -> Finding | None:
         "tracker-unknown",
         field="spec.training.trackers",
         value=", ".join(unknown),
-        message=f"no package in the trainer image offers a tracker of this name; offered are: {', '.join(offered) or 'none'}",
+        message=f"no package in the trainer image offers a tracker of this name; offered are: {', '.join(offered)}",
         fix=f"use a trainer image with a package that has an entry point of this name in the group {GROUP}, or remove the name",
     )
 
@@ -61,7 +82,7 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], finish_seconds: float = FINISH_SECONDS) -> None:
         self._finish_seconds = finish_seconds
-        self._feeds = [_Feed(name) for name in names]
+        self._feeds = [_Feed(name) for name in dict.fromkeys((ALWAYS, *names))]
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Begin."""
@@ -82,6 +103,14 @@ class Trackers:
 
 
 Call = Callable[[Tracker], None]
+
+
+def _made(name: str) -> Tracker:
+    if name in BUILT_IN:
+        return BUILT_IN[name][1]()
+    (entry,) = entry_points(group=GROUP, name=name)
+    tracker: Tracker = entry.load()()
+    return tracker
 
 
 class _Feed:
@@ -116,8 +145,7 @@ class _Feed:
 
     def _run(self) -> None:
         try:
-            (entry,) = entry_points(group=GROUP, name=self._name)
-            tracker: Tracker = entry.load()()
+            tracker = _made(self._name)
             while (call := self._calls.get()) is not None:
                 call(tracker)
         except Exception:

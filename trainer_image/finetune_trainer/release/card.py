@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from finetune_job.api.base import HUB_NAME_PATTERN, BucketPath, HubPath, RegistryPath, parse_destination, parse_source
+from finetune_job.api.base import HUB_NAME_PATTERN, HubPath, parse_source
 from finetune_job.names import MANAGED_BY
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.markdown import block, code, one_line
@@ -24,6 +24,7 @@ from finetune_trainer.release.card_sections import (
     training_data,
     verification,
 )
+from finetune_trainer.release.commands import address, base_address, copy_command, hub_repository, serve_adapter, serve_merged
 from finetune_trainer.release.facts import RunFacts
 from finetune_trainer.release.files import ADAPTER, MERGED
 from finetune_trainer.release.licence import OTHER_LICENCE
@@ -117,7 +118,7 @@ def _loading(facts: RunFacts) -> list[str]:
 
 
 def _load_merged(facts: RunFacts) -> list[str]:
-    where = _address(facts, MERGED)
+    where = address(facts, MERGED)
     script = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = AutoModelForCausalLM.from_pretrained({where!r}, dtype="auto")\n'
@@ -131,15 +132,15 @@ def _load_merged(facts: RunFacts) -> list[str]:
         "",
         "With vLLM:",
         "",
-        *block(f"vllm serve {_quoted(where)}", "sh"),
+        *block(serve_merged(facts), "sh"),
     ]
 
 
 def _load_adapter(facts: RunFacts) -> list[str]:
-    where = _address(facts, ADAPTER)
-    base, revision = _base_address(facts), facts.plan.model.revision
+    where = address(facts, ADAPTER)
+    base, revision = base_address(facts), facts.plan.model.revision
     at = f", revision={revision!r}" if revision else ""
-    folder = f", subfolder={ADAPTER!r}" if _is_on_hub(facts) and facts.layout.top != ADAPTER else ""
+    folder = f", subfolder={ADAPTER!r}" if hub_repository(facts) is not None and facts.layout.top != ADAPTER else ""
     script = (
         "from peft import PeftModel\n"
         "from transformers import AutoModelForCausalLM\n\n"
@@ -158,51 +159,18 @@ def _load_adapter(facts: RunFacts) -> list[str]:
     ]
 
 
-def _base_address(facts: RunFacts) -> str:
-    """What loaders are given for the base: its name on the Hub, or a directory where the reader has put it."""
-    name = facts.plan.model.name
-    return name if re.match(HUB_NAME_PATTERN, name) else "./base"
-
-
 def _serving(facts: RunFacts) -> list[str]:
     report = facts.serving
     if report is None:
         return []
-    if not report.is_served:
+    command = serve_adapter(facts, " \\\n  ")
+    if command is None:
         reasons = "; ".join(one_line(reason) for reason in report.reasons)
         return [f"vLLM does not serve the adapter as it is: {code(reasons)}."]
-    command = (
-        f"vllm serve {_quoted(_base_address(facts))} --enable-lora --max-lora-rank {report.max_lora_rank} \\\n"
-        f"  --lora-modules {_quoted(facts.plan.job.name)}=./{ADAPTER if facts.layout.top != ADAPTER else ''}"
-    )
     notes = [f"* {note}" for note in report.notes]
     return ["With vLLM, from a local copy of these files:", "", *block(command, "sh"), *(["", *notes] if notes else [])]
 
 
-def _address(facts: RunFacts, part: str) -> str:
-    """What loaders are given: the repository on the Hub, or a directory below the one with these files."""
-    if _is_on_hub(facts) and facts.plan.publish is not None:
-        destination = parse_destination(facts.plan.publish.destination)
-        if isinstance(destination, HubPath):
-            return destination.repository
-    return "." if facts.layout.top == part else f"./{part}"
-
-
-def _is_on_hub(facts: RunFacts) -> bool:
-    return facts.plan.publish is not None and isinstance(parse_destination(facts.plan.publish.destination), HubPath)
-
-
 def _pulling(facts: RunFacts) -> list[str]:
-    if facts.plan.publish is None:
-        return []
-    destination = parse_destination(facts.plan.publish.destination)
-    if isinstance(destination, RegistryPath):
-        return [*block(f"oras pull {destination.registry}/{destination.repository}:{destination.tag}", "sh"), ""]
-    if isinstance(destination, BucketPath):
-        return [*block(f"aws s3 cp --recursive {_quoted(facts.plan.publish.destination)} .", "sh"), ""]
-    return []
-
-
-def _quoted(text: str) -> str:
-    plain = one_line(text)
-    return plain if re.fullmatch(r"[A-Za-z0-9_./:@=-]+", plain) else "'" + plain.replace("'", "'\\''") + "'"
+    command = None if hub_repository(facts) is not None else copy_command(facts)
+    return [] if command is None else [*block(command, "sh"), ""]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.output import MergeBase
 from finetune_job.names import MANAGED_BY
+from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.markdown import block, code, table
 from finetune_trainer.release.facts import DataSource, RunFacts, sparkline, table_points
 from finetune_trainer.release.files import CHECKSUMS, PROVENANCE, VERIFICATION_PAGE
+
+if TYPE_CHECKING:
+    from finetune_trainer.verify.report import VerificationReport
 
 _SHOWN_FILES, _SHOWN_LICENCE_FILES = 5, 10
 _BASES = {MergeBase.ORIGINAL: "as it is stored", MergeBase.DEQUANTIZED: "as it was packed in training"}
@@ -47,19 +51,23 @@ def _digests(source: DataSource) -> list[str]:
 
 def settings(facts: RunFacts) -> list[str]:
     """What was chosen, as the plan has it."""
-    plan = facts.plan
-    chosen_settings: dict[str, Any] = {"method": plan.method.type.value}
+    return table(("setting", "value"), [(code(name), code(value)) for name, value in chosen_settings(facts.plan)])
+
+
+def chosen_settings(plan: RunPlan) -> list[tuple[str, str]]:
+    """Settings of method, data and training by the plan's names."""
+    chosen: dict[str, Any] = {"method": plan.method.type.value}
     if plan.method.lora is not None:
-        chosen_settings |= _without_unset(plan.method.lora.model_dump(mode="json"))
+        chosen |= _without_unset(plan.method.lora.model_dump(mode="json"))
     if plan.method.adapter is not None:
-        chosen_settings |= _without_unset(plan.method.adapter.settings)
+        chosen |= _without_unset(plan.method.adapter.settings)
     if plan.method.quantization is not None:
-        chosen_settings |= {
+        chosen |= {
             f"quantization.{name}": value
             for name, value in _without_unset(plan.method.quantization.model_dump(mode="json")).items()
         }
     named = ("format", "loss_on", "max_sequence_length", "packing")
-    chosen_settings |= {name: value for name, value in plan.data.model_dump(mode="json").items() if name in named}
+    chosen |= {name: value for name, value in plan.data.model_dump(mode="json").items() if name in named}
     not_shown = {
         "micro_batch_size",
         "gradient_accumulation_steps",
@@ -68,8 +76,8 @@ def settings(facts: RunFacts) -> list[str]:
         "compile",
         "activation_checkpointing",
     }
-    chosen_settings |= _without_unset(plan.training.model_dump(mode="json", exclude=not_shown))
-    return table(("setting", "value"), [(code(name), code(_value(value))) for name, value in chosen_settings.items()])
+    chosen |= _without_unset(plan.training.model_dump(mode="json", exclude=not_shown))
+    return [(name, _value(value)) for name, value in chosen.items()]
 
 
 def _without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +143,17 @@ def verification(facts: RunFacts) -> list[str]:
     logits, gate = report.logits, report.gate
     if logits is None or gate is None:
         return lines
+    about = f"Merged model against base and adapter, on {logits.num_prompts:,} prompts of {logits.num_positions:,} tokens:"
+    if facts.plan.method.quantization is not None:
+        about = f"The adapter was added to the base {_BASES[facts.plan.merge.base]}. {about}"
+    return [*lines, "", about, "", *table(("figure", "measured", "threshold"), verification_rows(report))]
+
+
+def verification_rows(report: VerificationReport) -> list[tuple[str, str, str]]:
+    """Figure, what was measured, and its threshold; none if logits were not compared."""
+    logits, gate = report.logits, report.gate
+    if logits is None or gate is None:
+        return []
     rows = [
         (
             f"{logits.judged}, of the largest logit",
@@ -151,10 +170,7 @@ def verification(facts: RunFacts) -> list[str]:
     ]
     if report.other_logits is not None:
         rows.append(("mean KL divergence from the other base and adapter, nats", f"{report.other_logits.mean_kl:.3g}", ""))
-    about = f"Merged model against base and adapter, on {logits.num_prompts:,} prompts of {logits.num_positions:,} tokens:"
-    if facts.plan.method.quantization is not None:
-        about = f"The adapter was added to the base {_BASES[facts.plan.merge.base]}. {about}"
-    return [*lines, "", about, "", *table(("figure", "measured", "threshold"), rows)]
+    return rows
 
 
 def provenance(facts: RunFacts) -> list[str]:

@@ -143,6 +143,11 @@ class Point:
     """Mean over the supervised tokens of the step; None before the first."""
     eval_loss: float | None
     """Mean over the supervised held-out tokens; None where nothing was held out or evaluated."""
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    """Of all trainable parameters, before clipping."""
+    tokens_per_second: float | None = None
+    """Of documents, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,8 @@ class TrainingHistory:
     points: tuple[Point, ...]
     tokens: int
     supervised_tokens: int
+    peak_memory_bytes: int | None = None
+    """Most that a rank has used, of its device or resident on the CPU; None where no step has measured it."""
 
     @property
     def evaluations(self) -> list[tuple[int, float]]:
@@ -168,9 +175,14 @@ def training_history(lines: Sequence[Mapping[str, Any]]) -> TrainingHistory:
     """The last line of a step counts: a run that went back has written it again."""
     by_step = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
     kept = [by_step[step] for step in sorted(by_step)]
-    points = tuple(Point(line["step"], _number(line.get("loss")), _number(line.get("eval_loss"))) for line in kept)
+    values = ("loss", "eval_loss", "learning_rate", "gradient_norm", "tokens_per_second")
+    points = tuple(Point(line["step"], **{name: _number(line.get(name)) for name in values}) for line in kept)
+    peaks = [line["peak_memory_bytes"] for line in kept if isinstance(line.get("peak_memory_bytes"), int)]
     return TrainingHistory(
-        points, sum(line.get("tokens", 0) for line in kept), sum(line.get("supervised_tokens", 0) for line in kept)
+        points,
+        sum(line.get("tokens", 0) for line in kept),
+        sum(line.get("supervised_tokens", 0) for line in kept),
+        max(peaks, default=None),
     )
 
 

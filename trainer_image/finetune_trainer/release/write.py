@@ -60,6 +60,8 @@ def is_complete(output: OutputLayout, layout: ReleaseLayout, plan_sha256: str, d
 def release_digests(output: OutputLayout) -> dict[str, str]:
     """Of what describes complete results. Raises OSError."""
     described = {"model_card": output.model_card, "provenance": output.provenance, "checksums": output.checksums}
+    if output.report.is_file():  # an earlier release wrote none
+        described["report"] = output.report
     return {f"{name}_sha256": file_sha256(path) for name, path in described.items()}
 
 
@@ -91,7 +93,7 @@ def provenance_statement(facts: RunFacts, weights: Mapping[str, str]) -> dict[st
                 "resolvedDependencies": _dependencies(facts),
             },
             "runDetails": {
-                "builder": {"id": BUILDER, "version": _versions()},
+                "builder": {"id": BUILDER, "version": versions()},
                 "metadata": {"invocationId": f"{plan.job.namespace}/{plan.job.name}/{plan.job.uid}"},
                 "byproducts": [{"name": "prepared data", "digest": {"sha256": facts.data_hash}}],
             },
@@ -148,7 +150,8 @@ def _files(source: DataSource) -> list[dict[str, Any]]:
     ]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of this product and of the libraries that make the weights."""
     found = {}
     for package in (PACKAGE, *LIBRARIES):
         try:

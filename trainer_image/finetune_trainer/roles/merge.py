@@ -42,6 +42,9 @@ from finetune_trainer.release.checksums import remove_checksums
 from finetune_trainer.release.facts import run_facts
 from finetune_trainer.release.files import release_layout
 from finetune_trainer.release.write import is_complete, release_digests, write_release_files
+from finetune_trainer.report.page import report_page
+from finetune_trainer.report.samples import sample_answers
+from finetune_trainer.report.timeline import read_timeline
 from finetune_trainer.verify.gate import VerificationGate
 from finetune_trainer.verify.report import VerificationReport
 from finetune_trainer.verify.verification import gate_of_merge, verify_and_name
@@ -88,7 +91,10 @@ def merge(context: RunContext) -> TerminationReport:
     if was_complete:
         facts |= release_digests(output)
     else:
-        facts |= write_release_files(output, run_facts(context, step, preflight, verification, serving))
+        run = run_facts(context, step, preflight, verification, serving)
+        page = report_page(run, read_timeline(context.workspace, preflight), sample_answers(context))
+        write_durably(output.report, page.encode())
+        facts |= write_release_files(output, run)
     return TerminationReport(role=Role.MERGE, attempt=context.attempt, outcome=Outcome.SUCCEEDED, time=time.time(), facts=facts)
 
 
@@ -135,6 +141,7 @@ def _merge_and_verify(context: RunContext, preflight: ModelReport | None, *, was
 def _withdraw(output: OutputLayout, failed: MergedPaths) -> None:
     """The results are not complete any more, and their report is the one of the verification that failed."""
     remove_checksums(output)
+    output.report.unlink(missing_ok=True)
     shown = output.merged_paths()
     for found, kept in ((failed.report, shown.report), (failed.page, shown.page)):
         if found != kept:

@@ -8,7 +8,7 @@ adapter and the activations between two units.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -103,21 +103,29 @@ class StreamedModels:
         """Runs all prompts through all models. Returns each model's files in `directory`, one per prompt: (positions, vocabulary)
         in the model's dtype, row after row. Raises NotStreamableError, MergeError.
         """
-        self._ids = frozenset(token for prompt in prompts for token in (*prompt.ids, *(prompt.decoder_ids or ())))
+        self.expect(token for prompt in prompts for token in (*prompt.ids, *(prompt.decoder_ids or ())))
         files = {label: [directory / f"{label}-{number}" for number in range(len(prompts))] for label in self._models}
-        self._threads.run(
+        self.run(
             [
                 partial(self._write, skeleton, [prompts[number] for number in batch], [files[label][number] for number in batch])
                 for label, skeleton in self._models.items()
                 for batch in batches(prompts)
             ]
         )
-        self._memory = torch.empty(0, dtype=torch.uint8)
         return files
+
+    def expect(self, tokens: Iterable[int]) -> None:
+        """What is looked up next, by all functions together."""
+        self._ids = frozenset(tokens)
+
+    def run(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Runs functions that call the models; weights come and go with what they need. Raises what they raise."""
+        self._threads.run(functions)
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _write(self, skeleton: SkeletonModel, prompts: Sequence[Prompt], files: Sequence[Path]) -> None:
         for logits, path in zip(logits_of(skeleton.model, prompts, skeleton.dtype), files, strict=True):
-            write_logits(_complete(logits), path)
+            write_logits(complete(logits), path)
 
     def _attach(self, skeleton: SkeletonModel) -> None:
         by_module: dict[int, list[ParameterSlot]] = {}
@@ -228,7 +236,7 @@ class _HeadInBlocks:
         return out
 
 
-def _complete(logits: torch.Tensor) -> torch.Tensor:
+def complete(logits: torch.Tensor) -> torch.Tensor:
     """The logits, if all weights were there when they were used. Raises NotStreamableError."""
     if logits.isnan().any():
         raise NotStreamableError("weights are used outside of the module that owns them, or a weight is NaN")

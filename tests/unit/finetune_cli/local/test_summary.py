@@ -32,6 +32,7 @@ def test_the_summary_tells_where_everything_is(tmp_path):
         "other_logits": {"mean_kl": 0.02, "top1_agreement": 0.975},
     }
     (output / "verification.json").write_text(json.dumps(figures))
+    (output / "report.html").write_text("")
     workspace = claims / "workspace" / "tuned-local"
     workspace.mkdir(parents=True)
     (workspace / "history.jsonl").write_text('{"step": 9, "loss": 1.0}\n{"step": 10, "loss": 0.5}\n{"step": 11, "lo')
@@ -50,6 +51,7 @@ def test_the_summary_tells_where_everything_is(tmp_path):
         "published at:  oci://host/a@sha256:0",
         "passed, 28 tensors changed, 11 untouched, mean KL 1.5e-06, same token 100.0%",
         "on other base: mean KL 0.02, same token 97.5%",
+        f"report:        {output / 'report.html'}",
         "25.0 s",
     ):
         assert part in text

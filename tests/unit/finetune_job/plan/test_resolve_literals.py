@@ -124,6 +124,20 @@ def test_what_is_merged_kept_and_saved():
     assert planned(FULL).checkpoint.asynchronous is True
 
 
+def test_sample_answers_show_held_out_records_to_nobody_who_has_not_been_named():
+    held_out = {"data.validation": {"source": "pvc://data/held-out.jsonl"}}
+    assert planned(held_out).sample_answers == 3
+    assert planned(held_out | {"output.destination": "s3://results/p"}).sample_answers == 3
+    for destination in ("hf://team/tuned", "oci://r.test/a/b:v1"):
+        plan = planned(held_out | {"output.destination": destination})
+        (choice,) = (choice for choice in plan.choices if choice.field == "spec.output.sampleAnswers")
+        assert (plan.sample_answers, choice.value) == (0, 0)
+        assert "other readers" in choice.reason
+        assert planned(held_out | {"output.destination": destination, "output.sampleAnswers": 5}).sample_answers == 5
+    assert planned(held_out | {"output.sampleAnswers": 0}).sample_answers == 0
+    assert plan_of().sample_answers == 0
+
+
 def test_what_of_records_is_learnt():
     for kind, learnt in (("Chat", "Assistant"), ("PromptCompletion", "Completion"), ("Text", "All")):
         assert planned({"data.format": kind}).data.loss_on == learnt
@@ -192,11 +206,12 @@ def test_what_a_run_learns_does_not_depend_on_how_fast():
         {"training.microBatchSize": 4},
         {"training.activationCheckpointing": "Full"},
         {"training.trackers": ["tensorboard"]},
+        {"output.sampleAnswers": 7},
         TWO,
     ]
     other = [{"method.lora.trainableTokenIndices": [3]}, {"training.seed": 7}, {"training.learningRate": "1e-4"}]
     base = learning_sha256(plan_of())
-    assert [learning_sha256(planned(changes)) == base for changes in same] == [True] * 4
+    assert [learning_sha256(planned(changes)) == base for changes in same] == [True] * 5
     assert [learning_sha256(planned(changes)) == base for changes in other] == [False] * 3
 
 

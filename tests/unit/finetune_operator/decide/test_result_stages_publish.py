@@ -41,6 +41,12 @@ def test_results_on_a_claim_need_no_publication() -> None:
     assert list(found) == ["adapter", "merged", "verification", "model-card", "provenance", "checksums"]
 
 
+def test_the_report_is_listed_if_the_trainer_has_written_one() -> None:
+    actions = reconcile(observing(a_job()).trained().succeeded(report_sha256=DIGEST).build(), T0)
+    found = {artifact.name: (artifact.path, artifact.sha256) for artifact in written(actions).artifacts}
+    assert found["report"] == ("pvc://results/tune/report.html", DIGEST)
+
+
 @pytest.mark.parametrize(
     ("changes", "absent"),
     [

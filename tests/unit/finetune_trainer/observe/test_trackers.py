@@ -58,24 +58,33 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     RELEASED.set()
 
 
+RUN = {"name": "tiny"}
+"""Too little for TensorBoard, which therefore turns itself off."""
+
+
 def run_through(names: list[str], finish_seconds: float = 60.0, steps: int = 3) -> None:
     feeds = Trackers(names, finish_seconds)
-    feeds.start({"name": "tiny"})
+    feeds.start(RUN)
     for step in range(steps):
         feeds.log(step, {"loss": float(step)})
     feeds.finish("Succeeded")
 
 
-def test_none_by_default() -> None:
+def test_tensorboard_alone_by_default(tmp_path: Path) -> None:
     assert plan_of(tiny_spec()).training.trackers == ()
-    run_through([])
+    feeds = Trackers([])
+    feeds.start({"directory": str(tmp_path), "attempt": 0, "step": 0})
+    feeds.log(1, {"loss": 2.0})
+    feeds.finish("Succeeded")
     assert HEARD == []
+    (written,) = (tmp_path / "tensorboard").iterdir()
+    assert b"loss" in written.read_bytes()
 
 
 def test_a_tracker_hears_everything_in_order() -> None:
     run_through(["notebook"])
     assert HEARD == [
-        ("start", {"name": "tiny"}),
+        ("start", RUN),
         (0, {"loss": 0.0}),
         (1, {"loss": 1.0}),
         (2, {"loss": 2.0}),
@@ -86,7 +95,7 @@ def test_a_tracker_hears_everything_in_order() -> None:
 @pytest.mark.parametrize("name", ["breaking", "absent", "not-installed"])
 def test_a_tracker_that_raises_is_logged_once_and_turned_off(name: str, caplog: pytest.LogCaptureFixture) -> None:
     run_through([name])
-    assert caplog.text.count("is off for the rest of the run") == 1
+    assert caplog.text.count(f"tracker {name} failed and is off for the rest of the run") == 1
     assert [each for each in HEARD if each[0] == "broke"] == ([("broke", 0)] if name == "breaking" else [])
     assert ("finish", "Succeeded") not in HEARD
 
@@ -104,4 +113,13 @@ def test_unknown_names_are_found_before_anything_starts() -> None:
     assert finding is not None
     assert (finding.rule, finding.severity) == ("tracker-unknown", "error")
     assert (finding.field, finding.value) == ("spec.training.trackers", "nobody")
-    assert "notebook" in finding.message
+    assert "offered are: absent, breaking, hanging, notebook, tensorboard" in finding.message
+
+
+def test_services_are_offered_if_their_package_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not {"wandb", "mlflow"} & trackers.offered_trackers()
+    (tmp_path / "wandb.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    assert "wandb" in trackers.offered_trackers()
+    assert "mlflow" not in trackers.offered_trackers()

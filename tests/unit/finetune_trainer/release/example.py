@@ -59,6 +59,7 @@ VERIFIED: Any = SimpleNamespace(
     ),
     gate=GATES["bfloat16"],
     other_logits=None,
+    tensors=SimpleNamespace(num_untouched=11, num_changed=28),
 )
 
 
@@ -83,6 +84,7 @@ class Example:
         if self.context.plan.merge.enabled:
             output.verification.write_text('{"passed": true}\n')
             output.verification_page.write_text("# Verification\n")
+        output.report.write_text("<!DOCTYPE html>\n")
         return self.facts()
 
 

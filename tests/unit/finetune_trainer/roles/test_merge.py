@@ -29,9 +29,9 @@ from tests.support.forked_ranks import run_gang
 from tests.support.tiny_model import run_context, tiny_spec
 from tests.unit.finetune_trainer.release.example import model_report
 
-RELEASED = {"README.md", "provenance.json", "SHA256SUMS"}
+RELEASED = {"README.md", "provenance.json", "report.html", "SHA256SUMS"}
 VERIFIED = {"verification.json", "verification.md"}
-DESCRIBED = {"model_card_sha256", "provenance_sha256", "checksums_sha256"}
+DESCRIBED = {"model_card_sha256", "report_sha256", "provenance_sha256", "checksums_sha256"}
 
 
 BASE_FILES = {
@@ -104,6 +104,9 @@ def test_adapter_and_verified_model_are_published_and_a_second_run_changes_nothi
     assert "| mean KL divergence of 90% of positions from base and adapter, nats |" in card
     assert "2 optimizer steps" in card
     assert "license: apache-2.0" in card
+    page = context.output.report.read_text()
+    assert "The merged model passed its verification" in page
+    assert page.count("Held-out record ") == page.count("<dt>Tuned model</dt>") == 3
     for directory in (context.output.adapter, context.output.merged):
         assert (directory / "LICENSE").read_text() == "terms"
         assert (directory / "COPYING.txt").read_text() == "more terms"
@@ -137,7 +140,7 @@ def test_a_model_that_fails_its_verification_is_quarantined(tmp_path: Path) -> N
     assert code == EXIT_CODES[FailureClass.VERIFICATION_FAILED]
     assert report.failure is FailureClass.VERIFICATION_FAILED
     # Nothing says any more that this is complete.
-    assert names(context.output.root) == {"adapter", "merged.quarantined", *VERIFIED, *RELEASED - {"SHA256SUMS"}}
+    assert names(context.output.root) == {"adapter", "merged.quarantined", *VERIFIED, *RELEASED - {"SHA256SUMS", "report.html"}}
     assert json.loads(context.output.verification.read_text())["passed"] is False
     assert "FAILED" in context.output.verification_page.read_text()
     assert run_merge(context)[0] == 0
@@ -168,6 +171,7 @@ def test_a_fully_trained_model_is_published_as_it_is(tmp_path: Path) -> None:
     assert code == 0
     assert set(report.facts) == {"merged_manifest_sha256", *DESCRIBED}
     assert names(context.output.root) == {"merged", *RELEASED}
+    assert context.output.report.read_text().count("<dt>Tuned model</dt>") == 3
     assert names(context.output.merged) & set(BASE_FILES) == {"COPYING.txt", "LICENSE"}
     check_sums(context)
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "manifest.json"} <= names(
@@ -179,6 +183,7 @@ def test_without_merging_the_adapter_alone_is_published(tmp_path: Path) -> None:
     context = trained(tmp_path, merge={"enabled": False})
     assert run_merge(context)[0] == 0
     assert names(context.output.root) == {"adapter", *RELEASED}
+    assert context.output.report.read_text().count("<dt>Tuned model</dt>") == 3
     check_sums(context)
 
 
@@ -219,7 +224,7 @@ def test_a_run_that_ends_anywhere_is_not_taken_for_complete_and_the_next_one_com
     shutil.rmtree(context.output.root)
     assert run_merge(context)[0] == 0
     second = content(context.output.root)
-    assert {name for name in first if first[name] != second[name]} <= {*VERIFIED, "SHA256SUMS"}
+    assert {name for name in first if first[name] != second[name]} <= {*VERIFIED, "report.html", "SHA256SUMS"}
     assert set(first) == set(second)
 
 

@@ -1,0 +1,86 @@
+"""Weights & Biases and MLflow as trackers, for trainer images that have their packages.
+
+With a key or an address in the environment they send to their service; without, they write to the workspace, from where
+everything can be sent later. Training pods of a cluster have no way out, so there it is always the workspace.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+WANDB_KEY, MLFLOW_ADDRESS = "WANDB_API_KEY", "MLFLOW_TRACKING_URI"
+UID_TAG = "finetune.uid"
+MAX_SETTING = 250
+"""Characters of a setting that MLflow is told; every release of it takes as many."""
+
+
+class WeightsAndBiases:
+    """A run of W&B for each job: the next attempt continues it. Project: the namespace."""
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Raises what the package raises."""
+        folder = Path(run["directory"])
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = import_module("wandb").init(
+            project=run["namespace"],
+            name=run["name"],
+            id=run["uid"],
+            resume="allow",
+            config=run["plan"],
+            dir=str(folder),
+            mode="online" if os.environ.get(WANDB_KEY) else "offline",
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One line of the history."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self, outcome: str) -> None:
+        """Wait until it is sent or written."""
+        self._run.summary["outcome"] = outcome
+        self._run.finish(exit_code=0 if outcome == "Succeeded" else 1)
+
+
+class MLflow:
+    """A run of MLflow for each job: the next attempt continues it. Experiment: the namespace."""
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Raises what the package raises."""
+        self._entities = import_module("mlflow.entities")
+        folder = Path(run["directory"]).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        # Newer releases of MLflow refuse a directory of files, so it is a database.
+        address = os.environ.get(MLFLOW_ADDRESS) or f"sqlite:///{folder}/mlflow.db"
+        self._client = import_module("mlflow.tracking").MlflowClient(tracking_uri=address)
+        experiment = self._client.get_experiment_by_name(run["namespace"])
+        number = experiment.experiment_id if experiment is not None else self._client.create_experiment(run["namespace"])
+        earlier = self._client.search_runs([number], f"tags.`{UID_TAG}` = '{run['uid']}'", max_results=1)
+        tags = {UID_TAG: run["uid"]}
+        found = earlier[0] if earlier else self._client.create_run(number, run_name=run["name"], tags=tags)
+        self._id = found.info.run_id
+        self._client.update_run(self._id, status="RUNNING")
+        settings = [self._entities.Param(name, value) for name, value in _settings(run["plan"])]
+        self._client.log_batch(self._id, params=settings)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One line of the history."""
+        now = round(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[self._entities.Metric(name, each, now, step) for name, each in values.items()])
+
+    def finish(self, outcome: str) -> None:
+        """The run has ended."""
+        self._client.set_tag(self._id, "finetune.outcome", outcome)
+        self._client.set_terminated(self._id, "FINISHED" if outcome == "Succeeded" else "FAILED")
+
+
+def _settings(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "method", str(plan["method"]["type"])
+    yield "model", str(plan["model"]["name"])[:MAX_SETTING]
+    for name, value in plan["training"].items():
+        if value is not None:
+            yield name, str(value)[:MAX_SETTING]

@@ -1,0 +1,81 @@
+"""Commands that fetch, load and serve what was published, each one line for a shell; shared by the model card and the report.
+
+Directories in them are relative to a local copy of the results. Names that users choose are quoted.
+"""
+
+from __future__ import annotations
+
+import re
+
+from finetune_job.api.base import HUB_NAME_PATTERN, BucketPath, HubPath, RegistryPath, parse_destination
+from finetune_trainer.markdown import one_line
+from finetune_trainer.release.facts import RunFacts
+from finetune_trainer.release.files import ADAPTER, MERGED
+
+
+def address(facts: RunFacts, part: str) -> str:
+    """What loaders are given: the repository on the Hub, or a directory below the one with these files."""
+    return hub_repository(facts) or local_directory(facts, part)
+
+
+def local_directory(facts: RunFacts, part: str) -> str:
+    """Of one of the results, in a local copy of what was published."""
+    return "." if facts.layout.top == part else f"./{part}"
+
+
+def base_address(facts: RunFacts) -> str:
+    """What loaders are given for the base: its name on the Hub, or a directory where the reader has put it."""
+    name = facts.plan.model.name
+    return name if re.match(HUB_NAME_PATTERN, name) else "./base"
+
+
+def hub_repository(facts: RunFacts) -> str | None:
+    """The repository on the Hub to which the results go; None: they go elsewhere."""
+    destination = None if facts.plan.publish is None else parse_destination(facts.plan.publish.destination)
+    return destination.repository if isinstance(destination, HubPath) else None
+
+
+def copy_command(facts: RunFacts) -> str | None:
+    """Makes a local copy of what was published; None: it is on a claim."""
+    if facts.plan.publish is None:
+        return None
+    destination = parse_destination(facts.plan.publish.destination)
+    if isinstance(destination, HubPath):
+        return f"hf download {quoted(destination.repository)} --local-dir ."
+    if isinstance(destination, RegistryPath):
+        return f"oras pull {destination.registry}/{destination.repository}:{destination.tag}"
+    return f"aws s3 cp --recursive {quoted(facts.plan.publish.destination)} ." if isinstance(destination, BucketPath) else None
+
+
+def serve_merged(facts: RunFacts) -> str:
+    """The merged, or wholly trained, model with vLLM."""
+    return f"vllm serve {quoted(address(facts, MERGED))}"
+
+
+def serve_adapter(facts: RunFacts, separator: str = " ") -> str | None:
+    """The adapter on its base with vLLM, from a local copy; None if vLLM does not serve it as it is. separator: of two lines."""
+    if facts.serving is None or not facts.serving.is_served:
+        return None
+    options = f"--enable-lora --max-lora-rank {facts.serving.max_lora_rank}"
+    folder = ADAPTER if facts.layout.top != ADAPTER else ""
+    return f"vllm serve {quoted(base_address(facts))} {options}{separator}--lora-modules {quoted(facts.plan.job.name)}=./{folder}"
+
+
+def convert_merged(facts: RunFacts) -> str:
+    """The merged model into a file of llama.cpp, with the script of its source tree, from a local copy."""
+    outfile = quoted(f"{facts.plan.job.name}.gguf")
+    return f"python convert_hf_to_gguf.py {quoted(local_directory(facts, MERGED))} --outfile {outfile}"
+
+
+def convert_adapter(facts: RunFacts) -> str | None:
+    """The adapter for llama.cpp's --lora, with a copy of the base in ./base; None if it is more than LoRA's factors."""
+    if facts.serving is None or not facts.serving.is_served:
+        return None
+    outfile = quoted(f"{facts.plan.job.name}-lora.gguf")
+    return f"python convert_lora_to_gguf.py --base ./base {quoted(local_directory(facts, ADAPTER))} --outfile {outfile}"
+
+
+def quoted(text: str) -> str:
+    """One word of a shell, on one line."""
+    plain = one_line(text)
+    return plain if re.fullmatch(r"[A-Za-z0-9_./:@=-]+", plain) else "'" + plain.replace("'", "'\\''") + "'"

@@ -1,0 +1,91 @@
+"""What happened to a run: its attempts, how each ended, and where the time went. Read from what the attempts left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from finetune_job.failures import TerminationReport
+from finetune_job.layout import WorkspaceLayout
+from finetune_job.names import Role
+from finetune_trainer.files import read_own
+from finetune_trainer.inspection.report import ModelReport
+from finetune_trainer.json_lines import read_lines
+from finetune_trainer.observe.goodput import AttemptStarted, GoodputRecord, GoodputTotals, goodput_totals, parse_records
+from finetune_trainer.ranks.reports import read_rank_reports, root_cause
+
+FINISHED, ENDED_SILENTLY = "finished", "ended without a report"
+
+
+@dataclass(frozen=True)
+class TrainingAttempt:
+    """One process of rank 0 from start to end."""
+
+    number: int
+    start: float
+    """Seconds since the epoch."""
+    seconds: float
+    """Until its last record."""
+    first_step: int
+    """It continued after this one."""
+    last_step: int
+    """By its last record."""
+    lost_steps: int
+    """Steps of its records that the next one had to do again."""
+    ending: str
+    message: str = ""
+    """Of the failure."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Everything that the report says of the course of a run. preflight: None if it left no report."""
+
+    attempts: tuple[TrainingAttempt, ...] = ()
+    goodput: GoodputTotals = field(default_factory=GoodputTotals)
+    preflight: ModelReport | None = None
+
+    @property
+    def lost_steps(self) -> int:
+        return sum(attempt.lost_steps for attempt in self.attempts)
+
+
+def read_timeline(workspace: WorkspaceLayout, preflight: ModelReport | None) -> Timeline:
+    """Of a run that has finished. What is missing or cannot be read is left out. Raises OSError."""
+    text = read_own(workspace.accounts).decode(errors="replace") if workspace.accounts.is_file() else ""
+    records = parse_records(read_lines(text))
+    numbers = {record.attempt for record in records}
+    reports = {number: read_rank_reports(workspace.reports(Role.TRAIN, number)) for number in numbers}
+    return Timeline(tuple(attempts_of(records, reports)), goodput_totals(records), preflight)
+
+
+def attempts_of(records: Iterable[GoodputRecord], reports: Mapping[int, Sequence[TerminationReport]]) -> list[TrainingAttempt]:
+    """In their order. reports: of ranks, by number of the attempt."""
+    grouped: list[list[GoodputRecord]] = []
+    for record in records:
+        if isinstance(record, AttemptStarted):
+            grouped.append([record])
+        elif grouped:
+            grouped[-1].append(record)
+    found = []
+    for position, group in enumerate(grouped):
+        start, last = group[0], group[-1]
+        following = grouped[position + 1][0] if position + 1 < len(grouped) else None
+        ending, message = FINISHED, ""
+        if following is not None:
+            cause = root_cause(reports.get(start.attempt, ()))
+            ending = ENDED_SILENTLY if cause is None or cause.failure is None else cause.failure.value
+            message = "" if cause is None else cause.message
+        found.append(
+            TrainingAttempt(
+                number=start.attempt,
+                start=start.time,
+                seconds=max(0.0, last.time - start.time),
+                first_step=start.step,
+                last_step=last.step,
+                lost_steps=max(0, last.step - following.step) if following is not None else 0,
+                ending=ending,
+                message=message,
+            )
+        )
+    return found

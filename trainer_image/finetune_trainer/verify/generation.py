@@ -1,0 +1,141 @@
+"""The most likely continuations of prompts, by models whose weights are in memory one unit at a time (streaming.py).
+
+All prompts and models over the same weights go through together, a token at each pass over the weights. So the price is known
+before: the bytes of the weights times the number of tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from finetune_trainer.verify.skeleton import SkeletonModel, needs_base_weights, skeleton_model
+from finetune_trainer.verify.stored_weights import StoredWeights
+from finetune_trainer.verify.streaming import NotStreamableError, StreamedModels, complete
+from finetune_trainer.weights.errors import MergeError
+
+BY_LAYER_BYTES = 1 << 30
+"""Of a model so small that whole layers fit into memory: it goes through in fewer, larger units, which takes less time."""
+
+
+class TooLargeError(MergeError):
+    """So few tokens could be generated that they say nothing."""
+
+
+@dataclass(frozen=True)
+class Continued:
+    """Models to compare: the weights of `base`, and the same with `adapter`, or those of `tuned` in its place."""
+
+    base: Path
+    adapter: Path | None
+    tuned: Path | None
+    allow_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What answers may cost."""
+
+    most_tokens: int
+    least_tokens: int
+    most_bytes: int
+    """Of weights that are read."""
+
+
+def continuations(
+    models: Continued, prompts: Sequence[Sequence[int]], stops: Collection[int], budget: Budget, scratch: Path
+) -> tuple[int, list[tuple[list[int], list[int]]]]:
+    """Most tokens of an answer, and of each prompt the answers of base and tuned model; one that ends has its stop token last.
+
+    stops: tokens that end an answer. scratch: for what does not fit into memory. Raises TooLargeError, NotStreamableError,
+    MergeError, ValueError without an adapter that can be streamed or a tuned model.
+    """
+    groups = _groups(models)
+    size = sum(stored.num_bytes for stored, _ in groups)
+    num_tokens = min(budget.most_tokens, budget.most_bytes // max(size, 1))
+    if num_tokens < budget.least_tokens:
+        raise TooLargeError(
+            f"{size / 2**30:,.0f} GiB of weights would be read for each token, and {budget.most_bytes / 2**30:,.0f} GiB are "
+            "the most for all answers"
+        )
+    asked, allow = _Asked(prompts, stops, num_tokens), models.allow_remote_code
+    answers: dict[str, list[list[int]]] = {}
+    for stored, adapters in groups:
+        for by_layer in (True,) if stored.num_bytes <= BY_LAYER_BYTES else (False, True):
+            skeletons = {label: skeleton_model(stored, each, allow_remote_code=allow) for label, each in adapters.items()}
+            try:
+                answers |= _answers(asked, stored, skeletons, scratch, by_layer=by_layer)
+                break
+            # As verification does it: torch refuses some of what is done to a weight that is not there.
+            except (NotStreamableError, RuntimeError):
+                if by_layer:
+                    raise
+    return num_tokens, list(zip(answers[_BASE], answers[_TUNED], strict=True))
+
+
+_BASE, _TUNED = "base", "tuned"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The same of every model. stops: tokens that end an answer."""
+
+    prompts: Sequence[Sequence[int]]
+    stops: Collection[int]
+    num_tokens: int
+
+
+def _groups(models: Continued) -> list[tuple[StoredWeights, dict[str, Path | None]]]:
+    """Weights that are read together, and the adapter of each model over them."""
+    adapter = models.adapter
+    if adapter is not None and not needs_base_weights(adapter):
+        return [(StoredWeights(models.base, None, [adapter]), {_BASE: None, _TUNED: adapter})]
+    if models.tuned is None:
+        raise ValueError("the adapter is made from the base's weights, and nothing was merged")
+    return [(StoredWeights(models.base), {_BASE: None}), (StoredWeights(models.tuned), {_TUNED: None})]
+
+
+def _answers(
+    asked: _Asked, stored: StoredWeights, skeletons: Mapping[str, SkeletonModel], scratch: Path, *, by_layer: bool
+) -> dict[str, list[list[int]]]:
+    """Of each model, by its label, an answer to each prompt."""
+    streamed = StreamedModels(stored, skeletons, scratch, by_layer=by_layer)
+    answers: dict[str, list[list[int]]] = {label: [[] for _ in asked.prompts] for label in skeletons}
+    given: dict[tuple[str, int], Sequence[int]] = {
+        (label, number): prompt for label in skeletons for number, prompt in enumerate(asked.prompts)
+    }
+
+    def look_up(key: tuple[str, int], tokens: Sequence[int]) -> None:
+        given[key] = tokens
+        streamed.expect(token for each in given.values() for token in each)
+
+    streamed.run(
+        [
+            partial(_continue, skeletons[label], asked, number, answers[label][number], partial(look_up, (label, number)))
+            for label, number in given
+        ]
+    )
+    return answers
+
+
+def _continue(
+    skeleton: SkeletonModel, asked: _Asked, number: int, answer: list[int], look_up: Callable[[Sequence[int]], None]
+) -> None:
+    """Appends to `answer`. Keys and values of earlier tokens are kept, so that each pass computes one position."""
+    known = inspect.signature(type(skeleton.base).forward).parameters
+    options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+    cache, step = None, list(asked.prompts[number])
+    with torch.inference_mode():
+        while True:
+            look_up(step)
+            result = skeleton.model(input_ids=torch.tensor([step]), past_key_values=cache, use_cache=True, **options)
+            token = int(complete(result.logits[:, -1]).argmax())
+            answer.append(token)
+            if token in asked.stops or len(answer) == asked.num_tokens:
+                return
+            cache, step = result.past_key_values, [token]
