@@ -72,7 +72,7 @@ class AdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group: dict[str, Any], *gathered: list[torch.Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, *gathered)
+        has_complex: bool = super()._init_group(group, *gathered)  # type: ignore[no-untyped-call]
         for tensors in gathered:
             tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         return has_complex
