@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,16 +37,28 @@ def seconds_between(first: str, last: str) -> float:
     return (datetime.fromisoformat(last) - datetime.fromisoformat(first)).total_seconds()
 
 
-def on_the_node(stack: Stack, number: int) -> dict[str, float]:
-    """One job on the node: parts in seconds."""
+def on_the_node(
+    stack: Stack,
+    name: str,
+    example: str = EXAMPLE,
+    *,
+    when_applied: Callable[[], None] = lambda: None,
+    when_training: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """One job on the node, under this name: parts in seconds.
+
+    What is called when the job is applied, and when its first step is done, counts. Raises RuntimeError if the job fails.
+    """
     start = time.monotonic()
-    name = stack.apply_example(EXAMPLE, name=f"bench-{number}")
+    stack.apply_example(example, name=name)
+    when_applied()
     stack.wait_for_step(name, 1)
     first_step = time.monotonic() - start
+    when_training()
     job = stack.wait_for_condition(name, "Finished", "Stalled")
     total = time.monotonic() - start
     if condition_of(job, "Succeeded").get("status") != "True":
-        raise SystemExit(f"bench-chain: {name} did not succeed: {json.dumps(job['status']['conditions'])}")
+        raise RuntimeError(f"{name} did not succeed: {json.dumps(job['status'], indent=2)}")
     parts = {"first_step": first_step, "succeeded": total}
     for role in ROLES:
         (batch_job,) = stack.batch_jobs(name, role)
@@ -86,7 +99,7 @@ def main() -> None:
         claims = Path(scratch) / "claims"
         subprocess.run([sys.executable, "-m", "tests.support.quickstart", claims], cwd=ROOT, check=True)
         for number in range(runs):
-            cluster.append(on_the_node(stack, number))
+            cluster.append(on_the_node(stack, f"bench-{number}"))
             local.append(on_this_machine(claims, number))
             print(f"run {number + 1}: " + ", ".join(f"{key} {value:.1f} s" for key, value in cluster[-1].items())
                   + f"; local {local[-1]:.1f} s", flush=True)  # fmt: skip

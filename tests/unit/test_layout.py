@@ -69,6 +69,7 @@ COVERED_BY = {
     "finetune_trainer/merge/adapter_changes.py": "finetune_trainer/merge/test_plan.py",
     "finetune_trainer/merge/adapter_settings.py": "finetune_trainer/merge/test_plan.py",
     "finetune_trainer/merge/changes.py": "finetune_trainer/merge/test_parameter_adapters.py",
+    "finetune_trainer/merge/compute.py": "finetune_trainer/merge/test_merge_adapter_bits.py",
     "finetune_trainer/merge/factors.py": "finetune_trainer/merge/test_plan.py",
     "finetune_trainer/merge/lora.py": "finetune_trainer/merge/test_plan.py",
     "finetune_trainer/merge/resolve_changes.py": "finetune_trainer/merge/test_plan.py",

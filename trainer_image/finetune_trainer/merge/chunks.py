@@ -6,27 +6,21 @@ allows it, so that one chunk goes through all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-
-from finetune_trainer.merge.changes import Change, LowRank
+from finetune_trainer.merge.changes import Change
 from finetune_trainer.merge.plan import OutputTensor, Shard
 from finetune_trainer.merge.shard_file import ShardFile
-from finetune_trainer.merge.sources import Sources
-from finetune_trainer.merge.steps.load import load_step
-from finetune_trainer.merge.steps.step import OnDevice, Step
 from finetune_trainer.weights.headers import DTYPE_BYTES
-from finetune_trainer.weights.rounding import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    # Imports torch, which is not there yet when the first chunks are made.
+    from finetune_trainer.merge.steps.step import Step
 
 CHUNK_BYTES = 4 << 20
 """Bytes read at once. Large enough for full disk speed, small enough that buffers stay a small part of memory."""
-SHARED_FACTORS = 8
-"""Adapter tensors with the factors of many matrices that are held at once: A and B of two adapters for an expert's two
-parameters, whose stored parts take turns in a file."""
-HOST = torch.device("cpu")
-"""Where everything is computed but, on demand, the products of factors."""
 
 Rows = tuple[int, int]
 
@@ -81,15 +75,13 @@ class RowChunk:
 
 @dataclass
 class Chunker:
-    """Makes the chunks of shards. `whole_tensors`: those of which a matrix had to be computed at once, hence held in memory."""
+    """Makes the chunks of shards. `whole_tensors`: those of which a matrix had to be computed at once, hence held in memory.
 
-    sources: Sources
-    device: torch.device
+    load_step: called for each change of a matrix, in the order of the file.
+    """
+
+    load_step: Callable[[OutputTensor, Change], Step]
     whole_tensors: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._read = self.sources.reader(keeps=0, device=self.device)
-        self._shared = self.sources.reader(keeps=SHARED_FACTORS, device=self.device)
 
     def chunks(self, shard: Shard, file: ShardFile) -> Iterator[RowChunk]:
         """In the order of the file, from the matrix on that begins where the file's durable part ends."""
@@ -112,7 +104,7 @@ class Chunker:
             if not changes:
                 yield from _copies(tensor, file, num_elements, first)
                 continue
-            steps = tuple(self._step(tensor, change) for change in changes)
+            steps = tuple(self.load_step(tensor, change) for change in changes)
             cuts = common_cuts([step.row_blocks(num_rows, num_columns) for step in steps])
             if len(cuts) == 1 and tensor.name not in self.whole_tensors[-1:]:
                 self.whole_tensors.append(tensor.name)
@@ -120,15 +112,6 @@ class Chunker:
             for group in _grouped(cuts, max(1, CHUNK_BYTES // (width * max(num_columns, 1)))):
                 start, stop = group[0].rows[0], group[-1].rows[1]
                 yield RowChunk(tensor, file, start, stop, num_columns, first, stop == num_rows, steps, tuple(group))
-
-    def _step(self, tensor: OutputTensor, change: Change) -> Step:
-        compute = TORCH_DTYPES[tensor.compute_dtype]
-        if not isinstance(change, LowRank):
-            return load_step(change, *tensor.matrix_shape, compute, self.sources.tensor)
-        # PEFT keeps the factors of all experts in one tensor, which many matrices need one after the other.
-        is_shared = change.part is not None and change.part.num_experts > 1
-        step = load_step(change, *tensor.matrix_shape, compute, self._shared if is_shared else self._read)
-        return step if self.device == HOST else OnDevice(step, self.device)
 
 
 def common_cuts(blocks: list[list[Rows]]) -> list[RowCut]:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.adapter_changes import with_saved_vocabulary
 from finetune_trainer.merge.adapter_names import ADAPTER_PREFIX, TOKENS_BASE, TOKENS_PART
@@ -40,7 +38,6 @@ from finetune_trainer.weights.headers import (
     read_json,
 )
 from finetune_trainer.weights.read_model import have_same_values, read_stored_model
-from finetune_trainer.weights.rounding import TORCH_DTYPES
 from finetune_trainer.weights.stored import StoredModel
 
 log = logging.getLogger(__name__)
@@ -232,14 +229,22 @@ def _is_copy(name: str, tensor: TensorHeader, prefix: str, first: str, tensors: 
     original = tensors.get(first + _TRANSPOSED.get(part, part))
     if original is None or original.dtype != tensor.dtype:
         return False
-    return torch.equal(_read(tensor), _read(original).T) if part in _TRANSPOSED else have_same_values(tensor, original)
+    return _are_transposes(tensor, original) if part in _TRANSPOSED else have_same_values(tensor, original)
 
 
-def _read(tensor: TensorHeader) -> torch.Tensor:
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.offset)
-        data = bytearray(file.read(tensor.num_bytes))
-    return torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+def _are_transposes(first: TensorHeader, second: TensorHeader) -> bool:
+    # Only here: merges that have nothing to compare copy bytes before torch is imported.
+    import torch
+
+    from finetune_trainer.weights.rounding import TORCH_DTYPES
+
+    values = []
+    for tensor in (first, second):
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.offset)
+            data = bytearray(file.read(tensor.num_bytes))
+        values.append(torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype]).view(tensor.shape))
+    return torch.equal(values[0], values[1].T)
 
 
 @dataclass(frozen=True)

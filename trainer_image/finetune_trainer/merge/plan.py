@@ -19,11 +19,8 @@ from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.changes import Change, Quantization, read_by
 from finetune_trainer.merge.resolve_changes import resolve_changes
 from finetune_trainer.weights.errors import MergeError, UnsupportedBaseError
-from finetune_trainer.weights.headers import DTYPE_BYTES, INDEX_FILE, SINGLE_FILE, TensorHeader
+from finetune_trainer.weights.headers import DTYPE_BYTES, INDEX_FILE, OUTPUT_DTYPES, SINGLE_FILE, TensorHeader
 from finetune_trainer.weights.stored import StoredModel
-
-OUTPUT_DTYPES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""`MergeOptions.dtype` -> the name in safetensors headers. None keeps each tensor's dtype."""
 
 _CONVERTIBLE = frozenset({"F64", "F32", "F16", "BF16"})
 _WIDER = {frozenset({"F16", "BF16"}): "F32"}

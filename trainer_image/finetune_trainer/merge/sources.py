@@ -6,13 +6,14 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from finetune_trainer.weights.errors import BrokenCheckpointError
 from finetune_trainer.weights.headers import TensorHeader
-from finetune_trainer.weights.rounding import READ_DTYPES
 from finetune_trainer.weights.storage import read_some, translate_os_errors
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Sources:
@@ -46,6 +47,11 @@ class Sources:
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
         """A whole tensor in its own dtype and shape."""
+        # Only here: bytes are copied before torch is imported.
+        import torch
+
+        from finetune_trainer.weights.rounding import READ_DTYPES
+
         data = torch.empty(header.num_bytes, dtype=torch.uint8)
         if header.num_bytes:
             self.read_into(header, 0, data.numpy().data)

@@ -21,20 +21,21 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from finetune_trainer.merge.changes import ModuleMerge, read_by
+from finetune_trainer.merge.changes import Change, ModuleMerge, read_by
 from finetune_trainer.merge.chunks import CHUNK_BYTES, Chunker, RowChunk
 from finetune_trainer.merge.journal import Durable, Journal
 from finetune_trainer.merge.plan import OutputTensor, Shard
 from finetune_trainer.merge.shard_file import PAGE_BYTES, ShardFile
 from finetune_trainer.merge.sources import Sources
-from finetune_trainer.merge.steps.step import Scratch, require_device
-from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
-from finetune_trainer.weights.errors import NotFiniteError
-from finetune_trainer.weights.rounding import TORCH_DTYPES, all_finite, round_into
+from finetune_trainer.processes.start import preload
+
+if TYPE_CHECKING:
+    from finetune_trainer.merge.compute import Blocks, StepLoader
+    from finetune_trainer.merge.steps.step import Step
 
 WORKERS_PER_SHARD = 6
 """More gain little, as one thread hashes at about 2 GB/s, and each costs up to 50 MiB."""
@@ -61,25 +62,22 @@ class StreamResult:
 
 
 class Workspace:
-    """What one worker needs for one chunk: page-aligned bytes for input and output, and fp32 blocks."""
+    """What one worker needs for one chunk: page-aligned bytes for input and output, and what it computes in."""
 
     def __init__(self) -> None:
         self.data = mmap.mmap(-1, 2 * CHUNK_BYTES)
-        self.scratch = Scratch()
-        self._between = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        from finetune_trainer.merge.compute import Blocks
+
+        return Blocks()
 
     def grow(self, num_bytes: int) -> None:
         """Replaces the bytes by at least so many. No view of the old ones may be in use."""
         if len(self.data) < num_bytes:
             self.data.close()
             self.data = mmap.mmap(-1, num_bytes)
-
-    def between(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Block `number` (0 or 1) for what one step hands to the next, contents undefined."""
-        num_bytes = shape[0] * shape[1] * dtype.itemsize
-        if len(self._between[number]) < num_bytes:
-            self._between[number] = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._between[number][:num_bytes].view(dtype).view(shape)
 
 
 class JournalWriter:
@@ -95,18 +93,18 @@ class JournalWriter:
         self._pending: deque[Future[None]] = deque()
         self._noted: dict[str, int] = {}
 
-    def note(self, file: ShardFile, num_bytes: int) -> None:
-        """All bytes before `num_bytes` are written and in `file.digest`: make that known if it is worth it."""
+    def note(self, file: ShardFile, written: Durable) -> None:
+        """The file's first bytes are written: make that known if it is worth it."""
         with self._lock:
             self._raise_failures(wait=False)
-            if not self._pending and num_bytes - self._noted.setdefault(file.path.name, file.num_done) >= JOURNAL_BYTES:
-                self._submit(file, num_bytes)
+            if not self._pending and written.num_bytes - self._noted.setdefault(file.path.name, file.num_done) >= JOURNAL_BYTES:
+                self._submit(file, written)
 
     def finish(self, file: ShardFile) -> None:
         """All bytes of the file are written and in its digest."""
         with self._lock:
             self._raise_failures(wait=False)
-            self._submit(file, file.num_bytes)
+            self._submit(file, Durable(file.num_bytes, file.digest.hexdigest()))
 
     def wait(self) -> None:
         """Until everything is durable. Raises StorageError."""
@@ -116,9 +114,8 @@ class JournalWriter:
         """After a failure, too, what is written gets noted."""
         self._thread.shutdown(wait=True)
 
-    def _submit(self, file: ShardFile, num_bytes: int) -> None:
-        durable = Durable(num_bytes, file.digest.hexdigest())
-        self._noted[file.path.name] = num_bytes
+    def _submit(self, file: ShardFile, durable: Durable) -> None:
+        self._noted[file.path.name] = durable.num_bytes
         self._pending.append(self._thread.submit(self._sync, file, durable))
 
     def _sync(self, file: ShardFile, durable: Durable) -> None:
@@ -197,7 +194,22 @@ class _StreamProgress:
                 self._told(self._reached, self._total)
 
 
-@one_thread_for_each_operation()  # the workers are the parallelism
+class _LazySteps:
+    """Loads steps with what torch brings, once the first matrix needs one."""
+
+    def __init__(self, sources: Sources, device: str) -> None:
+        self._sources, self._device = sources, device
+
+    @cached_property
+    def _loader(self) -> StepLoader:
+        from finetune_trainer.merge.compute import StepLoader
+
+        return StepLoader(self._sources, self._device)
+
+    def __call__(self, tensor: OutputTensor, change: Change) -> Step:
+        return self._loader(tensor, change)
+
+
 def stream(
     files: Mapping[Shard, ShardFile],
     journal: Journal,
@@ -215,48 +227,73 @@ def stream(
     at_a_time = max(1, min(len(files), MAX_SHARDS_AT_A_TIME, num_processors // PROCESSORS_PER_SHARD))
     workers = num_workers or min(WORKERS_PER_SHARD * at_a_time, num_processors + WAITING_WORKERS)
     result = StreamResult()
-    on_device = require_device(device)
     sources = Sources({path for shard in files for tensor in shard.tensors for path in _input_files(tensor)})
-    chunkers = [Chunker(sources, on_device) for _ in files]
+    chunkers = [Chunker(_LazySteps(sources, device)) for _ in files]
     told = _StreamProgress(files, result, progress)
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    shard_threads = ThreadPoolExecutor(at_a_time, initializer=torch.set_num_threads, initargs=(1,))
+    pool, shard_threads = ThreadPoolExecutor(workers), ThreadPoolExecutor(at_a_time)
     journal_writer = JournalWriter(journal)
     workspaces = Workspaces(workers + at_a_time)
 
     def fill(shard: Shard, chunker: Chunker) -> None:
         file = files[shard]
-        in_flight: deque[Future[_FinishedChunk]] = deque()
+        unhashed: deque[_InFlight] = deque()
+        unwritten: deque[tuple[_InFlight, str]] = deque()  # hashed, with the digest up to their end
 
-        def finish_one() -> Workspace:
-            done = in_flight.popleft().result()
-            file.digest.update(done.output)
-            done.output.release()
-            end = done.chunk.position + done.chunk.num_bytes
-            if end == file.num_bytes:
-                journal_writer.finish(file)
-            elif done.chunk.ends_matrix:
-                journal_writer.note(file, end)
-            told.add(done.chunk.num_bytes)
-            return Workspace() if _is_large(done.chunk) else done.workspace
+        def submit(chunk: RowChunk, workspace: Workspace) -> None:
+            computed: Future[memoryview] = Future()
+            written = pool.submit(_process_chunk, chunk, sources, workspace, computed)
+            written.add_done_callback(lambda done: None if computed.done() else computed.set_exception(done.exception()))
+            unhashed.append(_InFlight(chunk, workspace, computed, written))
+
+        def give_back_written() -> bool:
+            is_any = False
+            while unwritten and unwritten[0][0].written.done():
+                is_any, (done, sha256) = True, unwritten.popleft()
+                done.written.result()
+                done.computed.result().release()
+                end = done.chunk.position + done.chunk.num_bytes
+                if end == file.num_bytes:
+                    journal_writer.finish(file)
+                elif done.chunk.ends_matrix:
+                    journal_writer.note(file, Durable(end, sha256))
+                told.add(done.chunk.num_bytes)
+                workspaces.give(Workspace() if _is_large(done.chunk) else done.workspace)
+            return is_any
+
+        def advance() -> None:
+            if give_back_written():
+                return
+            if unhashed:
+                done = unhashed.popleft()
+                file.digest.update(done.computed.result())
+                unwritten.append((done, file.digest.hexdigest() if done.chunk.ends_matrix else ""))
+            else:
+                wait([unwritten[0][0].written])
 
         for chunk in chunker.chunks(shard, file):
             if _is_large(chunk):
-                while in_flight:
-                    workspaces.give(finish_one())
+                while unhashed or unwritten:
+                    advance()
                 with workspaces.alone() as workspace:
-                    in_flight.append(pool.submit(_process_chunk, chunk, sources, workspace))
-                    workspaces.give(finish_one())
+                    submit(chunk, workspace)
+                    while unhashed or unwritten:
+                        advance()
                 continue
-            while (free := workspaces.take(wait=not in_flight)) is None:
-                workspaces.give(finish_one())
-            in_flight.append(pool.submit(_process_chunk, chunk, sources, free))
-        while in_flight:
-            workspaces.give(finish_one())
+            while (free := workspaces.take(wait=not (unhashed or unwritten))) is None:
+                advance()
+            submit(chunk, free)
+        while unhashed or unwritten:
+            advance()
 
     try:
         filling = [shard_threads.submit(fill, *of_shard) for of_shard in zip(files, chunkers, strict=True)]
-        failures = [error for each in wait(filling, return_when=FIRST_EXCEPTION).done if (error := each.exception()) is not None]
+        # Beside the first chunks: those that nothing changes need only be copied and hashed.
+        preload("finetune_trainer.merge.compute")
+        from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
+
+        with one_thread_for_each_operation():  # the workers are the parallelism
+            done, _ = wait(filling, return_when=FIRST_EXCEPTION)
+        failures = [error for each in done if (error := each.exception()) is not None]
         if failures:
             raise failures[0]
         journal_writer.wait()
@@ -273,10 +310,13 @@ def stream(
 
 
 @dataclass(frozen=True)
-class _FinishedChunk:
+class _InFlight:
+    """computed: the output's bytes, which are hashed while they are written."""
+
     chunk: RowChunk
-    output: memoryview
     workspace: Workspace
+    computed: Future[memoryview]
+    written: Future[None]
 
 
 def _is_large(chunk: RowChunk) -> bool:
@@ -290,8 +330,8 @@ def _input_files(tensor: OutputTensor) -> set[Path]:
     return {tensor.source.file, *modules, *(header.file for change in changes for header in read_by(change))}
 
 
-def _process_chunk(chunk: RowChunk, sources: Sources, workspace: Workspace) -> _FinishedChunk:
-    """One chunk in a worker: read, compute, write. The output's bytes stay in the workspace until they are hashed."""
+def _process_chunk(chunk: RowChunk, sources: Sources, workspace: Workspace, computed: Future[memoryview]) -> None:
+    """One chunk in a worker: read, compute, write. The output's bytes stay in the workspace until they are hashed, too."""
     tensor = chunk.tensor
     position = chunk.position
     # What an adapter brings has yet to be looked at.
@@ -304,35 +344,10 @@ def _process_chunk(chunk: RowChunk, sources: Sources, workspace: Workspace) -> _
     source, output = view[in_at : in_at + chunk.source_bytes], view[out_at : out_at + chunk.num_bytes]
     sources.read_into(tensor.source, chunk.source_position, source)
     if not is_plain:
-        _compute(chunk, source, output, workspace)
-    chunk.file.write(output, position)
+        from finetune_trainer.merge.compute import compute_chunk
+
+        compute_chunk(chunk, source, output, workspace.blocks)
     view.release()
     source.release()
-    return _FinishedChunk(chunk, output, workspace)
-
-
-def _compute(chunk: RowChunk, source: memoryview, output: memoryview, workspace: Workspace) -> None:
-    tensor = chunk.tensor
-    shape = (chunk.stop - chunk.start, chunk.num_columns)
-    base = torch.frombuffer(source, dtype=TORCH_DTYPES[tensor.source.dtype]).view(shape)
-    out = torch.frombuffer(output, dtype=TORCH_DTYPES[tensor.dtype]).view(shape)
-    compute = TORCH_DTYPES[tensor.compute_dtype]
-    is_finite = True
-    if not chunk.steps:
-        round_into(base, compute, out)
-        is_finite = not tensor.is_replaced or all_finite(out)
-    for cut in chunk.cuts:
-        rows = slice(cut.rows[0] - chunk.start, cut.rows[1] - chunk.start)
-        values = base[rows]
-        for number, (step, blocks) in enumerate(zip(chunk.steps, cut.blocks, strict=True)):
-            is_last = number == len(chunk.steps) - 1
-            target = out[rows] if is_last else workspace.between(number % 2, values.shape, compute)
-            for start, stop in blocks:
-                block = slice(start - cut.rows[0], stop - cut.rows[0])
-                is_finite &= step.apply(values[block], (start, stop), target[block], workspace.scratch)
-            values = target
-    if not is_finite:
-        raise NotFiniteError(
-            f"{tensor.name}: merged rows {chunk.start} to {chunk.stop} hold NaN or infinite values. The adapter diverged "
-            f"in training, or {tensor.dtype} cannot hold the result; use an earlier checkpoint or a wider merge dtype."
-        )
+    computed.set_result(output)
+    chunk.file.write(output, position)

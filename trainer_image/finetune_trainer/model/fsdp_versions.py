@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -89,6 +90,10 @@ class Reduction:
     """Whether FSDP 2 leaves parameters whole between forward and backward."""
 
 
+_told: WeakKeyDictionary[FSDPModule, tuple[bool, bool]] = WeakKeyDictionary()
+"""What `reducing` has told each model: whether to reduce gradients, and whether to give gathered parameters up after backward."""
+
+
 def reducing(model: nn.Module, reduction: Reduction, *, is_last: bool) -> AbstractContextManager[None]:
     """Within: one forward and backward pass, after which gradients are reduced only where that is due.
 
@@ -97,8 +102,11 @@ def reducing(model: nn.Module, reduction: Reduction, *, is_last: bool) -> Abstra
     """
     is_due = reduction.every_micro_step or is_last
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_due)
-        model.set_reshard_after_backward(is_last or not reduction.keeps_gathered)
+        wanted = (is_due, is_last or not reduction.keeps_gathered)
+        if _told.get(model) != wanted:  # each call goes through all modules
+            model.set_requires_gradient_sync(wanted[0])
+            model.set_reshard_after_backward(wanted[1])
+            _told[model] = wanted
     elif isinstance(model, FullyShardedDataParallel) and not is_due:
         no_sync: AbstractContextManager[None] = model.no_sync()
         return no_sync

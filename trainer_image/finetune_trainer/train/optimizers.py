@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from finetune_job.api.training import OptimizerName
 from finetune_job.plan.run_plan import RunPlan, TrainingPlan
@@ -64,11 +65,24 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group[_SCALE]
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's, whose fused step gets what this rank holds of FSDP 2's parameters as plain tensors: the same bits.
+
+    Otherwise torch works out in each process how the step of hundreds of tensors is to be distributed, which is by element.
+    """
+
+    def _init_group(self, group: dict[str, Any], *gathered: list[torch.Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *gathered)  # type: ignore[no-untyped-call]
+        for tensors in gathered:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return has_complex
+
+
 def _optimizer(groups: list[dict[str, Any]], training: TrainingPlan) -> torch.optim.Optimizer:
     rate, betas, epsilon = training.learning_rate, training.adam_betas, training.adam_epsilon
     match training.optimizer:
         case OptimizerName.ADAMW:
-            return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=True)
+            return AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=True)
         case OptimizerName.RADAM:
             return torch.optim.RAdam(groups, lr=rate, betas=betas, eps=epsilon, decoupled_weight_decay=True, foreach=True)
         case OptimizerName.SGD:

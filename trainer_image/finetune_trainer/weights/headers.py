@@ -23,6 +23,8 @@ DTYPE_BYTES: Mapping[str, int] = {
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 """Bytes per element of the dtypes that safetensors writes for torch. Sub-byte and scale-only types are refused."""
+OUTPUT_DTYPES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""Of a merged model, torch's name -> the one in headers."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses larger headers; a larger number here means that the file is something else."""

@@ -1,6 +1,7 @@
 """What an interrupted merge leaves: nothing under the final name, and next to it only what is provably there is taken up."""
 
 import errno
+import hashlib
 import json
 import os
 import resource
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ import torch
 from peft import LoraConfig
 
 from finetune_trainer.merge import chunks, stream
-from finetune_trainer.merge.journal import Journal
+from finetune_trainer.merge.journal import Durable, Journal
 from finetune_trainer.merge.merge_adapter import MergeOptions, MergeReport, merge_adapter
+from finetune_trainer.merge.shard_file import ShardFile
 from finetune_trainer.merge.writer import journal_path, temporary_directory
 from finetune_trainer.weights import errors
 from tests.unit.finetune_trainer.merge import tiny
@@ -83,6 +86,27 @@ def test_the_next_merge_continues_and_ends_with_the_same_files(
     assert report.bytes_read < 0.8 * undisturbed.bytes_read
     assert seen[0] > report.bytes_resumed
     assert names(tmp_path) == ["merged"]
+
+
+def test_a_record_has_the_digest_of_the_bytes_it_tells_of(
+    pair: tuple[Path, Path], tmp_path: Path, undisturbed: MergeReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the disk is slow: hashing does not wait for what is hashed to be written."""
+    records: list[tuple[str, Durable]] = []
+    write = ShardFile.write
+
+    def write_late(*given: Any) -> None:
+        time.sleep(0.02)
+        write(*given)
+
+    monkeypatch.setattr(ShardFile, "write", write_late)
+    monkeypatch.setattr(Journal, "record", lambda _, name, durable: records.append((name, durable)))
+    report = merge_adapter(options(pair, tmp_path / "merged"))
+    assert report.sha256 == undisturbed.sha256
+    assert len(records) > 2 * len({name for name, _ in records})
+    for name, durable in records:
+        first = (tmp_path / "merged" / name).read_bytes()[: durable.num_bytes]
+        assert (len(first), hashlib.sha256(first).hexdigest()) == (durable.num_bytes, durable.sha256)
 
 
 def flip(path: Path, position: int) -> None:

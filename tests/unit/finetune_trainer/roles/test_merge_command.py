@@ -122,7 +122,7 @@ def test_another_device_gives_nearly_the_same_values(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path of a GPU, with the CPU under another number standing for it."""
-    monkeypatch.setattr("finetune_trainer.merge.stream.require_device", lambda _: torch.device("cpu", 0))
+    monkeypatch.setattr("finetune_trainer.merge.compute.require_device", lambda _: torch.device("cpu", 0))
     applied = []
     apply = OnDevice.apply
     monkeypatch.setattr(OnDevice, "apply", lambda step, *given: applied.append(step) or apply(step, *given))  # type: ignore[func-returns-value]
@@ -153,10 +153,46 @@ def test_rows_are_cut_where_all_steps_allow_it() -> None:
     assert [cut.rows for cut in common_cuts([[(0, 2), (2, 9)], [(0, 9)]])] == [(0, 9)]
 
 
-def test_a_merge_imports_neither_a_plan_nor_libraries_that_it_does_not_use() -> None:
-    """They take as long as the rest of the imports beside torch, which are a good part of a small model's merge."""
-    heavy = ("finetune_job.plan.run_plan", "transformers", "peft")
-    code = "import sys, finetune_trainer.roles.merge_command, finetune_trainer.merge.merge_adapter; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+_MERGE_AND_WAIT_WITH_TORCH = """
+import sys, threading, time
+from finetune_trainer.merge import merge_adapter
+from finetune_trainer.merge.shard_file import ShardFile
+from finetune_trainer.roles import merge_command
+
+print(*sys.modules)
+written, write = threading.Event(), ShardFile.write
+
+
+class Gate:
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        if name == "torch._utils":  # the first that torch asks for, long before its native libraries
+            assert written.wait(60), "nothing was copied before torch was there"
+            stop = time.monotonic() + 20
+            while "libtorch.so" not in open("/proc/self/maps").read():
+                assert time.monotonic() < stop, "nobody loads torch's libraries beside the imports"
+                time.sleep(0.01)
+
+
+def note(*given: object) -> None:
+    write(*given)
+    written.set()
+
+
+ShardFile.write = note
+sys.meta_path.insert(0, Gate)
+sys.exit(merge_command.main(sys.argv[1:]))
+"""
+
+
+def test_a_merge_imports_only_what_it_needs_and_torch_beside_its_first_bytes(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Imports are half of a small model's merge."""
+    given = ["--base", str(pair[0]), "--adapter", str(pair[1]), "--output", str(tmp_path / "merged"), "--no-verify"]
+    command = [sys.executable, "-c", _MERGE_AND_WAIT_WITH_TORCH, *given]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.splitlines()[0].split()
     assert "finetune_trainer.merge.stream" in loaded
-    assert not {*heavy}.intersection(loaded)
+    assert not {"torch", "numpy", "finetune_job.plan.run_plan", "transformers", "peft"}.intersection(loaded)
+    here = merge_adapter(MergeOptions(pair[0], (pair[1],), tmp_path / "again", None, 5_000_000_000))
+    assert json.loads(done.stdout.splitlines()[-1])["report"]["sha256"] == here.sha256

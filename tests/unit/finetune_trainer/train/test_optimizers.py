@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from finetune_trainer.checkpoint.state import ParameterRange, optimizer_entry, pieces
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach
-from finetune_trainer.train.optimizers import build_optimizer, decays, set_learning_rate
+from finetune_trainer.train.optimizers import AdamW, build_optimizer, decays, set_learning_rate
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
 FULL: dict[str, Any] = {"method": {"type": "Full", "lora": None}, "parallelism": {"processesPerNode": 1}}
@@ -127,3 +130,36 @@ def test_a_flat_parameter_that_should_decay_in_part_is_refused() -> None:
         build_optimizer(found, plan)
     without = plan_of(tiny_spec(**FULL))
     assert [len(group["params"]) for group in build_optimizer(found, without).param_groups] == [1]
+
+
+def test_adamw_steps_on_what_a_rank_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of torch's step on sharded tensors, which takes each new process a good part of a second to prepare."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def sharded(values: torch.Tensor) -> DTensor:
+            return distribute_tensor(values, mesh, [Shard(0)])
+
+        found: dict[type, torch.Tensor] = {}
+        seen: list[bool] = []
+        module = import_module("torch.optim.adam")
+        adam = module.adam
+
+        def watched(parameters: list[torch.Tensor], *given: Any, **named: Any) -> None:
+            seen.append(any(isinstance(parameter, DTensor) for parameter in parameters))
+            adam(parameters, *given, **named)
+
+        monkeypatch.setattr(module, "adam", watched)
+        for kind in (AdamW, torch.optim.AdamW):
+            parameters = [nn.Parameter(sharded(values.detach())) for values in fresh_parameters(torch.float32)]
+            optimizer = kind(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+            for step in range(3):
+                for parameter in parameters:
+                    parameter.grad = sharded(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)))
+                optimizer.step()
+            found[kind] = torch.cat([parameter.detach().full_tensor() for parameter in parameters])
+        assert seen == [False] * 3 + [True] * 3
+        assert torch.equal(found[AdamW], found[torch.optim.AdamW])
+    finally:
+        distributed.destroy_process_group()
