@@ -11,7 +11,7 @@ from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.launch_plan import Placement
 from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_memory.activations import read_layers
-from finetune_memory.alternatives import Alternative, cheapest_fitting, leanest
+from finetune_memory.alternatives import MAX_RANKS_FACTOR, Alternative, cheapest_fitting, leanest
 from finetune_memory.batches import Predict, choose_batches, choose_resharding
 from finetune_memory.estimate import Estimate, estimate
 from finetune_memory.limit import MemoryLimit, format_bytes
@@ -118,12 +118,15 @@ def workload(plan: RunPlan, limit: MemoryLimit | None, longest: int | None = Non
 
 
 def no_change_suffices(least: Alternative) -> str:
-    """Why not, in words."""
+    """Why not, in words, and what would."""
     most, total = least.estimate.largest[0], format_bytes(least.estimate.total)
     tried = (
         f"even with {least.text} a rank needs {total}" if least.changes else f"no setting saves memory, and a rank needs {total}"
     )
-    return f"no change suffices: {tried}, most of it {most.name} ({format_bytes(most.bytes)}: {most.detail})"
+    return (
+        f"no change suffices, up to {MAX_RANKS_FACTOR} times the ranks: {tried}, most of it {most.name} "
+        f"({format_bytes(most.bytes)}: {most.detail}); it fits with that on devices of {total}; else take a smaller model"
+    )
 
 
 def memory_finding(verdict: MemoryVerdict) -> Finding | None:
@@ -140,7 +143,7 @@ def memory_finding(verdict: MemoryVerdict) -> Finding | None:
     fix = (
         f"set {alternative.text}, which needs {format_bytes(alternative.estimate.total)}"
         if alternative is not None
-        else f"{no_change_suffices(verdict.leanest or Alternative((), verdict.estimate))}; take larger devices or a smaller model"
+        else no_change_suffices(verdict.leanest or Alternative((), verdict.estimate))
     )
     return make_finding(
         GPU_FINDING if limit.is_device else POD_FINDING,
