@@ -23,9 +23,12 @@ class Block:
     """Of the page, of the first line of the text."""
 
 
-def blocks_of(page: Path, language: str = "sh") -> list[Block]:
-    """The page's blocks in that language."""
+def blocks_of(page: Path, language: str = "sh", section: str = "") -> list[Block]:
+    """The page's blocks in that language, of all or of one section (`## NAME`)."""
     text = page.read_text()
+    if section:
+        before, after = text.split(f"\n## {section}\n")
+        text = re.sub(r"[^\n]", "", before) + "\n\n" + after.partition("\n## ")[0]
     found = [Block(match[1], match[2], text.count("\n", 0, match.start(2)) + 1) for match in _BLOCK.finditer(text)]
     return [block for block in found if block.language == language]
 
