@@ -66,9 +66,10 @@ def follow(kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     (root / "checkout").mkdir()
     path = f"{root / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     reader = Reader(root / "checkout", os.environ | {"PATH": path, "HOME": str(root / "home")})
-    return lambda section: {
-        block.text.partition("\n")[0]: reader.run(PAGE, block) for block in blocks_of(PAGE, section=section)
-    } | {"directory": str(root / "checkout")}
+    return lambda section: (
+        {block.text.partition("\n")[0]: reader.run(PAGE, block) for block in blocks_of(PAGE, section=section)}
+        | {"directory": str(root / "checkout")}
+    )
 
 
 def test_every_section_with_commands_is_followed() -> None:
@@ -84,13 +85,12 @@ def test_from_a_llama_and_a_chat_file_to_a_served_adapter(follow: Callable[[str]
         next(text for first, text in said.items() if first.startswith(beginning))
         for beginning in ("finetune validate", "finetune run", "ls runs")
     )
-    print(looked, trained, results)
-    assert "accepted" in looked
+    assert "FineTuneJob support-bot: accepted" in looked
     assert "[[I am sorry." in looked
     assert "limit                   80.0 GiB  --gpu-memory" in looked
-    assert "verified" in trained or "passed" in trained
+    assert "verification:  passed" in trained
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "config.json"} <= set(results.split())
-    assert "passed" in results.lower()
+    assert "# Verification of the merge: passed" in results
 
     checkout = Path(said["directory"])
     base, result = checkout.parent / "home/models/Llama-3.1-8B-Instruct", checkout / "runs/claims/results/support-bot"

@@ -1,7 +1,7 @@
 """docs/getting-started.md on a cluster, block by block, against a real API server with the chart and the operator.
 
-There are no nodes: the test plays the kubelets, and a stand-in for `kubectl cp` checks that the pod which is copied through mounts
-the claim that the manifest reads. All else is `kubectl` itself.
+There are no nodes: the test plays the kubelets, and a stand-in for `kubectl cp` keeps what is copied where: it has to be what
+the manifest reads. All else is `kubectl` itself.
 """
 
 from __future__ import annotations

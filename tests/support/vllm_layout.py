@@ -1,7 +1,8 @@
 """What vLLM wants of the files of a LoRA adapter and of a model, checked without vLLM, which needs a GPU.
 
 By its sources: the adapter's configuration names `r`, `lora_alpha` and `target_modules`, no module is saved whole, no DoRA; its
-tensors are pairs of `lora_A` and `lora_B` of rank `r` under names of PEFT; the rank is at most 16 unless `--max-lora-rank` says more.
+tensors are pairs of `lora_A` and `lora_B` of rank `r` under names of PEFT; the rank is at most 16 unless `--max-lora-rank` says
+more.
 A model is a directory with config.json, safetensors files that hold what the index says, and a tokenizer with a chat template.
 """
 
