@@ -149,7 +149,7 @@ def test_a_block_is_run_or_is_of_a_known_kind(block: Block, desk: Path) -> None:
 
 
 def try_command(line: str) -> None:
-    program, *arguments = shlex.split(line.replace("kubectl finetune ", "finetune ", 1), comments=True)
+    program, *arguments = shlex.split(re.sub(r"^(kubectl |\.venv/bin/)finetune ", "finetune ", line), comments=True)
     if program == "finetune":
         try_finetune(arguments)
     elif program == "make":
@@ -198,6 +198,17 @@ def try_document(document: Any) -> None:
     else:
         assert (document["apiVersion"], document["kind"]) == ("rbac.authorization.k8s.io/v1", "Role")
         assert {group for rule in document["rules"] for group in rule["apiGroups"]} >= {"finetune.dev"}
+
+
+def test_commands_within_sentences_are_there() -> None:
+    verbs, targets = (
+        set(typer.main.get_command(app).commands),
+        set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)),
+    )
+    for page in PAGES:
+        written = page.read_text()
+        assert set(re.findall(r"`(?:kubectl )?finetune ([a-z]+)", written)) - verbs == set(), page
+        assert set(re.findall(r"`make ([a-z][a-z-]+)", written)) - targets == set(), page
 
 
 @pytest.mark.parametrize(
