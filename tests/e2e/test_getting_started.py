@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune_trainer.release.files import ReleaseLayout
@@ -162,8 +162,12 @@ def test_what_is_published_loads_as_it_is(name: str, trained: Trained, tmp_path:
     turns = [{"role": "user", "content": "My parcel is late."}]
     if adapter is not None:
         check_adapter(published / adapter, trained.base)
-        inside = {"subfolder": adapter} if layout.is_repository and adapter else {}
-        model = AutoPeftModelForCausalLM.from_pretrained(published if inside else published / adapter, **inside)
+        if layout.is_repository and adapter:
+            # PEFT's AutoPeftModel hands a subfolder on to the base; what the model card shows does not.
+            base = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B-Instruct")
+            model = PeftModel.from_pretrained(base, published, subfolder=adapter)
+        else:
+            model = AutoPeftModelForCausalLM.from_pretrained(published / adapter)
         assert any(values.any() for name, values in model.named_parameters() if "lora_B" in name)
         assert model.peft_config["default"].base_model_name_or_path == "meta-llama/Llama-3.1-8B-Instruct"
         tokenizer = AutoTokenizer.from_pretrained(published / adapter)

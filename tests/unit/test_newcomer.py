@@ -88,7 +88,7 @@ DATA: dict[str, tuple[Source, Sequence[str], int]] = {
     "CSV with other headers": (file("a.csv", {"question": "q", "answer": "a"}), ["data-record-invalid"], 1),
     "Parquet": (file("a.parquet", {"prompt": "q", "completion": "a"}), ["data-record-invalid"], 1),
     "arrow": (saved_to_disk, ["data-record-invalid"], 2),
-    "text": (text, ["txt-without-text"], 2),
+    "text": (text, ["data-record-invalid"], 2),
     "Hub folder with splits": (hub_folder, [], 2),
     "preference pairs": (
         file("a.jsonl", {"prompt": "q", "chosen": "good", "rejected": "bad"}),
