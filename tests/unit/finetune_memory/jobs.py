@@ -27,10 +27,18 @@ def shape_of(name: str, plan: RunPlan) -> ModelShape:
     return ModelShape(parameters, unit_names(parameters, plan.parallelism.fsdp, layer_names(parameters)), facts_of(config))
 
 
-def judged(job: JobBuilder, name: str = "Llama-3.1-8B", gib: float | None = 80, *, longest: int | None = None) -> MemoryVerdict:
+def judged(
+    job: JobBuilder,
+    name: str = "Llama-3.1-8B",
+    gib: float | None = 80,
+    *,
+    longest: int | None = None,
+    devices: int | None = None,
+) -> MemoryVerdict:
+    """devices: of the one machine where it runs; None: of a cluster."""
     plan = job.plan()
     shape = shape_of(name, plan)
-    limit = None if gib is None else MemoryLimit(int(gib * GIB), is_device=True, source="gpu.memory")
+    limit = None if gib is None else MemoryLimit(int(gib * GIB), is_device=True, source="gpu.memory", devices=devices)
     return judge_memory(plan, shape, "bfloat16", limit, longest=longest)
 
 

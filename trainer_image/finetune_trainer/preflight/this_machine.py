@@ -22,7 +22,9 @@ def limit_here(plan: RunPlan) -> MemoryLimit | None:
     if limit is not None or plan.placement is not None:
         return limit
     sizes = _device_mebibytes(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return MemoryLimit(min(sizes) * 2**20, is_device=True, source="the smallest GPU of this machine") if sizes else None
+    if not sizes:
+        return None
+    return MemoryLimit(min(sizes) * 2**20, is_device=True, source="the smallest GPU of this machine", devices=len(sizes))
 
 
 def _device_mebibytes(visible: str | None) -> Sequence[int]:

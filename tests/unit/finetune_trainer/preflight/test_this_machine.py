@@ -32,7 +32,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_the_smallest_gpu_decides(driver, monkeypatch) -> None:
     seen = driver("echo 81559; echo 24576")
-    assert limit_here(LOCAL) == MemoryLimit(24 * GIB, is_device=True, source=SOURCE)
+    assert limit_here(LOCAL) == MemoryLimit(24 * GIB, is_device=True, source=SOURCE, devices=2)
     assert seen.read_text().split() == ["--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     limit_here(LOCAL)
