@@ -7,12 +7,8 @@ The first answer comes from a process that may not import torch, and is timed. T
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
-import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +27,7 @@ from finetune_job.rules.rule import with_changes
 from finetune_trainer.data.prepare import prepare
 from tests.support.documented import ROOT, blocks_of
 from tests.support.forked_ranks import run_gang
-from tests.support.processor import slowness
+from tests.support.processor import ALLOWED_SECONDS, run_timed, slowness
 from tests.support.tiny_model import run_context, write_model_report, write_tiny_llama
 from tests.unit.finetune_cli.manifests import Quoted
 from tests.unit.finetune_trainer.data.record_files import write
@@ -42,10 +38,6 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FIRST_ANSWER_SECONDS = 1.0
-"""Of processor time, on the machine for which budgets are written down."""
-ATTEMPTS = 4
-"""A process whose files are in no cache takes longer, and one beside others that fill the caches of the processor."""
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "q"}]}, TURNS[1]]
 Source = Callable[[Path], None]
@@ -123,23 +115,10 @@ def manifest_of_the_page() -> dict[str, Any]:
 
 def first_answer(document: Mapping[str, Any], claims: Path) -> tuple[str, float, int]:
     """What `finetune validate` prints, its seconds of processor time, and its exit code; torch ends it."""
-    traps = claims.parent / "traps"
-    (traps / "torch").mkdir(parents=True)
-    (traps / "torch/__init__.py").write_text("import os\nos._exit(99)\n")
     (claims.parent / "job.yaml").write_text(yaml.dump(document, Dumper=Quoted))
     command = [sys.executable, "-m", "finetune_cli", "validate", "-f", str(claims.parent / "job.yaml"), "--claims", str(claims)]
-    environment = {**os.environ, "PYTHONPATH": f"{traps}:{os.environ.get('PYTHONPATH', '')}"}
-    # Users have compiled modules.
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    least = math.inf
-    for _ in range(ATTEMPTS):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        least = min(least, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        if least < FIRST_ANSWER_SECONDS:
-            break
-    return done.stdout, least, done.returncode
+    done, seconds = run_timed(command, cwd=ROOT, without="torch", traps=claims.parent / "traps")
+    return done.stdout, seconds, done.returncode
 
 
 def next_answer(document: Mapping[str, Any]) -> str:
@@ -168,7 +147,7 @@ def test_a_data_set_is_trained_or_refused_with_a_fix_that_works(
     with capsys.disabled():
         print(f"\n{name}: first answer in {seconds:.2f} s of processor time, at {factor:.1f} times that of a usual machine")
     assert code == (1 if expected else 0), said
-    assert seconds < FIRST_ANSWER_SECONDS * factor
+    assert seconds < ALLOWED_SECONDS * factor
     refused: list[str] = []
     while found := errors(said):
         rule, fix = found[0]
