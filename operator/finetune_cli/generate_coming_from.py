@@ -98,7 +98,7 @@ writes what is certain to mean the same. The tables below are its answers. Metho
 | chat | `axolotl inference config.yml` | `llamafactory-cli chat config.yaml` | | none: serve the result, as in \
 [getting-started.md](getting-started.md) |
 | preferences and rewards | yes | yes | yes | none: [limits.md](limits.md#when-to-use-another-tool) |
-| images, audio | yes | yes | yes | none, the text part of such models is trained |
+| images | yes | yes | yes | none: the text part of such models is trained |
 
 An empty cell means that the tool's documentation names no such command.
 """
