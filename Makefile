@@ -92,13 +92,16 @@ release: environment ## Push images and chart as VERSION to REGISTRY, sign them 
 	$(PYTHON) -m tests.support.release --registry $(REGISTRY) --version $(VERSION) --key $(KEY) --images $(IMAGES) $(OPTIONS)
 
 .PHONY: generate
-generate: environment ## Write all generated files: CRDs, rules, findings, pitfalls, methods, table of metrics, image locks
+generate: environment ## Write all generated files: CRDs, fields, commands, rules, findings, pitfalls, methods, table of metrics, image locks
 	$(PYTHON) -m finetune_job.crd crds charts/finetune-operator/files/crds
 	$(PYTHON) -m tests.support.values_schema
 	$(PYTHON) -m tests.support.chart_readme
 	$(PYTHON) -m tests.support.dashboards
 	$(PYTHON) -m finetune_cli.generate_rules > docs/rules.md
 	$(PYTHON) -m finetune_cli.generate_findings > docs/findings.md
+	$(PYTHON) -m finetune_cli.generate_fields > docs/fields.md
+	$(PYTHON) -m finetune_cli.generate_commands > docs/commands.md
+	$(PYTHON) -m finetune_cli.generate_coming_from > docs/coming-from.md
 	$(PYTHON) -m finetune_operator.decide.failure_table > docs/failures.md
 	$(PYTHON) -m tests.pitfalls.catalogue > docs/pitfalls.md
 	$(PYTHON) -m tests.sweep.methods_table

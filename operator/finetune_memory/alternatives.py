@@ -50,14 +50,28 @@ class _Change:
     apply: Callable[[RunPlan], RunPlan]
 
 
-def cheapest_fitting(plan: RunPlan, limit: int, predict: Callable[[RunPlan], Estimate]) -> Alternative | None:
+@dataclass(frozen=True)
+class Site:
+    """What is known of the place where the job runs, besides the plan."""
+
+    has_gpus: bool = False
+    most_ranks: int | None = None
+    """Of one machine, which has no further nodes; None: there are as many as are asked for."""
+
+
+ANYWHERE = Site()
+
+
+def cheapest_fitting(
+    plan: RunPlan, limit: int, predict: Callable[[RunPlan], Estimate], site: Site = ANYWHERE
+) -> Alternative | None:
     """The cheapest combination of changes whose estimate is within `limit`; None where none is.
 
     `predict`: the estimate of a changed plan. The global batch grows only if it does not split over the ranks that are needed.
     """
-    if leanest(plan, predict).estimate.total > limit:
+    if leanest(plan, predict, site).estimate.total > limit:
         return None
-    combinations = sorted(itertools.product(*_change_options(plan)), key=lambda steps: sum(step.cost for step in steps))
+    combinations = sorted(itertools.product(*_change_options(plan, site)), key=lambda steps: sum(step.cost for step in steps))
     for steps in combinations:
         made = _combined(steps, plan)
         if made is None or not made[1]:
@@ -68,9 +82,9 @@ def cheapest_fitting(plan: RunPlan, limit: int, predict: Callable[[RunPlan], Est
     return None
 
 
-def leanest(plan: RunPlan, predict: Callable[[RunPlan], Estimate]) -> Alternative:
+def leanest(plan: RunPlan, predict: Callable[[RunPlan], Estimate], site: Site = ANYWHERE) -> Alternative:
     """All changes that save memory; where no combination is within a limit, neither is this."""
-    *saving, precise, quantised = _change_options(plan)
+    *saving, precise, quantised = _change_options(plan, site)
     # Packing the base saves, but not while it is loaded; products in 16 bits need further copies of stacked experts.
     either = itertools.product(precise, quantised)
     most = [_combined([*(options[-1] for options in saving), *steps], plan) for steps in either]
@@ -82,8 +96,12 @@ def _alternative(changes: list[tuple[str, Any]], estimate: Estimate) -> Alternat
     return Alternative(tuple(FieldChange(field=f"spec.{field}", value=value) for field, value in changes), estimate)
 
 
-def _change_options(plan: RunPlan) -> list[list[_Change]]:
-    return [_ranks(plan), _recomputed(plan), _resharded(plan), _shortened(plan), _micro(plan), _precise(plan), _quantised(plan)]
+def _change_options(plan: RunPlan, site: Site) -> list[list[_Change]]:
+    ranks = _ranks(plan) if site.most_ranks is None else _ranks_of_one_machine(plan, site.most_ranks)
+    return [
+        *(ranks, _recomputed(plan), _resharded(plan), _shortened(plan), _micro(plan), _precise(plan)),
+        _quantised(plan, has_gpus=site.has_gpus),
+    ]
 
 
 def _combined(steps: Iterable[_Change], plan: RunPlan) -> tuple[RunPlan, list[tuple[str, Any]]] | None:
@@ -176,22 +194,31 @@ def _ranks(plan: RunPlan) -> list[_Change]:
     times = 2
     while times <= MAX_RANKS_FACTOR:
         # Whole nodes: how many devices one has nobody has said.
-        steps.append(_on_nodes(plan, nodes * times, _RANKS_COST + times))
+        more = _updated("parallelism", nodes=nodes * times)
+        steps.append(_on_more_ranks(plan, more, ("parallelism.nodes", nodes * times), _RANKS_COST + times))
         times *= 2
     return steps
 
 
-def _on_nodes(plan: RunPlan, nodes: int, cost: float) -> _Change:
-    """More nodes, with a larger global batch if the written one does not split over so many ranks."""
-    batch, ranks = plan.training.global_batch_size, nodes * plan.parallelism.processes_per_node
-    on_nodes = _updated("parallelism", nodes=nodes)
-    change = ("parallelism.nodes", nodes)
+def _ranks_of_one_machine(plan: RunPlan, most: int) -> list[_Change]:
+    """Up to as many as it has devices."""
+    steps, ranks = [_AS_IT_IS], 2 * plan.parallelism.processes_per_node
+    while ranks <= most and not _is_for_one_rank(plan):
+        more = _updated("parallelism", processes_per_node=ranks)
+        steps.append(_on_more_ranks(plan, more, ("parallelism.processesPerNode", ranks), _RANKS_COST + ranks))
+        ranks *= 2
+    return steps
+
+
+def _on_more_ranks(plan: RunPlan, more: Callable[[RunPlan], RunPlan], change: tuple[str, int], cost: float) -> _Change:
+    """With a larger global batch if the written one does not split over so many ranks."""
+    batch, ranks = plan.training.global_batch_size, more(plan).parallelism.world_size
     if batch % ranks == 0:
-        return _Change(cost, (change,), on_nodes)
+        return _Change(cost, (change,), more)
     larger = -(-batch // ranks) * ranks
     enlarged = _updated("training", global_batch_size=larger)
     changes = (change, ("training.globalBatchSize", larger))
-    return _Change(cost + _ENLARGE_COST, changes, lambda changed: enlarged(on_nodes(changed)))
+    return _Change(cost + _ENLARGE_COST, changes, lambda changed: enlarged(more(changed)))
 
 
 def _is_for_one_rank(plan: RunPlan) -> bool:
@@ -205,8 +232,9 @@ def _is_for_one_rank(plan: RunPlan) -> bool:
     return METHODS[method.type].one_rank_setting(settings) is not None
 
 
-def _quantised(plan: RunPlan) -> list[_Change]:
+def _quantised(plan: RunPlan, *, has_gpus: bool) -> list[_Change]:
     placement = plan.placement
+    has_gpus = has_gpus or (placement is not None and placement.gpu_resource_name is not None)
     entry = METHODS[plan.method.type]
     if entry.family is Family.LORA and entry.packs_base and plan.merge.base is MergeBase.ORIGINAL:
         # A mixture of experts has few weights that are packed, and every rank loads all of it to pack them.
@@ -214,7 +242,7 @@ def _quantised(plan: RunPlan) -> list[_Change]:
         changes = (("method.type", whole.value), ("method.quantization", None))
         return [_AS_IT_IS, _Change(_QUANTISE_COST, changes, _updated("method", type=whole, quantization=None))]
     can_pack = entry.family is Family.LORA and not entry.packs_base
-    if not can_pack or placement is None or placement.gpu_resource_name is None:
+    if not can_pack or not has_gpus:
         return [_AS_IT_IS]
     kind = lora_kind(packs_base=True, magnitudes=entry.needs.magnitudes)
     packed = QuantizationPlan(

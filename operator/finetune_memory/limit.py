@@ -17,6 +17,8 @@ class MemoryLimit:
     """Whether it is a device's memory, beyond which nothing can be allocated."""
     source: str
     """Where it was named."""
+    devices: int | None = None
+    """How many there are, on the one machine where the job runs; None: nobody has said."""
 
     def leaves_room_above(self, needed: int) -> bool:
         """Whether so many bytes leave free what is kept free."""

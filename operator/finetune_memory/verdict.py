@@ -11,7 +11,7 @@ from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.launch_plan import Placement
 from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_memory.activations import read_layers
-from finetune_memory.alternatives import Alternative, cheapest_fitting, leanest
+from finetune_memory.alternatives import MAX_RANKS_FACTOR, Alternative, Site, cheapest_fitting, leanest
 from finetune_memory.batches import Predict, choose_batches, choose_resharding
 from finetune_memory.estimate import Estimate, estimate
 from finetune_memory.limit import MemoryLimit, format_bytes
@@ -101,8 +101,9 @@ def judge_memory(
     host_limit = host_limit_of(plan) if limit is not None and limit.is_device else None
     if limit is None or found.total <= limit.bytes:
         return MemoryVerdict(found, limit, None, host_limit, resharding=resharding, batches=batches)
-    alternative = cheapest_fitting(plan, limit.bytes, predict)
-    least = None if alternative is not None else leanest(plan, predict)
+    site = Site(has_gpus=limit.is_device, most_ranks=limit.devices)
+    alternative = cheapest_fitting(plan, limit.bytes, predict, site)
+    least = None if alternative is not None else leanest(plan, predict, site)
     return MemoryVerdict(found, limit, alternative, host_limit, least, resharding, batches)
 
 
@@ -117,13 +118,19 @@ def workload(plan: RunPlan, limit: MemoryLimit | None, longest: int | None = Non
     )
 
 
-def no_change_suffices(least: Alternative) -> str:
-    """Why not, in words."""
+def no_change_suffices(verdict: MemoryVerdict) -> str:
+    """Why not, in words, and what would."""
+    least = verdict.leanest or Alternative((), verdict.estimate)
+    on_one_machine = verdict.limit is not None and verdict.limit.devices is not None
+    tried_on = "on this machine" if on_one_machine else f"up to {MAX_RANKS_FACTOR} times the ranks"
     most, total = least.estimate.largest[0], format_bytes(least.estimate.total)
     tried = (
         f"even with {least.text} a rank needs {total}" if least.changes else f"no setting saves memory, and a rank needs {total}"
     )
-    return f"no change suffices: {tried}, most of it {most.name} ({format_bytes(most.bytes)}: {most.detail})"
+    return (
+        f"no change suffices, {tried_on}: {tried}, most of it {most.name} ({format_bytes(most.bytes)}: {most.detail}); "
+        f"it fits with that on devices of {total}; else take a smaller model"
+    )
 
 
 def memory_finding(verdict: MemoryVerdict) -> Finding | None:
@@ -140,7 +147,7 @@ def memory_finding(verdict: MemoryVerdict) -> Finding | None:
     fix = (
         f"set {alternative.text}, which needs {format_bytes(alternative.estimate.total)}"
         if alternative is not None
-        else f"{no_change_suffices(verdict.leanest or Alternative((), verdict.estimate))}; take larger devices or a smaller model"
+        else no_change_suffices(verdict)
     )
     return make_finding(
         GPU_FINDING if limit.is_device else POD_FINDING,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune_cli.corrections.wrong_field import letters
-from finetune_job.api.inputs import Attention
+from finetune_job.api.inputs import Attention, LossOn
 from finetune_job.api.method import MethodType
 from finetune_job.api.training import ActivationCheckpointing, OptimizerName, Precision, Scheduler
 
@@ -62,7 +62,8 @@ def _switch(path: str, on: Any, off: Any = None) -> _Translate:
         if _is_off(value):
             return Equivalent(f"write spec.{path}: {off}" if off is not None else "remove it: that is so if nothing is set",
                           {path: off} if off is not None else {}, is_certain=True)  # fmt: skip
-        return Equivalent(f"write spec.{path}: {on}", {path: on}, is_certain=value is True or str(value).lower() == "true")
+        shown = f"[{', '.join(on)}]" if isinstance(on, list) else on
+        return Equivalent(f"write spec.{path}: {shown}", {path: on}, is_certain=value is True or str(value).lower() == "true")
 
     return translate
 
@@ -133,6 +134,13 @@ def _in_eighths(value: Any, _spec: Spec) -> Equivalent:
         return Equivalent("remove it: only QLoRA and QDoRA pack the base", is_certain=True)
     changes = {"method.type": MethodType.QLORA.value, "method.quantization.bits": 8}
     return Equivalent("write spec.method.type: QLoRA and spec.method.quantization.bits: 8 (on one rank)", changes)
+
+
+def _targets(value: Any, _spec: Spec) -> Equivalent:
+    path = "method.lora.targetModules"
+    if str(value).strip().lower() in ("all", "all-linear"):
+        return Equivalent(f"write spec.{path}: [all-linear]", {path: ["all-linear"]}, is_certain=True)
+    return Equivalent(f"write spec.{path}", {path: value}, is_certain=True)
 
 
 def _profile(what: str) -> _Translate:
@@ -214,38 +222,60 @@ _ROWS: tuple[tuple[tuple[str, ...], _Translate], ...] = (
     (("tf32", "allow_tf32"), _not_here("spec.training.precision alone says how is computed")),
     (("torch_compile", "use_compile"), _switch("training.compile", True, False)),
     (("report_to", "loggers", "logger", "log_with"), _trackers),
-    (("use_wandb", "wandb"), lambda value, spec: _trackers([] if _is_off(value) else "wandb", spec)),
+    (("use_wandb", "wandb", "wandb_project"), lambda value, spec: _trackers([] if _is_off(value) else "wandb", spec)),
     (("logging_steps", "logging_strategy", "logging_first_step"), _not_here("every step is logged")),
     (("save_steps", "checkpoint_steps"), _same("checkpoint.everySteps")),
     (("save_total_limit", "keep_checkpoints"), _same("checkpoint.keep")),
-    (("save_strategy",), _not_here("spec.checkpoint.everySteps says how often is saved")),
+    (("save_strategy", "saves_per_epoch"), _not_here("spec.checkpoint.everySteps says how often is saved")),
     (("eval_steps", "evaluation_steps"), _same("evaluation.everySteps")),
-    (("eval_strategy", "evaluation_strategy", "do_eval"), _not_here("spec.evaluation.everySteps says how often is evaluated")),
+    (("eval_strategy", "evaluation_strategy", "do_eval", "evals_per_epoch"), _not_here(
+        "spec.evaluation.everySteps says how often is evaluated")),
     (("per_device_eval_batch_size", "eval_batch_size"), _not_here("evaluation takes spec.training.microBatchSize")),
     (("resume_from_checkpoint", "resume"), _not_here("a run continues from its newest checkpoint by itself")),
     (("data_seed", "random_seed", "random_state"), _same("training.seed")),
     (("deepspeed", "deepspeed_config", "zero_stage"), _not_here(
         "FSDP shards parameters, gradients and optimizer state here, as ZeRO 3 does; spec.parallelism.fsdp has its settings")),
     (("neftune_noise_alpha", "label_smoothing_factor"), _not_here("no noise is added to embeddings or labels here")),
-    (("group_by_length", "dataloader_num_workers", "dataloader_pin_memory", "dataset_num_proc"), _not_here(
+    (("group_by_length", "dataloader_num_workers", "dataloader_pin_memory", "dataset_num_proc", "preprocessing_num_workers",
+      "dataset_prepared_path", "overwrite_cache", "pad_to_sequence_len"), _not_here(
         "records are tokenised and packed once, before training")),
-    (("val_set_size", "validation_split", "eval_dataset"), _not_here(
+    (("train_on_inputs", "train_on_prompt"), _switch("data.lossOn", LossOn.ALL.value)),
+    (("assistant_only_loss",), _switch("data.lossOn", LossOn.ASSISTANT.value)),
+    (("completion_only_loss",), _switch("data.lossOn", LossOn.COMPLETION.value)),
+    (("dataset_text_field",), _same("data.mapping.text")),
+    (("template",), lambda _value, _spec: Equivalent(
+        "remove it: the tokenizer's template is used; spec.data.chatTemplate names another, such as ChatML or Llama3")),
+    (("max_samples",), _not_here("all records are trained on; spec.data.datasets has a weight for each source")),
+    (("overwrite_output_dir",), _not_here("results are never overwritten; name a new path in spec.output.destination")),
+    (("plot_loss",), _not_here("the losses of every step are in history.jsonl on the workspace")),
+    (("use_liger_kernel", "enable_liger_kernel"), _not_here(
+        "the loss is computed a part at a time here, so that the logits of a batch never exist")),
+    (("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size"), _not_here(
+        "ranks share weights by FSDP alone, and each sequence is on one rank; shorten spec.data.maxSequenceLength")),
+    (("rl", "stage", "loss_type", "beta"), _not_here(
+        "supervised fine-tuning is all there is; train on preferences or rewards with TRL, and merge its adapter with "
+        "`finetune merge`")),
+    (("val_set_size", "val_size", "validation_split", "eval_dataset"), _not_here(
         "name held-out records in spec.data.validation.source; nothing is split off")),
     (("lora_r", "lora_rank", "rank", "lora_dim"), _same("method.lora.r")),
     (("alpha",), _same("method.lora.loraAlpha")),
     (("dropout",), _same("method.lora.loraDropout")),
-    (("lora_target_modules", "lora_target", "target"), _same("method.lora.targetModules")),
+    (("lora_target_modules", "lora_target", "target"), _targets),
+    (("lora_target_linear",), _switch("method.lora.targetModules", ["all-linear"])),
     (("lora_modules_to_save", "additional_target"), _same("method.lora.modulesToSave")),
+    (("lora_model_dir", "adapter_name_or_path", "adapter_model"), _not_here(
+        "an adapter is not trained further; merge it with `finetune merge` and name the merged model in spec.model.source")),
     (("use_dora",), _switch("method.type", "DoRA")),
     (("load_in_4bit", "use_4bit"), _in_quarters),
     (("load_in_8bit", "use_8bit"), _in_eighths),
-    (("bnb_4bit_quant_type",), _same("method.quantization.quantType")),
-    (("bnb_4bit_use_double_quant",), _same("method.quantization.doubleQuant")),
+    (("quantization_bit",), lambda value, spec: (_in_eighths if value == 8 else _in_quarters)(value, spec)),
+    (("bnb_4bit_quant_type", "quantization_type"), _same("method.quantization.quantType")),
+    (("bnb_4bit_use_double_quant", "double_quantization"), _same("method.quantization.doubleQuant")),
     (("bnb_4bit_compute_dtype",), _words("method.quantization.computeDtype", _DTYPES, "bfloat16")),
     (("adapter", "finetuning_type", "peft_type", "peft_method"), _same("method.type")),
     (("model_name_or_path", "base_model", "model_id", "model_name", "pretrained_model_name_or_path", "hf_model"),
      _same("model.source")),
-    (("torch_dtype",), _words("model.dtype", _DTYPES, "bfloat16")),
+    (("torch_dtype", "dtype"), _words("model.dtype", _DTYPES, "bfloat16")),
     (("attn_implementation", "attention_implementation", "flash_attn", "use_flash_attention_2", "flash_attention"),
      lambda value, _spec: Equivalent(
          f"write spec.model.attention: {_ATTENTIONS.get(str(value), 'sdpa')}, with which torch chooses its flash kernels itself",

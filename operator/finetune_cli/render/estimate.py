@@ -8,7 +8,6 @@ from typing import Any
 from finetune_cli.checks.estimate import JobEstimate
 from finetune_cli.render.verdicts import choices_text
 from finetune_job.rules.rule import changes_text
-from finetune_memory.alternatives import Alternative
 from finetune_memory.estimate import Term
 from finetune_memory.limit import format_bytes
 from finetune_memory.verdict import MemoryVerdict, no_change_suffices
@@ -42,7 +41,7 @@ def _job(found: JobEstimate) -> str:
         lines += ["", f"  It fits with ({format_bytes(verdict.alternative.estimate.total)}):"]
         lines += [f"    {changes_text([change])}" for change in verdict.alternative.changes]
     elif not verdict.fits:
-        reason = no_change_suffices(verdict.leanest or Alternative((), estimate))
+        reason = no_change_suffices(verdict)
         lines += ["", *(f"  {line}" for line in textwrap.wrap(f"{reason[0].upper()}{reason[1:]}.", 100))]
     if estimate.host_terms:
         lines += ["", "  Host memory of one rank, without the page cache of its data:", ""]

@@ -1,5 +1,6 @@
 """Access to a cluster through its kubeconfig: the part that tests use, whichever cluster it is."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +26,11 @@ class ClusterAccess:
             "HELM_DATA_HOME": str(scratch / "helm-data"),
         }
         """Environment for a client of this cluster that a test starts itself."""
+
+    @property
+    def kubectl_command(self) -> str:
+        """For a shell, with `environment`."""
+        return shlex.join(self._kubectl)
 
     def kubectl(self, *arguments: str | Path, input: str | None = None) -> str:  # noqa: A002 - as in subprocess.run
         """Run kubectl and return its standard output.

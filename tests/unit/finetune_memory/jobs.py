@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.activations import layer_names
 from finetune_memory.adapters import trained_parameters
 from finetune_memory.estimate import Estimate
@@ -19,12 +20,25 @@ from tests.unit.finetune_memory.configs import CONFIGS
 GIB = 2**30
 
 
-def judged(job: JobBuilder, name: str = "Llama-3.1-8B", gib: float | None = 80, *, longest: int | None = None) -> MemoryVerdict:
-    plan, config = job.plan(), CONFIGS[name]
+def shape_of(name: str, plan: RunPlan) -> ModelShape:
+    config = CONFIGS[name]
     held = "float32" if plan.method.type.value == "Full" else "bfloat16"
     parameters = trained_parameters(base_parameters(config, held), plan.method, held, config["model_type"])
-    shape = ModelShape(parameters, unit_names(parameters, plan.parallelism.fsdp, layer_names(parameters)), facts_of(config))
-    limit = None if gib is None else MemoryLimit(int(gib * GIB), is_device=True, source="gpu.memory")
+    return ModelShape(parameters, unit_names(parameters, plan.parallelism.fsdp, layer_names(parameters)), facts_of(config))
+
+
+def judged(
+    job: JobBuilder,
+    name: str = "Llama-3.1-8B",
+    gib: float | None = 80,
+    *,
+    longest: int | None = None,
+    devices: int | None = None,
+) -> MemoryVerdict:
+    """devices: of the one machine where it runs; None: of a cluster."""
+    plan = job.plan()
+    shape = shape_of(name, plan)
+    limit = None if gib is None else MemoryLimit(int(gib * GIB), is_device=True, source="gpu.memory", devices=devices)
     return judge_memory(plan, shape, "bfloat16", limit, longest=longest)
 
 

@@ -9,9 +9,10 @@ from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.alternatives import cheapest_fitting
 from finetune_memory.estimate import Estimate, Term
-from finetune_memory.verdict import MemoryVerdict, memory_finding
+from finetune_memory.limit import MemoryLimit
+from finetune_memory.verdict import MemoryVerdict, judge_memory, memory_finding
 from tests.support.builders import JobBuilder, a_job
-from tests.unit.finetune_memory.jobs import GIB, judged, small_job
+from tests.unit.finetune_memory.jobs import GIB, judged, shape_of, small_job
 
 
 def test_the_cheapest_change_comes_first_and_the_batch_stays() -> None:
@@ -52,7 +53,7 @@ def test_nothing_helps_a_device_that_is_far_too_small() -> None:
     assert verdict.alternative is None
     finding = memory_finding(verdict)
     assert finding is not None
-    assert "larger devices" in finding.fix
+    assert "it fits with that on devices of" in finding.fix
 
 
 def changes_of(verdict: MemoryVerdict) -> dict[str, Any]:
@@ -126,3 +127,31 @@ def test_weights_that_stay_gathered_are_sharded_again() -> None:
     found = changes(small_job(), lambda _plan: 100, 100)
     assert found is not None
     assert path not in found
+
+
+def test_on_one_machine_no_more_ranks_are_told_than_it_has_devices() -> None:
+    def told(gib: int, devices: int, name: str = "Llama-3.1-70B") -> dict[str, Any]:
+        job = a_job().spec("training.globalBatchSize", 16)
+        found = changes_of(judged(job, name, gib, devices=devices))
+        fixed = job
+        for field, value in found.items():
+            fixed = fixed.spec(field.removeprefix("spec."), value)
+        assert not found or judged(fixed, name, gib, devices=devices).fits
+        return found
+
+    assert told(80, 8) == {"spec.parallelism.processesPerNode": 4}
+    assert told(80, 1) == {"spec.method.type": "QLoRA"}
+    assert told(12, 1, "Llama-3.1-8B") == {"spec.method.type": "QLoRA"}
+    assert told(24, 2) == {}
+    finding = memory_finding(judged(a_job(), "Llama-3.1-70B", 24, devices=2))
+    assert finding is not None
+    assert finding.fix.startswith("no change suffices, on this machine: even with spec.parallelism.processesPerNode: 2, ")
+    assert "spec.parallelism.nodes" not in finding.fix
+
+
+def test_a_device_that_is_named_without_a_profile_computes_with_packed_weights() -> None:
+    """`finetune estimate --gpu-memory`."""
+    plan = a_job().spec("training.globalBatchSize", 16).plan().model_copy(update={"placement": None})
+    limit = MemoryLimit(24 * GIB, is_device=True, source="--gpu-memory")
+    found = judge_memory(plan, shape_of("Llama-3.1-70B", plan), "bfloat16", limit)
+    assert changes_of(found) == {"spec.parallelism.nodes": 8, "spec.method.type": "QLoRA"}

@@ -60,7 +60,7 @@ def test_a_manifest_of_model_data_and_method_fits_or_is_told_what_would(name, me
             continue
         assert not verdict.fits, gib
         if not expected:
-            assert "no change suffices" in memory_finding(verdict).fix
+            assert "no change suffices, up to 16 times the ranks" in memory_finding(verdict).fix
             continue
         assert verdict.alternative is not None, gib
         assert {change.field.removeprefix("spec."): change.value for change in verdict.alternative.changes} == expected, gib
@@ -133,7 +133,7 @@ def test_no_advice_is_given_that_is_not_true() -> None:
     assert changes == {"spec.parallelism.nodes": 2, "spec.training.globalBatchSize": 2}
     finding = memory_finding(judged(default_job(), "Llama-3.1-405B", 8))
     assert finding is not None
-    assert finding.fix.startswith("no change suffices: even with spec.parallelism.nodes: 16, ")
+    assert finding.fix.startswith("no change suffices, up to 16 times the ranks: even with spec.parallelism.nodes: 16, ")
     assert finding.fix.count(" needs ") == 1
     assert "spec.data.maxSequenceLength: 256" in finding.fix
 

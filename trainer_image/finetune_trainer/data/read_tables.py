@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 from finetune_job.api.inputs import DataFormat
 from finetune_job.plan.mapping import UNMAPPED, MappingPlan
 from finetune_trainer.data.parse import missing_key, read_keys, record_of, required_keys
-from finetune_trainer.data.records import MAX_RECORD_BYTES, Record, RecordPosition, RecordProblem
+from finetune_trainer.data.records import MAX_RECORD_BYTES, PREFERENCES, Record, RecordPosition, RecordProblem
+from finetune_trainer.data.suggestions import suggest_for_table
 from finetune_trainer.files import open_regular
 
 _QUOTING = 'quote a value that holds commas, quotes or line breaks with ", and double each " in it'
@@ -25,10 +27,6 @@ _ARROW_FILE = b"ARROW1"
 
 def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
     """Every row after the header. The line of a row is the one on which it begins."""
-    if data_format is DataFormat.CHAT and not mapping.chat_of_pair:
-        fix = "write the chats as JSON Lines (.jsonl) or Parquet, or name the columns of question and answer in spec.data.mapping"
-        yield RecordPosition(path, 1).problem("messages", path.name, "a CSV file cannot hold chats, whose turns are lists", fix)
-        return
     csv.field_size_limit(MAX_RECORD_BYTES)
     # A byte that is not UTF-8 becomes a lone surrogate, which spoils the one record that holds it and not the file.
     with TextIOWrapper(open_regular(path), "utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -49,6 +47,9 @@ def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPE
                 continue
             if header is None:
                 header = [name.strip() for name in row]
+                if data_format is DataFormat.CHAT and not mapping.chat_of_pair:
+                    yield _no_chats(place, header)
+                    return
                 problem = _header_problem(place, header, data_format, mapping)
                 if problem is not None:
                     yield problem
@@ -57,6 +58,13 @@ def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPE
                 yield place.problem("", ",".join(row), f"has {len(row)} values, the header has {len(header)}", _QUOTING)
             else:
                 yield record_of(place, dict(zip(header, row, strict=True)), data_format, mapping)
+
+
+def _no_chats(place: RecordPosition, header: list[str]) -> RecordProblem:
+    columns = dict.fromkeys(header)
+    reason = "a CSV file cannot hold chats, whose turns are lists"
+    problem = place.problem("messages", f"columns {sorted(columns)}", reason, suggest_for_table(columns))
+    return replace(problem, are_preferences=all(name in columns for name in PREFERENCES))
 
 
 def _header_problem(

@@ -44,6 +44,17 @@ def suggest(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping
     return found or Suggestion(f"write {example(data_format)}")
 
 
+def suggest_for_table(columns: Mapping[str, Any]) -> Suggestion:
+    """For a table that was taken for chats, whose cells cannot be turns: its columns may be question and answer, or a text."""
+    names = {name: value for name, value in columns.items() if _can_be_written(name)}
+    if all(name in names for name in PREFERENCES):
+        return _preferences(names)
+    found = _other_format(names, DataFormat.CHAT) or _texts(names, DataFormat.CHAT)
+    return found or Suggestion(
+        "write the chats as JSON Lines (.jsonl) or Parquet, or name the columns of question and answer in spec.data.mapping"
+    )
+
+
 def suggest_turn(message: Mapping[str, Any], mapping: MappingPlan) -> Suggestion | None:
     """For turns that have no role by this name."""
     if all(name in message for name in _SHARE_GPT_TURN):

@@ -13,9 +13,10 @@ from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_memory.batches import choose_batches
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of
-from finetune_memory.verdict import judge_memory, limit_of, memory_finding, predictor
+from finetune_memory.verdict import judge_memory, memory_finding, predictor
 from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.inspection.report import ModelStructure
+from finetune_trainer.preflight.this_machine import limit_here
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +95,7 @@ def _kind(module: nn.Module) -> Kind:
 
 def batches_of(plan: RunPlan, shape: ModelShape | None, stored: str, *, can_recompute: bool) -> tuple[Choice, ...]:
     """What the planner chooses of what the plan leaves open, for records of any length: the same for every attempt and data."""
-    limit = limit_of(plan)
+    limit = limit_here(plan)
     predict = None if shape is None else predictor(shape, stored, limit)
     return choose_batches(plan, limit, predict, can_recompute=can_recompute)
 
@@ -104,7 +105,7 @@ def memory_need(plan: RunPlan, structure: ModelStructure, splits: Mapping[str, S
     if structure.shape is None:
         return None
     longest = max((facts.longest_document for facts in splits.values()), default=0)
-    limit = limit_of(plan)
+    limit = limit_here(plan)
     verdict = judge_memory(plan, structure.shape, structure.stored_dtype, limit, longest=longest or None)
     return MemoryNeed(
         estimate=verdict.estimate.total,

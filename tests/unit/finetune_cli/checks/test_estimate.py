@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -14,9 +15,12 @@ import yaml
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
+from finetune_cli.checks.estimate import estimate
 from finetune_job.finding import FieldChange
 from finetune_job.rules.rule import with_changes
+from finetune_memory.verdict import MemoryVerdict, memory_finding
 from tests.support.builders import JobBuilder, a_job
+from tests.unit.finetune_cli.manifests import ACCEPTED
 from tests.unit.finetune_memory.configs import CONFIGS
 
 RUNNER = CliRunner()
@@ -101,6 +105,39 @@ def test_the_change_that_fits_is_one_that_the_rules_accept(
     Path(file).write_text(yaml.safe_dump(with_changes(yaml.safe_load(Path(file).read_text()), changes)))
     second = RUNNER.invoke(app, ["estimate", "-f", file, *options])
     assert second.exit_code == 0, second.output
+
+
+@pytest.mark.parametrize("method", ["LoRA", "QLoRA"])
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-8B", "Qwen3-30B-A3B", "Mixtral-8x7B", "Gemma-2-9B"])
+def test_a_manifest_of_model_data_and_method_fits_or_what_is_told_makes_it_fit(tmp_path: Path, name: str, method: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**CONFIGS[name], "dtype": "bfloat16"}))
+    written = yaml.safe_load(ACCEPTED)
+    written["spec"] = {part: written["spec"][part] for part in ("data", "output", "workspace")}
+    written["spec"] |= {"model": {"source": "pvc://models/base"}, "method": {"type": method}, "training": {"epochs": 1}}
+
+    def estimated(document: dict[str, Any], gib: float) -> MemoryVerdict:
+        text, mib = yaml.safe_dump(document), math.ceil(gib * 1024)
+        (found,) = estimate(text, profile=None, model=config, gpu_memory=f"{mib}Mi", claims=tmp_path)
+        return found.verdict
+
+    for gib in (24, 48, 80):
+        verdict = estimated(written, gib)
+        assert {choice.field for choice in verdict.batches} == {
+            "spec.training.microBatchSize",
+            "spec.training.activationCheckpointing",
+        }
+        if verdict.fits:
+            continue
+        would = verdict.alternative or verdict.leanest
+        assert would is not None, gib
+        needed = gib if verdict.alternative else would.estimate.total / 2**30
+        assert needed >= gib
+        changed = estimated(with_changes(written, would.changes), needed)
+        assert changed.fits, (gib, would.text)
+        words = memory_finding(verdict)
+        assert words is not None
+        assert would.text in words.fix
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """What is told of a job's records, files and places before anything heavy is imported, and what `finetune data` shows."""
 
 import json
-import os
-import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import yaml
 from finetune_cli.commands.data import look_at
 from finetune_cli.local.look import Look
 from finetune_cli.render.data import look_text
-from tests.support.processor import slowness
+from tests.support.processor import ALLOWED_SECONDS, run_timed, slowness
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
 
 ROOT = Path(__file__).parents[4]
@@ -62,17 +59,18 @@ def look(claims: Path, *, shown: int = 1, limit: int = 1000, **data) -> Look:
     return seen
 
 
-def finetune(claims: Path, *arguments: str, without: str = "torch", **data):
-    """The command; a library that may not be imported ends the process."""
-    traps = claims.parent / "traps"
-    (traps / without).mkdir(parents=True, exist_ok=True)
-    (traps / without / "__init__.py").write_text("import os\nos._exit(99)\n")
+def finetune(claims: Path, *arguments: str, **data):
+    """The command, which may not import torch."""
+    return timed(claims, *arguments, **data)[0]
+
+
+def timed(claims: Path, *arguments: str, **data):
+    """The same, and its seconds of processor time."""
     job = claims.parent / "job.yaml"
     job.write_text(manifest(**data))
-    environment = {**os.environ, "PYTHONPATH": f"{traps}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "finetune_cli", *arguments]
-    command = [str(job) if part == "JOB" else str(claims) if part == "CLAIMS" else part for part in command]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    named = {"JOB": str(job), "CLAIMS": str(claims)}
+    command = [sys.executable, "-m", "finetune_cli", *(named.get(part, part) for part in arguments)]
+    return run_timed(command, cwd=ROOT, without="torch", traps=claims.parent / "traps")
 
 
 def test_records_are_shown_with_the_mask_and_counted(claims):
@@ -142,26 +140,26 @@ def test_a_mistake_is_told_within_a_second_and_without_torch(claims, data, rule,
     if data.get("source") == "pvc://data":
         (claims / "data/train.jsonl").write_text("{\n")
     factor = slowness()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = finetune(claims, *command, **data)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done, seconds = timed(claims, *command, **data)
     assert done.returncode == 1, done.stderr
     assert f"error: {rule}" in done.stdout
     assert fix in " ".join(done.stdout.split())
-    # A process whose files are in no cache takes more than the second that is promised.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5 * factor
+    assert seconds < ALLOWED_SECONDS * factor
 
 
 def test_a_run_is_refused_where_results_exist_or_cannot_be_written(claims):
     (claims / "out/tuned/adapter").mkdir(parents=True)
-    done = finetune(claims, "run", "JOB", "--claims", "CLAIMS")
+    factor = slowness()
+    done, seconds = timed(claims, *RUN)
     assert done.returncode == 1
     assert "error: output-exists" in done.stdout
+    assert seconds < ALLOWED_SECONDS * factor
     (claims / "out/tuned/adapter").rmdir()
     (claims / "out/tuned").rmdir()
     (claims / "out/tuned").write_text("a file")
-    done = finetune(claims, "run", "JOB", "--claims", "CLAIMS")
+    done, seconds = timed(claims, *RUN)
     assert "error: directory-not-writable" in done.stdout
+    assert seconds < ALLOWED_SECONDS * factor
 
 
 def test_a_missing_library_is_named_before_anything_runs(claims):
@@ -173,8 +171,10 @@ def test_a_missing_library_is_named_before_anything_runs(claims):
         f"sys.argv = ['finetune', 'run', {str(job)!r}, '--claims', {str(claims)!r}]\n"
         "from finetune_cli.__main__ import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    factor = slowness()
+    done, seconds = run_timed([sys.executable, "-c", program], cwd=ROOT, without="torch", traps=claims.parent / "traps")
     assert done.returncode == 2
+    assert seconds < ALLOWED_SECONDS * factor
     assert "peft is not installed, and this command computes on this machine" in done.stderr
     assert not (claims / "workspace").exists()
 

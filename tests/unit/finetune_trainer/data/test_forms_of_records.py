@@ -127,6 +127,7 @@ FORMS = {
         [CHAT],
     ),
     "CSV": ("a.csv", PAIRS, {}, "data-record-invalid", [f"q\n[a{END}]"]),
+    "CSV as chats": ("a.csv", PAIRS, CHATS, "csv-with-chat", [f"q\n[a{END}]"]),
     "Parquet": ("a.parquet", PAIRS, {}, "data-record-invalid", [f"q\n[a{END}]"]),
     "arrow": ("a", save([{"text": "t"}]), {"format": "Text"}, None, [f"t[{END}]"]),
     "text": ("a.txt", "one\ntwo\n\n\nthree\n", {"format": "Text"}, None, [f"o[ne\ntwo{END}]", f"t[hree{END}]"]),

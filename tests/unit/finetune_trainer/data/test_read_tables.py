@@ -40,9 +40,31 @@ def test_a_damaged_table_gives_what_is_whole_and_says_which_line_is_wrong(tmp_pa
 
 
 def test_a_table_holds_no_chats(tmp_path):
-    (problem,) = read_file(write(tmp_path / "data.csv", PAIRS), CHAT)
+    (problem,) = read_file(write(tmp_path / "data.csv", [{"id": "1", "notes": "n"}]), CHAT)
     assert "cannot hold chats" in problem.reason
     assert "JSON Lines" in problem.fix
+    assert problem.changes == {}
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes"),
+    [
+        (["prompt", "completion"], {"spec.data.format": "PromptCompletion"}),
+        (["question", "answer"], {"spec.data.mapping.prompt": "question", "spec.data.mapping.completion": "answer"}),
+        (["instruction", "input", "output"], {"spec.data.mapping.preset": "Alpaca"}),
+        (["text"], {"spec.data.format": "Text"}),
+    ],
+)
+def test_a_table_that_was_taken_for_chats_is_told_what_its_columns_are(tmp_path, columns, changes):
+    (problem,) = read_file(write(tmp_path / "data.csv", [dict.fromkeys(columns, "words")]), CHAT)
+    assert (problem.line, problem.changes) == (1, changes)
+    assert "cannot hold chats" in problem.reason
+
+
+def test_a_table_of_preferences_is_told_to_be_one(tmp_path):
+    (problem,) = read_file(write(tmp_path / "data.csv", [{"prompt": "q", "chosen": "g", "rejected": "b"}]), CHAT)
+    assert problem.are_preferences
+    assert "TRL's DPOTrainer" in problem.fix
 
 
 @pytest.mark.parametrize("cut", [0, 3, 40, -1, -200])

@@ -1,0 +1,109 @@
+"""Pages that are generated: fresh, and true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune_cli import generate_coming_from, generate_commands, generate_fields
+from finetune_cli.checks.validate import validate
+from finetune_job.api.job import FineTuneJobSpec
+from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.crd import structural_schema
+from tests.unit.finetune_cli.manifests import ACCEPTED, Quoted
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = {"fields": generate_fields.page, "commands": generate_commands.page, "coming-from": generate_coming_from.page}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_are_fresh(name: str) -> None:
+    program = f"finetune_cli.generate_{name.replace('-', '_')}"
+    assert (DOCS / f"{name}.md").read_text() == PAGES[name](), f"run: python -m {program} > docs/{name}.md"
+
+
+def paths(schema: dict[str, Any], path: str = "spec") -> set[str]:
+    """Of all fields, without those of lists and maps."""
+    found = {path}
+    for name, node in schema.get("properties", {}).items():
+        found |= paths(node, f"{path}.{name}")
+    return found
+
+
+JOB, PROFILE = (paths(structural_schema(model)) for model in (FineTuneJobSpec, FineTuneProfileSpec))
+
+
+def table(page: str, heading: str) -> dict[str, list[str]]:
+    """First cell of each row, without what marks it -> the others."""
+    text = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in text.splitlines() if line.startswith("| `")]
+    return {row[0].replace(" **required**", "").strip("`"): row[1:] for row in rows}
+
+
+def test_every_field_of_a_job_is_on_the_page_with_type_bounds_default_and_meaning() -> None:
+    rows = table(generate_fields.page(), "FineTuneJob")
+    assert JOB - {"spec"} <= set(rows)
+    assert rows["spec.run.stallDeadlineSeconds"][:3] == ["integer: seconds", "60 to 604,800", ""]
+    assert rows["spec.data.maxSequenceLength"][:3] == ["integer: tokens", "8 to 1,048,576", "`2048`"]
+    assert rows["spec.training.optimizer"][0] == "`AdamW`, `RAdam`, `SGD`"
+    assert rows["spec.training.learningRate"][0] == "number, as a string"
+    assert rows["spec.workspace.volumeClaimTemplate.storage"][0] == "size, such as 100Gi"
+    assert rows["spec.method.lora.targetModules"][:2] == ["list of string", "up to 256 entries"]
+    assert rows["spec.method.lora.rankPattern"][0] == "map of integer"
+    assert "`spec.model.source` **required**" in generate_fields.page()
+    assert all(cells[3] for name, cells in rows.items() if not name.endswith(("[]", ".*")))
+
+
+def test_fields_of_a_profile_that_each_role_has_are_told_once() -> None:
+    rows = table(generate_fields.page(), "FineTuneProfile")
+    assert "spec.pods.train.schedulerName" in rows
+    assert "spec.pods.merge.schedulerName" not in rows
+    assert rows["spec.pods.merge"][3].endswith("Its fields are those of `spec.pods.train`.")
+
+
+def test_what_a_gpu_changes_is_told_of_fields_that_there_are() -> None:
+    named = set(re.findall(r"`(spec\.[A-Za-z.]+)`", generate_fields.page().partition("## FineTuneJob")[0]))
+    assert len(named) > 6
+    assert named - JOB - {"spec.parallelism"} == set()
+
+
+def test_every_command_is_on_the_page() -> None:
+    page = generate_commands.page()
+    for heading in ("finetune validate", "finetune run FILE", "finetune attach NAME", "finetune explain [WORD]"):
+        assert f"\n## {heading}\n" in page
+    assert "| `--gpu-memory` |  | Memory of one device, as in 80Gi. Unset: the profile's. |" in page
+    assert "| `--verify`, `--no-verify` | `on` | Compare the result with base and adapter. |" in page
+    assert "| 130 | Ended by SIGINT or SIGTERM; a run can be continued. |" in page
+
+
+SETTINGS = {(name, str(value)): value for settings in generate_coming_from.TOOLS.values() for name, value in settings.items()}
+
+
+@pytest.mark.parametrize(("name", "_text"), SETTINGS)
+def test_a_setting_of_another_tool_is_answered_as_the_page_says(name: str, _text: str) -> None:
+    told = generate_coming_from.right_column(name, SETTINGS[name, _text])
+    named = set(re.findall(r"spec(?:\.[a-zA-Z0-9]+)+", told))
+    assert named <= JOB, told
+    assert named or told.startswith("remove it: ")
+    document = yaml.safe_load(ACCEPTED)
+    for part, settings in generate_coming_from.WRITTEN.items():
+        document["spec"][part] = document["spec"].get(part, {}) | settings
+    training = document["spec"]["training"]
+    training.pop(generate_coming_from.SAME_NAME.get(name, "").removeprefix("training."), None)
+    # Of a field that has the same name here, its value is what is foreign.
+    (training if name == "optimizer" else document["spec"])[name] = SETTINGS[name, _text]
+    found = [finding for verdict in validate(yaml.dump(document, Dumper=Quoted)).verdicts for finding in verdict.findings]
+    assert told in "; ".join(f"{finding.field}: {finding.fix}".replace(": write ", ": ") for finding in found)
+
+
+def test_the_page_on_other_tools_names_what_is_known_of_them() -> None:
+    page = generate_coming_from.page()
+    rows = table(page, "axolotl")
+    assert rows["micro_batch_size: 2"] == ["spec.training.microBatchSize"]
+    assert rows["load_in_4bit: true"] == ["spec.method.type: QLoRA, which packs the base in 4 bits"]
+    assert table(page, "LLaMA-Factory")["lora_target: all"] == ["spec.method.lora.targetModules: [all-linear]"]
+    assert table(page, "TRL and PEFT")["deepspeed: zero3.json"][0].startswith("remove it: FSDP shards parameters")
