@@ -169,7 +169,7 @@ def stop(
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.local.known_runs import stop as stop_run
 
-    with _errors_told():
+    with _errors_told(), _alive(f"waiting for {namespace}/{name} to save its state and end"):
         stop_run(find_run(claims, name, namespace), timeout)
 
 
@@ -299,7 +299,7 @@ def doctor(
     from finetune_cli.checks.cluster import exit_code
     from finetune_cli.commands.doctor import doctor_document, doctor_text, examine
 
-    with _errors_told():
+    with _errors_told(), _alive("looking at the cluster"):
         facts, checks = examine(context=context, namespace=namespace, profile=profile, image=image, probe=probe, seconds=timeout)
     _print(output, lambda: doctor_text(checks), lambda: doctor_document(facts, checks))
     raise typer.Exit(exit_code(checks))
@@ -377,6 +377,16 @@ def _errors_told() -> Iterator[None]:
     except LocalError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
+
+
+@contextmanager
+def _alive(doing: str) -> Iterator[None]:
+    """Says on standard error, every half minute, that this is still done."""
+    from finetune_cli.render.heartbeat import Heartbeat
+
+    with Heartbeat(lambda line: typer.echo(line, err=True)) as heartbeat:
+        heartbeat.doing(doing)
+        yield
 
 
 def _print(output: Output, text: Callable[[], str], document: Callable[[], Any]) -> None:

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bars
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.programs import MergeEnd, MergeOrder, merge_directories
+from finetune_cli.render.heartbeat import SILENCE_SECONDS, Heartbeat
 from finetune_cli.render.run import row_lines, verification_rows
 from finetune_job.api.base import SIZE_PATTERN
 from finetune_job.api.method import QuantizationSpec
@@ -33,7 +34,8 @@ def merge(order: MergeOrder) -> ExitCode:
     check_trainer()
     console = Console(highlight=False)
     with MergeView(console) as view, Interruption() as interruption:
-        end = merge_directories(order.command(), interruption, view.progressed, view.verifying)
+        ending = "verifying" if order.verify else "finishing"
+        end = merge_directories(order.command(), interruption, view.progressed, lambda: view.begins(ending))
     console.print(merge_text(end, order), markup=False, end="", soft_wrap=True)
     return end.exit_code
 
@@ -67,9 +69,12 @@ def _is_within(inner: Path, outer: Path) -> bool:
 
 
 class MergeView:
-    """A bar of bytes on a terminal; in a file only the last words appear."""
+    """A bar of bytes on a terminal; in a file a line for each stage, and one at least every half minute."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, silence_seconds: float = SILENCE_SECONDS) -> None:
+        self._console = console
+        self._heartbeat = Heartbeat(self._print, silence_seconds=silence_seconds)
+        self._stage = ""
         self._bars = Bars(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -79,24 +84,42 @@ class MergeView:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
         )
         self._task = self._bars.add_task("reading headers", total=None)
 
     def __enter__(self) -> MergeView:
-        self._bars.start()
+        if self._console.is_terminal:
+            self._bars.start()
+        else:
+            self._heartbeat.__enter__()
+        self.begins("reading headers")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bars.stop()
+        if self._console.is_terminal:
+            self._bars.stop()
+        else:
+            self._heartbeat.__exit__(*exception)
 
     def progressed(self, written: int, total: int) -> None:
         """So many bytes of so many are written."""
-        self._bars.update(self._task, description="merging", completed=written, total=total)
+        self.begins("merging")
+        self._heartbeat.detail(f"{written / 1e9:.1f} of {total / 1e9:.1f} GB written")
+        self._bars.update(self._task, completed=written, total=total)
 
-    def verifying(self) -> None:
-        """Everything is written."""
-        self._bars.update(self._task, description="verifying")
+    def begins(self, stage: str) -> None:
+        """This is done from now on."""
+        if stage == self._stage:
+            return
+        self._stage = stage
+        self._bars.update(self._task, description=stage)
+        if not self._console.is_terminal:
+            self._print(stage)
+        self._heartbeat.doing(stage)
+
+    def _print(self, text: str) -> None:
+        self._heartbeat.spoken()
+        self._console.print(text, markup=False, soft_wrap=True)
 
 
 def merge_text(end: MergeEnd, order: MergeOrder) -> str:

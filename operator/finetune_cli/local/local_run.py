@@ -16,6 +16,7 @@ from typing import Protocol
 
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.launch import Interruption, RoleArguments, Trainer, launch
+from finetune_cli.local.role_output import RoleOutput, SaidLine
 from finetune_cli.local.run_directory import RunDirectory, RunRecord, write_record
 from finetune_job.api.status import Restarts
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
@@ -43,6 +44,8 @@ class RunListener(Protocol):
     def started(self, role: Role, attempt: int, output: Path) -> None: ...
 
     def progressed(self, progress: Progress) -> None: ...
+
+    def said(self, line: SaidLine) -> None: ...
 
     def ended(self, report: TerminationReport, seconds: float) -> None: ...
 
@@ -119,6 +122,7 @@ class LocalRun:
         self._keep(self.record.model_copy(update={"next_attempt": {**self.record.next_attempt, role: attempt + 1}}))
         output = self.place.output(role, attempt)
         self.audience.started(role, attempt, output)
+        heard = RoleOutput(output)
         started = time.monotonic()
         report = launch(
             trainer,
@@ -133,7 +137,7 @@ class LocalRun:
             ),
             output,
             interruption,
-            lambda: self._look(role, attempt),
+            lambda: self._look(role, attempt, heard),
         )
         seconds = time.monotonic() - started
         self._keep(
@@ -144,7 +148,9 @@ class LocalRun:
         self.audience.ended(report, seconds)
         return report
 
-    def _look(self, role: Role, attempt: int) -> None:
+    def _look(self, role: Role, attempt: int, heard: RoleOutput) -> None:
+        for line in heard.new_lines():
+            self.audience.said(line)
         progress = read_progress(self.workspace.root, attempt) if role is Role.TRAIN else None
         if progress is not None:
             self.audience.progressed(progress)
