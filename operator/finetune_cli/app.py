@@ -340,25 +340,27 @@ def explain(
     word: Annotated[
         str | None,
         typer.Argument(
-            help="What the product printed: the id of a finding, a failure class, an exit code, a condition or its reason. "
-            "Unset: all findings, by topic."
+            help="What the product printed: the id of a finding, a failure class, an exit code, a condition or its reason; "
+            "or a field, such as spec.training.learningRate. Unset: all findings, by topic."
         ),
     ] = None,
+    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
 ) -> None:
-    """Show what a word means that the product printed, on what evidence, and what to do; or list all findings."""
-    from finetune_cli.commands import explain as explain_command
+    """Show what a word means that the product printed, on what evidence, and what to do; or what a field is; or all findings."""
+    from finetune_cli.commands.explain import explain as find
+    from finetune_cli.commands.explain import nearest
+    from finetune_cli.render import explanations
 
     if word is None:
-        typer.echo(explain_command.overview(), nl=False)
+        _print(output, explanations.overview_text, explanations.overview_document)
         return
-    found = explain_command.explain(word)
-    if found:
-        typer.echo(found, nl=False)
-        return
-    near = explain_command.nearest(word)
-    suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
-    typer.echo(f"nothing is called {word}{suggestion}", err=True)
-    raise typer.Exit(ExitCode.UNUSABLE)
+    found = find(word)
+    if not found:
+        near = nearest(word)
+        suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
+        typer.echo(f"nothing is called {word}{suggestion}", err=True)
+        raise typer.Exit(ExitCode.UNUSABLE)
+    _print(output, lambda: explanations.explained_text(found), lambda: explanations.explained_document(word, found))
 
 
 def _with_records(report: validate_command.Report, claims: Path, claim: list[str], *, is_given: bool) -> validate_command.Report:
