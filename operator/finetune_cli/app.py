@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from finetune_cli.answers import Output, errors_told, print_answer
 from finetune_cli.checks import validate as validate_command
-from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.exit_codes import ExitCode
 from finetune_cli.inputs import InputError, read_files, read_text
-from finetune_cli.render.verdicts import as_json, as_yaml, report_document, report_text
+from finetune_cli.render.verdicts import report_document, report_text
 from finetune_job.api.base import Dtype
 from finetune_job.api.output import MergeBase, MergeSpec
 
@@ -33,14 +32,6 @@ app = typer.Typer(
 _CLAIMS = Path("runs/claims")
 _CLAIMS_OPTION = typer.Option(help="Directory that holds a directory for each claim.")
 """Where commands look for the directories of claims."""
-
-
-class Output(StrEnum):
-    """Forms of output."""
-
-    TEXT = "text"
-    JSON = "json"
-    YAML = "yaml"
 
 
 class BaseForm(StrEnum):
@@ -98,7 +89,7 @@ def validate(
     places = claims or _CLAIMS
     if claim or places.is_dir():
         report = _with_records(report, places, claim or [], is_given=claims is not None or claim is not None)
-    _print(output, lambda: report_text(report), lambda: report_document(report))
+    print_answer(output, lambda: report_text(report), lambda: report_document(report))
     raise typer.Exit(report.exit_code)
 
 
@@ -117,7 +108,7 @@ def run(
     from finetune_cli.commands.run import Options, run_job
     from finetune_cli.local.claims import parse_claims
 
-    with _errors_told():
+    with errors_told():
         options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh)
         code = run_job(_read(file), options)
     raise typer.Exit(code)
@@ -136,7 +127,7 @@ def status(
     from finetune_cli.render.known_runs import runs_document, runs_text
 
     runs = known_runs(claims)
-    _print(output, lambda: runs_text(runs, claims), lambda: runs_document(runs))
+    print_answer(output, lambda: runs_text(runs, claims), lambda: runs_document(runs))
 
 
 @app.command()
@@ -152,7 +143,7 @@ def attach(
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.render.run import LiveView
 
-    with _errors_told():
+    with errors_told():
         found = find_run(claims, name, namespace)
     with LiveView(Console(highlight=False), name) as view:
         follow(found, view)
@@ -169,7 +160,7 @@ def stop(
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.local.known_runs import stop as stop_run
 
-    with _errors_told():
+    with errors_told():
         stop_run(find_run(claims, name, namespace), timeout)
 
 
@@ -189,7 +180,7 @@ def rehearse(
     from finetune_cli.commands.run import Options
     from finetune_cli.local.claims import parse_claims
 
-    with _errors_told():
+    with errors_told():
         options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=None, fresh=False)
         code = rehearse_job(_read(file), options, timeout)
     raise typer.Exit(code)
@@ -240,7 +231,7 @@ def merge(
         MergeBase(base_form),
         quantization,
     )
-    with _errors_told():
+    with errors_told():
         code = merge_order(order)
     raise typer.Exit(code)
 
@@ -275,7 +266,7 @@ def estimate(
     except estimate_command.EstimateError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
-    _print(output, lambda: estimate_text(found), lambda: estimate_document(found))
+    print_answer(output, lambda: estimate_text(found), lambda: estimate_document(found))
     raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in found) else ExitCode.REFUSED)
 
 
@@ -299,9 +290,9 @@ def doctor(
     from finetune_cli.checks.cluster import exit_code
     from finetune_cli.commands.doctor import doctor_document, doctor_text, examine
 
-    with _errors_told():
+    with errors_told():
         facts, checks = examine(context=context, namespace=namespace, profile=profile, image=image, probe=probe, seconds=timeout)
-    _print(output, lambda: doctor_text(checks), lambda: doctor_document(facts, checks))
+    print_answer(output, lambda: doctor_text(checks), lambda: doctor_document(facts, checks))
     raise typer.Exit(exit_code(checks))
 
 
@@ -324,14 +315,14 @@ def data(
     from finetune_cli.local.claims import parse_claims
     from finetune_cli.render.data import look_document, look_text
 
-    with _errors_told():
+    with errors_told():
         seen = look_at(_read(file), claims, parse_claims(claim or []), shown=records, limit=first)
     if isinstance(seen, validate_command.Report):
         typer.echo(report_text(seen), nl=False)
         raise typer.Exit(seen.exit_code)
     # Without a terminal nothing is coloured, so nothing has to be taken out.
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    _print(output, lambda: look_text(seen, in_colour=in_colour), lambda: look_document(seen))
+    print_answer(output, lambda: look_text(seen, in_colour=in_colour), lambda: look_document(seen))
     raise typer.Exit(ExitCode.REFUSED if seen.is_refused else ExitCode.DONE)
 
 
@@ -365,28 +356,8 @@ def _with_records(report: validate_command.Report, claims: Path, claim: list[str
     from finetune_cli.commands.data import with_records
     from finetune_cli.local.claims import parse_claims
 
-    with _errors_told():
+    with errors_told():
         return with_records(report, claims, parse_claims(claim), is_given=is_given)
-
-
-@contextmanager
-def _errors_told() -> Iterator[None]:
-    """What a command cannot do is one message, and ends it with the error's exit code."""
-    try:
-        yield
-    except LocalError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(error.exit_code) from error
-
-
-def _print(output: Output, text: Callable[[], str], document: Callable[[], Any]) -> None:
-    match output:
-        case Output.TEXT:
-            typer.echo(text(), nl=False)
-        case Output.JSON:
-            typer.echo(as_json(document()), nl=False)
-        case Output.YAML:
-            typer.echo(as_yaml(document()), nl=False)
 
 
 def _fix(files: list[tuple[str, str]], profile: str | None) -> ExitCode:
