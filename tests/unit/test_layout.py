@@ -29,8 +29,10 @@ COVERED_BY = {
     "finetune_job/rules/*": "finetune_job/rules/test_book_verdicts.py",
     # Modules whose test has another name.
     "finetune_cli/app.py": "finetune_cli/checks/test_estimate.py",
+    "finetune_cli/cluster/errors.py": "finetune_cli/cluster/test_objects.py",
     "finetune_cli/cluster/probe_objects.py": "finetune_cli/cluster/test_network_probe.py",
     "finetune_cli/cluster/read_facts.py": "finetune_cli/cluster/test_client.py",
+    "finetune_cli/jobs/documents.py": "finetune_cli/jobs/test_seen.py",
     "finetune_cli/local/look.py": "finetune_cli/commands/test_data.py",
     "finetune_cli/render/data.py": "finetune_cli/commands/test_data.py",
     "finetune_cli/corrections/*": "finetune_cli/test_manifest_corrections.py",

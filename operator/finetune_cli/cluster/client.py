@@ -1,28 +1,41 @@
-"""Requests to the cluster of the current context, with plain documents in and out."""
+"""Requests to the cluster of the current context, with plain documents in and out; none waits without a limit."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
+from urllib.parse import urlencode
 
 import urllib3
 from kubernetes.client import ApiClient
-from kubernetes.config import new_client_from_config
+from kubernetes.config import list_kube_config_contexts, new_client_from_config
 from kubernetes.config.config_exception import ConfigException
 
 from finetune_cli.exit_codes import LocalError
 
-_TIMEOUT_SECONDS = 30
+_CONNECT_SECONDS = 10.0
+_TIMEOUT_SECONDS = 30.0
 _SHOWN = 300
 """Characters of an answer in a message."""
+_MOST_LINE_BYTES = 1 << 20
+"""Of a line of a log; the rest of a longer one comes as further lines."""
+MERGE_PATCH = "application/merge-patch+json"
+"""Content type of a patch: a null removes a field (RFC 7396)."""
 
 
 class RequestError(Exception):
-    """A request that did not succeed. `status` is None if there was no answer."""
+    """A request that did not succeed. `status` is None if there was no answer; `reason` and `details` are those of the Status
+    object in the answer, empty if there is none.
+    """
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(
+        self, message: str, status: int | None = None, reason: str = "", details: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.reason = reason
+        self.details = details or {}
 
 
 class ClusterClient:
@@ -31,36 +44,110 @@ class ClusterClient:
     def __init__(self, context: str | None = None) -> None:
         try:
             self._api: ApiClient = new_client_from_config(context=context)
-        except (ConfigException, OSError, ValueError) as error:
+            contexts, current = list_kube_config_contexts()
+        except (ConfigException, OSError, ValueError, TypeError, KeyError) as error:
             raise LocalError(f"no usable kubeconfig: {error}; set KUBECONFIG, or name another --context") from error
+        chosen = current if context is None else next((one for one in contexts if one.get("name") == context), {})
+        self.context = str(chosen.get("name") or context or "")
+        """Name of the kubeconfig's context."""
+        self.namespace = str((chosen.get("context") or {}).get("namespace") or "default")
+        """Namespace of the context."""
+        self.server = str(self._api.configuration.host)
+        """Address of the API server."""
         # What does not answer is said once, and soon.
         self._api.rest_client.pool_manager.connection_pool_kw["retries"] = False
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        content_type: str = "application/json",
+    ) -> dict[str, Any]:
         """Send one request. Raises RequestError."""
-        prepared = self._api.param_serialize(
-            method=method,
-            resource_path=path,
-            header_params={"Accept": "application/json", **({"Content-Type": "application/json"} if body is not None else {})},
-            body=body,
-            auth_settings=["BearerToken"],
-        )
+        answer = self._send(method, path, body, query, content_type=content_type, seconds=_TIMEOUT_SECONDS)
         try:
-            answer = self._api.call_api(*prepared, _request_timeout=_TIMEOUT_SECONDS)
-            text = answer.read()
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise RequestError(f"the API server did not answer: {error}") from error
-        try:
-            content = json.loads(text)
+            content = json.loads(_read(answer))
         except ValueError:
             content = None
-        if not 200 <= answer.status < 300:
-            _refuse(path, answer.status, content)
         if not isinstance(content, dict):
             raise RequestError(f"the answer to {path} is not a JSON object", answer.status)
         return content
 
+    def lines(
+        self, path: str, query: Mapping[str, str] | None = None, silence_seconds: float | None = _TIMEOUT_SECONDS
+    ) -> Iterator[str]:
+        """Lines of a text as they come, without their ends. `silence_seconds`: how long none may come; None: as long as it
+        likes. Raises RequestError, also where the connection breaks off.
+        """
+        answer = self._send("GET", path, None, query, content_type="", seconds=silence_seconds)
+        rest = b""
+        try:
+            for chunk in answer.stream(1 << 16):
+                *whole, rest = (rest + chunk).split(b"\n")
+                yield from (line.decode(errors="replace") for line in whole)
+                while len(rest) > _MOST_LINE_BYTES:
+                    yield rest[:_MOST_LINE_BYTES].decode(errors="replace")
+                    rest = rest[_MOST_LINE_BYTES:]
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise RequestError(f"the API server broke off its answer: {error}") from error
+        finally:
+            answer.close()
+        if rest:
+            yield rest.decode(errors="replace")
 
-def _refuse(path: str, status: int, content: object) -> NoReturn:
-    said = content.get("message") if isinstance(content, dict) else None
-    raise RequestError(f"the API server answered {status} to {path}" + (f": {str(said)[:_SHOWN]}" if said else ""), status)
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        query: Mapping[str, str] | None,
+        *,
+        content_type: str,
+        seconds: float | None,
+    ) -> urllib3.BaseHTTPResponse:
+        """The answer before its content is read, if it is a success."""
+        _, url, headers, *_ = self._api.param_serialize(
+            method=method,
+            resource_path=path + (f"?{urlencode(query)}" if query else ""),
+            header_params={"Accept": "application/json, */*", **({"Content-Type": content_type} if body is not None else {})},
+            auth_settings=["BearerToken"],
+        )
+        try:
+            answer: urllib3.BaseHTTPResponse = self._api.rest_client.pool_manager.request(
+                method,
+                url,
+                headers=headers,
+                body=None if body is None else json.dumps(body),
+                preload_content=False,
+                redirect=False,
+                timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=seconds),
+            )
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise RequestError(f"the API server did not answer: {error}") from error
+        if not 200 <= answer.status < 300:
+            _refuse(path, answer)
+        return answer
+
+
+def _read(answer: urllib3.BaseHTTPResponse) -> bytes:
+    try:
+        return answer.data
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise RequestError(f"the API server did not answer: {error}") from error
+
+
+def _refuse(path: str, answer: urllib3.BaseHTTPResponse) -> NoReturn:
+    try:
+        content = json.loads(_read(answer))
+    except ValueError:
+        content = None
+    content = content if isinstance(content, dict) else {}
+    said, reason, details = content.get("message"), content.get("reason"), content.get("details")
+    raise RequestError(
+        f"the API server answered {answer.status} to {path}" + (f": {str(said)[:_SHOWN]}" if said else ""),
+        answer.status,
+        str(reason or ""),
+        details if isinstance(details, dict) else {},
+    )

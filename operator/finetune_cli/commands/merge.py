@@ -28,16 +28,13 @@ _HEADS = {
 }
 
 
-def merge(order: MergeOrder) -> ExitCode:
-    """Merge. Raises LocalError."""
+def merge(order: MergeOrder, console: Console) -> MergeEnd:
+    """Merge, and show on the console how far it is. Raises LocalError."""
     check_order(order)
     check_trainer()
-    console = Console(highlight=False)
     with MergeView(console) as view, Interruption() as interruption:
         ending = "verifying" if order.verify else "finishing"
-        end = merge_directories(order.command(), interruption, view.progressed, lambda: view.begins(ending))
-    console.print(merge_text(end, order), markup=False, end="", soft_wrap=True)
-    return end.exit_code
+        return merge_directories(order.command(), interruption, view.progressed, lambda: view.begins(ending))
 
 
 def check_order(order: MergeOrder) -> None:
@@ -138,6 +135,11 @@ def merge_text(end: MergeEnd, order: MergeOrder) -> str:
     rows += _figures(report)
     said = [*(f"  {line}" for line in end.said.splitlines()), ""] if end.said else []
     return "\n".join(["", _HEADS[end.exit_code], *said, *row_lines(rows), ""])
+
+
+def merge_document(end: MergeEnd) -> dict[str, Any]:
+    """The same as plain data: the report of the process, and how it ended."""
+    return {"outcome": end.exit_code.name.lower(), "message": end.said or None, **end.report}
 
 
 def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from finetune_cli.commands.run import Options, accepted_job, check_given, local_plan
+from finetune_cli.commands.run import Options, Refusal, accepted_job, check_given, local_plan
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import claim_directories, claims_of, link_claims
 from finetune_cli.local.launch import Interruption, check_trainer
@@ -30,8 +30,8 @@ def rehearse_job(manifest: str, options: Options, seconds: float) -> ExitCode:
     """Try the one job of a manifest for so long at most. Raises LocalError."""
     console = Console(highlight=False)
     accepted = accepted_job(manifest, console)
-    if isinstance(accepted, ExitCode):
-        return accepted
+    if isinstance(accepted, Refusal):
+        return accepted.exit_code
     check_trainer()
     plan = local_plan(accepted, own_output=False)
     place = run_directory_of(options.claims, plan.job, purpose="rehearsal")

@@ -92,6 +92,8 @@ class LocalRun:
         """`lock`: descriptor that keeps the job taken."""
         self.place, self.plan, self.record, self.lock, self.audience = place, plan, record, lock, audience
         workspace = plan.workspace
+        self.last: TerminationReport | None = None
+        """How the role ended that ran last."""
         self.workspace = WorkspaceLayout(place.claims / workspace.claim / workspace.path)
 
     def execute(self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None) -> ExitCode:
@@ -145,6 +147,7 @@ class LocalRun:
                 update={"seconds": {**self.record.seconds, role: self.record.seconds.get(role, 0.0) + seconds}}
             )
         )
+        self.last = report
         self.audience.ended(report, seconds)
         return report
 

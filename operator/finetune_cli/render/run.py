@@ -170,6 +170,27 @@ def summary_text(code: ExitCode, summary: Summary) -> str:
     return "\n".join(["", _HEADS[code], *row_lines(rows), ""])
 
 
+def summary_document(summary: Summary) -> dict[str, Any]:
+    """The same as plain data; what is not there is null."""
+    losses = summary.losses
+    return {
+        "losses": None if losses is None else {"first": losses.first, "last": losses.last, "heldOut": losses.held_out},
+        "step": summary.step,
+        "adapter": _path(summary.adapter),
+        "merged": _path(summary.merged),
+        "publishedAt": summary.address,
+        "verification": dict(summary.figures) or None,
+        "report": _path(summary.verification),
+        "workspace": str(summary.workspace),
+        "restarts": summary.restarts,
+        "seconds": round(summary.seconds, 1),
+    }
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
 def row_lines(rows: Iterable[tuple[str, str]]) -> list[str]:
     """Labels and what they stand for, in two columns."""
     return [f"  {label + ':':<15}{text}" for label, text in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -105,10 +106,12 @@ def report_document(report: Report) -> dict[str, Any]:
 
 
 def as_json(content: dict[str, Any]) -> str:
-    """Indented, keys in the order given."""
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    """Indented, keys in the order given. What does not print is escaped; it reads back to the same content."""
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text) + "\n"
 
 
 def as_yaml(content: dict[str, Any]) -> str:
-    """Block style, keys in the order given."""
-    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    """Block style, keys in the order given. What does not print is escaped; it reads back to the same content."""
+    text = str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    return text if text.replace("\n", "").isprintable() else str(yaml.safe_dump(content, sort_keys=False))
