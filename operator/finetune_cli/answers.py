@@ -33,10 +33,10 @@ def errors_told() -> Iterator[None]:
 @contextmanager
 def signs_of_life(doing: str) -> Iterator[None]:
     """Says on standard error, every half minute, that this is still done."""
-    from finetune_cli.render.heartbeat import Heartbeat
+    from finetune_cli.render.signs_of_life import SignsOfLife
 
-    with Heartbeat(lambda line: typer.echo(line, err=True)) as heartbeat:
-        heartbeat.doing(doing)
+    with SignsOfLife(lambda line: typer.echo(line, err=True)) as signs:
+        signs.doing(doing)
         yield
 
 

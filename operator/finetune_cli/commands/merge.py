@@ -14,7 +14,7 @@ from rich.progress import Progress as Bars
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.programs import MergeEnd, MergeOrder, merge_directories
-from finetune_cli.render.heartbeat import SILENCE_SECONDS, Heartbeat
+from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_cli.render.run import row_lines, verification_rows
 from finetune_job.api.base import SIZE_PATTERN
 from finetune_job.api.method import QuantizationSpec
@@ -70,7 +70,7 @@ class MergeView:
 
     def __init__(self, console: Console, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._console = console
-        self._heartbeat = Heartbeat(self._print, silence_seconds=silence_seconds)
+        self._signs = SignsOfLife(self._print, silence_seconds=silence_seconds)
         self._stage = ""
         self._bars = Bars(
             SpinnerColumn(),
@@ -88,7 +88,7 @@ class MergeView:
         if self._console.is_terminal:
             self._bars.start()
         else:
-            self._heartbeat.__enter__()
+            self._signs.__enter__()
         self.begins("reading headers")
         return self
 
@@ -96,12 +96,12 @@ class MergeView:
         if self._console.is_terminal:
             self._bars.stop()
         else:
-            self._heartbeat.__exit__(*exception)
+            self._signs.__exit__(*exception)
 
     def progressed(self, written: int, total: int) -> None:
         """So many bytes of so many are written."""
         self.begins("merging")
-        self._heartbeat.detail(f"{written / 1e9:.1f} of {total / 1e9:.1f} GB written")
+        self._signs.detail(f"{written / 1e9:.1f} of {total / 1e9:.1f} GB written")
         self._bars.update(self._task, completed=written, total=total)
 
     def begins(self, stage: str) -> None:
@@ -112,10 +112,10 @@ class MergeView:
         self._bars.update(self._task, description=stage)
         if not self._console.is_terminal:
             self._print(stage)
-        self._heartbeat.doing(stage)
+        self._signs.doing(stage)
 
     def _print(self, text: str) -> None:
-        self._heartbeat.spoken()
+        self._signs.spoken()
         self._console.print(text, markup=False, soft_wrap=True)
 
 

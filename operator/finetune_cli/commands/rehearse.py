@@ -16,7 +16,7 @@ from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.local_run import LocalRun
 from finetune_cli.local.programs import RehearsalOrder, run_rehearsal
 from finetune_cli.local.run_directory import RunDirectory, freeze, locked, run_directory_of
-from finetune_cli.render.heartbeat import SILENCE_SECONDS, Heartbeat
+from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_cli.render.run import LiveView
 from finetune_cli.render.verdicts import finding_text
 from finetune_job.finding import Finding
@@ -74,28 +74,28 @@ class _RehearsalPrinter:
 
     def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._console, self._job = console, job
-        self._heartbeat = Heartbeat(lambda line: self._print(f"{job}: {line}"), silence_seconds=silence_seconds)
+        self._signs = SignsOfLife(lambda line: self._print(f"{job}: {line}"), silence_seconds=silence_seconds)
         self.exit_code = ExitCode.REFUSED
 
     def __enter__(self) -> Self:
-        self._heartbeat.__enter__()
+        self._signs.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._heartbeat.__exit__(*exception)
+        self._signs.__exit__(*exception)
 
     def begins(self, log: Path) -> None:
         """Say what is begun; what the libraries print goes to `log`."""
         self._print(f"{self._job}: looking at the model, then trying the job on a scaled-down one (output: {log})")
-        self._heartbeat.doing("looking at the model")
+        self._signs.doing("looking at the model")
 
     def take(self, said: Mapping[str, Any]) -> None:
         if "finding" in said:
             self._print(finding_text(Finding.model_validate(said["finding"])))
         elif "stage" in said:
             self._print(stage_text(said["stage"]))
-            self._heartbeat.doing("rehearsing")
-            self._heartbeat.detail(f"the last stage that has ended is {said['stage']['stage']}")
+            self._signs.doing("rehearsing")
+            self._signs.detail(f"the last stage that has ended is {said['stage']['stage']}")
         elif "report" in said:
             report = said["report"]
             for finding in report["findings"]:
@@ -104,7 +104,7 @@ class _RehearsalPrinter:
             self.exit_code = {_PASSED: ExitCode.DONE, _NOT_DONE: ExitCode.FAILED}.get(report["verdict"], ExitCode.REFUSED)
 
     def _print(self, text: str) -> None:
-        self._heartbeat.spoken()
+        self._signs.spoken()
         self._console.print(text, markup=False, soft_wrap=True)
 
 

@@ -18,7 +18,7 @@ from rich.progress import Progress as Bars
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.role_output import SaidLine
 from finetune_cli.local.summary import Summary
-from finetune_cli.render.heartbeat import SILENCE_SECONDS, Heartbeat
+from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_cli.render.verdicts import finding_text
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
@@ -46,7 +46,7 @@ class LiveView:
 
     def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._console, self._job = console, job
-        self._heartbeat = Heartbeat(lambda line: self._print(f"{job}: {line}"), silence_seconds=silence_seconds)
+        self._signs = SignsOfLife(lambda line: self._print(f"{job}: {line}"), silence_seconds=silence_seconds)
         self._told_waiting = -WAITING_SECONDS
         self._bars = Bars(
             SpinnerColumn(),
@@ -64,32 +64,32 @@ class LiveView:
         if self._console.is_terminal:
             self._bars.start()  # moves, and shows the time
         else:
-            self._heartbeat.__enter__()
+            self._signs.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._console.is_terminal:
             self._bars.stop()
         else:
-            self._heartbeat.__exit__(*exception)
+            self._signs.__exit__(*exception)
 
     def started(self, role: Role, attempt: int, output: Path) -> None:
         """A role begins; its output goes to a file."""
         again = f", attempt {attempt}" if attempt else ""
         self._print(f"{self._job}: {_WORDS[role]}{again} (output: {output})")
-        self._heartbeat.doing(_WORDS[role])
+        self._signs.doing(_WORDS[role])
         if self._console.is_terminal:
             self._task = self._bars.add_task(_WORDS[role], total=None, facts="")
 
     def progressed(self, progress: Progress) -> None:
         """Rank 0 has answered."""
-        self._heartbeat.detail(f"step {progress.step} of {progress.total_steps}  {progress_text(progress)}".rstrip())
+        self._signs.detail(f"step {progress.step} of {progress.total_steps}  {progress_text(progress)}".rstrip())
         if self._task is not None:
             self._bars.update(self._task, completed=progress.step, total=progress.total_steps, facts=progress_text(progress))
 
     def said(self, line: SaidLine) -> None:
         """The role has written a line; that something is waited for is said at once."""
-        self._heartbeat.detail(line.message)
+        self._signs.detail(line.message)
         now = time.monotonic()
         if line.is_waiting and now - self._told_waiting >= WAITING_SECONDS:
             self._told_waiting = now
@@ -100,7 +100,7 @@ class LiveView:
         if self._task is not None:
             self._bars.remove_task(self._task)
             self._task = None
-        self._heartbeat.doing("")
+        self._signs.doing("")
         said = f": {report.message}" if report.message else ""
         kind = f" ({report.failure})" if report.failure else ""
         if report.role == Role.PREFLIGHT and "rehearsal" in report.facts:
@@ -116,10 +116,10 @@ class LiveView:
         """The same role is tried again."""
         pause = f" in {pause_seconds:.0f} s" if pause_seconds else ""
         self._print(f"{self._job}: {report.role} starts again{pause}")
-        self._heartbeat.doing(f"waiting to start {report.role} again{pause}")
+        self._signs.doing(f"waiting to start {report.role} again{pause}")
 
     def _print(self, text: str) -> None:
-        self._heartbeat.spoken()
+        self._signs.spoken()
         self._console.print(text, markup=False, soft_wrap=True)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from finetune_cli.commands.merge import MergeView
 from finetune_cli.commands.rehearse import _RehearsalPrinter
 from finetune_cli.local.role_output import RoleOutput, SaidLine
-from finetune_cli.render.heartbeat import Heartbeat
+from finetune_cli.render.signs_of_life import SignsOfLife
 from finetune_cli.render.run import LiveView
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
@@ -32,7 +32,7 @@ def waited_for(shown: StringIO, text: str) -> str:
 
 def test_a_line_comes_only_after_silence_and_only_while_something_is_done() -> None:
     lines: list[str] = []
-    beat = Heartbeat(lines.append, silence_seconds=30)
+    beat = SignsOfLife(lines.append, silence_seconds=30)
     start = time.monotonic()
     beat.doing("reading")
     text, pause = beat._next(start + 29)
@@ -48,7 +48,7 @@ def test_a_line_comes_only_after_silence_and_only_while_something_is_done() -> N
 
 def test_no_thread_is_left() -> None:
     before = threading.active_count()
-    with Heartbeat(lambda _: None):
+    with SignsOfLife(lambda _: None):
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
 

@@ -11,7 +11,7 @@ SILENCE_SECONDS = 30.0
 """Longest time without a line where nothing on the screen moves."""
 
 
-class Heartbeat:
+class SignsOfLife:
     """Calls `print_line` with what is being done and for how long, after each time of silence; as a context manager.
 
     A thread of its own does it, because what is waited for may be a read of a pipe.
