@@ -14,8 +14,8 @@ from rich.progress import Progress as Bars
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.programs import MergeEnd, MergeOrder, merge_directories
-from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_cli.render.run import row_lines, verification_rows
+from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_job.api.base import SIZE_PATTERN
 from finetune_job.api.method import QuantizationSpec
 

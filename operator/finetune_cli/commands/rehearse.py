@@ -16,8 +16,8 @@ from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.local_run import LocalRun
 from finetune_cli.local.programs import RehearsalOrder, run_rehearsal
 from finetune_cli.local.run_directory import RunDirectory, freeze, locked, run_directory_of
-from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_cli.render.run import LiveView
+from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_cli.render.verdicts import finding_text
 from finetune_job.finding import Finding
 from finetune_job.names import Role

@@ -12,8 +12,8 @@ from rich.console import Console
 from finetune_cli.commands.merge import MergeView
 from finetune_cli.commands.rehearse import _RehearsalPrinter
 from finetune_cli.local.role_output import RoleOutput, SaidLine
-from finetune_cli.render.signs_of_life import SignsOfLife
 from finetune_cli.render.run import LiveView
+from finetune_cli.render.signs_of_life import SignsOfLife
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_job.progress import Progress
