@@ -15,6 +15,7 @@ import typer
 
 from finetune_cli.answers import Output, errors_told, print_answer
 from finetune_cli.checks import validate as validate_command
+from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Context, Form, Namespace, cluster_app, explain_job
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.inputs import InputError, read_files, read_text
 from finetune_cli.render.verdicts import report_document, report_text
@@ -23,13 +24,15 @@ from finetune_job.api.output import MergeBase, MergeSpec
 
 app = typer.Typer(
     name="finetune",
-    help="Validate, explain and run FineTuneJobs, merge adapters, and look at clusters.",
+    help="Validate, explain and run FineTuneJobs, merge adapters, and look at clusters. A JOB is a job of the cluster that the "
+    "kubeconfig names; with --local or --claims it is a run of this machine. run, attach and stop are of this machine alone.",
     no_args_is_help=True,
     add_completion=False,
 )
 
 
-_CLAIMS = Path("runs/claims")
+app.add_typer(cluster_app)
+_CLAIMS = DEFAULT_CLAIMS
 _CLAIMS_OPTION = typer.Option(help="Directory that holds a directory for each claim.")
 """Where commands look for the directories of claims."""
 
@@ -115,19 +118,6 @@ def run(
 
 
 _NAMESPACE = typer.Option("-n", "--namespace", help="Namespace in the job's manifest.")
-
-
-@app.command()
-def status(
-    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
-    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
-) -> None:
-    """Show the jobs that were run on this machine: what runs, since when, how far it is, and what was left."""
-    from finetune_cli.local.known_runs import known_runs
-    from finetune_cli.render.known_runs import runs_document, runs_text
-
-    runs = known_runs(claims)
-    print_answer(output, lambda: runs_text(runs, claims), lambda: runs_document(runs))
 
 
 @app.command()
@@ -326,26 +316,40 @@ def data(
     raise typer.Exit(ExitCode.REFUSED if seen.is_refused else ExitCode.DONE)
 
 
+_JOB_PREFIXES = ("job/", "ftj/", "finetunejob/", "finetunejobs/")
+
+
 @app.command()
 def explain(
     word: Annotated[
         str | None,
         typer.Argument(
             help="What the product printed: the id of a finding, a failure class, an exit code, a condition or its reason. "
-            "Unset: all findings, by topic."
+            "job/NAME: a job of the cluster. Unset: all findings, by topic."
         ),
     ] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    output: Form = Output.TEXT,
 ) -> None:
-    """Show what a word means that the product printed, on what evidence, and what to do; or list all findings."""
+    """Show what a word means that the product printed, on what evidence, and what to do; or list all findings.
+
+    Of a job (job/NAME) it shows what is the matter: reason, evidence, what to do, and where settings can help a patch for a new
+    job. A word that means nothing is taken for the name of a job if -n or --context is given.
+    """
     from finetune_cli.commands import explain as explain_command
 
     if word is None:
         typer.echo(explain_command.overview(), nl=False)
         return
+    if word.startswith(_JOB_PREFIXES):
+        raise typer.Exit(explain_job(word.partition("/")[2], context, namespace, output))
     found = explain_command.explain(word)
     if found:
         typer.echo(found, nl=False)
         return
+    if namespace is not None or context is not None:
+        raise typer.Exit(explain_job(word, context, namespace, output))
     near = explain_command.nearest(word)
     suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
     typer.echo(f"nothing is called {word}{suggestion}", err=True)

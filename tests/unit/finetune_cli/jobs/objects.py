@@ -200,8 +200,8 @@ STALLED = job(
         "observedGeneration": 1,
         "conditions": stages(
             0,
-            condition("Validated", "False", "Refused", "1 error: lora-rank-zero"),
-            condition("Stalled", "True", "Refused", "1 error: lora-rank-zero. Correct the manifest."),
+            condition("Validated", "False", "Refused", "1 error: fsdp-use-orig-params"),
+            condition("Stalled", "True", "Refused", "1 error: fsdp-use-orig-params. Correct the manifest."),
         ),
         "findings": [
             {
