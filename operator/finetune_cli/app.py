@@ -335,21 +335,19 @@ def explain(
     """Show what a word means that the product printed, on what evidence, and what to do; or list all findings.
 
     Of a job (job/NAME) it shows what is the matter: reason, evidence, what to do, and where settings can help a patch for a new
-    job. A word that means nothing is taken for the name of a job if -n or --context is given.
+    job. With -n or --context, a word is the name of a job.
     """
     from finetune_cli.commands import explain as explain_command
 
     if word is None:
         typer.echo(explain_command.overview(), nl=False)
         return
-    if word.startswith(_JOB_PREFIXES):
-        raise typer.Exit(explain_job(word.partition("/")[2], context, namespace, output))
+    if word.startswith(_JOB_PREFIXES) or namespace is not None or context is not None:
+        raise typer.Exit(explain_job(word.rpartition("/")[2], context, namespace, output))
     found = explain_command.explain(word)
     if found:
         typer.echo(found, nl=False)
         return
-    if namespace is not None or context is not None:
-        raise typer.Exit(explain_job(word, context, namespace, output))
     near = explain_command.nearest(word)
     suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
     typer.echo(f"nothing is called {word}{suggestion}", err=True)

@@ -65,7 +65,7 @@ def list_jobs(
         cluster = _cluster(context, namespace)
         place = "all namespaces" if everywhere else f"the namespace {cluster.namespace}"
         before: dict[str, str] | None = None
-        for jobs in repeatedly(lambda: cluster.jobs(everywhere=everywhere, selector=selector), _say, lambda: not watch):
+        for jobs in repeatedly(lambda: cluster.jobs(everywhere=everywhere, selector=selector), _say, lambda _: not watch):
             answer = list_changes(jobs, before, place, everywhere=everywhere)
             if answer is not None:
                 print_answer(output, answer.text, answer.document)
@@ -100,11 +100,9 @@ def status(
 
     with errors_told():
         cluster = _cluster(context, namespace)
-        latest = cluster.job(name)
-        losses = list(read_run(cluster, latest).losses) if curve else []
-        before = ""
-        for job in repeatedly(lambda: cluster.job(name), _say, lambda: not watch or latest.has_ended):
-            latest = job
+        losses = list(read_run(cluster, cluster.job(name)).losses) if curve else []
+        before: str | None = None
+        for job in repeatedly(lambda: cluster.job(name), _say, lambda job: not watch or (job is not None and job.has_ended)):
             if job.resource_version != before:
                 before = job.resource_version
                 answer = status_answer(job, losses, is_watched=watch)

@@ -106,7 +106,13 @@ def bill_text(found: Bill) -> str:
     """A row for each, the dearest first, and the sum."""
     rows = [_cells(each) for each in found.rows]
     total = Usage("all", sum(each.gpu_hours for each in found.rows), None, None, _total_cost(found.rows))
-    header = (found.by.upper(), "GPU HOURS", "KEPT", "JOBS", "COST")
+    header = (
+        found.by.removeprefix(_LABEL) if found.by.startswith(_LABEL) else found.by.upper(),
+        "GPU HOURS",
+        "KEPT",
+        "JOBS",
+        "COST",
+    )
     notes = "".join(f"note: {plain(each)}\n" for each in found.notes)
     return table(header, [*rows, _cells(total)]) + f"from {found.source}\n{notes}"
 

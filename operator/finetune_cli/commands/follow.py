@@ -23,14 +23,16 @@ _T = TypeVar("_T")
 def repeatedly(
     read: Callable[[], _T],
     told: Callable[[str], None],
-    until: Callable[[], bool] = lambda: False,
+    until: Callable[[_T | None], bool],
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[_T]:
-    """What `read` gives, every two seconds until `until`. A cluster that does not answer is tried again, and `told` of once.
+    """What `read` gives, every two seconds until `until` says so of the latest (None: of nothing yet).
+
+    A cluster that does not answer is tried again, and `told` of once.
 
     Raises ClusterError for an answer that stays as it is, such as a missing right, and after `MOST_FAILURES` in a row.
     """
-    failures = 0
+    failures, found = 0, None
     while True:
         try:
             found = read()
@@ -44,7 +46,7 @@ def repeatedly(
         else:
             failures = 0
             yield found
-        if until():
+        if until(found):
             return
         pause(min(POLL_SECONDS * 2.0**failures, LONGEST_PAUSE_SECONDS))
 
@@ -97,7 +99,7 @@ def wait_for(
                 return None
             raise
 
-    for job in repeatedly(read, told, lambda: clock() > deadline, pause):
+    for job in repeatedly(read, told, lambda _: clock() > deadline, pause):
         if job is None or (latest is not None and job.uid != latest.uid):
             return ExitCode.REFUSED, None
         latest = job

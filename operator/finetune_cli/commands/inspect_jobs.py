@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+import yaml
+
+from finetune_cli.checks.fix import fix
 from finetune_cli.checks.validate import validate_files
 from finetune_cli.cluster.objects import Cluster, Unseen, unless_refused
+from finetune_cli.exit_codes import ExitCode
 from finetune_cli.jobs.comparison import Difference, differences, outcomes
-from finetune_cli.jobs.diagnosis import Patch, diagnose, patch_of_changes
+from finetune_cli.jobs.diagnosis import Patch, diagnose, merge_patch
 from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.progress import figures
 from finetune_cli.jobs.seen import SeenJob
@@ -89,13 +93,12 @@ def _fixes(cluster: Cluster, job: SeenJob) -> tuple[Patch | None, str]:
 
 
 def rule_patch(job: SeenJob, profile: str | None) -> Patch | None:
-    """The fixes of all errors of the rules that need nobody to weigh them; None if one of the errors has no such fix."""
+    """What `finetune validate --fix` would change, if the manifest is accepted afterwards; None if not."""
     manifest = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": job.name}, "spec": dict(job.spec)}
-    report = validate_files([("job", json.dumps(manifest))], profile)
-    errors = [each for verdict in report.verdicts for each in verdict.findings if each.severity == "error"]
-    if not errors or any(not each.changes or each.is_proposal for each in errors):
+    (fixed,) = fix([("job", json.dumps(manifest))], profile)
+    if validate_files([("job", fixed.text)], profile).exit_code is not ExitCode.DONE:
         return None
-    return patch_of_changes(change for each in errors for change in each.changes)
+    return merge_patch(manifest, yaml.safe_load(fixed.text)) or None
 
 
 def compare(cluster: Cluster, first: str, second: str) -> Answer:

@@ -16,7 +16,6 @@ from finetune_job.api.documentation import member_docs
 from finetune_job.api.status import Attempt, Condition
 from finetune_job.conditions import find_condition
 from finetune_job.failures import FailureClass
-from finetune_job.finding import FieldChange
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.restart_policy import POLICY, Retry
@@ -268,29 +267,16 @@ def _effective(job: SeenJob, setting: str) -> object:
     return None
 
 
-def patch_of_changes(changes: Iterable[FieldChange]) -> Patch | None:
-    """Changes of fields as a JSON merge patch; None if there is none, or one that such a patch cannot say (of a list)."""
-    patch: Patch = {}
-    for change in changes:
-        *parents, last = change.field.split(".")
-        place: Any = patch
-        for parent in parents:
-            place = place.setdefault(parent, {}) if isinstance(place, dict) else None
-        if not isinstance(place, dict) or any("[" in name or not name for name in (*parents, last)):
-            return None
-        place[last] = change.value
-    return patch or None
-
-
-def applied(document: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with a JSON merge patch applied (RFC 7396)."""
-    result = dict(document)
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        elif isinstance(value, Mapping):
-            before = result.get(key)
-            result[key] = applied(before if isinstance(before, Mapping) else {}, value)
-        else:
-            result[key] = value
-    return result
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Patch:
+    """What turns one object into the other, as a JSON merge patch (RFC 7396); empty if they are the same."""
+    patch: Patch = {key: None for key in before if key not in after}
+    for key, value in after.items():
+        earlier = before.get(key)
+        if isinstance(value, Mapping) and isinstance(earlier, Mapping):
+            inner = merge_patch(earlier, value)
+            if inner:
+                patch[key] = inner
+        # Compared as text: true is not 1.
+        elif key not in before or json.dumps(earlier) != json.dumps(value):
+            patch[key] = value
+    return patch

@@ -63,13 +63,13 @@ class Figures:
     @property
     def share(self) -> float:
         """Of the steps that are done, 0 to 1."""
-        return min(max(self.step / self.total, 0.0), 1.0) if self.total > 0 else 0.0
+        return min(max(self.step / self.total, 0.0), 1.0)
 
 
 def figures(job: SeenJob) -> Figures | None:
     """None before the first word on progress."""
     found = job.status.progress
-    if found is None:
+    if found is None or found.total_steps <= 0:
         return None
     return Figures(
         step=found.step,

@@ -50,7 +50,7 @@ def status_text(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Seque
 
 def _progress_lines(job: SeenJob, now: datetime, losses: Sequence[float]) -> list[str]:
     found = figures(job)
-    if found is None or found.total <= 0:
+    if found is None:
         return []
     left = duration_text(seconds_left(job, now))
     lines = [
@@ -127,7 +127,8 @@ def waited_text(name: str, job: SeenJob | None, wanted: ConditionType, code: Exi
     if job is None:
         return f"{plain(name)}: the job was deleted\n"
     if code is ExitCode.DONE:
-        return f"{plain(job.title)}: {wanted}\n"
+        phase = f" ({job.phase})" if wanted is ConditionType.FINISHED else ""
+        return f"{plain(job.title)}: {wanted}{phase}\n"
     stage = stage_name(job)
     place = plain(state(job), 128) + (f", {stage}" if stage else "")
     if code is ExitCode.FAILED:

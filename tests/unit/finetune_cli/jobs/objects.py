@@ -9,10 +9,10 @@ from typing import Any
 Document = dict[str, Any]
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 SPEC: Document = {
-    "model": {"source": "hf://org/base", "revision": "a" * 40},
+    "model": {"source": "pvc://models/base"},
     "data": {"source": "pvc://data/train.jsonl"},
     "method": {"type": "LoRA", "lora": {"r": 16}},
-    "training": {"epochs": 1, "learningRate": "2e-4", "microBatchSize": 4},
+    "training": {"epochs": 1, "learningRate": "2e-4", "microBatchSize": 4, "globalBatchSize": 32},
     "parallelism": {"nodes": 2, "processesPerNode": 4},
     "output": {"destination": "pvc://results/tuned"},
     "run": {"maxRestarts": 3},
@@ -215,6 +215,7 @@ STALLED = job(
         ],
     },
     number=4,
+    parallelism={"nodes": 2, "processesPerNode": 4, "fsdp": {"version": 1, "useOrigParams": False}},
 )
 WAITING = job(
     "waiting",
