@@ -74,7 +74,7 @@ say(end=True, cut=left <= 0)
 """Prints a JSON object per line: a file with its size, each of its last lines, a directory with its size, and the end."""
 
 
-class Workspace:
+class WorkspaceAccess:
     """Where a job's files are, and with what its pods read them."""
 
     def __init__(self, plan: LaunchPlan, placement: Placement) -> None:
@@ -83,7 +83,7 @@ class Workspace:
         self.placement = placement
 
 
-def workspace_of(cluster: Cluster, job: SeenJob) -> Workspace:
+def workspace_of(cluster: Cluster, job: SeenJob) -> WorkspaceAccess:
     """From the job's frozen plan. Raises ClusterError."""
     found = cluster.get("v1", "configmaps", plan_configmap_name(job.name), job.namespace)
     if found is None:
@@ -97,10 +97,10 @@ def workspace_of(cluster: Cluster, job: SeenJob) -> Workspace:
         raise ClusterError(f"{job.title}: its plan is not one that this release of `finetune` can read") from error
     if plan.placement is None:
         raise ClusterError(f"{job.title}: its plan says of no pods")
-    return Workspace(plan, plan.placement)
+    return WorkspaceAccess(plan, plan.placement)
 
 
-def reader_pod(job: SeenJob, workspace: Workspace, suffix: str, names: list[str], tail: int) -> dict[str, Any]:
+def reader_pod(job: SeenJob, workspace: WorkspaceAccess, suffix: str, names: list[str], tail: int) -> dict[str, Any]:
     """The pod as a document. `names`: files and directories below the job's folder; `tail`: lines of each, 0 for all."""
     placement = workspace.placement
     root = f"{CLAIMS_MOUNT}/{workspace.claim}/{workspace.path}"

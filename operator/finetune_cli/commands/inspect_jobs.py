@@ -28,7 +28,7 @@ from finetune_job.reasons import Reason
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandAnswer:
     """What a command has to say, both ways."""
 
     text: Callable[[], str]
@@ -40,7 +40,7 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-def list_changes(jobs: list[SeenJob], before: dict[str, str] | None, place: str, *, everywhere: bool) -> Answer | None:
+def list_changes(jobs: list[SeenJob], before: dict[str, str] | None, place: str, *, everywhere: bool) -> CommandAnswer | None:
     """The jobs that are not as they were `before` (resource versions by UID; None: all are shown); None if there is none."""
     now, shown = utc_now(), [job for job in jobs if before is None or before.get(job.uid) != job.resource_version]
     if before is not None and not shown:
@@ -52,19 +52,19 @@ def list_changes(jobs: list[SeenJob], before: dict[str, str] | None, place: str,
         whole = jobs_text(shown, now, everywhere=everywhere)
         return whole if before is None else whole.partition("\n")[2]
 
-    return Answer(text, lambda: jobs_document(shown, now))
+    return CommandAnswer(text, lambda: jobs_document(shown, now))
 
 
-def status_answer(job: SeenJob, losses: list[float], *, is_watched: bool) -> Answer:
+def status_answer(job: SeenJob, losses: list[float], *, is_watched: bool) -> CommandAnswer:
     """Where a job is. `losses`: known so far; while it is watched, its latest one is added."""
     found, now = figures(job), utc_now()
     if is_watched and found is not None and found.loss is not None:
         losses.append(found.loss)
     diagnosis = diagnose(job, now)
-    return Answer(lambda: status_text(job, diagnosis, now, losses), lambda: status_document(job, diagnosis, now, losses))
+    return CommandAnswer(lambda: status_text(job, diagnosis, now, losses), lambda: status_document(job, diagnosis, now, losses))
 
 
-def examine(cluster: Cluster, name: str) -> Answer:
+def examine(cluster: Cluster, name: str) -> CommandAnswer:
     """The diagnosis of a job with what can be seen of its pods and events. Raises ClusterError."""
     job = cluster.job(name)
     pods = unless_refused(lambda: cluster.pods_of(job))
@@ -76,7 +76,7 @@ def examine(cluster: Cluster, name: str) -> Answer:
     fixes, why_not = _fixes(cluster, job)
     unseen += [why_not] if why_not else []
     found = diagnose(job, utc_now(), seen_pods, seen_events, fixes)
-    return Answer(lambda: diagnosis_text(job, found, unseen), lambda: diagnosis_document(job, found, unseen))
+    return CommandAnswer(lambda: diagnosis_text(job, found, unseen), lambda: diagnosis_document(job, found, unseen))
 
 
 def _fixes(cluster: Cluster, job: SeenJob) -> tuple[Patch | None, str]:
@@ -101,11 +101,11 @@ def rule_patch(job: SeenJob, profile: str | None) -> Patch | None:
     return merge_patch(manifest, yaml.safe_load(fixed.text)) or None
 
 
-def compare(cluster: Cluster, first: str, second: str) -> Answer:
+def compare(cluster: Cluster, first: str, second: str) -> CommandAnswer:
     """Two jobs of the namespace. Raises ClusterError."""
     one, other = cluster.job(first), cluster.job(second)
     changed, came_to = differences(one, other), outcomes(one, other, utc_now())
-    return Answer(
+    return CommandAnswer(
         lambda: comparison_text(one, other, changed, came_to), lambda: _comparison_document(one, other, changed, came_to)
     )
 

@@ -103,7 +103,7 @@ def seconds_between(start: str, end: str, now: datetime) -> float | None:
 
 
 @dataclass(frozen=True)
-class Stage:
+class TimelineStage:
     """One row of a job's timeline."""
 
     name: str
@@ -116,7 +116,7 @@ class Stage:
     attempts: tuple[Attempt, ...]
 
 
-def timeline(job: SeenJob, now: datetime) -> list[Stage]:
+def timeline(job: SeenJob, now: datetime) -> list[TimelineStage]:
     """All stages in order."""
     rows = []
     for kind, name in STAGE_NAMES.items():
@@ -127,5 +127,7 @@ def timeline(job: SeenJob, now: datetime) -> list[Stage]:
         begun = attempts[0].start_time if attempts else ""
         seconds = seconds_between(begun, attempts[-1].end_time, now) if attempts else None
         done = condition.status == "True" and condition.reason != Reason.SKIPPED
-        rows.append(Stage(name, "done" if done else condition.reason, condition.message, moment(begun), seconds, attempts))
+        rows.append(
+            TimelineStage(name, "done" if done else condition.reason, condition.message, moment(begun), seconds, attempts)
+        )
     return rows

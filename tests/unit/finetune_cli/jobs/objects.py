@@ -200,22 +200,22 @@ STALLED = job(
         "observedGeneration": 1,
         "conditions": stages(
             0,
-            condition("Validated", "False", "Refused", "1 error: fsdp-use-orig-params"),
-            condition("Stalled", "True", "Refused", "1 error: fsdp-use-orig-params. Correct the manifest."),
+            condition("Validated", "False", "Refused", "1 error: global-batch-not-divisible"),
+            condition("Stalled", "True", "Refused", "1 error: global-batch-not-divisible. Correct the manifest."),
         ),
         "findings": [
             {
-                "rule": "fsdp-use-orig-params",
+                "rule": "global-batch-not-divisible",
                 "severity": "error",
-                "field": "spec.parallelism.fsdp.useOrigParams",
-                "value": "false",
-                "message": "FSDP 1 flattens trainable and frozen parameters together.",
-                "fix": "set it to true",
+                "field": "spec.training.globalBatchSize",
+                "value": "20",
+                "message": "20 sequences do not split evenly over 8 ranks with a microBatchSize of 4",
+                "fix": "set training.globalBatchSize to 32, a multiple of 32",
             }
         ],
     },
     number=4,
-    parallelism={"nodes": 2, "processesPerNode": 4, "fsdp": {"version": 1, "useOrigParams": False}},
+    training={"epochs": 1, "microBatchSize": 4, "globalBatchSize": 20},
 )
 WAITING = job(
     "waiting",
