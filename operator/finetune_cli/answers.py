@@ -10,7 +10,6 @@ from typing import Any
 import typer
 
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.render.verdicts import as_json, as_yaml
 
 
 class Output(StrEnum):
@@ -33,8 +32,20 @@ def errors_told() -> Iterator[None]:
         raise typer.Exit(ExitCode.INTERRUPTED) from error
 
 
+@contextmanager
+def signs_of_life(doing: str) -> Iterator[None]:
+    """Says on standard error, every half minute, that this is still done."""
+    from finetune_cli.render.signs_of_life import SignsOfLife
+
+    with SignsOfLife(lambda line: typer.echo(line, err=True)) as signs:
+        signs.doing(doing)
+        yield
+
+
 def print_answer(output: Output, text: Callable[[], str], document: Callable[[], Any]) -> None:
     """Print one of the two."""
+    from finetune_cli.render.verdicts import as_json, as_yaml
+
     match output:
         case Output.TEXT:
             typer.echo(text(), nl=False)

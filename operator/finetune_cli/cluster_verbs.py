@@ -14,7 +14,6 @@ from finetune_job.names import Role
 if TYPE_CHECKING:
     from finetune_cli.cluster.objects import Cluster
 
-PANEL = "Jobs of a cluster"
 DEFAULT_CLAIMS = Path("runs/claims")
 cluster_app = typer.Typer()
 
@@ -39,7 +38,7 @@ def _say(message: str) -> None:
     typer.echo(message, err=True)
 
 
-@cluster_app.command("list", rich_help_panel=PANEL)
+@cluster_app.command("list")
 def list_jobs(
     *,
     namespace: Namespace = None,
@@ -72,7 +71,7 @@ def list_jobs(
             before = {job.uid: job.resource_version for job in jobs}
 
 
-@cluster_app.command(rich_help_panel=PANEL)
+@cluster_app.command()
 def status(
     *,
     name: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Name of the job. Unset: the runs on this machine.")] = None,
@@ -125,7 +124,7 @@ def local_runs(claims: Path | None, output: Output, name: str | None = None, nam
         print_answer(output, lambda: runs_text(runs, place), lambda: runs_document(runs))
 
 
-@cluster_app.command(rich_help_panel=PANEL)
+@cluster_app.command()
 def logs(
     *,
     name: JobName,
@@ -155,7 +154,7 @@ def logs(
             typer.echo(line)
 
 
-@cluster_app.command(rich_help_panel=PANEL)
+@cluster_app.command()
 def wait(
     *,
     name: JobName,
@@ -190,7 +189,7 @@ def wait(
     raise typer.Exit(code)
 
 
-@cluster_app.command(rich_help_panel=PANEL)
+@cluster_app.command()
 def checkpoints(*, name: JobName, namespace: Namespace = None, context: Context = None, output: Form = Output.TEXT) -> None:
     """List the checkpoints on a job's workspace with their losses, read by a pod that lives for seconds.
 
@@ -205,7 +204,7 @@ def checkpoints(*, name: JobName, namespace: Namespace = None, context: Context 
     print_answer(output, lambda: checkpoints_text(run), lambda: checkpoints_document(job, run))
 
 
-@cluster_app.command(rich_help_panel=PANEL)
+@cluster_app.command()
 def top(
     *, namespace: Namespace = None, everywhere: Everywhere = False, context: Context = None, output: Form = Output.TEXT
 ) -> None:
@@ -221,7 +220,7 @@ def top(
     print_answer(output, lambda: top_text(jobs, now), lambda: top_document(jobs, now))
 
 
-@cluster_app.command(rich_help_panel=PANEL)
+@cluster_app.command()
 def cost(
     *,
     by: Annotated[str, typer.Option(help="team, namespace, profile, method, or label:KEY of the jobs.")] = "team",
@@ -242,7 +241,7 @@ def cost(
     print_answer(output, lambda: bill_text(found), lambda: bill_document(found))
 
 
-@cluster_app.command(rich_help_panel=PANEL)
+@cluster_app.command()
 def compare(
     *,
     first: Annotated[str, typer.Argument(metavar="JOB", help="Name of a job.")],
@@ -262,7 +261,7 @@ def compare(
     print_answer(output, answer.text, answer.document)
 
 
-@cluster_app.command(rich_help_panel=PANEL)
+@cluster_app.command()
 def bundle(
     *,
     name: JobName,

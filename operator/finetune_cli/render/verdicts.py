@@ -77,7 +77,7 @@ def fixes_text(files: Sequence[FixedFile]) -> str:
 
 def labelled(label: str, text: str) -> str:
     """A line `label: text`, indented and wrapped."""
-    lead = f"    {label + ':':<8}"
+    lead = f"    {label + ': ':<8}"
     indent = " " * len(lead)
     return textwrap.fill(
         text, WIDTH, initial_indent=lead, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
