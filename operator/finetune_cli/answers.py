@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from finetune_cli.exit_codes import LocalError
+from finetune_cli.exit_codes import ExitCode, LocalError
 
 
 class Output(StrEnum):
@@ -22,12 +22,14 @@ class Output(StrEnum):
 
 @contextmanager
 def errors_told() -> Iterator[None]:
-    """What a command cannot do is one message, and ends it with the error's exit code."""
+    """What a command cannot do is one message, and ends it with the error's exit code; Ctrl-C ends it without one."""
     try:
         yield
     except LocalError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(ExitCode.INTERRUPTED) from error
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life
+from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Context, Form, Namespace, cluster_app, explain_job
 from finetune_cli.exit_codes import ExitCode
 from finetune_job.api.base import Dtype
 from finetune_job.api.output import MergeBase, MergeSpec
@@ -31,9 +32,10 @@ app = typer.Typer(
 )
 
 
+app.add_typer(cluster_app)
 COMPLETION = "_FINETUNE_COMPLETE"
 """Variable by which a shell's script asks for words, as typer names it."""
-_CLAIMS = Path("runs/claims")
+_CLAIMS = DEFAULT_CLAIMS
 _CLAIMS_OPTION = typer.Option(help="Directory that holds a directory for each claim.")
 """Where commands look for the directories of claims."""
 
@@ -67,7 +69,11 @@ def all_verbs(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the release and exit.")
     ] = False,
 ) -> None:
-    """Validate, explain and run FineTuneJobs, merge adapters, and look at clusters."""
+    """Validate, explain and run FineTuneJobs, merge adapters, and look at clusters.
+
+    A JOB is a job of the cluster that the kubeconfig names; with --local or --claims it is a run on this machine. run, attach
+    and stop are of this machine alone.
+    """
 
 
 @app.command()
@@ -163,19 +169,6 @@ def run(
 
 
 _NAMESPACE = typer.Option("-n", "--namespace", help="Namespace in the job's manifest.")
-
-
-@app.command()
-def status(
-    claims: Annotated[Path, _CLAIMS_OPTION] = _CLAIMS,
-    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
-) -> None:
-    """Show the jobs that were run on this machine: what runs, since when, how far it is, and what was left."""
-    from finetune_cli.local.known_runs import known_runs
-    from finetune_cli.render.known_runs import runs_document, runs_text
-
-    runs = known_runs(claims)
-    print_answer(output, lambda: runs_text(runs, claims), lambda: runs_document(runs))
 
 
 @app.command()
@@ -383,18 +376,27 @@ def data(
     raise typer.Exit(ExitCode.REFUSED if seen.is_refused else ExitCode.DONE)
 
 
+_JOB_PREFIXES = ("job/", "ftj/", "finetunejob/", "finetunejobs/")
+
+
 @app.command()
 def explain(
     word: Annotated[
         str | None,
         typer.Argument(
             help="What the product printed: the id of a finding, a failure class, an exit code, a condition or its reason; "
-            "or a field, such as spec.training.learningRate. Unset: all findings, by topic."
+            "a field, such as spec.training.learningRate; or job/NAME, a job of the cluster. Unset: all findings, by topic."
         ),
     ] = None,
-    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+    namespace: Namespace = None,
+    context: Context = None,
+    output: Form = Output.TEXT,
 ) -> None:
-    """Show what a word means that the product printed, on what evidence, and what to do; or what a field is; or all findings."""
+    """Show what a word means that the product printed, on what evidence, and what to do; or what a field is; or all findings.
+
+    Of a job (job/NAME) it shows what is the matter: reason, evidence, what to do, and where settings can help a patch for a new
+    job. With -n or --context, a word is the name of a job.
+    """
     from finetune_cli.commands.explain import explain as find
     from finetune_cli.commands.explain import nearest
     from finetune_cli.render import explanations
@@ -402,6 +404,8 @@ def explain(
     if word is None:
         print_answer(output, explanations.overview_text, explanations.overview_document)
         return
+    if word.startswith(_JOB_PREFIXES) or namespace is not None or context is not None:
+        raise typer.Exit(explain_job(word.rpartition("/")[2], context, namespace, output))
     found = find(word)
     if not found:
         near = nearest(word)

@@ -48,6 +48,16 @@ class SeenJob:
         return documents.text(self.document, "metadata", "uid")
 
     @property
+    def resource_version(self) -> str:
+        """Changes with everything that is written to it."""
+        return documents.text(self.document, "metadata", "resourceVersion")
+
+    @property
+    def generation(self) -> int:
+        """Grows with each change of the spec."""
+        return documents.number(self.document, "metadata", "generation") or 0
+
+    @property
     def created(self) -> datetime | None:
         return documents.moment(documents.text(self.document, "metadata", "creationTimestamp"))
 

@@ -9,10 +9,10 @@ from typing import Any
 Document = dict[str, Any]
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 SPEC: Document = {
-    "model": {"source": "hf://org/base", "revision": "a" * 40},
+    "model": {"source": "pvc://models/base"},
     "data": {"source": "pvc://data/train.jsonl"},
     "method": {"type": "LoRA", "lora": {"r": 16}},
-    "training": {"epochs": 1, "learningRate": "2e-4", "microBatchSize": 4},
+    "training": {"epochs": 1, "learningRate": "2e-4", "microBatchSize": 4, "globalBatchSize": 32},
     "parallelism": {"nodes": 2, "processesPerNode": 4},
     "output": {"destination": "pvc://results/tuned"},
     "run": {"maxRestarts": 3},
@@ -200,21 +200,22 @@ STALLED = job(
         "observedGeneration": 1,
         "conditions": stages(
             0,
-            condition("Validated", "False", "Refused", "1 error: lora-rank-zero"),
-            condition("Stalled", "True", "Refused", "1 error: lora-rank-zero. Correct the manifest."),
+            condition("Validated", "False", "Refused", "1 error: global-batch-not-divisible"),
+            condition("Stalled", "True", "Refused", "1 error: global-batch-not-divisible. Correct the manifest."),
         ),
         "findings": [
             {
-                "rule": "fsdp-use-orig-params",
+                "rule": "global-batch-not-divisible",
                 "severity": "error",
-                "field": "spec.parallelism.fsdp.useOrigParams",
-                "value": "false",
-                "message": "FSDP 1 flattens trainable and frozen parameters together.",
-                "fix": "set it to true",
+                "field": "spec.training.globalBatchSize",
+                "value": "20",
+                "message": "20 sequences do not split evenly over 8 ranks with a microBatchSize of 4",
+                "fix": "set training.globalBatchSize to 32, a multiple of 32",
             }
         ],
     },
     number=4,
+    training={"epochs": 1, "microBatchSize": 4, "globalBatchSize": 20},
 )
 WAITING = job(
     "waiting",
