@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life
+from finetune_cli.change_verbs import change_app
 from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, Context, Form, Namespace, cluster_app, explain_job
 from finetune_cli.exit_codes import ExitCode
 from finetune_job.api.base import Dtype
@@ -33,6 +34,7 @@ app = typer.Typer(
 
 
 app.add_typer(cluster_app)
+app.add_typer(change_app)
 COMPLETION = "_FINETUNE_COMPLETE"
 """Variable by which a shell's script asks for words, as typer names it."""
 _CLAIMS = DEFAULT_CLAIMS

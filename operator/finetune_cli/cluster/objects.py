@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -100,10 +101,23 @@ class Cluster:
         """Objects of a namespace, or (empty) of all or of the cluster. Raises ClusterError."""
         return list(self._list(collection(version, plural, namespace), {"labelSelector": selector} if selector else {}))
 
-    def send(self, method: str, path: str, body: dict[str, Any], content_type: str = "application/json") -> dict[str, Any]:
+    def within(self, namespace: str) -> Cluster:
+        """The same cluster, another namespace."""
+        other = copy.copy(self)
+        other.namespace = namespace
+        return other
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any],
+        content_type: str = "application/json",
+        query: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         """Change something. Raises ClusterError."""
         try:
-            return self.client.request(method, path, body, None, content_type)
+            return self.client.request(method, path, body, query, content_type)
         except RequestError as error:
             raise told(error, method, path, self.client.server) from error
 
