@@ -13,7 +13,7 @@ class ExitCode(IntEnum):
     UNUSABLE = 2
     """The input cannot be read as what it should be; also wrong arguments, such as the name of a job that does not exist."""
     FAILED = 3
-    """A run failed, or a cluster did not give what was asked for; of `wait`: the time ran out."""
+    """A run failed. Also: a cluster did not give what was asked for; of `wait`: the time ran out."""
     INTERRUPTED = 130
     """Ended by SIGINT or SIGTERM; a run can be continued."""
 
