@@ -254,7 +254,7 @@ def compare(
 
     Exit code: 0, 2 no such job or no usable kubeconfig, 3 the cluster did not give the answer.
     """
-    from finetune_cli.commands.inspect_jobs import compare as compare_jobs
+    from finetune_cli.commands.diagnose_job import compare as compare_jobs
 
     with errors_told():
         answer = compare_jobs(_cluster(context, namespace), first, second)
@@ -286,7 +286,7 @@ def bundle(
 
 def explain_job(name: str, context: str | None, namespace: str | None, output: Output) -> ExitCode:
     """What is the matter with a job, printed."""
-    from finetune_cli.commands.inspect_jobs import examine
+    from finetune_cli.commands.diagnose_job import examine
 
     with errors_told():
         answer = examine(_cluster(context, namespace), name)

@@ -47,8 +47,8 @@ HEAD = """## Commands
 What a Role must give to whoever calls `kubectl finetune`, in the namespace of the jobs; rights to profiles are of the whole
 cluster. With `-A` the rights to jobs must be of all namespaces. Without an optional right a command answers, and says what it
 could not see. The right to list jobs also lets `status`, `logs` and the others suggest a name for one that does not exist. `cost`
-of jobs that were deleted reads the operator's accounts, which takes the right to list configmaps in all namespaces: administrators
-have it. A test gives each command its rights and no others, and takes each of them away.
+of jobs that were deleted reads the operator's accounts, which takes the right to list configmaps in all namespaces, as
+administrators have. A test gives commands these rights and no others, and takes rights away.
 
 The roles `user` and `viewer` of the chart give the rights to jobs; those to pods, logs, events and configmaps come with the
 built-in roles `view` (to read) and `edit` (to run the pod that reads a workspace).

@@ -36,7 +36,7 @@ COVERED_BY = {
     "finetune_cli/cluster_verbs.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/commands/bundle.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/commands/cost.py": "finetune_cli/commands/test_cluster_jobs.py",
-    "finetune_cli/commands/inspect_jobs.py": "finetune_cli/commands/test_cluster_jobs.py",
+    "finetune_cli/commands/diagnose_job.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/commands/logs.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/commands/workspace.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/jobs/comparison.py": "finetune_cli/jobs/test_progress.py",

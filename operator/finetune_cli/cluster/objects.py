@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from pydantic import ValidationError
-
 from finetune_cli.cluster.client import ClusterClient, RequestError
 from finetune_cli.cluster.errors import ClusterError, told
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.seen import SeenEvent, SeenJob, SeenPod, seen_event, seen_job, seen_pod
-from finetune_job.api.profile import FineTuneProfileSpec
-from finetune_job.names import API_VERSION, JOB_PLURAL, LABEL_JOB_UID, PROFILE_PLURAL
+from finetune_job.names import API_VERSION, JOB_PLURAL, LABEL_JOB_UID
 
 _PAGE = "500"
 """Objects of one answer."""
@@ -75,16 +72,6 @@ class Cluster:
             if is_of_child or documents.text(involved, "uid") in uids:
                 found.append(seen_event(each))
         return sorted(found, key=lambda event: event.time.timestamp() if event.time is not None else 0.0)
-
-    def profile(self, name: str) -> FineTuneProfileSpec | None:
-        """None if there is none of the name. Raises ClusterError."""
-        document = self.get(API_VERSION, PROFILE_PLURAL, name, "")
-        if document is None:
-            return None
-        try:
-            return FineTuneProfileSpec.model_validate(document.get("spec"))
-        except ValidationError as error:
-            raise ClusterError(f"the FineTuneProfile {name} is not one that this release of `finetune` knows") from error
 
     def get(self, version: str, plural: str, name: str, namespace: str | None = None) -> dict[str, Any] | None:
         """An object of the namespace, of another one, or (empty) of the cluster; None: there is none. Raises ClusterError."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from finetune_cli.jobs.progress import figures, seconds_between, state
+from finetune_cli.jobs.progress import device_seconds, figures, seconds_between, state
 from finetune_cli.jobs.seen import SeenJob
-from finetune_cli.jobs.usage import device_seconds
 
 NOT_SET = "not set"
 

@@ -102,6 +102,15 @@ def seconds_between(start: str, end: str, now: datetime) -> float | None:
     return None if begun is None else max((ended - begun).total_seconds(), 0.0)
 
 
+def device_seconds(job: SeenJob, now: datetime) -> float:
+    """That its training pods held, from when all had a node."""
+    return sum(
+        (seconds_between(each.scheduled_time or each.start_time, each.end_time, now) or 0.0) * job.num_ranks
+        for each in job.attempts_of(Role.TRAIN)
+        if each.scheduled_time or each.running_time
+    )
+
+
 @dataclass(frozen=True)
 class TimelineStage:
     """One row of a job's timeline."""

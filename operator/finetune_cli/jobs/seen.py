@@ -134,7 +134,8 @@ def _readable(key: str, found: object) -> object:
         return found
     if not isinstance(found, list):
         return None
-    return [one for one in found if _can_be_read(key, [one])]
+    kept = [one for one in found if _can_be_read(key, [one])]
+    return kept if _can_be_read(key, kept) else None
 
 
 def _can_be_read(key: str, found: object) -> bool:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from finetune_cli.jobs import documents
-from finetune_cli.jobs.progress import seconds_between
+from finetune_cli.jobs.progress import device_seconds
 from finetune_cli.jobs.seen import SeenJob
-from finetune_job.names import Role
 from finetune_operator.decide.account import LOST, PRODUCTIVE, WAITING, JobLabels
 
 UNKNOWN = "-"
@@ -28,15 +27,6 @@ class Usage:
     """None: not counted."""
     cost: float | None = None
     """In the currency of the profiles' prices; None: no price is known of any part."""
-
-
-def device_seconds(job: SeenJob, now: datetime) -> float:
-    """That its training pods held, from when all had a node."""
-    return sum(
-        (seconds_between(each.scheduled_time or each.start_time, each.end_time, now) or 0.0) * job.num_ranks
-        for each in job.attempts_of(Role.TRAIN)
-        if each.scheduled_time or each.running_time
-    )
 
 
 def usage_of_jobs(

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, Report
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import Choice
-from finetune_job.rules.rule import changes_text, format_value
 
 if TYPE_CHECKING:
+    # The rule book, which commands that only look at a cluster have no use for.
     from finetune_cli.checks.fix import FixedFile
+    from finetune_cli.checks.validate import DocumentVerdict, Report
+    from finetune_job.plan.run_plan import Choice
 
 
 WIDTH = 100
@@ -35,7 +35,8 @@ def _verdict(verdict: DocumentVerdict, names_file: bool) -> str:
     lines = [f"{place}{subject}: {verdict.outcome}"]
     lines += [f"  {verdict.device}"] if verdict.device else []
     lines += [finding_text(finding) for finding in verdict.findings]
-    if verdict.outcome is DocumentOutcome.ACCEPTED and verdict.choices:
+    # Only an accepted job has choices.
+    if verdict.choices:
         lines += ["", "  Left open by the manifest, and chosen:", choices_text(verdict.choices)]
     return "\n".join(lines)
 
@@ -57,17 +58,17 @@ def finding_text(finding: Finding) -> str:
 
 def choices_text(choices: Iterable[Choice]) -> str:
     """What the plan chose."""
-    rows = [(choice.field.removeprefix("spec."), _choice_value(choice.value), choice.reason) for choice in choices]
+    from finetune_job.rules.rule import format_value
+
+    rows = [(choice.field.removeprefix("spec."), format_value(choice.value), choice.reason) for choice in choices]
     fields, values = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"    {field:{fields}}  {value:{values}}  {reason}" for field, value, reason in rows)
 
 
-def _choice_value(value: object) -> str:
-    return format_value(value)
-
-
 def fixes_text(files: Sequence[FixedFile]) -> str:
     """What was changed, by rule."""
+    from finetune_job.rules.rule import changes_text
+
     lines = []
     for file in files:
         for job, finding in file.made:

@@ -54,7 +54,8 @@ HISTORY = "".join(
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     kubeconfig = tmp_path / "kubeconfig"
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
-    monkeypatch.setattr("finetune_cli.commands.inspect_jobs.utc_now", lambda: objects.NOW)
+    for module in ("inspect_jobs", "diagnose_job"):
+        monkeypatch.setattr(f"finetune_cli.commands.{module}.utc_now", lambda: objects.NOW)
     monkeypatch.chdir(tmp_path)
     server = ApiServer(workspace=tmp_path / "claim")
     server.put(JOBS, *objects.ALL, objects.HOSTILE)

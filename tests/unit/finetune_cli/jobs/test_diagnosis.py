@@ -55,7 +55,7 @@ def test_every_failure_class_has_a_reason_an_advice_and_a_patch_that_is_accepted
     ("failure", "training", "patch"),
     [
         ("DeviceOutOfMemory", {"microBatchSize": 4}, {"microBatchSize": 2}),
-        ("DeviceOutOfMemory", {"microBatchSize": 3}, {"microBatchSize": 1}),
+        ("DeviceOutOfMemory", {"microBatchSize": 5}, {"microBatchSize": 1}),
         ("DeviceOutOfMemory", {"microBatchSize": 1}, {"activationCheckpointing": "Full"}),
         ("DeviceOutOfMemory", {"microBatchSize": 1, "activationCheckpointing": "Full"}, None),
         ("DeviceOutOfMemory", {"microBatchSize": "4", "activationCheckpointing": "Full"}, None),

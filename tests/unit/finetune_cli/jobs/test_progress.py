@@ -11,10 +11,10 @@ from finetune_cli.exit_codes import LocalError
 from finetune_cli.jobs.comparison import Difference, differences
 from finetune_cli.jobs.durations import duration_text, parse_duration
 from finetune_cli.jobs.pod_logs import LogRequest, chosen_pods, is_of_rank
-from finetune_cli.jobs.progress import figures, seconds_left, state, timeline
+from finetune_cli.jobs.progress import device_seconds, figures, seconds_left, state, timeline
 from finetune_cli.jobs.redact import redacted, redacted_text
 from finetune_cli.jobs.seen import seen_job, seen_pod
-from finetune_cli.jobs.usage import device_seconds, usage_of_jobs
+from finetune_cli.jobs.usage import usage_of_jobs
 from finetune_cli.render.columns import bar, sparkline
 from finetune_job.names import Role
 from tests.unit.finetune_cli.jobs import objects

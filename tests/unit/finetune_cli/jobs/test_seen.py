@@ -6,9 +6,18 @@ import copy
 from datetime import UTC, datetime
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from finetune_cli.commands.diagnose_job import comparison_text
+from finetune_cli.jobs.comparison import differences, outcomes
+from finetune_cli.jobs.diagnosis import diagnose
 from finetune_cli.jobs.plain import harmless, plain
+from finetune_cli.jobs.redact import redacted
 from finetune_cli.jobs.seen import seen_event, seen_job, seen_pod
+from finetune_cli.render.diagnosis import diagnosis_text
+from finetune_cli.render.job_status import status_document, status_text
+from finetune_cli.render.jobs import jobs_document, jobs_text, top_text
 from finetune_cli.render.verdicts import as_json, as_yaml
 from finetune_job.names import Role
 from tests.unit.finetune_cli.jobs import objects
@@ -117,3 +126,43 @@ def test_what_does_not_print_is_escaped_in_data_and_reads_back() -> None:
     content = {"message": "\x1b[2J\x9b\u202e\x7f grün"}
     assert as_yaml(content).replace("\n", "").isprintable()
     assert yaml.safe_load(as_yaml(content)) == content
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=20)
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4))
+
+
+@st.composite
+def hostile_jobs(draw: st.DrawFn) -> objects.Document:
+    """A job of another kind, with some values anywhere in it replaced."""
+    document = copy.deepcopy(draw(st.sampled_from(objects.ALL[:-1])))
+    for _ in range(draw(st.integers(1, 4))):
+        place = document
+        while True:
+            key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+            inner = place[key]
+            if not isinstance(inner, dict | list) or not inner or draw(st.booleans()):
+                place[key] = draw(JSON)
+                break
+            place = inner
+        if not isinstance(document["metadata"], dict) or not document:
+            break
+    return document
+
+
+@settings(max_examples=100, deadline=None)
+@given(hostile_jobs())
+def test_whatever_a_job_holds_is_printed_on_lines_without_control_characters(document: objects.Document) -> None:
+    job = seen_job(document)
+    diagnosis = diagnose(job, objects.NOW)
+    for text in (
+        jobs_text([job], objects.NOW, everywhere=True),
+        top_text([job], objects.NOW),
+        status_text(job, diagnosis, objects.NOW),
+        diagnosis_text(job, diagnosis),
+        as_json(status_document(job, diagnosis, objects.NOW)),
+        as_json(jobs_document([job], objects.NOW)),
+        comparison_text(job, job, differences(job, job), outcomes(job, job, objects.NOW)),
+    ):
+        assert text.replace("\n", "").isprintable()
+    assert redacted(document) is not None
