@@ -200,9 +200,7 @@ def init(
             typer.echo(text, nl=False)
             return
         write_new(file, text)
-    typer.echo(
-        f"{file} is written; next: `finetune run {file}` on this machine, or `finetune submit {file}`", err=True
-    )
+    typer.echo(f"{file} is written; next: `finetune run {file}` on this machine, or `finetune submit {file}`", err=True)
 
 
 def _print(change: Change, output: Output) -> None:

@@ -8,6 +8,8 @@ from finetune_cli.cluster.errors import Right
 from finetune_job.names import GROUP
 
 JOB = Right("get", "finetunejobs", GROUP)
+CREATE = Right("create", "finetunejobs", GROUP)
+PATCH = Right("patch", "finetunejobs", GROUP)
 JOBS = Right("list", "finetunejobs", GROUP)
 PODS = Right("list", "pods")
 LOG = Right("get", "pods/log")
@@ -40,6 +42,14 @@ COMMANDS = (
     CommandRights("top", (JOBS,)),
     CommandRights("cost", (JOBS,), (PROFILES,)),
     CommandRights("compare JOB JOB", (JOB,)),
+    CommandRights("submit FILE", (CREATE,), (JOB, PROFILE)),
+    CommandRights("submit FILE --watch", (CREATE, JOB), (PROFILE,)),
+    CommandRights("suspend JOB", (JOB, PATCH)),
+    CommandRights("resume JOB", (JOB, PATCH)),
+    CommandRights("cancel JOB", (JOB, PATCH)),
+    CommandRights("retry JOB, that waits", (JOB, PATCH)),
+    CommandRights("retry JOB, that has ended", (JOB, CREATE), (JOBS,)),
+    CommandRights("fork JOB", (JOB,), (JOBS, PROFILE)),
     CommandRights("bundle JOB", (JOB,), (PODS, EVENTS, LOG, PROFILE)),
 )
 HEAD = """## Commands
