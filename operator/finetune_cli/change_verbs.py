@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, errors_told, print_answer
+from finetune_cli.answers import Output, errors_told, print_answer, signs_of_life
 from finetune_cli.cluster_verbs import Context, Form, JobName, Namespace
 from finetune_cli.exit_codes import ExitCode
 
@@ -165,6 +165,37 @@ def fork(
     if any(verdict.findings for verdict in report.verdicts):
         typer.echo(report_text(report), nl=False, err=True)
     raise typer.Exit(report.exit_code)
+
+
+@change_app.command()
+def download(
+    *,
+    name: JobName,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the results go; made if it is not there.")],
+    namespace: Namespace = None,
+    timeout: Annotated[str, typer.Option(help="How long all of it may take: 90s, 10m, 1h30m or 2d.")] = "6h",
+    context: Context = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Copy the results of a job from their claim to this machine, by way of a pod that lives for as long as this takes.
+
+    Each file is compared with SHA256SUMS. Call it again to continue. Exit code: 0 all is there, 1 the results are not complete
+    yet, 2 no such job, or its results are elsewhere, 3 they could not be read or written, 130 interrupted.
+    """
+    from finetune_cli.cluster.objects import Cluster
+    from finetune_cli.commands.download import Listener
+    from finetune_cli.commands.download import download as download_results
+    from finetune_cli.jobs.durations import parse_duration
+    from finetune_cli.local.launch import Interruption
+
+    def tell(line: str) -> None:
+        typer.echo(line, err=True)
+
+    with errors_told(), signs_of_life("copying the results"), Interruption(stopping="the pod is deleted") as interruption:
+        seconds = int(parse_duration(timeout, "--timeout"))
+        listener = Listener(tell, lambda: interruption.requested)
+        found = download_results(Cluster(context, namespace), name, directory, seconds, listener)
+    print_answer(output, found.text, found.document)
 
 
 @change_app.command()

@@ -8,9 +8,13 @@ from typing import Any, NoReturn
 from urllib.parse import urlencode
 
 import urllib3
-from kubernetes.client import ApiClient
+from kubernetes.client import ApiClient, CoreV1Api
+from kubernetes.client.exceptions import ApiException
 from kubernetes.config import list_kube_config_contexts, new_client_from_config
 from kubernetes.config.config_exception import ConfigException
+from kubernetes.stream import stream
+from kubernetes.stream.ws_client import ERROR_CHANNEL, STDERR_CHANNEL, STDOUT_CHANNEL
+from websocket import WebSocketBadStatusException, WebSocketException
 
 from finetune_cli.exit_codes import LocalError
 
@@ -97,6 +101,51 @@ class ClusterClient:
         if rest:
             yield rest.decode(errors="replace")
 
+    def output_of(
+        self, namespace: str, pod: str, container: str, command: list[str], silence_seconds: float = _TIMEOUT_SECONDS
+    ) -> Iterator[bytes]:
+        """What a program prints that is run in a pod, as it comes. `silence_seconds`: how long nothing may come.
+
+        Raises RequestError, also if the connection breaks off or the program fails.
+        """
+        try:
+            process = stream(
+                CoreV1Api(self._api).connect_get_namespaced_pod_exec,
+                pod,
+                namespace,
+                container=container,
+                command=command,
+                stdin=False,
+                stdout=True,
+                stderr=True,
+                tty=False,
+                binary=True,
+                _preload_content=False,
+                _request_timeout=_CONNECT_SECONDS,
+            )
+        except ApiException as error:
+            # What went wrong comes as a text without a status; the exception behind it has both.
+            cause = error.__context__
+            status = cause.status_code if isinstance(cause, WebSocketBadStatusException) else None
+            said = f"the API server answered {status}" if status else str(cause)[:_SHOWN]
+            raise RequestError(f"no program can be run in the pod {pod}: {said}", status) from error
+        said = b""
+        try:
+            while process.is_open():
+                process.update(timeout=silence_seconds)
+                chunk, more = process.read_channel(STDOUT_CHANNEL), process.read_channel(STDERR_CHANNEL)
+                said = (said + more)[-_SHOWN:]
+                if chunk:
+                    yield chunk
+                elif not more and process.is_open():
+                    raise RequestError(f"the program in the pod {pod} says nothing for {silence_seconds:g} s")
+            ended = process.read_channel(ERROR_CHANNEL)
+        except (WebSocketException, OSError) as error:
+            raise RequestError(f"the connection to the pod {pod} broke off: {error}") from error
+        finally:
+            process.close()
+        _check_ended(ended, said, pod)
+
     def _send(
         self,
         method: str,
@@ -129,6 +178,19 @@ class ClusterClient:
         if not 200 <= answer.status < 300:
             _refuse(path, answer)
         return answer
+
+
+def _check_ended(ended: bytes, said: bytes, pod: str) -> None:
+    """`ended`: the Status object in which Kubernetes says how a program ended; empty if the connection broke off before."""
+    try:
+        status = json.loads(ended)
+    except ValueError:
+        status = None
+    if not isinstance(status, dict):
+        raise RequestError(f"the connection to the pod {pod} broke off")
+    if status.get("status") != "Success":
+        why = said.decode(errors="replace").strip() or str(status.get("message"))[:_SHOWN]
+        raise RequestError(f"the program in the pod {pod} failed: {why}", 400)
 
 
 def _read(answer: urllib3.BaseHTTPResponse) -> bytes:

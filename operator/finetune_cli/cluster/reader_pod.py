@@ -6,6 +6,7 @@ reading alone. It is deleted in any case; if this machine dies meanwhile, the po
 
 from __future__ import annotations
 
+import copy
 import json
 import secrets
 import time
@@ -81,6 +82,15 @@ class WorkspaceAccess:
         self.claim = plan.workspace.claim
         self.path = plan.workspace.path
         self.placement = placement
+        self._output = plan.output
+        self.published_at = "" if plan.publish is None else plan.publish.destination
+        """Address outside the cluster; empty: the results stay on their claim."""
+
+    def of_results(self) -> WorkspaceAccess:
+        """The same for the results."""
+        other = copy.copy(self)
+        other.claim, other.path = self._output.claim, self._output.path
+        return other
 
 
 def workspace_of(cluster: Cluster, job: SeenJob) -> WorkspaceAccess:
@@ -152,13 +162,13 @@ def read_workspace(
         if error.status is None:
             # It may have been carried out.
             with suppress(ClusterError):
-                _delete(cluster, path)
+                delete_pod(cluster, path)
         raise
     try:
         _wait_until_ended(cluster, document["metadata"]["name"], job.namespace, pause)
         yield from _printed(cluster, path, job)
     finally:
-        _delete(cluster, path)
+        delete_pod(cluster, path)
 
 
 def _printed(cluster: Cluster, path: str, job: SeenJob) -> Iterator[Mapping[str, Any]]:
@@ -175,7 +185,8 @@ def _printed(cluster: Cluster, path: str, job: SeenJob) -> Iterator[Mapping[str,
         raise ClusterError(f"{job.title}: the pod that reads its workspace ended early; what came before is all there is")
 
 
-def _delete(cluster: Cluster, path: str) -> None:
+def delete_pod(cluster: Cluster, path: str) -> None:
+    """Whether or not it is there. Raises ClusterError, which names what was left."""
     try:
         cluster.send("DELETE", path, {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0})
     except ClusterError as error:
