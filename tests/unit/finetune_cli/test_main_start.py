@@ -168,3 +168,25 @@ def test_a_thousand_manifests_are_judged_in_one_call(tmp_path: Path) -> None:
     )  # fmt: skip
     documents = json.loads(done.stdout)["documents"]
     assert [(each["outcome"], each["name"]) for each in documents] == [("accepted", f"job-{number}") for number in range(1000)]
+
+
+def test_a_look_at_a_cluster_loads_no_rule_book(tmp_path: Path) -> None:
+    program = PROGRAM.replace('{name.partition(".")[0] for name in sys.modules}', "sys.modules")
+    environment = {**os.environ, "KUBECONFIG": str(tmp_path / "absent")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(["list"])],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    message, *_, answer = done.stderr.splitlines()
+    code, modules = json.loads(answer)
+    assert (code, message.partition(":")[0]) == (2, "no usable kubeconfig")
+    assert "kubernetes.client" in modules
+    heavy = {
+        "finetune_job.rules.book",
+        "finetune_cli.checks.validate",
+        "finetune_operator.decide.account",
+        "kopf",
+        "aiohttp",
+        "rich",
+    }
+    assert heavy & set(modules) == set()

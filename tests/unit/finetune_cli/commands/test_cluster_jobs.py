@@ -6,6 +6,7 @@ What is to be printed is in golden/: one file for each job, and one for the comm
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import shlex
 import tarfile
@@ -296,3 +297,70 @@ def test_a_local_run_is_asked_for_by_an_option(run: Run, tmp_path: Path, server:
         "running: no such run below runs/claims; `finetune list --local` lists those that there are\n",
     )
     assert server.asked == []
+
+
+def after_requests(server: ApiServer, monkeypatch: pytest.MonkeyPatch, changes: list[Callable[[], object]]) -> None:
+    """Each change is made after one more request, the first one after the first."""
+    monkeypatch.setattr("finetune_cli.commands.follow.POLL_SECONDS", 0.0)
+    answer, waiting = server.answer, list(changes)
+
+    def answer_and_change(method: str, target: str, body: bytes) -> tuple[int, str]:
+        found = answer(method, target, body)
+        if waiting:
+            waiting.pop(0)()
+        return found
+
+    monkeypatch.setattr(server, "answer", answer_and_change)
+
+
+def with_version(document: objects.Document, version: str, **progress: object) -> objects.Document:
+    changed = copy.deepcopy(document)
+    changed["metadata"]["resourceVersion"] = version
+    changed["status"]["progress"] |= progress
+    return changed
+
+
+def test_a_watched_list_prints_each_job_that_changes(run: Run, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = [
+        lambda: server.put(JOBS, with_version(objects.RUNNING, "2", step=61)),
+        lambda: server.fails.update({JOBS: 1}),
+        lambda: None,
+        lambda: server.denied.add(("list", "finetunejobs")),
+    ]
+    after_requests(server, monkeypatch, changes)
+    done = run("list -w")
+    assert done.exit_code == 3
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("NAME ")
+    assert [line.split()[:4] for line in rest[7:]] == [["running", "Running", "train", "61/200"]]
+    assert "503" in done.stderr.splitlines()[0]
+    assert done.stderr.splitlines()[0].endswith("; trying again")
+    assert "you may not list finetunejobs" in done.stderr.splitlines()[1]
+
+
+def test_a_watched_status_draws_the_losses_until_the_job_has_ended(
+    run: Run, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = copy.deepcopy(objects.SUCCEEDED)
+    ended["metadata"] |= {"name": "running", "resourceVersion": "4"}
+    changes = [
+        lambda: server.put(JOBS, with_version(objects.RUNNING, "2", step=61, loss="1.0")),
+        lambda: None,
+        lambda: server.put(JOBS, ended),
+    ]
+    after_requests(server, monkeypatch, changes)
+    done = run("status running -w")
+    assert done.exit_code == 0
+    steps = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("    steps:")]
+    curves = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("    curve:")]
+    assert steps == ["60/200", "61/200", "100/100"]
+    assert [curve[0] for curve in curves] == ["▁", "█▁", "█▄▁"]
+
+
+def test_ctrl_c_ends_a_command_without_a_word(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finetune_cli.commands.follow.outcome", interrupted)
+    done = run("wait running")
+    assert (done.exit_code, done.output) == (130, "")

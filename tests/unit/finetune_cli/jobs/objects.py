@@ -200,22 +200,22 @@ STALLED = job(
         "observedGeneration": 1,
         "conditions": stages(
             0,
-            condition("Validated", "False", "Refused", "1 error: global-batch-not-divisible"),
-            condition("Stalled", "True", "Refused", "1 error: global-batch-not-divisible. Correct the manifest."),
+            condition("Validated", "False", "Refused", "1 error: txt-without-text"),
+            condition("Stalled", "True", "Refused", "1 error: txt-without-text. Correct the manifest."),
         ),
         "findings": [
             {
-                "rule": "global-batch-not-divisible",
+                "rule": "txt-without-text",
                 "severity": "error",
-                "field": "spec.training.globalBatchSize",
-                "value": "20",
-                "message": "20 sequences do not split evenly over 8 ranks with a microBatchSize of 4",
-                "fix": "set training.globalBatchSize to 32, a multiple of 32",
+                "field": "spec.data.format",
+                "value": "PromptCompletion",
+                "message": "data.source is pvc://data/train.txt, and a .txt file holds text alone",
+                "fix": "set data.format: Text, or name a file of JSON Lines .jsonl",
             }
         ],
     },
     number=4,
-    training={"epochs": 1, "microBatchSize": 4, "globalBatchSize": 20},
+    data={"source": "pvc://data/train.txt"},
 )
 WAITING = job(
     "waiting",
