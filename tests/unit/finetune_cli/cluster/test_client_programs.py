@@ -112,6 +112,6 @@ def test_a_refusal_has_its_status(client: ClusterClient, status: int) -> None:
 
 
 def test_no_server_is_no_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match="no program can be run in the pod pod: .*refused") as caught:
+    with pytest.raises(RequestError, match=r"no program can be run in the pod pod: .*refused") as caught:
         printed(client_of(1, tmp_path, monkeypatch))
     assert caught.value.status is None
