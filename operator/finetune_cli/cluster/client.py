@@ -22,6 +22,8 @@ _CONNECT_SECONDS = 10.0
 _TIMEOUT_SECONDS = 30.0
 _SHOWN = 300
 """Characters of an answer in a message."""
+_MOST_SAID = 2000
+"""Characters of what a server says of a refusal: those of a policy begin with its name and that of its binding."""
 _MOST_LINE_BYTES = 1 << 20
 """Of a line of a log; the rest of a longer one comes as further lines."""
 MERGE_PATCH = "application/merge-patch+json"
@@ -208,7 +210,7 @@ def _refuse(path: str, answer: urllib3.BaseHTTPResponse) -> NoReturn:
     content = content if isinstance(content, dict) else {}
     said, reason, details = content.get("message"), content.get("reason"), content.get("details")
     raise RequestError(
-        f"the API server answered {answer.status} to {path}" + (f": {str(said)[:_SHOWN]}" if said else ""),
+        f"the API server answered {answer.status} to {path}" + (f": {str(said)[:_MOST_SAID]}" if said else ""),
         answer.status,
         str(reason or ""),
         details if isinstance(details, dict) else {},

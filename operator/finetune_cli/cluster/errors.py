@@ -62,9 +62,10 @@ def told(error: RequestError, method: str, path: str, server: str) -> ClusterErr
             return ClusterError(f"{server}: {said}; check that the cluster can be reached, or name another --context")
         case 401:
             return ClusterError(f"{server} does not know you: log in again, or name another --context", status=401)
-        case 403 if _POLICY in said:
+        case 403 if _POLICY in str(error):
             # Its message names the field and the right that is missing.
-            return ClusterError(said.partition("denied request: ")[2] or said, status=403)
+            _, _, denied = str(error).partition("denied request: ")
+            return ClusterError(plain(denied, _SHOWN) or said, status=403)
         case 403:
             right = right_for(method, path)
             missing = f"you may not {right}" if right is not None else said

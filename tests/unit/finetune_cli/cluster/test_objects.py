@@ -32,9 +32,9 @@ def failure(code: int, reason: str, message: str, **details: str) -> tuple[int, 
 
 
 def test_a_refusal_by_a_policy_is_told_in_its_words() -> None:
-    message = (
-        "x is forbidden: ValidatingAdmissionPolicy 'p' with binding 'p' denied request: spec.workspace.claimName: you may not"
-    )
+    policy = "p" * 253
+    said = f"x is forbidden: ValidatingAdmissionPolicy '{policy}' with binding '{policy}' denied request: "
+    message = f"the API server answered 403 to {JOBS}: {said}spec.workspace.claimName: you may not"
     found = told(RequestError(message, 403), "POST", JOBS, "https://here")
     assert (str(found), found.status) == ("spec.workspace.claimName: you may not", 403)
     assert "you may not create finetunejobs" in str(told(RequestError("x is forbidden", 403), "POST", JOBS, "https://here"))
