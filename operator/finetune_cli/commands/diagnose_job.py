@@ -13,7 +13,8 @@ from finetune_cli.cluster.objects import Cluster, Unseen, unless_refused
 from finetune_cli.commands.inspect_jobs import CommandAnswer, utc_now
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.jobs.comparison import Difference, differences, outcomes
-from finetune_cli.jobs.diagnosis import Patch, diagnose, merge_patch
+from finetune_cli.jobs.diagnosis import diagnose
+from finetune_cli.jobs.patches import Patch, merge_patch
 from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.seen import SeenJob
 from finetune_cli.render.columns import table
