@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +17,11 @@ import pytest
 import yaml
 
 from finetune_cli.cluster.errors import Right
+from finetune_job.plan.digest import canonical_json
 from tests.integration.conftest import Installed
 from tests.integration.kube import Document
 from tests.integration.workload import Workload
+from tests.support.builders import a_job
 from tests.support.cluster.errors import wait_until
 from tests.support.command_rights import COMMANDS, EVENTS, JOB, JOBS, LOG, PODS, PROFILE, READER, CommandRights
 from tests.unit.finetune_cli.jobs import objects
@@ -180,6 +183,25 @@ def test_logs_archives_and_workspaces_need_what_the_page_says(caller: Caller) ->
         else:
             named = Right(left_out.verb, left_out.resource, left_out.group, namespace)
             assert f"you may not {named}; ask for a Role with this right" in done.stderr
+
+
+def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller) -> None:
+    kube, namespace = caller.workload.kube, caller.workload.namespace
+    kube.patch("Namespace", "", namespace, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
+    plan = {"metadata": {"name": "succeeded-plan"}, "data": {"plan.json": canonical_json(a_job().plan())}}
+    kube.create("ConfigMap", namespace, plan)
+    user = caller.with_rights("checkpoints", rights_of("checkpoints JOB").needed)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(user, "checkpoints succeeded")
+        made = wait_until(lambda: kube.list("Pod", namespace, "finetune.dev/reader"), "the pod that reads", 60)
+        # Nothing runs pods here, so this kubelet reports what one would of a claim that cannot be mounted.
+        name = made[0]["metadata"]["name"]
+        kube.patch("Pod", namespace, name, {"status": {"phase": "Failed", "message": "the claim is gone"}}, "status")
+        done = answer.result()
+    assert made[0]["metadata"]["ownerReferences"][0]["name"] == "succeeded"
+    assert done.returncode == 3
+    assert f"the pod {name}, which reads the workspace, did not do so (the claim is gone)" in done.stderr
+    wait_until(lambda: not kube.list("Pod", namespace, "finetune.dev/reader"), "its deletion", 60)
 
 
 def test_a_command_without_its_last_right_names_it(caller: Caller) -> None:
