@@ -16,7 +16,7 @@ def main() -> None:
     gc.enable()
     if COMPLETION in os.environ:
         # Typer does it only for programs with its own two options for this, which would be there twice.
-        from typer.completion import completion_init
+        from typer.completion import completion_init  # type: ignore[attr-defined]
 
         completion_init()
     app()

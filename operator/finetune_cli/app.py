@@ -81,7 +81,7 @@ def all_verbs(
 @app.command()
 def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> None:
     """Print a script that lets a shell complete the words of `finetune`. For bash: source <(finetune completion bash)"""
-    from typer.completion import get_completion_script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     typer.echo(get_completion_script(prog_name="finetune", complete_var=COMPLETION, shell=shell.value))
 

@@ -71,7 +71,8 @@ def _watched(change: Change, context: str | None, output: Output) -> ExitCode:
     status(name=change.job.name, namespace=change.job.namespace, watch=True, context=context, output=output)
     with errors_told():
         ended = Cluster(context, change.job.namespace).job(change.job.name)
-    return outcome(ended, ConditionType.FINISHED) or ExitCode.FAILED
+    code = outcome(ended, ConditionType.FINISHED)
+    return ExitCode.FAILED if code is None else code
 
 
 @change_app.command()
@@ -116,7 +117,7 @@ def cancel(
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import cancel as cancel_job
 
-    if sys.stdin.isatty() and not yes and not typer.confirm(f"End {name} for good?", err=True):
+    if not yes and _is_terminal() and not typer.confirm(f"End {name} for good?", err=True):
         raise typer.Exit(ExitCode.INTERRUPTED)
     with errors_told():
         _print(cancel_job(Cluster(context, namespace), name), output)
@@ -222,7 +223,7 @@ def init(
 
     given = Answers(model, data, revision, data_revision, devices, nodes, destination, workspace, profile, name)
     with errors_told():
-        answers = ask(given, is_terminal=sys.stdin.isatty())
+        answers = ask(given, is_terminal=_is_terminal())
         text, report = manifest_text(answers)
         if report.exit_code is not ExitCode.DONE:
             typer.echo(report_text(report), nl=False, err=True)
@@ -232,6 +233,10 @@ def init(
             return
         write_new(file, text)
     typer.echo(f"{file} is written; next: `finetune run {file}` on this machine, or `finetune submit {file}`", err=True)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _print(change: Change, output: Output) -> None:

@@ -43,10 +43,13 @@ SAME_ON_BOTH = "the same on GPU and CPU"
 DEVICES = {
     "spec.profile": "a profile with gpu trains on GPUs, any other one on CPU cores",
     "spec.parallelism.processesPerNode": "GPU: the GPUs of a node, one for each rank; CPU: ranks that share the cores of a pod",
-    "spec.parallelism.fsdp.syncModuleStates": "GPU: version 1 broadcasts rank 0's weights; CPU: every rank reads them itself",
-    "spec.parallelism.fsdp.offloadParams": "GPU: parameters wait in the node's memory; CPU: they are there already",
+    "spec.parallelism.fsdp.syncModuleStates": "GPU: version 1 broadcasts rank 0's weights; CPU: no effect, each rank reads them",
+    "spec.parallelism.fsdp.offloadParams": "GPU: parameters wait in pinned memory of the node; CPU: there is nothing to offload",
+    "spec.parallelism.fsdp.reshardAfterForward": "unset: by the memory of a GPU, or by a rank's share of the pod's",
+    "spec.training.microBatchSize": "unset: by the memory of a GPU, or by a rank's share of the pod's",
+    "spec.training.activationCheckpointing": "unset: by the memory of a GPU, or by a rank's share of the pod's",
     "spec.training.compile": "GPU: the image needs a C compiler; CPU: a C++ compiler",
-    "spec.checkpoint.asynchronous": "GPU: copied to pinned memory of the node first; CPU: to ordinary memory",
+    "spec.checkpoint.asynchronous": "GPU: the copy is in pinned memory of the node; CPU: in the same memory as the model",
 }
 """Path in a FineTuneJob -> what differs."""
 

@@ -18,6 +18,8 @@ PROFILE = Right("get", "finetuneprofiles", GROUP)
 PROFILES = Right("list", "finetuneprofiles", GROUP)
 READER = (Right("get", "configmaps"), Right("create", "pods"), Right("get", "pods"), Right("delete", "pods"), LOG)
 """Of the pod that reads a workspace."""
+RESULTS_READER = (*READER[:-1], Right("get", "pods/exec"), Right("create", "pods/exec"))
+"""Of the pod in which programs send the results; the API server asks for `create`, too, from Kubernetes 1.35 on."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ COMMANDS = (
     CommandRights("top", (JOBS,)),
     CommandRights("cost", (JOBS,), (PROFILES,)),
     CommandRights("compare JOB JOB", (JOB,)),
+    CommandRights("download JOB DIR", (JOB, *RESULTS_READER)),
     CommandRights("submit FILE", (CREATE,), (JOB, PROFILE)),
     CommandRights("submit FILE --watch", (CREATE, JOB), (PROFILE,)),
     CommandRights("suspend JOB", (JOB, PATCH)),

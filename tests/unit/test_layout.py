@@ -33,6 +33,8 @@ COVERED_BY = {
     "finetune_cli/cluster/probe_objects.py": "finetune_cli/cluster/test_network_probe.py",
     "finetune_cli/cluster/read_facts.py": "finetune_cli/cluster/test_client.py",
     "finetune_cli/cluster/reader_pod.py": "finetune_cli/commands/test_cluster_jobs.py",
+    "finetune_cli/change_verbs.py": "finetune_cli/commands/test_change_jobs.py",
+    "finetune_cli/cluster/results_pod.py": "finetune_cli/commands/test_download.py",
     "finetune_cli/cluster_verbs.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/commands/bundle.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/commands/cost.py": "finetune_cli/commands/test_cluster_jobs.py",

@@ -127,8 +127,8 @@ class ClusterClient:
             # What went wrong comes as a text without a status; the exception behind it has both.
             cause = error.__context__
             status = cause.status_code if isinstance(cause, WebSocketBadStatusException) else None
-            said = f"the API server answered {status}" if status else str(cause)[:_SHOWN]
-            raise RequestError(f"no program can be run in the pod {pod}: {said}", status) from error
+            why = f"the API server answered {status}" if status else str(cause)[:_SHOWN]
+            raise RequestError(f"no program can be run in the pod {pod}: {why}", status) from error
         said = b""
         try:
             while process.is_open():

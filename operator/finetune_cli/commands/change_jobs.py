@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name
 from finetune_cli.jobs.seen import SeenJob, seen_job
 from finetune_job.api.job import parse_job
+from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.finding import FieldChange
-from finetune_job.names import API_VERSION, DEFAULT_PROFILE, JOB_KIND, JOB_PLURAL, PROFILE_KIND
+from finetune_job.names import API_VERSION, DEFAULT_PROFILE, JOB_KIND, JOB_PLURAL, PROFILE_KIND, PROFILE_PLURAL
 
 STRICT = {"fieldValidation": "Strict"}
 """A server of another release refuses fields that it does not know, instead of leaving them out without a word."""
@@ -85,11 +87,15 @@ def _profile_text(cluster: Cluster, text: str, file: str) -> str | None:
     if len(names) != 1 or any(verdict.kind == PROFILE_KIND for verdict in verdicts):
         return None
     name = names.pop()
-    found = unless_refused(lambda: cluster.profile(name))
+    found = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, name, ""))
     if found is None or isinstance(found, Unseen):
         return None
-    spec = found.model_dump(mode="json", by_alias=True, exclude_none=True)
-    return str(yaml.safe_dump({"apiVersion": API_VERSION, "kind": PROFILE_KIND, "metadata": {"name": name}, "spec": spec}))
+    try:
+        FineTuneProfileSpec.model_validate(found.get("spec"))
+    except ValidationError:  # of another release
+        return None
+    manifest = {"apiVersion": API_VERSION, "kind": PROFILE_KIND, "metadata": {"name": name}, "spec": found["spec"]}
+    return json.dumps(manifest)
 
 
 def _create(cluster: Cluster, document: dict[str, Any], namespace: str) -> Change:

@@ -24,7 +24,7 @@ _LINE = re.compile(r"(?P<sha256>[0-9a-f]{64})  (?P<name>.+)")
 _READ_BYTES = 1 << 20
 
 
-class Source(Protocol):
+class ResultSource(Protocol):
     """Where the files are read."""
 
     def listing(self) -> Mapping[str, Any]: ...
@@ -73,7 +73,7 @@ def download(cluster: Cluster, name: str, directory: Path, seconds: int, listene
         return bring(pod, directory, listener)
 
 
-def bring(source: Source, directory: Path, listener: Listener) -> Downloaded:
+def bring(source: ResultSource, directory: Path, listener: Listener) -> Downloaded:
     """All files of the list, the list last. Raises ClusterError, LocalError."""
     listing = source.listing()
     text = listing.get("sums")
@@ -122,7 +122,7 @@ def _check_room(directory: Path, needed: int) -> None:
         raise LocalError(f"{directory}: {needed} bytes are needed and {free} are free; name a directory with room")
 
 
-def _bring_file(source: Source, name: str, sha256: str, directory: Path, listener: Listener) -> int:
+def _bring_file(source: ResultSource, name: str, sha256: str, directory: Path, listener: Listener) -> int:
     """The bytes that were sent for a file. Raises ClusterError, LocalError, OSError."""
     target = directory / name
     partial = target.with_name(f"{target.name}.part")

@@ -49,17 +49,22 @@ def ask(given: Answers, *, is_terminal: bool) -> Answers:
     answers = given
     for field, (question, option) in _QUESTIONS.items():
         if getattr(answers, field) is None:
-            answers = replace(answers, **{field: _asked(question, option, is_terminal=is_terminal)})
+            answers = _with(answers, field, _asked(question, option, is_terminal=is_terminal))
     for source, field, option in (("model", "revision", "--revision"), ("data", "data_revision", "--data-revision")):
         address = getattr(answers, source)
         repository = _repository(address)
         if repository is not None and getattr(answers, field) is None:
             question = _COMMIT.format(address, repository)
-            answers = replace(answers, **{field: _asked(question, option, is_terminal=is_terminal)})
+            answers = _with(answers, field, _asked(question, option, is_terminal=is_terminal))
     if answers.devices is None:
         devices = typer.prompt("GPUs of one node, or CPU ranks", default=1, type=int, err=True) if is_terminal else 1
         answers = replace(answers, devices=devices)
     return answers
+
+
+def _with(answers: Answers, field: str, value: str) -> Answers:
+    changes: dict[str, Any] = {field: value}
+    return replace(answers, **changes)
 
 
 def _asked(question: str, option: str, *, is_terminal: bool) -> str:
