@@ -7,8 +7,6 @@ from typing import Any
 
 import yaml
 
-from finetune_cli.checks.fix import fix
-from finetune_cli.checks.validate import validate_files
 from finetune_cli.cluster.objects import Cluster, Unseen, unless_refused
 from finetune_cli.commands.inspect_jobs import CommandAnswer, utc_now
 from finetune_cli.exit_codes import ExitCode
@@ -53,6 +51,9 @@ def _fixes(cluster: Cluster, job: SeenJob) -> tuple[Patch | None, str]:
 
 def rule_patch(job: SeenJob, profile: str | None) -> Patch | None:
     """What `finetune validate --fix` would change, if the manifest is accepted afterwards; None if not."""
+    from finetune_cli.checks.fix import fix
+    from finetune_cli.checks.validate import validate_files
+
     manifest = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": job.name}, "spec": dict(job.spec)}
     (fixed,) = fix([("job", json.dumps(manifest))], profile)
     if validate_files([("job", fixed.text)], profile).exit_code is not ExitCode.DONE:
