@@ -28,7 +28,10 @@ from tests.unit.finetune_cli.jobs import objects
 
 pytestmark = pytest.mark.integration
 STATES = {each["metadata"]["name"]: each for each in (objects.SUCCEEDED, objects.RUNNING, objects.FAILED, objects.STALLED)}
-REPOSITORY = Path(__file__).parents[2]
+READING = (
+    *("list", "status JOB", "wait JOB", "logs JOB, of pods that exist", "explain job/JOB"),
+    *("top", "cost", "compare JOB JOB", "bundle JOB"),
+)
 
 
 @dataclass
@@ -212,10 +215,10 @@ def test_a_command_without_its_last_right_names_it(caller: Caller) -> None:
     kube.patch("Pod", namespace, "running-train-1-0", {"status": {"containerStatuses": [ran]}}, "status")
     refused = {}
     users = {each: caller.with_rights(f"without-{number}", each) for number, each in enumerate(((), (JOB, PODS)))}
-    for command in COMMANDS:
-        if command.needed[:-1] in users:
-            done = users[command.needed[:-1]](command.command.partition(",")[0].replace("JOB", "running"))
-            refused[command.command] = (done.returncode, done.stderr)
+    for command in READING:
+        user = users[rights_of(command).needed[:-1]]
+        done = user(command.partition(",")[0].replace("JOB", "running"))
+        refused[command] = (done.returncode, done.stderr)
     told = "you may not {}; ask for a Role with this right (docs/rights.md lists those that each command needs)\n"
     get, every, log = (told.format(Right(each.verb, each.resource, each.group, namespace)) for each in (JOB, JOBS, LOG))
     assert refused == {
