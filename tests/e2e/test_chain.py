@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +72,20 @@ def undisturbed(stack: Stack, surroundings: Surroundings) -> dict[str, Any]:
     merge = surroundings.from_role(name, Role.MERGE)
     job = stack.wait_for_condition(name, "Finished", "Stalled")
     return {"job": job, "training_pods": pods, "table": table, "reached": {"preflight": preflight, "merge": merge, "gang": gang}}
+
+
+def test_its_results_are_downloaded_by_a_pod_of_which_nothing_is_left(
+    stack: Stack, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    command = [Path(sys.executable).with_name("finetune"), "download", "undisturbed", here, "--namespace", NAMESPACE]
+    done = subprocess.run(command, env=stack.cluster.environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=here, check=True)
+    there = stack.claim("models-out") / "undisturbed"
+    names = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
+    assert {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()} == names
+    assert [pod["metadata"]["name"] for pod in stack.objects("pods") if "reader" in pod["metadata"]["name"]] == []
 
 
 def test_it_succeeds_with_a_verified_merged_model(stack: Stack, undisturbed: dict[str, Any]) -> None:

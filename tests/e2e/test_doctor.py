@@ -19,7 +19,8 @@ COMMAND = (str(Path(sys.executable).with_name("finetune")), "doctor", "--namespa
 
 def diagnosis(stack: Stack) -> tuple[int, dict[str, Any]]:
     done = subprocess.run(COMMAND, env=stack.cluster.environment, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+    # A sign of life comes every half minute on a slow machine.
+    assert [line for line in done.stderr.splitlines() if not line.startswith("still looking at the cluster")] == []
     checks = json.loads(done.stdout)["checks"]
     return done.returncode, {check["id"]: (check["outcome"], check["message"]) for check in checks}
 

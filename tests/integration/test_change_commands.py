@@ -11,7 +11,7 @@ import yaml
 from finetune_cli.cluster.errors import Right
 from tests.integration.kube import Document
 from tests.integration.test_commands import Caller, caller, rights_of
-from tests.support.command_rights import CREATE, JOB, PATCH
+from tests.support.command_rights import CREATE, JOB, PATCH, USE
 
 __all__ = ["caller"]
 pytestmark = pytest.mark.integration
@@ -59,6 +59,11 @@ def test_a_manifest_is_judged_and_created_and_a_conflict_is_told(caller: Caller,
     )
     (tmp_path / "other.yaml").write_text(MANIFEST.replace("maxSteps: 4", "maxSteps: 5"))
     assert "with another spec; give the manifest another name" in looking("submit other.yaml").stderr
+    unused = caller.with_rights("unused", (CREATE,))
+    (tmp_path / "third.yaml").write_text(MANIFEST.replace("submitted}", "third}"))
+    done = unused("submit third.yaml")
+    assert (done.returncode, done.stderr.splitlines()[-1].partition(":")[0]) == (3, "spec.workspace.claimName")
+    assert "you may not use the claim workspace of this namespace" in done.stderr
     (tmp_path / "bad.yaml").write_text(MANIFEST.replace("submitted}", "bad}").replace("maxSteps: 4", "maxStep: 4"))
     done = call("submit bad.yaml -o json")
     assert (done.returncode, json.loads(done.stdout)["accepted"]) == (2, False)
@@ -109,10 +114,10 @@ def test_a_waiting_job_is_tried_again_and_an_ended_one_as_another_job(caller: Ca
         assert call("retry stalled").stdout == f"{namespace}/stalled: is tried again (spec.run.retry: {number})\n"
         assert run_of(caller, "stalled")["retry"] == number
     done = call("retry running")
-    assert (done.returncode, "is Running, so there is nothing to try again" in done.stderr) == (1, True)
+    assert (done.returncode, "is Training, so there is nothing to try again" in done.stderr) == (1, True)
     assert "leave --name out" in call("retry stalled --name other").stderr
     ended = caller.with_rights("again", rights_of("retry JOB, that has ended").needed)
-    assert rights_of("retry JOB, that has ended").needed == (JOB, CREATE)
+    assert rights_of("retry JOB, that has ended").needed == (JOB, CREATE, USE)
     assert ended("retry failed").stdout == (
         f"{namespace}/failed-2: created with the spec of failed; it begins with the base model\n"
     )
@@ -130,7 +135,7 @@ def test_a_waiting_job_is_tried_again_and_an_ended_one_as_another_job(caller: Ca
 def test_a_fork_is_a_manifest_that_can_be_submitted(caller: Caller, tmp_path: Path) -> None:
     namespace = caller.workload.namespace
     assert rights_of("fork JOB").needed == (JOB,)
-    call = caller.with_rights("forking", (JOB, CREATE))
+    call = caller.with_rights("forking", (JOB, CREATE, USE))
     done = call("fork succeeded --set training.learningRate=1e-5 --set spec.training.seed=7 --set metadata.labels.tier=test")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"# From the FineTuneJob {namespace}/succeeded. It begins with the base model")

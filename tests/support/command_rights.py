@@ -9,6 +9,8 @@ from finetune_job.names import GROUP
 
 JOB = Right("get", "finetunejobs", GROUP)
 CREATE = Right("create", "finetunejobs", GROUP)
+USE = Right("use", "persistentvolumeclaims")
+"""Asked for by the admission policy of the chart; who may create pods does not need it."""
 PATCH = Right("patch", "finetunejobs", GROUP)
 JOBS = Right("list", "finetunejobs", GROUP)
 PODS = Right("list", "pods")
@@ -45,13 +47,13 @@ COMMANDS = (
     CommandRights("cost", (JOBS,), (PROFILES,)),
     CommandRights("compare JOB JOB", (JOB,)),
     CommandRights("download JOB DIR", (JOB, *RESULTS_READER)),
-    CommandRights("submit FILE", (CREATE,), (JOB, PROFILE)),
-    CommandRights("submit FILE --watch", (CREATE, JOB), (PROFILE,)),
+    CommandRights("submit FILE", (CREATE, USE), (JOB, PROFILE)),
+    CommandRights("submit FILE --watch", (CREATE, USE, JOB), (PROFILE,)),
     CommandRights("suspend JOB", (JOB, PATCH)),
     CommandRights("resume JOB", (JOB, PATCH)),
     CommandRights("cancel JOB", (JOB, PATCH)),
     CommandRights("retry JOB, that waits", (JOB, PATCH)),
-    CommandRights("retry JOB, that has ended", (JOB, CREATE), (JOBS,)),
+    CommandRights("retry JOB, that has ended", (JOB, CREATE, USE), (JOBS,)),
     CommandRights("fork JOB", (JOB,), (JOBS, PROFILE)),
     CommandRights("bundle JOB", (JOB,), (PODS, EVENTS, LOG, PROFILE)),
 )
@@ -62,6 +64,9 @@ cluster. With `-A` the rights to jobs must be of all namespaces. Without an opti
 could not see. The right to list jobs also lets `status`, `logs` and the others suggest a name for one that does not exist. `cost`
 of jobs that were deleted reads the operator's accounts, which takes the right to list configmaps in all namespaces, as
 administrators have. A test gives commands these rights and no others, and takes rights away.
+
+The right to `use` claims is what the chart's admission policy asks of those who create jobs; a right to the claims that the job
+names is enough, and so is the right to create pods.
 
 The roles `user` and `viewer` of the chart give the rights to jobs; those to pods, logs, events and configmaps come with the
 built-in roles `view` (to read) and `edit` (to run the pod that reads a workspace).

@@ -11,6 +11,7 @@ from finetune_cli.jobs.plain import plain
 from finetune_job.names import API_VERSION, GROUP
 
 _SHOWN = 300
+_POLICY = "ValidatingAdmissionPolicy"
 _VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 _PATH = re.compile(
     r"/(?:api/v1|apis/(?P<group>[^/]+)/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?"
@@ -61,6 +62,9 @@ def told(error: RequestError, method: str, path: str, server: str) -> ClusterErr
             return ClusterError(f"{server}: {said}; check that the cluster can be reached, or name another --context")
         case 401:
             return ClusterError(f"{server} does not know you: log in again, or name another --context", status=401)
+        case 403 if _POLICY in said:
+            # Its message names the field and the right that is missing.
+            return ClusterError(said.partition("denied request: ")[2] or said, status=403)
         case 403:
             right = right_for(method, path)
             missing = f"you may not {right}" if right is not None else said

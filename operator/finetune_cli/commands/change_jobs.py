@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-import yaml
 from pydantic import ValidationError
 
 from finetune_cli.checks.validate import DocumentVerdict, Report, validate_files
 from finetune_cli.cluster.client import MERGE_PATCH
 from finetune_cli.cluster.errors import ClusterError
 from finetune_cli.cluster.objects import Cluster, Unseen, collection, unless_refused
-from finetune_cli.documents import objects_of, read_documents
+from finetune_cli.documents import document_text, objects_of, read_documents
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name
 from finetune_cli.jobs.seen import SeenJob, seen_job
@@ -194,7 +193,7 @@ def fork(cluster: Cluster, name: str, new_name: str | None, changes: Sequence[Fi
         f"# From the FineTuneJob {job.title}. It begins with the base model: a job cannot start from the checkpoint of\n"
         "# another one.\n"
     )
-    text = head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    text = head + document_text(document)
     return text, validate_files([(f"fork of {name}", text)], _profile_text(cluster, text, name))
 
 

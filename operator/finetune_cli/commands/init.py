@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-import yaml
 
 from finetune_cli.checks.validate import Report, validate_files
+from finetune_cli.documents import document_text
 from finetune_cli.exit_codes import LocalError
 from finetune_job.api.base import HubPath, parse_source
 from finetune_job.api.training import TrainingSpec
@@ -105,7 +105,7 @@ def manifest_text(answers: Answers) -> tuple[str, Report]:
         "workspace": {"claimName": answers.workspace},
     }
     document = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": name}, "spec": spec}
-    text = HEAD + yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    text = HEAD + document_text(document)
     return text, validate_files([("the manifest", text)], None)
 
 

@@ -20,6 +20,9 @@ from tests.unit.finetune_cli.cluster.test_client import client_of
 SUCCESS = json.dumps({"status": "Success"}).encode()
 FRAMES: list[tuple[int, bytes]] = []
 """Channel and content of what the server sends; then it closes the connection."""
+STALL = -1
+"""Instead of a channel: from here on the server says nothing."""
+ENDED = threading.Event()
 REFUSED: list[int] = []
 ASKED: list[dict[str, list[str]]] = []
 
@@ -54,6 +57,9 @@ class PodHandler(http.server.BaseHTTPRequestHandler):
         self.send_header("Sec-WebSocket-Protocol", "v4.channel.k8s.io")
         self.end_headers()
         for channel, content in FRAMES:
+            if channel == STALL:
+                ENDED.wait(20)
+                return
             self.wfile.write(frame(2, bytes([channel]) + content))
         self.wfile.flush()
         if FRAMES and FRAMES[-1][0] == 3:
@@ -70,12 +76,14 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterC
         given.clear()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), PodHandler) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        ENDED.clear()
         yield client_of(server.server_port, tmp_path, monkeypatch)
+        ENDED.set()
         server.shutdown()
 
 
-def printed(client: ClusterClient) -> bytes:
-    return b"".join(client.output_of("team", "pod", "reader", ["python", "-c", "x"], silence_seconds=5.0))
+def printed(client: ClusterClient, silence_seconds: float = 5.0) -> bytes:
+    return b"".join(client.output_of("team", "pod", "reader", ["python", "-c", "x"], silence_seconds))
 
 
 def test_bytes_come_as_they_are(client: ClusterClient) -> None:
@@ -101,6 +109,12 @@ def test_a_connection_that_breaks_off_is_no_end(client: ClusterClient, frames: l
     with pytest.raises(RequestError, match="broke off") as caught:
         printed(client)
     assert caught.value.status is None
+
+
+def test_a_program_that_says_nothing_is_not_waited_for(client: ClusterClient) -> None:
+    FRAMES[:] = [(1, b"half"), (STALL, b"")]
+    with pytest.raises(RequestError, match=r"the program in the pod pod says nothing for 0.2 s"):
+        printed(client, 0.2)
 
 
 @pytest.mark.parametrize("status", [403, 404, 500])

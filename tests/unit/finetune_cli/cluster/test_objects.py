@@ -31,6 +31,15 @@ def failure(code: int, reason: str, message: str, **details: str) -> tuple[int, 
     return code, json.dumps({"kind": "Status", "code": code, "reason": reason, "message": message, "details": details})
 
 
+def test_a_refusal_by_a_policy_is_told_in_its_words() -> None:
+    message = (
+        "x is forbidden: ValidatingAdmissionPolicy 'p' with binding 'p' denied request: spec.workspace.claimName: you may not"
+    )
+    found = told(RequestError(message, 403), "POST", JOBS, "https://here")
+    assert (str(found), found.status) == ("spec.workspace.claimName: you may not", 403)
+    assert "you may not create finetunejobs" in str(told(RequestError("x is forbidden", 403), "POST", JOBS, "https://here"))
+
+
 def test_jobs_are_read_page_by_page_and_sorted(cluster: Cluster) -> None:
     answer(LISTED, {"items": [objects.RUNNING, 3], "metadata": {"continue": "more"}})
     answer(f"{LISTED}&continue=more", {"items": [objects.FAILED]})
