@@ -399,6 +399,8 @@ def explain(
     Of a job (job/NAME) it shows what is the matter: reason, evidence, what to do, and where settings can help a patch for a new
     job. With -n or --context, a word is the name of a job.
     """
+    if word is not None and (word.startswith(_JOB_PREFIXES) or namespace is not None or context is not None):
+        raise typer.Exit(explain_job(word.rpartition("/")[2], context, namespace, output))
     from finetune_cli.commands.explain import explain as find
     from finetune_cli.commands.explain import nearest
     from finetune_cli.render import explanations
@@ -406,8 +408,6 @@ def explain(
     if word is None:
         print_answer(output, explanations.overview_text, explanations.overview_document)
         return
-    if word.startswith(_JOB_PREFIXES) or namespace is not None or context is not None:
-        raise typer.Exit(explain_job(word.rpartition("/")[2], context, namespace, output))
     found = find(word)
     if not found:
         near = nearest(word)

@@ -88,6 +88,27 @@ def test_its_results_are_downloaded_by_a_pod_of_which_nothing_is_left(
     assert [pod["metadata"]["name"] for pod in stack.objects("pods") if "reader" in pod["metadata"]["name"]] == []
 
 
+def test_its_logs_losses_and_checkpoints_are_read_from_the_workspace(stack: Stack, undisturbed: dict[str, Any]) -> None:
+    def finetune(*arguments: str) -> str:
+        command = [Path(sys.executable).with_name("finetune"), *arguments, "--namespace", NAMESPACE]
+        done = subprocess.run(command, env=stack.cluster.environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    status = json.loads(finetune("status", "undisturbed", "--curve", "-o", "json"))
+    assert len(status["losses"]) == status["totalSteps"] > 0
+    assert status["losses"][-1] == pytest.approx(float(status["loss"]), rel=1e-5)
+    steps = [each["step"] for each in json.loads(finetune("checkpoints", "undisturbed", "-o", "json"))["checkpoints"]]
+    assert steps[-1] == status["totalSteps"]
+    of_pods = finetune("logs", "undisturbed", "--stage", "train", "--rank", "0")
+    assert {line.partition("[rank ")[2].partition("]")[0] for line in of_pods.splitlines()} == {"0"}
+    stack.cluster.kubectl("delete", "pods", "-n", NAMESPACE, "-l", "finetune.dev/job=undisturbed,finetune.dev/role=train")
+    of_workspace = finetune("logs", "undisturbed", "--stage", "train", "--rank", "0")
+    assert [line.partition("] ")[2] for line in of_workspace.splitlines()] == [
+        line.rpartition("[rank 0] ")[2] for line in of_pods.splitlines()
+    ]
+
+
 def test_it_succeeds_with_a_verified_merged_model(stack: Stack, undisturbed: dict[str, Any]) -> None:
     job = undisturbed["job"]
     assert condition_of(job, "Succeeded").get("status") == "True", json.dumps(job["status"], indent=2)

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +17,21 @@ import pytest
 import yaml
 
 from finetune_cli.cluster.errors import Right
+from finetune_job.plan.digest import canonical_json
 from tests.integration.conftest import Installed
 from tests.integration.kube import Document
 from tests.integration.workload import Workload
+from tests.support.builders import a_job
 from tests.support.cluster.errors import wait_until
 from tests.support.command_rights import COMMANDS, EVENTS, JOB, JOBS, LOG, PODS, PROFILE, READER, CommandRights
 from tests.unit.finetune_cli.jobs import objects
 
 pytestmark = pytest.mark.integration
 STATES = {each["metadata"]["name"]: each for each in (objects.SUCCEEDED, objects.RUNNING, objects.FAILED, objects.STALLED)}
-REPOSITORY = Path(__file__).parents[2]
+READING = (
+    *("list", "status JOB", "wait JOB", "logs JOB, of pods that exist", "explain job/JOB"),
+    *("top", "cost", "compare JOB JOB", "bundle JOB"),
+)
 
 
 @dataclass
@@ -182,6 +188,25 @@ def test_logs_archives_and_workspaces_need_what_the_page_says(caller: Caller) ->
             assert f"you may not {named}; ask for a Role with this right" in done.stderr
 
 
+def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller) -> None:
+    kube, namespace = caller.workload.kube, caller.workload.namespace
+    kube.patch("Namespace", "", namespace, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
+    plan = {"metadata": {"name": "succeeded-plan"}, "data": {"plan.json": canonical_json(a_job().plan())}}
+    kube.create("ConfigMap", namespace, plan)
+    user = caller.with_rights("checkpoints", rights_of("checkpoints JOB").needed)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(user, "checkpoints succeeded")
+        made = wait_until(lambda: kube.list("Pod", namespace, "finetune.dev/reader"), "the pod that reads", 60)
+        # Nothing runs pods here, so this kubelet reports what one would of a claim that cannot be mounted.
+        name = made[0]["metadata"]["name"]
+        kube.patch("Pod", namespace, name, {"status": {"phase": "Failed", "message": "the claim is gone"}}, "status")
+        done = answer.result()
+    assert made[0]["metadata"]["ownerReferences"][0]["name"] == "succeeded"
+    assert done.returncode == 3
+    assert f"the pod {name}, which reads the workspace, did not do so (the claim is gone)" in done.stderr
+    wait_until(lambda: not kube.list("Pod", namespace, "finetune.dev/reader"), "its deletion", 60)
+
+
 def test_a_command_without_its_last_right_names_it(caller: Caller) -> None:
     kube, namespace = caller.workload.kube, caller.workload.namespace
     # The log is asked for only of a pod that has run.
@@ -190,10 +215,10 @@ def test_a_command_without_its_last_right_names_it(caller: Caller) -> None:
     kube.patch("Pod", namespace, "running-train-1-0", {"status": {"containerStatuses": [ran]}}, "status")
     refused = {}
     users = {each: caller.with_rights(f"without-{number}", each) for number, each in enumerate(((), (JOB, PODS)))}
-    for command in COMMANDS:
-        if command.needed[:-1] in users:
-            done = users[command.needed[:-1]](command.command.partition(",")[0].replace("JOB", "running"))
-            refused[command.command] = (done.returncode, done.stderr)
+    for command in READING:
+        user = users[rights_of(command).needed[:-1]]
+        done = user(command.partition(",")[0].replace("JOB", "running"))
+        refused[command] = (done.returncode, done.stderr)
     told = "you may not {}; ask for a Role with this right (docs/rights.md lists those that each command needs)\n"
     get, every, log = (told.format(Right(each.verb, each.resource, each.group, namespace)) for each in (JOB, JOBS, LOG))
     assert refused == {

@@ -43,6 +43,7 @@ COVERED_BY = {
     "finetune_cli/commands/workspace.py": "finetune_cli/commands/test_cluster_jobs.py",
     "finetune_cli/jobs/comparison.py": "finetune_cli/jobs/test_progress.py",
     "finetune_cli/jobs/documents.py": "finetune_cli/jobs/test_seen.py",
+    "finetune_cli/jobs/patches.py": "finetune_cli/jobs/test_diagnosis.py",
     "finetune_cli/jobs/usage.py": "finetune_cli/jobs/test_progress.py",
     "finetune_cli/local/look.py": "finetune_cli/commands/test_data.py",
     "finetune_cli/render/data.py": "finetune_cli/commands/test_data.py",

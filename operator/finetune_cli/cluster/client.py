@@ -8,13 +8,9 @@ from typing import Any, NoReturn
 from urllib.parse import urlencode
 
 import urllib3
-from kubernetes.client import ApiClient, CoreV1Api
-from kubernetes.client.exceptions import ApiException
+from kubernetes.client import ApiClient
 from kubernetes.config import list_kube_config_contexts, new_client_from_config
 from kubernetes.config.config_exception import ConfigException
-from kubernetes.stream import stream
-from kubernetes.stream.ws_client import ERROR_CHANNEL, STDERR_CHANNEL, STDOUT_CHANNEL
-from websocket import WebSocketBadStatusException, WebSocketException
 
 from finetune_cli.exit_codes import LocalError
 
@@ -110,6 +106,13 @@ class ClusterClient:
 
         Raises RequestError, also if the connection breaks off or the program fails.
         """
+        # The models of all kinds come with it: a second of processor time, for the one command that copies files.
+        from kubernetes.client import CoreV1Api
+        from kubernetes.client.exceptions import ApiException
+        from kubernetes.stream import stream
+        from kubernetes.stream.ws_client import ERROR_CHANNEL, STDERR_CHANNEL, STDOUT_CHANNEL
+        from websocket import WebSocketBadStatusException, WebSocketException
+
         try:
             process = stream(
                 CoreV1Api(self._api).connect_get_namespaced_pod_exec,

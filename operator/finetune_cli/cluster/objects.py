@@ -6,7 +6,7 @@ import copy
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from finetune_cli.cluster.client import ClusterClient, RequestError
@@ -15,7 +15,10 @@ from finetune_cli.exit_codes import ExitCode
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.seen import SeenEvent, SeenJob, SeenPod, seen_event, seen_job, seen_pod
-from finetune_job.names import API_VERSION, JOB_PLURAL, LABEL_JOB_UID
+from finetune_job.names import API_VERSION, JOB_PLURAL, LABEL_JOB_UID, PROFILE_PLURAL
+
+if TYPE_CHECKING:
+    from finetune_job.api.profile import FineTuneProfileSpec
 
 _PAGE = "500"
 """Objects of one answer."""
@@ -72,6 +75,16 @@ class Cluster:
             if is_of_child or documents.text(involved, "uid") in uids:
                 found.append(seen_event(each))
         return sorted(found, key=lambda event: event.time.timestamp() if event.time is not None else 0.0)
+
+    def profile(self, name: str) -> FineTuneProfileSpec | None:
+        """None if there is none of the name. Raises ClusterError."""
+        from finetune_job.api.profile import FineTuneProfileSpec
+
+        document = self.get(API_VERSION, PROFILE_PLURAL, name, "")
+        try:
+            return None if document is None else FineTuneProfileSpec.model_validate(document.get("spec"))
+        except ValueError as error:
+            raise ClusterError(f"the FineTuneProfile {name} is not one that this release of `finetune` knows") from error
 
     def get(self, version: str, plural: str, name: str, namespace: str | None = None) -> dict[str, Any] | None:
         """An object of the namespace, of another one, or (empty) of the cluster; None: there is none. Raises ClusterError."""

@@ -7,13 +7,12 @@ from typing import Any
 
 import yaml
 
-from finetune_cli.checks.fix import fix
-from finetune_cli.checks.validate import validate_files
 from finetune_cli.cluster.objects import Cluster, Unseen, unless_refused
 from finetune_cli.commands.inspect_jobs import CommandAnswer, utc_now
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.jobs.comparison import Difference, differences, outcomes
-from finetune_cli.jobs.diagnosis import Patch, diagnose, merge_patch
+from finetune_cli.jobs.diagnosis import diagnose
+from finetune_cli.jobs.patches import Patch, merge_patch
 from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.seen import SeenJob
 from finetune_cli.render.columns import table
@@ -52,6 +51,9 @@ def _fixes(cluster: Cluster, job: SeenJob) -> tuple[Patch | None, str]:
 
 def rule_patch(job: SeenJob, profile: str | None) -> Patch | None:
     """What `finetune validate --fix` would change, if the manifest is accepted afterwards; None if not."""
+    from finetune_cli.checks.fix import fix
+    from finetune_cli.checks.validate import validate_files
+
     manifest = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": job.name}, "spec": dict(job.spec)}
     (fixed,) = fix([("job", json.dumps(manifest))], profile)
     if validate_files([("job", fixed.text)], profile).exit_code is not ExitCode.DONE:

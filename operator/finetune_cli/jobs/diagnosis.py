@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
 
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.durations import duration_text
+from finetune_cli.jobs.patches import Patch, assignments, patch_for
 from finetune_cli.jobs.progress import current_stage, stage_name
 from finetune_cli.jobs.seen import SeenEvent, SeenJob, SeenPod
 from finetune_job.api.documentation import member_docs
@@ -20,7 +21,6 @@ from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.decide.restart_policy import POLICY, Retry
 
-Patch = dict[str, Any]
 SILENT_SECONDS = 900
 """A job that trains and shows no new step for so long is said to be silent."""
 _MOST_EVENTS = 5
@@ -28,8 +28,6 @@ _MOST_EVIDENCE = 8
 _WATCHDOG = (
     "Look at `finetune logs` and at the devices; the ranks' own watchdog ends the attempt after spec.training.stepTimeoutSeconds."
 )
-_SLOWER = 0.5
-"""What a learning rate that diverged is multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,8 @@ class Diagnosis:
     evidence: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     """What to do, the surest first."""
+    commands: tuple[str, ...] = ()
+    """For a shell."""
     patch: Patch | None = None
     """JSON merge patch of a manifest of a new job; None: no change is known that would help."""
 
@@ -55,7 +55,7 @@ def diagnose(
     if not found.reason:
         return found
     evidence = [*found.evidence, *_pod_evidence(pods), *_event_evidence(events)]
-    return Diagnosis(found.reason, found.word, tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE], found.advice, found.patch)
+    return replace(found, evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE])
 
 
 def _of_status(job: SeenJob, now: datetime, fixes: Patch | None) -> Diagnosis:
@@ -72,7 +72,7 @@ def _of_status(job: SeenJob, now: datetime, fixes: Patch | None) -> Diagnosis:
             return Diagnosis(
                 "spec.run.cancel is true: somebody ended this job for good.",
                 Reason.CANCELLED,
-                advice=("Apply the manifest under another name to run it again.",),
+                commands=(_new_job(job, None),),
             )
         case "Failed":
             return _failed(job)
@@ -82,7 +82,7 @@ def _of_status(job: SeenJob, now: datetime, fixes: Patch | None) -> Diagnosis:
             return Diagnosis(
                 "spec.run.suspend is true: the job holds no pods, and its checkpoint is kept.",
                 Reason.SUSPENDED_BY_USER,
-                advice=(f"To continue: {_patch_command(job, {'spec': {'run': {'suspend': False}}})}",),
+                commands=(f"finetune resume {_named(job)}",),
             )
     return _under_way(job, now)
 
@@ -93,22 +93,34 @@ def _failed(job: SeenJob) -> Diagnosis:
     attempt = last_failure(job)
     if attempt is None or attempt.failure is None:
         message = said.message if said is not None else ""
-        return Diagnosis(f"{_meaning(reason)} {message}".strip(), reason, advice=_NEW_JOB)
+        return Diagnosis(
+            f"{_meaning(reason)} {message}".strip(), reason, advice=(_STAYS_FAILED,), commands=(_new_job(job, None),)
+        )
     exhausted = f" {_meaning(reason)}" if reason == Reason.RESTARTS_EXHAUSTED else ""
     patch = patch_for(attempt.failure, job)
     advice = [attempt.hint or POLICY[attempt.failure].advice]
     if patch is None and POLICY[attempt.failure].retry is not Retry.NEVER:
-        advice.append("The cause may be gone by now: the same manifest under another name may run.")
+        advice.append("The cause may be gone by now: the same spec may run as a new job.")
     return Diagnosis(
         f"{attempt.role} failed: {attempt.message or attempt.failure}. {_meaning(attempt.failure)}{exhausted}",
         attempt.failure,
         tuple(_attempt_evidence(attempt)),
-        (*(each for each in advice if each), *_NEW_JOB),
+        (*(each for each in advice if each), _STAYS_FAILED),
+        (_new_job(job, patch),),
         patch,
     )
 
 
-_NEW_JOB = ("A job that has failed stays failed: apply the changed manifest under another name.",)
+_STAYS_FAILED = "A job that has failed stays failed: make a new one of it."
+
+
+def _named(job: SeenJob) -> str:
+    return shlex.join([job.name, "-n", job.namespace])
+
+
+def _new_job(job: SeenJob, patch: Patch | None) -> str:
+    changes = "".join(f" --set {shlex.quote(each)}" for each in assignments(patch or {}, ""))
+    return f"finetune fork {_named(job)}{changes} | finetune submit -"
 
 
 def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
@@ -121,17 +133,21 @@ def _stalled(job: SeenJob, fixes: Patch | None) -> Diagnosis:
     if attempt is not None and not errors:
         evidence += _attempt_evidence(attempt)
         advice += [attempt.hint or POLICY[attempt.failure or FailureClass.UNKNOWN].advice]
-    again = _patch_command(job, {"spec": {"run": {"retry": (documents.number(job.spec, "run", "retry") or 0) + 1}}})
-    advice.append(
-        f"After that, to try again: {again}"
-        if job.started is not None
-        else "Change the spec of this job, which has not started: it is judged again at once."
-    )
+    commands = []
+    if job.started is not None:
+        advice.append("After that, try it again.")
+        commands.append(f"finetune retry {_named(job)}")
+    else:
+        advice.append("Change the spec of this job, which has not started: it is judged again at once.")
+    if fixes is not None:
+        text = shlex.quote(json.dumps(fixes, separators=(",", ":")))
+        commands.append(f"kubectl patch finetunejob {_named(job)} --type merge -p {text}")
     return Diagnosis(
         f"{_meaning(reason)} {message}".strip() or "The job waits until a human acts.",
         reason,
         tuple(evidence),
         tuple(dict.fromkeys(each for each in advice if each)),
+        tuple(commands),
         fixes,
     )
 
@@ -219,64 +235,3 @@ def _event_evidence(events: Sequence[SeenEvent]) -> Iterable[str]:
 def _meaning(word: str) -> str:
     """What the product says that a failure class or a reason means."""
     return member_docs(FailureClass).get(word) or member_docs(Reason).get(word) or ""
-
-
-def _patch_command(job: SeenJob, patch: Patch) -> str:
-    text = json.dumps(patch, separators=(",", ":"))
-    return f"kubectl patch finetunejob {job.name} -n {job.namespace} --type merge -p '{text}'"
-
-
-def patch_for(failure: FailureClass, job: SeenJob) -> Patch | None:
-    """What to change in a new job after such a failure, if a change of settings can help; None if not.
-
-    The result of training is the same with the changes for memory and disk. A lower learning rate is a proposal.
-    """
-    training = documents.part(job.spec, "training")
-    match failure:
-        case FailureClass.DEVICE_OUT_OF_MEMORY:
-            micro = _effective(job, "microBatchSize")
-            if isinstance(micro, int) and micro > 1:
-                return {"spec": {"training": {"microBatchSize": micro // 2 if micro % 2 == 0 else 1}}}
-            if _effective(job, "activationCheckpointing") != "Full":
-                return {"spec": {"training": {"activationCheckpointing": "Full"}}}
-        case FailureClass.NON_FINITE:
-            rate = _effective(job, "learningRate")
-            number = documents.decimal(rate) if isinstance(rate, str) else None
-            if number is not None and number > 0:
-                return {"spec": {"training": {"learningRate": f"{number * _SLOWER:.6g}"}}}
-        case FailureClass.STALLED:
-            seconds = documents.number(training, "stepTimeoutSeconds") or 1800
-            return {"spec": {"training": {"stepTimeoutSeconds": min(seconds * 2, 86_400)}}} if seconds < 86_400 else None
-        case FailureClass.DISK_FULL:
-            keep = documents.number(job.spec, "checkpoint", "keep") or 2
-            return {"spec": {"checkpoint": {"keep": 2}}} if keep > 2 else None
-    return None
-
-
-def _effective(job: SeenJob, setting: str) -> object:
-    """A setting of training as the manifest or, if it leaves it open, the plan has it."""
-    found = documents.value(job.spec, "training", setting)
-    if found is not None or job.status.plan is None:
-        return found
-    for choice in job.status.plan.choices:
-        if choice.field == f"spec.training.{setting}":
-            try:
-                return json.loads(choice.value)
-            except ValueError:
-                return None
-    return None
-
-
-def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Patch:
-    """What turns one object into the other, as a JSON merge patch (RFC 7396); empty if they are the same."""
-    patch: Patch = {key: None for key in before if key not in after}
-    for key, value in after.items():
-        earlier = before.get(key)
-        if isinstance(value, Mapping) and isinstance(earlier, Mapping):
-            inner = merge_patch(earlier, value)
-            if inner:
-                patch[key] = inner
-        # Compared as text: true is not 1.
-        elif key not in before or json.dumps(earlier) != json.dumps(value):
-            patch[key] = value
-    return patch

@@ -22,12 +22,18 @@ def diagnosis_text(job: SeenJob, diagnosis: Diagnosis, unseen: Sequence[str] = (
     lines.append(labelled("reason", plain(diagnosis.reason, _MOST) or "nothing is the matter with this job"))
     lines += [labelled("shown", plain(each, _MOST)) for each in diagnosis.evidence]
     lines += [labelled("fix", plain(each, _MOST)) for each in diagnosis.advice]
+    lines += command_lines(diagnosis)
     if diagnosis.patch is not None:
         lines.append(labelled("patch", plain(json.dumps(diagnosis.patch), _MOST)))
     if diagnosis.word:
         lines.append(labelled("more", f"finetune explain {plain(diagnosis.word, 128)}"))
     lines += [labelled("unseen", plain(each, _MOST)) for each in unseen]
     return "\n".join(lines) + "\n"
+
+
+def command_lines(diagnosis: Diagnosis) -> list[str]:
+    """What to type, each on one line however long it is."""
+    return [f"    {'run:':<8}{plain(each, _MOST)}" for each in diagnosis.commands]
 
 
 def diagnosis_document(job: SeenJob, diagnosis: Diagnosis, unseen: Sequence[str] = ()) -> dict[str, Any]:
@@ -41,6 +47,7 @@ def diagnosis_document(job: SeenJob, diagnosis: Diagnosis, unseen: Sequence[str]
         "word": diagnosis.word,
         "evidence": list(diagnosis.evidence),
         "advice": list(diagnosis.advice),
+        "commands": list(diagnosis.commands),
         "patch": diagnosis.patch,
         "unseen": list(unseen),
     }

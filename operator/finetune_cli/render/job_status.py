@@ -13,6 +13,7 @@ from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.progress import figures, seconds_between, seconds_left, stage_name, state, timeline
 from finetune_cli.jobs.seen import SeenJob
 from finetune_cli.render.columns import bar, figure, sparkline, table
+from finetune_cli.render.diagnosis import command_lines
 from finetune_cli.render.jobs import summary
 from finetune_cli.render.verdicts import labelled
 from finetune_job.api.status import Attempt
@@ -30,6 +31,7 @@ def status_text(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: Seque
     lines += _progress_lines(job, now, losses)
     lines += [labelled("reason", plain(diagnosis.reason, _MOST))] if diagnosis.reason else []
     lines += [labelled("next", plain(one, _MOST)) for one in diagnosis.advice[:3]]
+    lines += command_lines(diagnosis)
     text = "\n".join(lines) + "\n"
     stages = [
         (each.name, plain(each.state, 40), _clock(each.begun), duration_text(each.seconds), str(len(each.attempts) or ""))
@@ -100,6 +102,7 @@ def status_document(job: SeenJob, diagnosis: Diagnosis, now: datetime, losses: S
         **summary(job, now),
         "reason": diagnosis.reason,
         "advice": list(diagnosis.advice),
+        "commands": list(diagnosis.commands),
         "tokensPerSecond": found.tokens_per_second if found else None,
         "mfu": found.mfu if found else None,
         "goodput": found.goodput if found else None,

@@ -118,11 +118,13 @@ def test_a_request_names_the_right_that_it_needs(method: str, path: str, right: 
 
 def test_what_is_only_nice_to_have_does_not_end_a_command(cluster: Cluster) -> None:
     ANSWERS["/apis/finetune.dev/v1alpha1/finetuneprofiles/default"] = failure(403, "Forbidden", "no")
-    found = unless_refused(lambda: cluster.get("finetune.dev/v1alpha1", "finetuneprofiles", "default", ""))
+    found = unless_refused(lambda: cluster.profile("default"))
     assert isinstance(found, Unseen)
     assert "you may not get finetuneprofiles.finetune.dev in the whole cluster" in found.reason
     ANSWERS["/apis/finetune.dev/v1alpha1/finetuneprofiles/default"] = failure(404, "NotFound", "no", name="default")
-    assert cluster.get("finetune.dev/v1alpha1", "finetuneprofiles", "default", "") is None
+    assert cluster.profile("default") is None
+    answer("/apis/finetune.dev/v1alpha1/finetuneprofiles/default", {"spec": {"novelty": 1}})
+    assert isinstance(unless_refused(lambda: cluster.profile("default")), Unseen)
 
 
 def test_pods_and_events_of_a_job_are_its_own(cluster: Cluster) -> None:

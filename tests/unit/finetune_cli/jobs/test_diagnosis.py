@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from finetune_cli.checks.validate import validate_files
-from finetune_cli.jobs.diagnosis import Diagnosis, diagnose, merge_patch, patch_for
+from finetune_cli.jobs.diagnosis import Diagnosis, diagnose
+from finetune_cli.jobs.next_manifest import fork_of, parse_change
+from finetune_cli.jobs.patches import merge_patch, patch_for
 from finetune_cli.jobs.seen import seen_event, seen_job, seen_pod
 from finetune_job.failures import FailureClass
 from tests.unit.finetune_cli.jobs import objects
@@ -46,9 +49,15 @@ def test_every_failure_class_has_a_reason_an_advice_and_a_patch_that_is_accepted
     assert found.advice[-1].startswith("A job that has failed stays failed")
     # Nothing is advised where a queue or a node took the pod: the job is tried again by itself.
     assert len(found.advice) > 1
-    manifest = {key: document[key] for key in ("apiVersion", "kind", "metadata", "spec")}
-    report = validate_files([("job", json.dumps(applied(manifest, found.patch or {})))])
-    assert report.exit_code == 0, report.verdicts
+    # The command is run as a shell would, up to what goes to the cluster.
+    (command,) = found.commands
+    fork, submit = (shlex.split(each) for each in command.split(" | "))
+    assert (fork[:5], submit) == (["finetune", "fork", "failed", "-n", "team"], ["finetune", "submit", "-"])
+    changes = [parse_change(each) for each in fork[5:] if each != "--set"]
+    made = fork_of(document, "failed-2", changes)
+    assert validate_files([("job", json.dumps(made))]).exit_code == 0
+    unchanged = fork_of(document, "failed-2", [])
+    assert made == applied(unchanged, found.patch or {}), "the patch and the command say the same"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +118,7 @@ PLAN_LOST = with_conditions(objects.condition("Stalled", "True", "PlanLost", "go
 @pytest.mark.parametrize(
     ("document", "reason", "advice"),
     [
-        (SUSPENDED, "spec.run.suspend is true", '\'{"spec":{"run":{"suspend":false}}}\''),
+        (SUSPENDED, "spec.run.suspend is true", "finetune resume waiting -n team"),
         (waits("Unschedulable", "0/3 nodes"), "No node has room", "the job wants 2 pods"),
         (waits("ImagePullFailed", "no such tag"), "no such tag", "Check the image of the profile"),
         (waits("MountFailed", "no Secret"), "no Secret", "Create the volume, Secret"),
@@ -117,15 +126,15 @@ PLAN_LOST = with_conditions(objects.condition("Stalled", "True", "PlanLost", "go
         (waits("WaitingInLine"), "maxActiveJobs", "when an earlier one of this namespace"),
         (waits("BlockedOnNode"), "on a node that does not answer", "Look at the node"),
         (waits("WaitingForSource"), "does not answer", "can be reached from the cluster"),
-        (PLAN_LOST, "is gone or holds other content. gone.", '{"spec":{"run":{"retry":1}}}'),
-        (ended("Cancelled"), "spec.run.cancel is true", "under another name"),
+        (PLAN_LOST, "is gone or holds other content. gone.", "finetune retry waiting -n team"),
+        (ended("Cancelled"), "spec.run.cancel is true", "finetune fork waiting -n team | finetune submit -"),
         (ended("ActiveDeadlineExceeded", "6 h"), "The job was active for longer", "A job that has failed stays failed"),
     ],
 )
 def test_each_state_has_its_reason_and_its_advice(document: Document, reason: str, advice: str) -> None:
     found = diagnose(seen_job(document), objects.NOW)
     assert reason in found.reason
-    assert advice in " ".join(found.advice)
+    assert advice in " ".join((*found.advice, *found.commands))
 
 
 def test_a_training_that_is_silent_is_said_to_be() -> None:
