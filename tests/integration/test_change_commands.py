@@ -63,7 +63,7 @@ def test_a_manifest_is_judged_and_created_and_a_conflict_is_told(caller: Caller,
     (tmp_path / "third.yaml").write_text(MANIFEST.replace("submitted}", "third}"))
     done = unused("submit third.yaml")
     assert done.returncode == 3
-    assert "\nspec.workspace.claimName: you may not use the claim workspace of this namespace" in done.stderr, done.stderr
+    assert done.stderr.startswith("spec.workspace.claimName: you may not use the claim workspace of this namespace; name another")
     (tmp_path / "bad.yaml").write_text(MANIFEST.replace("submitted}", "bad}").replace("maxSteps: 4", "maxStep: 4"))
     done = call("submit bad.yaml -o json")
     assert (done.returncode, json.loads(done.stdout)["accepted"]) == (2, False)
